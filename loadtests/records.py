@@ -1,0 +1,107 @@
+"""What happened, as it is written down: one request, one sample of resources, one event of a campaign.
+
+Records hold times, counts and errors, never a statistic. Everything that a report says is a pure function of these.
+Times are seconds since the start of the level (`*_seconds`, monotonic clock); the level's own start in wall-clock time is in its
+LevelStarted event. Missing is None: a request that never got a token has `first_content_seconds = None`, not 0.
+
+Format history: 1 (first).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+FORMAT_VERSION = 1
+
+
+class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One request, from the moment it was due to the moment its stream ended."""
+
+    cell: str  # Cell.key
+    level: str  # LevelStarted.level: unique per attempt, so a level that was cut off never mixes with its repetition
+    index: int  # 0.. within the level
+    due_seconds: float
+    sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
+    first_content_seconds: float | None = None
+    last_content_seconds: float | None = None
+    ended_seconds: float | None = None
+    content_seconds: list[float] = []  # when each content chunk arrived, first and last included
+    first_chunk_tokens: int | None = None  # tokens in the first content chunk, where the server says so
+    asked_prompt_tokens: int | None = None
+    asked_output_tokens: int | None = None
+    prompt_tokens: int | None = None  # as the server's usage counted
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    status: int | None = None  # HTTP status; None: no answer
+    error: str | None = None  # short kind: refused, http_500, timeout, connection, cut_off, stream_error ...
+    error_message: str | None = None
+    finish_reason: str | None = None
+    backend: str | None = None  # X-Crossover-Backend
+    request_id: str | None = None
+    session: str | None = None
+    turn: int | None = None
+    worker: int | None = None  # which load generator process sent it
+
+
+class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process group at one moment. CPU is a share of one core: 1.0 = one core busy."""
+
+    rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    cpu_share: float | None = None
+    threads: int | None = None
+
+
+class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The machine beside the load, at one moment (wall clock, since records of several processes meet here)."""
+
+    cell: str
+    level: str | None = None
+    unix_seconds: float
+    engine: ProcessSample | None = None
+    api: ProcessSample | None = None
+    client: ProcessSample | None = None
+    machine_cpu_share: float | None = None  # of all cores together, 0..1
+    available_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_utilisation: float | None = None  # 0..1
+    gpu_watts: float | None = None
+    cpu_watts: float | None = None
+    valid: bool = True
+    reasons: list[str] = []
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One line of a run's journal (events.jsonl): what the runner did, in order. `detail` depends on `kind`:
+
+    run_started, run_resumed, run_finished, interrupted (reason), cell_started, cell_ready (Ready info as a dict),
+    cell_skipped (reason), cell_finished (capacity as the search saw it), level_started (rate, window, seed, arrivals, purpose, wall clock),
+    level_finished (counts), level_abandoned (reason).
+    """
+
+    kind: str
+    unix_seconds: float
+    cell: str | None = None
+    level: str | None = None
+    detail: dict[str, Any] = {}
+
+
+class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything needed to know what a run is and to do it again; written once, when the run starts."""
+
+    format_version: int
+    run_id: str
+    created: str  # ISO 8601, UTC
+    crossover_version: str
+    git_commit: str | None
+    command: list[str]
+    campaign: dict[str, Any]  # the campaign as read, defaults filled in
+    campaign_text: str  # the file itself
+    cells: list[dict[str, Any]]
+    server_facts: dict[str, Any]  # serving.hardware.HardwareFacts of the machine that serves; for a remote target what it says of itself
+    client_facts: dict[str, Any]
+    versions: dict[str, str]
+    seed: int

@@ -1,0 +1,66 @@
+"""The promise (SLO): when a request is good, and when a level of load holds.
+
+    >>> chat = PROMISES["chat"]
+    >>> chat.ttft_seconds, chat.tpot_seconds, chat.target
+    (2.0, 0.1, 0.99)
+
+A request is good when it had no error, TTFT <= ttft_seconds and TPOT <= tpot_seconds. A level holds when the share of good requests among
+all that were due is at least `target`, with the stated confidence (Wilson's score interval); it fails when that share is below `target` with the
+same confidence; between the two it is unresolved, and more requests are needed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A latency promise. None: no limit of that kind."""
+
+    name: str
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    target: float = 0.99
+    confidence: float = 0.95
+    source: str = ""
+
+
+PROMISES: dict[str, Promise] = {
+    p.name: p
+    for p in (
+        Promise("chat", 2.0, 0.100, source="MLPerf Inference v5.1, Llama-3.1-8B, Server"),
+        Promise("interactive", 0.5, 0.030, source="MLPerf Inference v5.1, Llama-3.1-8B, Interactive"),
+        Promise("70b-server", 2.0, 0.200, source="MLPerf Inference v5.1, Llama-2-70B, Server"),
+        Promise("70b-interactive", 0.45, 0.040, source="MLPerf Inference v5.1, Llama-2-70B, Interactive"),
+        Promise("405b-server", 6.0, 0.175, source="MLPerf Inference v5.1, Llama-3.1-405B, Server"),
+        Promise("405b-interactive", 4.5, 0.080, source="MLPerf Inference v5.1, Llama-3.1-405B, Interactive"),
+        Promise("reading", 5.0, 0.200, source="about the speed of silent reading, 5 tokens/s"),
+        Promise("batch", None, None, source="no latency limit: throughput and cost only"),
+    )
+}
+
+
+def wilson(good: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+    """One-sided lower and upper bounds of a proportion, each at `confidence` (Wilson 1927, score interval).
+
+    Returns (0.0, 1.0) for total = 0: nothing is known. Raises ValueError for counts that cannot be.
+    """
+    if total < 0 or not 0 <= good <= total:
+        raise ValueError(f"{good} good of {total} cannot be")
+    if total == 0:
+        return 0.0, 1.0
+    z = _normal_quantile(confidence)
+    share = good / total
+    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _normal_quantile(p: float) -> float:
+    from statistics import NormalDist
+
+    if not 0 < p < 1:
+        raise ValueError(f"confidence must be between 0 and 1, got {p}")
+    return NormalDist().inv_cdf(p)

@@ -1,0 +1,17 @@
+"""What can go wrong before a model runs. Each message is one sentence that names what, which, and what else would do."""
+
+
+class ModelError(Exception):
+    """Base of everything that `models` raises on purpose."""
+
+
+class UnknownModel(ModelError):
+    """The name is no rung, no file, no folder and no hub id that can be reached."""
+
+
+class UnsupportedModel(ModelError):
+    """The model exists, and this project does not run its kind."""
+
+
+class BrokenWeights(ModelError):
+    """A weights file is cut off, does not match its checksum, or is not of the format that its name says."""

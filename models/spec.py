@@ -1,0 +1,156 @@
+"""What a model is, in numbers: its shape, and what follows from the shape.
+
+    >>> from models.ladder import rung
+    >>> spec = rung("smollm2-135m").spec
+    >>> spec.parameters
+    134515008
+    >>> round(spec.weight_bytes("Q4_0") / 2**20)
+    73
+
+All sizes are bytes, all counts are plain integers. Nothing here loads anything.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+# Bits that one weight takes in each format, block scales counted in.
+# GGUF types: ggml's block layouts (Q4_0: 32 weights in 18 bytes; Q8_0: 34 bytes; Q6_K: 256 weights in 210 bytes).
+# int8 / int4 are per-block symmetric formats with one float32 scale per 32 weights (MatMulNBits, block_size 32).
+BITS_PER_WEIGHT: dict[str, float] = {
+    "fp32": 32.0,
+    "fp16": 16.0,
+    "bf16": 16.0,
+    "F32": 32.0,
+    "F16": 16.0,
+    "BF16": 16.0,
+    "Q8_0": 8.5,
+    "Q6_K": 6.5625,
+    "Q5_K": 5.5,
+    "Q4_K": 4.5,
+    "Q4_1": 5.0,
+    "Q4_0": 4.5,
+    "int8": 9.0,
+    "int4": 5.0,
+}
+
+# Bytes of one element of the KV cache.
+KV_ELEMENT_BYTES: dict[str, float] = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 1.0625,
+    "q4_0": 0.5625,
+}
+
+
+class TensorShape(msgspec.Struct, frozen=True):
+    """One weight tensor of the architecture: its Hugging Face name and its shape, (rows, columns) or (length,)."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for side in self.shape:
+            count *= side
+        return count
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2
+
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    """Llama 3's frequency-dependent RoPE scaling (transformers `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The published shape of a decoder-only transformer of the Llama / Qwen / Mistral kind.
+
+    `family` is transformers' `model_type` (llama, qwen2, qwen3, mistral). `head_dim` is explicit because some models
+    (Llama-3.2-3B, Qwen3) have `heads * head_dim != hidden`.
+    """
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    context: int
+    tied: bool
+    rope_theta: float
+    norm_epsilon: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+
+    def tensors(self) -> list[TensorShape]:
+        """Every weight tensor, by its Hugging Face name, in the order of the forward pass."""
+        out = [TensorShape("model.embed_tokens.weight", (self.vocabulary, self.hidden))]
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            attention = prefix + "self_attn."
+            out.append(TensorShape(prefix + "input_layernorm.weight", (self.hidden,)))
+            for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+                out.append(TensorShape(f"{attention}{name}.weight", (rows, self.hidden)))
+                if self.qkv_bias:
+                    out.append(TensorShape(f"{attention}{name}.bias", (rows,)))
+            if self.qk_norm:
+                out.append(TensorShape(attention + "q_norm.weight", (self.head_dim,)))
+                out.append(TensorShape(attention + "k_norm.weight", (self.head_dim,)))
+            out.append(TensorShape(attention + "o_proj.weight", (self.hidden, queries)))
+            out.append(TensorShape(prefix + "post_attention_layernorm.weight", (self.hidden,)))
+            out.append(TensorShape(prefix + "mlp.gate_proj.weight", (self.intermediate, self.hidden)))
+            out.append(TensorShape(prefix + "mlp.up_proj.weight", (self.intermediate, self.hidden)))
+            out.append(TensorShape(prefix + "mlp.down_proj.weight", (self.hidden, self.intermediate)))
+        out.append(TensorShape("model.norm.weight", (self.hidden,)))
+        if not self.tied:
+            out.append(TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
+        return out
+
+    @property
+    def parameters(self) -> int:
+        """Stored parameters; a tied head is counted once."""
+        return sum(tensor.elements for tensor in self.tensors())
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters that every generated token multiplies with: all matrices, the head included, the embedding look-up not."""
+        body = sum(t.elements for t in self.tensors() if t.is_matrix and "embed_tokens" not in t.name and "lm_head" not in t.name)
+        return body + self.vocabulary * self.hidden
+
+    def weight_bytes(self, weight_format: str) -> int:
+        """Bytes of the weights in one of BITS_PER_WEIGHT's formats: matrices in that format, vectors in float32.
+
+        A nominal size, before there is a file: K-quant *file* types (Q4_K_M) are mixtures, and formats keep some tensors
+        wider; where there is a file, read its header instead. Raises KeyError naming the formats there are.
+        """
+        if weight_format not in BITS_PER_WEIGHT:
+            raise KeyError(f"unknown weight format {weight_format!r}; known: {', '.join(BITS_PER_WEIGHT)}")
+        bits = BITS_PER_WEIGHT[weight_format]
+        matrices = sum(t.elements for t in self.tensors() if t.is_matrix)
+        vectors = self.parameters - matrices
+        return int(matrices * bits / 8) + vectors * 4
+
+    def kv_bytes_per_token(self, kv_dtype: str = "fp16") -> int:
+        """Bytes that one token adds to the KV cache: layers x (key + value) x kv_heads x head_dim x element bytes."""
+        if kv_dtype not in KV_ELEMENT_BYTES:
+            raise KeyError(f"unknown KV dtype {kv_dtype!r}; known: {', '.join(KV_ELEMENT_BYTES)}")
+        return int(self.layers * 2 * self.kv_heads * self.head_dim * KV_ELEMENT_BYTES[kv_dtype])
+
+    def flops_per_token(self, context_tokens: int = 0) -> int:
+        """Floating-point operations of one forward token: 2 per matrix parameter, plus attention over `context_tokens`."""
+        attention = 4 * self.layers * self.heads * self.head_dim * context_tokens
+        return 2 * self.matrix_parameters + attention
