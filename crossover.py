@@ -1,8 +1,8 @@
 """The command line: one verb per line of a table; each verb lives in its package's cli.py and is imported when it is used.
 
-    crossover doctor
-    crossover serve smollm2-135m
-    crossover campaign run campaign.toml
+crossover doctor
+crossover serve smollm2-135m
+crossover campaign run campaign.toml
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import importlib
 import sys
 from typing import Any
 
-import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 VERSION = "0.1.0"
 
@@ -31,15 +30,15 @@ VERBS: dict[str, tuple[str, str]] = {
 class _Verbs(TyperGroup):
     """Lists the table without importing anything; imports the one verb that was asked for."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
-    def get_command(self, ctx: click.Context, name: str) -> Any:
+    def get_command(self, ctx: Any, name: str) -> Any:
         if name not in VERBS:
             return None
         target, help_line = VERBS[name]
         if ctx.resilient_parsing or _only_listing(ctx):
-            return click.Command(name, help=help_line)
+            return TyperCommand(name, help=help_line)
         module_name, _, attribute = target.partition(":")
         found = getattr(importlib.import_module(module_name), attribute)
         if not isinstance(found, typer.Typer):
@@ -51,7 +50,7 @@ class _Verbs(TyperGroup):
         return command
 
 
-def _only_listing(ctx: click.Context) -> bool:
+def _only_listing(ctx: Any) -> bool:
     """True while click formats the group's own help page and wants every command's short help."""
     return not any(argument in VERBS for argument in sys.argv[1:])
 

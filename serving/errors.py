@@ -23,3 +23,7 @@ class OutOfMemory(ServingError):
 
 class EngineFailed(ServingError):
     """The backend is in a state that only a restart repairs; the engine child must end."""
+
+
+class KvFull(ServingError):
+    """A step did not fit in the KV pool; the KV is as it was before the step."""

@@ -1,6 +1,6 @@
 """What the API process and its engine child say to each other: msgpack structs in length-prefixed frames over one socket.
 
-Parent to child: Submit, Cancel, Stop. Child to parent: Loading, Ready, Step, Died. One Step per scheduler step, whatever the number
+Parent to child: Submit, Cancel, Stop. Child to parent: Loading, Ready, Step, Alive, Died. One Step per scheduler step, whatever the number
 of streams in it: one wake-up of the event loop, not one per token.
 """
 
@@ -98,6 +98,12 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     stats: StepStats
 
 
+class Alive(msgspec.Struct, tag="alive", array_like=True):
+    """Sent every second while a step runs, so that a long step is told from a hang. `step_seconds`: how long the step runs by now."""
+
+    step_seconds: float
+
+
 class Died(msgspec.Struct, tag="died", array_like=True):
     """The child's last word, where it could still speak. `cause` is a value of serving.placement.Cause."""
 
@@ -105,7 +111,7 @@ class Died(msgspec.Struct, tag="died", array_like=True):
     message: str
 
 
-FromEngine = Loading | Ready | Step | Died
+FromEngine = Loading | Ready | Step | Alive | Died
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -11,12 +11,14 @@ prefills. Rows come in ascending slot order, at most one row per slot and step.
 The contract that tests hold every backend to (tests/serving/backend_contract.py):
   - `row.start` tokens of that slot are in the KV already; the backend writes `row.tokens` at positions start, start + 1, ...
   - `row.start` may be lower than what the slot holds: the rest is dropped (`truncate` is implied).
+  - a step that does not fit in a shared KV pool raises KvFull and leaves the KV as it was; the scheduler makes room and tries again.
   - greedy results do not depend on which other rows are in the step, beyond what the numeric format allows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -157,7 +159,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str = "fp16"
     threads: int | None = None  # None: as many as cores it may run on
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
-    prefill_tokens: int = 256  # prompt tokens of a step while someone decodes
+    prefill_tokens: int = 256  # most prompt tokens of a step while someone decodes
+    step_seconds_target: float = 0.3  # while someone decodes, a step takes as many prompt tokens as are expected to fit in this time
     prefix_reuse: bool = True
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 
@@ -167,6 +170,8 @@ class Backend(Protocol):
 
     info: BackendInfo
 
+    def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None: ...
+
     def step(self, rows: list[Row]) -> list[Sampled]:
         """Run one forward step; returns one Sampled for each row with `wants_token`, in row order."""
         ...
@@ -175,18 +180,10 @@ class Backend(Protocol):
         """Make the first `tokens` KV entries of slot `target` those of slot `source` (prefix reuse)."""
         ...
 
+    def truncate(self, slot: int, tokens: int) -> None:
+        """Keep only the first `tokens` KV entries of `slot`; 0 gives its memory back to a shared pool."""
+        ...
+
     def close(self) -> None:
         """Free everything. Safe to call twice."""
         ...
-
-
-@dataclass
-class StepClock:
-    """Running account of what steps cost, for metrics: host time and backend time in seconds."""
-
-    steps: int = 0
-    backend_seconds: float = 0.0
-    host_seconds: float = 0.0
-    rows: int = 0
-    tokens: int = 0
-    slowest: list[float] = field(default_factory=list)

@@ -1,0 +1,49 @@
+# Two commands do everything: `make demo` runs the main job, `make test` passes the tests. Both make the environment first.
+#
+#   PYTHON      the interpreter to make the environment with (3.11 or newer)
+#   VENV        where the environment goes
+#   PIP_FLAGS   extra flags for pip; on a machine without a GPU, PyTorch's own CPU index saves several GB: PIP_FLAGS="--extra-index-url URL"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+RUNS ?= runs
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+
+.PHONY: demo test lint types env bench clean help
+
+help:
+	@echo "make demo   the main job: models, campaign, report (at most 15 minutes on 2 cores, after the installation)"
+	@echo "make test   the tests (under 10 minutes on 2 cores)"
+	@echo "make lint   ruff and mypy"
+
+demo: $(STAMP)
+	$(BIN)/python -m loadtests.demo --out $(RUNS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "crossover: needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
+	  echo "crossover: no C++ compiler found, and llama-cpp-python is built from source."; \
+	  echo "  Debian, Ubuntu:  apt-get install build-essential"; \
+	  echo "  Fedora:          dnf install gcc-c++ make"; \
+	  echo "  Alpine:          apk add build-base"; exit 1; }
+	@echo "== making the environment in $(VENV) (the first time, llama.cpp is compiled: 5 to 10 minutes on 2 cores; pip keeps the wheel)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF $(CMAKE_ARGS)" $(BIN)/pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[dev]' | grep -v -E '^(Requirement already|  )' || true
+	@$(BIN)/python -c 'import llama_cpp, onnxruntime, torch, locust, altair' || { echo "crossover: the installation is not complete; see the messages above"; exit 1; }
+	@touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

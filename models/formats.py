@@ -1,0 +1,154 @@
+"""Which type each tensor of a GGUF file gets: llama.cpp's own rules, as a pure function of shape and format name.
+
+    >>> from models.ladder import rung
+    >>> {t.type for t in gguf_tensors(rung("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
+    True
+
+A synthetic file must take the memory and the time of a real one, so its mixture of types must be the one that llama.cpp's quantiser
+(`llama_tensor_get_type` in src/llama-quant.cpp) would choose: the head wider than the body, some layers of Q4_K_M in Q6_K, bigger types
+where a row is no multiple of the block. A test compares this table with what `llama_model_quantize` really writes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import msgspec
+
+from models.spec import BITS_PER_WEIGHT, ModelSpec
+
+
+class Block(NamedTuple):
+    """A quantised block: how many weights it holds and how many bytes it takes (ggml-common.h)."""
+
+    weights: int
+    bytes: int
+
+
+BLOCKS: dict[str, Block] = {
+    "F32": Block(1, 4),
+    "F16": Block(1, 2),
+    "BF16": Block(1, 2),
+    "Q8_0": Block(32, 34),
+    "Q5_0": Block(32, 22),
+    "Q5_1": Block(32, 24),
+    "Q4_0": Block(32, 18),
+    "Q4_K": Block(256, 144),
+    "Q5_K": Block(256, 176),
+    "Q6_K": Block(256, 210),
+}
+
+# File formats: the type of most tensors, and llama.cpp's number for the file (enum llama_ftype).
+GGUF_FORMATS: dict[str, tuple[str, int]] = {
+    "F32": ("F32", 0),
+    "F16": ("F16", 1),
+    "BF16": ("BF16", 32),
+    "Q8_0": ("Q8_0", 7),
+    "Q4_0": ("Q4_0", 2),
+    "Q4_K_M": ("Q4_K", 15),
+}
+HF_FORMATS: tuple[str, ...] = ("bf16", "fp16", "fp32")
+ONNX_FORMATS: tuple[str, ...] = ("int4", "int8", "fp32")
+
+# What a row that is no multiple of 256 falls back to.
+_NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+# Hugging Face name -> GGUF name, of one layer.
+LAYER_NAMES: dict[str, str] = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+TOP_NAMES: dict[str, str] = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+class GgufTensor(msgspec.Struct, frozen=True):
+    """One tensor of a GGUF file: both of its names, shape as in Hugging Face (rows, columns), type."""
+
+    name: str
+    hf_name: str | None  # None: computed (rope factors), not part of the checkpoint
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        block = BLOCKS[self.type]
+        return self.elements // block.weights * block.bytes
+
+
+def gguf_name(hf_name: str) -> str:
+    """The GGUF name of a Hugging Face tensor. Raises KeyError for one that these architectures do not have."""
+    if hf_name in TOP_NAMES:
+        return TOP_NAMES[hf_name]
+    _, _, layer, rest = hf_name.split(".", 3)
+    return f"blk.{int(layer)}.{LAYER_NAMES[rest]}"
+
+
+def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
+    """Every tensor of the GGUF file of `spec` in `weight_format` (a key of GGUF_FORMATS), in file order."""
+    if weight_format not in GGUF_FORMATS:
+        raise KeyError(f"unknown GGUF format {weight_format!r}; known: {', '.join(GGUF_FORMATS)}")
+    out = []
+    for tensor in spec.tensors():
+        name = gguf_name(tensor.name)
+        kind = _matrix_type(spec, weight_format, name, tensor.shape[-1]) if tensor.is_matrix else "F32"
+        out.append(GgufTensor(name, tensor.name, tensor.shape, kind))
+    if spec.rope_scaling is not None:
+        out.append(GgufTensor("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
+    return out
+
+
+def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
+    """Bytes of all weights in any format: exact for GGUF formats, `ModelSpec.weight_bytes` for the others."""
+    if weight_format in GGUF_FORMATS:
+        return sum(tensor.bytes for tensor in gguf_tensors(spec, weight_format))
+    return spec.weight_bytes(weight_format)
+
+
+def known_formats() -> list[str]:
+    """Every name that `weight_bytes` takes."""
+    return sorted({*GGUF_FORMATS, *BITS_PER_WEIGHT}, key=str.lower)
+
+
+def _matrix_type(spec: ModelSpec, weight_format: str, name: str, columns: int) -> str:
+    """llama.cpp's choice for one matrix."""
+    kind = GGUF_FORMATS[weight_format][0]
+    if kind in ("F32", "F16", "BF16"):
+        return kind
+    is_head = name == "output.weight" or (spec.tied and name == "token_embd.weight")
+    if is_head and kind != "Q8_0":
+        kind = "Q8_0" if columns % BLOCKS[kind].weights else "Q6_K"
+    elif weight_format == "Q4_K_M" and name.startswith("blk."):
+        layer = int(name.split(".")[1])
+        if name.endswith(("attn_v.weight", "ffn_down.weight")) and _wants_more_bits(layer, spec.layers):
+            kind = "Q6_K"
+        elif name.endswith("attn_v.weight") and spec.layers == 80 and spec.heads != spec.kv_heads:
+            kind = "Q5_K"  # the 70B kinds: eight query heads share one value head, so precision here is cheap
+    if columns % BLOCKS[kind].weights:
+        kind = _NARROW.get(kind, "F16")
+    return "F16" if columns % BLOCKS[kind].weights else kind
+
+
+def _wants_more_bits(layer: int, layers: int) -> bool:
+    """First eighth, last eighth, and every third layer between (use_more_bits in llama-quant.cpp)."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

@@ -1,0 +1,57 @@
+"""How the shipped tokenizer was made: byte-level BPE over `models/data/corpus.txt`, written to `models/data/tokenizer.json`.
+
+    python -m models.train_tokenizer
+
+The corpus is this project's own: the text of its licence, prose and code written for it. Ids 0, 1, 2 are <|endoftext|>, <|im_start|>,
+<|im_end|>; 3 to 258 are the 256 bytes; 259 + i is what merge i makes. So cutting the table after any id leaves a working tokenizer
+(`models.tokenizer.shipped`), and a test trains again and compares. Text is cut into words by GPT-2's regular expression, which
+llama.cpp knows as the pre-tokenizer "gpt-2".
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+DATA = Path(__file__).parent / "data"
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTES = 256
+MERGES = 4096
+
+
+def train(corpus: Path) -> dict[str, Any]:
+    """The tokenizer.json of the corpus, as a dictionary. The same corpus gives the same result."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(SPECIAL_TOKENS) + BYTES + MERGES,
+        min_frequency=2,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus.read_text(encoding="utf-8").splitlines(keepends=True), trainer)
+    return _renumbered(json.loads(bpe.to_str()))
+
+
+def _renumbered(table: dict[str, Any]) -> dict[str, Any]:
+    """The same table with ids in the promised order, and without merges whose result another merge makes already."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    merges = []
+    for left, right in table["model"]["merges"]:
+        if left + right not in ids:
+            ids[left + right] = len(ids)
+            merges.append([left, right])
+    table["model"]["vocab"], table["model"]["merges"] = ids, merges
+    return table
+
+
+if __name__ == "__main__":
+    trained = train(DATA / "corpus.txt")
+    (DATA / "tokenizer.json").write_text(json.dumps(trained, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(f"{len(trained['model']['merges'])} merges")

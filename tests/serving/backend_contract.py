@@ -1,0 +1,230 @@
+"""The contract of serving.backends.base, as checks that every backend's test runs on its own loaded backend.
+
+    def test_contract(backend: Backend) -> None:
+        check_contract(backend, reference)
+
+`reference(prompt, count)` gives the `count` tokens that greedy decoding adds to `prompt`, from something that is not the
+backend under test (transformers, a plain numpy forward pass) or, where a check is about churn alone, `greedy_alone(backend)`.
+
+All checks leave every slot to be overwritten from start 0, so that they can run in any order on one backend. The prompts are
+seeded; nothing is random between two runs, and tokens are compared exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from serving.backends.base import CAPABILITIES, Backend, Row, Sampling
+
+Reference = Callable[[Sequence[int], int], list[int]]
+GREEDY = Sampling()
+
+
+def check_contract(backend: Backend, reference: Reference, *, seed: int = 0) -> None:
+    """Every check below, in order. A backend whose `info` does not list prefix_reuse is spared the copy check."""
+    check_info(backend)
+    check_alone(backend, reference, seed=seed)
+    check_chunked_prefill(backend, reference, seed=seed)
+    check_truncate(backend, reference, seed=seed)
+    check_order_of_results(backend, reference, seed=seed)
+    check_prompts_in_one_step(backend, reference, seed=seed)
+    check_churn(backend, reference, seed=seed)
+    if "prefix_reuse" in backend.info.capabilities:
+        check_copy(backend, reference, seed=seed)
+
+
+# --- the checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_info(backend: Backend) -> None:
+    """What a backend says of itself is usable: sizes positive and consistent, capabilities known."""
+    info = backend.info
+    assert info.slots >= 1 and info.context_tokens >= 64 and info.step_tokens >= info.slots
+    assert info.context_tokens <= info.kv_tokens <= info.slots * info.context_tokens
+    assert info.vocabulary > 1 and info.device in ("cpu", "gpu") and info.device_name
+    assert info.capabilities <= set(CAPABILITIES)
+
+
+def check_alone(backend: Backend, reference: Reference, *, seed: int = 0, tokens: int = 12) -> None:
+    """One sequence, in the first and in the last slot, is what the reference says."""
+    for slot in sorted({0, backend.info.slots - 1}):
+        prompt = prompt_of(backend, 17, seed + slot)
+        assert generate(backend, prompt, tokens, slot=slot) == reference(prompt, tokens), f"alone in slot {slot}"
+
+
+def check_chunked_prefill(backend: Backend, reference: Reference, *, seed: int = 0, tokens: int = 6) -> None:
+    """However a prompt is cut, the tokens after it are the same; chunks without wants_token give no result."""
+    prompt = prompt_of(backend, 41, seed + 100)
+    expected = reference(prompt, tokens)
+    for chunk in (1, 7, 16, 40, 41):
+        assert generate(backend, prompt, tokens, slot=0, chunk=chunk) == expected, f"prefill in chunks of {chunk}"
+
+
+def check_truncate(backend: Backend, reference: Reference, *, seed: int = 0, tokens: int = 8) -> None:
+    """A row whose start is lower than what the slot holds drops the rest, and continues from there as if it had never been."""
+    slot = backend.info.slots - 1
+    first = prompt_of(backend, 30, seed + 200)
+    generate(backend, first, tokens, slot=slot)
+    second = [*first[:20], *prompt_of(backend, 9, seed + 201)]
+    assert generate(backend, second, tokens, slot=slot, start=20) == reference(second, tokens), "after truncating 38 to 20"
+    again = generate(backend, second, tokens, slot=slot, start=len(second) - 1)
+    assert again == reference(second, tokens), "after truncating to all but the last prompt token"
+    third = prompt_of(backend, 5, seed + 202)
+    assert generate(backend, third, tokens, slot=slot) == reference(third, tokens), "a new sequence in a used slot"
+
+
+def check_order_of_results(backend: Backend, reference: Reference, *, seed: int = 0) -> None:
+    """One result for each row with wants_token, in row order, none for the others."""
+    slots = backend.info.slots
+    prompts = {slot: prompt_of(backend, 3 + 2 * slot, seed + 300 + slot) for slot in range(slots)}
+    for wanted in ({0}, {slots - 1}, set(range(0, slots, 2)), set(range(slots))):
+        rows = [row(slot, prompts[slot], 0, wants_token=slot in wanted) for slot in range(slots)]
+        if sum(len(prompt) for prompt in prompts.values()) > backend.info.step_tokens:
+            rows = rows[:1]
+            wanted = wanted & {0}
+        results = backend.step(rows)
+        assert len(results) == len(wanted)
+        assert [result.token for result in results] == [reference(prompts[slot], 1)[0] for slot in sorted(wanted)]
+
+
+def check_prompts_in_one_step(backend: Backend, reference: Reference, *, seed: int = 0, tokens: int = 5) -> None:
+    """Several rows with many tokens each share one step with a decoding row, filled up to step_tokens."""
+    slots = backend.info.slots
+    if slots < 3:
+        return
+    length = max(2, min(48, (backend.info.step_tokens - 1) // 2, backend.info.context_tokens - tokens - 1))
+    early = prompt_of(backend, 9, seed + 400)
+    long, other = prompt_of(backend, length, seed + 401), prompt_of(backend, length, seed + 402)
+    first = backend.step([row(1, early, 0)])[0].token
+    results = backend.step([row(0, long, 0), row(1, [first], len(early)), row(2, other, 0)])
+    expected = [reference(long, 1)[0], reference(early, 2)[1], reference(other, 1)[0]]
+    assert [result.token for result in results] == expected, "two prompts and a decode row in one step"
+
+
+def check_copy(backend: Backend, reference: Reference, *, seed: int = 0, tokens: int = 8) -> None:
+    """copy() gives another slot the prefix; both go on apart, and the source is not hurt. Copying over a used slot works."""
+    slots = backend.info.slots
+    if slots < 2:
+        return
+    shared = prompt_of(backend, 24, seed + 500)
+    mine, yours = [*shared, *prompt_of(backend, 6, seed + 501)], [*shared, *prompt_of(backend, 4, seed + 502)]
+    source, target = 0, slots - 1
+    generate(backend, prompt_of(backend, 33, seed + 503), 3, slot=target)  # the target held something longer
+    assert generate(backend, mine, 3, slot=source) == reference(mine, 3)
+    backend.copy(source, target, len(shared))
+    assert generate(backend, yours, tokens, slot=target, start=len(shared)) == reference(yours, tokens), "in the copy"
+    assert generate(backend, mine, tokens, slot=source, start=len(mine) - 1) == reference(mine, tokens), "in the source"
+    backend.copy(source, target, 10)  # a shorter piece than the prefix, over the copy
+    short = [*shared[:10], *prompt_of(backend, 5, seed + 504)]
+    assert generate(backend, short, tokens, slot=target, start=10) == reference(short, tokens), "after a shorter copy"
+    generate(backend, prompt_of(backend, 20, seed + 505), 2, slot=source)  # the source is overwritten; the copy must live
+    assert generate(backend, short, tokens, slot=target, start=len(short) - 1) == reference(short, tokens), "after the source went"
+
+
+def check_churn(backend: Backend, reference: Reference, *, seed: int = 0, requests: int = 12, steps: int = 400) -> None:
+    """Ragged batches under joins and leaves in random slots: each sequence gets the tokens that it gets alone."""
+    random = np.random.default_rng(seed + 600)
+    limit = min(60, backend.info.context_tokens - 16)
+    waiting = [
+        Stream(prompt_of(backend, int(random.integers(1, limit)), seed + 700 + index), int(random.integers(1, 12)))
+        for index in range(requests)
+    ]
+    done: list[Stream] = []
+    running: dict[int, Stream] = {}
+    for _ in range(steps):
+        free = [slot for slot in range(backend.info.slots) if slot not in running]
+        if waiting and free and random.random() < 0.5:
+            running[int(random.choice(free))] = waiting.pop()
+        if not running:
+            if not waiting:
+                break
+            continue
+        _churn_step(backend, running, random)
+        for slot in [slot for slot, sequence in running.items() if sequence.finished]:
+            done.append(running.pop(slot))
+    assert len(done) == requests, "the churn test did not finish; raise steps"
+    for sequence in done:
+        assert sequence.generated == reference(sequence.prompt, sequence.count), f"prompt of {len(sequence.prompt)}"
+
+
+# --- what the checks are made of ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stream:
+    """One sequence on its way: the prompt, how many tokens it wants, how far the KV is, and what came."""
+
+    prompt: list[int]
+    count: int
+    held: int = 0
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.generated) >= self.count
+
+    def next_piece(self, most: int) -> list[int]:
+        return [*self.prompt, *self.generated][self.held : self.held + most]
+
+
+def _churn_step(backend: Backend, running: dict[int, Stream], random: np.random.Generator) -> None:
+    budget = backend.info.step_tokens - len(running)
+    rows = []
+    for slot in sorted(running):
+        sequence = running[slot]
+        piece = sequence.next_piece(1 + int(random.integers(0, 1 + min(24, budget))))
+        budget -= len(piece) - 1
+        ends_prompt = sequence.held + len(piece) >= len(sequence.prompt) + len(sequence.generated)
+        rows.append(row(slot, piece, sequence.held, wants_token=ends_prompt))
+        sequence.held += len(piece)
+    results = iter(backend.step(rows))
+    for item in rows:
+        if item.wants_token:
+            running[item.slot].generated.append(next(results).token)
+    assert next(results, None) is None, "more results than rows that wanted one"
+
+
+def row(slot: int, tokens: Sequence[int], start: int, *, wants_token: bool = True, sampling: Sampling = GREEDY) -> Row:
+    """A Row from a plain list of token ids."""
+    return Row(slot=slot, tokens=np.asarray(tokens, np.int32), start=start, wants_token=wants_token, sampling=sampling)
+
+
+def prompt_of(backend: Backend, length: int, seed: int) -> list[int]:
+    """A seeded prompt of `length` token ids, the lowest three (usually special tokens) left out."""
+    low = min(3, backend.info.vocabulary - 1)
+    ids = np.random.default_rng((seed, length)).integers(low, backend.info.vocabulary, length)
+    return [int(token) for token in ids]
+
+
+def generate(backend: Backend, prompt: Sequence[int], count: int, *, slot: int = 0, start: int = 0, chunk: int | None = None) -> list[int]:
+    """`count` greedy tokens after `prompt`, alone in `slot`, of which `start` tokens are in the KV already."""
+    most = min(chunk or len(prompt), backend.info.step_tokens)
+    position, out = start, []
+    while position < len(prompt):
+        piece = prompt[position : position + most]
+        last = position + len(piece) == len(prompt)
+        results = backend.step([row(slot, piece, position, wants_token=last)])
+        assert len(results) == int(last)
+        out = [result.token for result in results]
+        position += len(piece)
+    while len(out) < count:
+        out += [result.token for result in backend.step([row(slot, out[-1:], position)])]
+        position += 1
+    return out[:count]
+
+
+def greedy_alone(backend: Backend, slot: int = 0) -> Reference:
+    """A reference made of the backend itself, one sequence at a time; remembers answers. For churn alone, and only on a second
+    instance: its steps overwrite `slot`."""
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def reference(prompt: Sequence[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if len(known.get(key, ())) < count:
+            known[key] = generate(backend, prompt, count, slot=slot)
+        return known[key][:count]
+
+    return reference
