@@ -3,6 +3,8 @@
     >>> chat = PROMISES["chat"]
     >>> chat.ttft_seconds, chat.tpot_seconds, chat.target
     (2.0, 0.1, 0.99)
+    >>> verdict(good=300, due=300, promise=chat), verdict(good=50, due=50, promise=chat), verdict(good=45, due=50, promise=chat)
+    ('holds', 'unresolved', 'fails')
 
 A request is good when it had no error, TTFT <= ttft_seconds and TPOT <= tpot_seconds. A level holds when the share of good requests among
 all that were due is at least `target`, with the stated confidence (Wilson's score interval); it fails when that share is below `target` with the
@@ -12,8 +14,12 @@ same confidence; between the two it is unresolved, and more requests are needed.
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
+from typing import Literal
 
 import msgspec
+
+Verdict = Literal["holds", "fails", "unresolved"]
 
 
 class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,6 +31,16 @@ class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: float = 0.99
     confidence: float = 0.95
     source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_seconds", "tpot_seconds"):
+            limit = getattr(self, name)
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise ValueError(f"{name} must be above 0 (leave it out for no limit), got {limit}")
+        if not 0 < self.target < 1:
+            raise ValueError(f"target must be between 0 and 1, got {self.target}")
+        if not 0.5 < self.confidence < 1:
+            raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
 
 
 PROMISES: dict[str, Promise] = {
@@ -42,6 +58,25 @@ PROMISES: dict[str, Promise] = {
 }
 
 
+def verdict(good: int, due: int, promise: Promise) -> Verdict:
+    """Whether a level with `good` of `due` requests holds the promise at its confidence; 'unresolved' when the requests are too few to say."""
+    low, high = wilson(good, due, promise.confidence)
+    if low >= promise.target:
+        return "holds"
+    return "fails" if high < promise.target else "unresolved"
+
+
+def requests_to_hold(promise: Promise) -> int:
+    """The fewest requests, all good, with which a level can hold: 268 for a target of 99 % at 95 % confidence."""
+    z = NormalDist().inv_cdf(promise.confidence)
+    return math.ceil(z * z * promise.target / (1 - promise.target) - 1e-9)
+
+
+def is_hopeless(bad: int, planned: int, promise: Promise) -> bool:
+    """True once so many requests of a level are bad that it fails even if all the others of the `planned` ones turn out good."""
+    return bad > 0 and verdict(max(planned - bad, 0), max(planned, bad), promise) == "fails"
+
+
 def wilson(good: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """One-sided lower and upper bounds of a proportion, each at `confidence` (Wilson 1927, score interval).
 
@@ -51,16 +86,10 @@ def wilson(good: int, total: int, confidence: float = 0.95) -> tuple[float, floa
         raise ValueError(f"{good} good of {total} cannot be")
     if total == 0:
         return 0.0, 1.0
-    z = _normal_quantile(confidence)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
+    z = NormalDist().inv_cdf(confidence)
     share = good / total
     centre = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def _normal_quantile(p: float) -> float:
-    from statistics import NormalDist
-
-    if not 0 < p < 1:
-        raise ValueError(f"confidence must be between 0 and 1, got {p}")
-    return NormalDist().inv_cdf(p)

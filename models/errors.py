@@ -15,3 +15,7 @@ class UnsupportedModel(ModelError):
 
 class BrokenWeights(ModelError):
     """A weights file is cut off, does not match its checksum, or is not of the format that its name says."""
+
+
+class BadChat(ModelError):
+    """Messages cannot be put into the model's chat template, or there is no template."""

@@ -45,6 +45,7 @@ class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_attempts: int = 2  # deaths in a row before ready: then it is not chance
     return_first_seconds: float = 30.0
     return_longest_seconds: float = 600.0
+    steady_seconds: float = 30.0  # the preferred device must look usable for so long before the attempt
     lasted_seconds: float = 600.0  # an engine that lived this long counts as well again: the pauses start anew
     flips_per_hour: int = 4
     health_timeout_seconds: float = 30.0  # no step finished for so long while work runs, and the child burns no CPU
@@ -79,7 +80,7 @@ def after_death(endings: Sequence[Ending], engines: int, limits: RecoveryLimits)
     """The next move, given every unasked-for ending so far, oldest first (at least one)."""
     last = endings[-1]
     following = last.engine + 1 if last.engine + 1 < engines else None
-    same = _same_engine_in_a_row(endings)
+    same = [e for e in endings if e.engine == last.engine]
     recent = [e for e in same if last.at_seconds - e.at_seconds <= limits.window_seconds]
     unready = _trailing_unready(same)
     if following is not None:
@@ -93,7 +94,9 @@ def after_death(endings: Sequence[Ending], engines: int, limits: RecoveryLimits)
     if len(recent) >= limits.deaths:
         span = last.at_seconds - recent[0].at_seconds
         return Verdict(
-            None, 0.0, f"the engine died {len(recent)} times in {span:.0f} s, so it is not started again; last {last.cause.value}: {last.message}"
+            None,
+            0.0,
+            f"the engine died {len(recent)} times in {span:.0f} s and is not started again; last {last.cause.value}: {last.message}",
         )
     pause = min(limits.backoff_longest_seconds, limits.backoff_first_seconds * 2.0 ** (len(recent) - 1))
     return Verdict(last.engine, pause, f"restarting after {last.cause.value}: {last.message}")
@@ -102,7 +105,7 @@ def after_death(endings: Sequence[Ending], engines: int, limits: RecoveryLimits)
 def return_at(
     endings: Sequence[Ending], fell_back_at: float, returns: Sequence[float], limits: RecoveryLimits, preferred: int = 0
 ) -> float | None:
-    """The earliest time to try the preferred engine again; None: never (its last cause is permanent, or it never fell back).
+    """The earliest time to try the preferred engine again; None: never (its last cause is permanent, or it never died).
 
     `returns` are the times at which earlier attempts to go back began. The pause doubles for each of them, until the preferred
     engine has once lasted `lasted_seconds`. At most `flips_per_hour` attempts within any hour.
@@ -113,7 +116,7 @@ def return_at(
     lasted = [e.at_seconds for e in of_preferred if e.ready_seconds is not None and e.ready_seconds >= limits.lasted_seconds]
     unlucky = [t for t in returns if not lasted or t >= lasted[-1]]
     pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0 ** len(unlucky))
-    earliest = fell_back_at + pause
+    earliest = max(fell_back_at, returns[-1] if returns else fell_back_at) + pause
     if limits.flips_per_hour <= 0:
         return None
     if len(returns) >= limits.flips_per_hour:
@@ -124,21 +127,12 @@ def return_at(
 def is_hung(step_age_seconds: float, idle_seconds: float, limits: RecoveryLimits) -> bool:
     """True when a child with work to do is to be given up: no step for long, and it sleeps; or no step for very long.
 
-    `step_age_seconds`: since the last finished step (or since work came to an idle engine). `idle_seconds`: for how long the child has used next to no CPU.
+    `step_age_seconds`: since the last finished step (or since work came to an idle engine).
+    `idle_seconds`: for how long the child has used next to no CPU.
     """
     if step_age_seconds > limits.step_timeout_seconds:
         return True
     return step_age_seconds > limits.health_timeout_seconds and idle_seconds > limits.health_timeout_seconds
-
-
-def _same_engine_in_a_row(endings: Sequence[Ending]) -> list[Ending]:
-    """The last endings of the same engine as the last one, with no other engine between them; oldest first."""
-    run: list[Ending] = []
-    for ending in reversed(endings):
-        if ending.engine != endings[-1].engine:
-            break
-        run.append(ending)
-    return run[::-1]
 
 
 def _trailing_unready(endings: Sequence[Ending]) -> int:

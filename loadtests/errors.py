@@ -1,0 +1,25 @@
+"""What can go wrong while loading a server. Messages are one sentence: what, which value, what else would do."""
+
+
+class LoadError(Exception):
+    """Base of everything that `loadtests` raises on purpose."""
+
+
+class BadCampaign(LoadError):
+    """The campaign file says something that cannot be; the message holds the path inside the file."""
+
+
+class BadRunFolder(LoadError):
+    """A run folder that cannot be read or written: not one, broken in its middle, of a newer format, or in use by another runner."""
+
+
+class TargetUnusable(LoadError):
+    """The endpoint does not answer, refuses the key, has no such model, or does not stream."""
+
+
+class ServerFailed(LoadError):
+    """The server that the runner started did not become ready."""
+
+
+class LevelFailed(LoadError):
+    """A level of load could not be measured: the load generator ended early or lost requests."""

@@ -1,0 +1,190 @@
+"""The manifest beside weights (sizes, checksums, shape, seed), and writing both atomically.
+
+A file `x.gguf` has its manifest in `x.gguf.crossover.json`, a folder in `crossover.json` inside it. The manifest is written last: weights
+without one were never finished. Sizes are checked at every read, checksums at the first (`verify`); a stamp of size and time says that
+this was done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from models.errors import BrokenWeights
+from models.spec import ModelSpec
+
+MANIFEST_VERSION = 1
+CHUNK_BYTES = 8 << 20
+
+Progress = Callable[[str, float | None], None]  # (what, fraction 0..1 or None where it is not known)
+
+
+class FileFacts(msgspec.Struct, frozen=True):
+    """Size in bytes and BLAKE2b-256 checksum (hex) of one file."""
+
+    bytes: int
+    blake2b: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """How weights came to be. `files`: name relative to the folder -> facts. `quality_kl_nats`: mean KL divergence to the float model."""
+
+    kind: str  # gguf, hf, onnx
+    spec: ModelSpec
+    weight_format: str
+    source: str  # "synthetic", or the path or hub id they were converted from
+    files: dict[str, FileFacts]
+    generator: str  # "synthesis 1", "convert 1"
+    seed: int | None = None
+    quality_kl_nats: float | None = None
+    version: int = MANIFEST_VERSION
+
+
+def manifest_path(weights: Path) -> Path:
+    """Where the manifest of a weights file or folder lies."""
+    return weights / "crossover.json" if weights.is_dir() else weights.with_name(weights.name + ".crossover.json")
+
+
+def read_manifest(weights: Path) -> Manifest | None:
+    """The manifest of a file or folder; None where there is none. Raises BrokenWeights where it cannot be read."""
+    path = manifest_path(weights)
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except msgspec.MsgspecError as problem:
+        raise BrokenWeights(f"{str(path)!r} is no manifest of ours: {problem}; delete it together with its weights") from problem
+
+
+def write_manifest(weights: Path, manifest: Manifest) -> None:
+    """Write the manifest of finished weights, atomically."""
+    path = manifest_path(weights)
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+
+
+def verify(weights: Path, manifest: Manifest, *, full: bool = False, progress: Progress | None = None) -> None:
+    """Check weights against their manifest: sizes always, checksums when `full` or when these files were never checked before.
+
+    Raises BrokenWeights naming the file and both values.
+    """
+    folder = weights if weights.is_dir() else weights.parent
+    stamp_file = manifest_path(weights).with_suffix(".verified")
+    stamp = []
+    for name, facts in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            raise BrokenWeights(f"{str(file)!r} is missing; delete {str(weights)!r} and make it again")
+        found = file.stat()
+        if found.st_size != facts.bytes:
+            raise BrokenWeights(f"{str(file)!r} has {found.st_size} bytes, its manifest says {facts.bytes}; delete it and make it again")
+        stamp.append(f"{name} {found.st_size} {found.st_mtime_ns} {found.st_ino}")
+    text = "\n".join(stamp)
+    if not full and stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == text:
+        return
+    total = sum(facts.bytes for facts in manifest.files.values()) or 1
+    done = 0
+    for name, facts in manifest.files.items():
+        digest = hashlib.blake2b(digest_size=32)
+        with (folder / name).open("rb") as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                digest.update(chunk)
+                done += len(chunk)
+                if progress:
+                    progress(f"checking {name}", done / total)
+        if digest.hexdigest() != facts.blake2b:
+            raise BrokenWeights(f"{str(folder / name)!r} does not match its checksum; delete it and make it again")
+    with contextlib.suppress(OSError):  # a read-only cache is checked each time
+        stamp_file.write_text(text, encoding="utf-8")
+
+
+def file_facts(file: Path) -> FileFacts:
+    """Size and checksum of a file as it lies there."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32))
+    return FileFacts(file.stat().st_size, digest.hexdigest())
+
+
+class HashedFile:
+    """A file being written: keeps size and checksum as bytes go by, so that nothing is read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("wb")
+        self._digest = hashlib.blake2b(digest_size=32)
+        self.bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self._digest.update(data)
+        self.bytes += len(data)
+
+    def close(self) -> FileFacts:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        return FileFacts(self.bytes, self._digest.hexdigest())
+
+    def abandon(self) -> None:
+        self._stream.close()
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary name in the folder of `path` to write to; it takes the place of `path` when the block ends well, else it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """As `atomic_file`, for a folder: an existing one is replaced as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    temporary.mkdir()
+    try:
+        yield temporary
+        _sync_folder(temporary)
+        if path.exists():
+            old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+            os.rename(path, old)
+            os.rename(temporary, path)
+            shutil.rmtree(old)
+        else:
+            os.rename(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+
+
+@contextlib.contextmanager
+def making(path: Path) -> Iterator[None]:
+    """Hold the lock of `path` while it is being made, so that two processes do not make the same weights; the kernel frees it on death."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,319 @@
+"""Seeded random weights of a published shape, so that the ladder runs with no download: GGUF files and Hugging Face folders.
+
+    write_gguf(rung("3b").spec, Path("3b.gguf"), "Q4_0")           # streamed: 1.9 GB in seconds, never a float model in memory
+    write_hf_folder(rung("135m").spec, Path("135m"), dtype="bf16")  # transformers 4.57 and 5 read it
+
+Same tensors, same types, same bytes per token as a real file (`models.formats`): time and memory are those of the real model, the text is
+noise. Spreads of the GGUF weights are chosen so that activations keep their size through any number of layers and logits have a standard
+deviation near 3, like a trained model's; the HF folder takes transformers' `initializer_range`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from models.blocks import Weights, to_bf16
+from models.chat import CHATML
+from models.errors import UnsupportedModel
+from models.formats import BLOCKS, GGUF_FORMATS, GgufTensor, gguf_tensors
+from models.manifest import FileFacts, HashedFile, Manifest, Progress, atomic_file, atomic_folder, file_facts, manifest_path, write_manifest
+from models.spec import ModelSpec, RopeScaling, TensorShape
+from models.tokenizer import shipped, shipped_mark, tokenizer_config
+from models.train_tokenizer import SPECIAL_TOKENS
+
+# Part of the manifest: weights that another generator or another tokenizer made are made again.
+GENERATOR = f"synthesis 1, tokenizer {shipped_mark()}"
+SHARD_BYTES = 2 << 30
+LOGIT_SPREAD = 3.0
+
+# transformers' model_type -> architecture name in GGUF, class name in config.json. GGUF knows Mistral as llama.
+FAMILIES: dict[str, tuple[str, str]] = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("llama", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+}
+# Name of a dtype: ggml's name, safetensors' name, torch's name.
+DTYPES: dict[str, tuple[str, str, str]] = {
+    "fp32": ("F32", "F32", "float32"),
+    "fp16": ("F16", "F16", "float16"),
+    "bf16": ("BF16", "BF16", "bfloat16"),
+}
+
+
+def write_gguf(spec: ModelSpec, path: Path, weight_format: str = "Q4_0", seed: int = 0, progress: Progress | None = None) -> Manifest:
+    """Write a GGUF file of `spec` with random weights, atomically, and its manifest beside it.
+
+    `weight_format`: a key of `models.formats.GGUF_FORMATS`. Takes the time of writing the file and at most about 300 MB of memory.
+    Raises UnsupportedModel for a family or format that does not exist.
+    """
+    path = Path(path)
+    _check(spec)
+    if weight_format not in GGUF_FORMATS:
+        raise UnsupportedModel(f"unknown GGUF format {weight_format!r}; known: {', '.join(GGUF_FORMATS)}")
+    tensors = gguf_tensors(spec, weight_format)
+    weights = Weights(seed, max(tensor.elements for tensor in tensors))
+    manifest_path(path).unlink(missing_ok=True)
+    with atomic_file(path) as temporary:
+        header = _gguf_header(spec, weight_format, tensors, temporary)
+        out = HashedFile(temporary)
+        try:
+            out.write(header)
+            total = len(header) + sum(_padded(tensor.bytes) for tensor in tensors)
+            for tensor in tensors:
+                for chunk in _gguf_data(spec, tensor, weights):
+                    out.write(chunk)
+                out.write(bytes(_padded(tensor.bytes) - tensor.bytes))
+                if progress:
+                    progress(f"writing {path.name}", out.bytes / total)
+        except BaseException:
+            out.abandon()
+            raise
+        facts = out.close()
+    manifest = Manifest("gguf", spec, weight_format, "synthetic", {path.name: facts}, GENERATOR, seed)
+    write_manifest(path, manifest)
+    return manifest
+
+
+def write_hf_folder(
+    spec: ModelSpec,
+    folder: Path,
+    dtype: str = "bf16",
+    seed: int = 0,
+    progress: Progress | None = None,
+    initializer_range: float = 0.02,
+) -> Manifest:
+    """Write a folder that transformers' AutoModelForCausalLM loads: weights, config, tokenizer, generation config, manifest; atomically.
+
+    Matrices and biases have mean 0 and standard deviation `initializer_range`, norms lie in [0.9, 1.1). `dtype`: bf16, fp16 or fp32.
+    Weights over 2 GiB are written in shards and streamed. Raises UnsupportedModel for a family or dtype that does not exist.
+    """
+    folder = Path(folder)
+    _check(spec)
+    if dtype not in DTYPES:
+        raise UnsupportedModel(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    with atomic_folder(folder) as temporary:
+        files = _write_safetensors(spec, temporary, dtype, Weights(seed, _largest(spec)), initializer_range, progress)
+        texts: dict[str, Any] = {
+            "config.json": hf_config(spec, dtype, initializer_range),
+            "generation_config.json": {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0},
+            "tokenizer.json": shipped(spec.vocabulary),
+            "tokenizer_config.json": tokenizer_config(spec.context),
+        }
+        for name, content in texts.items():
+            indent = None if name == "tokenizer.json" else 2
+            (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=indent) + "\n", encoding="utf-8")
+            files[name] = file_facts(temporary / name)
+        manifest = Manifest("hf", spec, dtype, "synthetic", files, GENERATOR, seed)
+        write_manifest(temporary, manifest)
+    return manifest
+
+
+def hf_config(spec: ModelSpec, dtype: str, initializer_range: float = 0.02) -> dict[str, Any]:
+    """config.json of `spec`. RoPE is written twice: `rope_theta` and `rope_scaling` for transformers 4, `rope_parameters` for 5."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if spec.rope_scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": spec.rope_scaling.factor,
+            "low_freq_factor": spec.rope_scaling.low_freq_factor,
+            "high_freq_factor": spec.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": spec.rope_scaling.original_context,
+        }
+    return {
+        "architectures": [FAMILIES[spec.family][1]],
+        "model_type": spec.family,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocabulary,
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": spec.norm_epsilon,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": rope if spec.rope_scaling is not None else None,
+        "rope_parameters": {**rope, "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": spec.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "sliding_window": None,
+        "initializer_range": initializer_range,
+        "use_cache": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "dtype": DTYPES[dtype][2],
+    }
+
+
+def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float32]:
+    """Llama 3's divisor of each rotary frequency, [head_dim / 2] (llama.cpp's `rope_freqs.weight`; transformers' `rope_type: llama3`)."""
+    frequencies = 1.0 / spec.rope_theta ** (np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim)
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # full turns within the original context
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    factors = 1.0 / ((1 - smooth) / scaling.factor + smooth)
+    factors = np.where(turns < scaling.low_freq_factor, scaling.factor, np.where(turns > scaling.high_freq_factor, 1.0, factors))
+    return factors.astype(np.float32)
+
+
+def add_metadata(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> None:
+    """The keys that llama.cpp needs to build the graph of `spec`."""
+    writer.add_name(spec.name)
+    writer.add_context_length(spec.context)
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.intermediate)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_epsilon)
+    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_vocab_size(spec.vocabulary)
+    writer.add_file_type(GGUF_FORMATS[weight_format][1])
+    writer.add_quantization_version(2)
+
+
+def _check(spec: ModelSpec) -> None:
+    if spec.family not in FAMILIES:
+        raise UnsupportedModel(f"model family {spec.family!r} is not supported; known: {', '.join(FAMILIES)}")
+
+
+def _padded(size: int) -> int:
+    return (size + 31) // 32 * 32
+
+
+def _largest(spec: ModelSpec) -> int:
+    return max(tensor.elements for tensor in spec.tensors())
+
+
+def _gguf_header(spec: ModelSpec, weight_format: str, tensors: list[GgufTensor], scratch: Path) -> bytes:
+    """Everything before the first tensor's data: metadata, tokenizer, tensor table, padding. `scratch` is a file name to write to."""
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+    writer = gguf.GGUFWriter(scratch, FAMILIES[spec.family][0])
+    add_metadata(writer, spec, weight_format)
+    model = shipped(spec.vocabulary)["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
+    writer.add_token_types([control] * len(SPECIAL_TOKENS) + [normal] * (len(tokens) - len(SPECIAL_TOKENS)))
+    writer.add_token_merges([f"{left} {right}" for left, right in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.type]
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    head = scratch.read_bytes()
+    return head + bytes(_padded(len(head)) - len(head))
+
+
+def _gguf_data(spec: ModelSpec, tensor: GgufTensor, weights: Weights) -> Iterator[memoryview]:
+    if tensor.hf_name is None:
+        assert spec.rope_scaling is not None
+        yield memoryview(rope_factors(spec, spec.rope_scaling).view(np.uint8))  # type: ignore[arg-type]
+    elif len(tensor.shape) == 1:
+        low, high = (0.9, 1.1) if "norm" in tensor.name else (-0.1, 0.1)
+        yield memoryview(weights.vector(tensor.name, tensor.elements, low, high).view(np.uint8))  # type: ignore[arg-type]
+    else:
+        yield from weights.stream(tensor.name, tensor.type, tensor.elements, _std(spec, tensor))
+
+
+def _std(spec: ModelSpec, tensor: GgufTensor) -> float:
+    """Spread of a matrix. Rows of n inputs with spread 1/sqrt(n) keep the size of what goes through; the exceptions:
+
+    the head turns a normalised state into logits of LOGIT_SPREAD; a tied embedding is the head; what attention and the MLP add is large
+    beside the embedding, else a tied model would repeat its last token for ever.
+    """
+    is_head = tensor.name == "output.weight" or (spec.tied and tensor.name == "token_embd.weight")
+    if tensor.name == "token_embd.weight" and not is_head:
+        return 1.0
+    gain = LOGIT_SPREAD if is_head else 2.0 if tensor.name.endswith("ffn_down.weight") else 1.0
+    return gain / math.sqrt(tensor.shape[-1])
+
+
+class _Shard(NamedTuple):
+    name: str
+    tensors: list[TensorShape]
+
+
+def _write_safetensors(
+    spec: ModelSpec, folder: Path, dtype: str, weights: Weights, std: float, progress: Progress | None
+) -> dict[str, FileFacts]:
+    """The shards, and their index where there are several. Format: 8 bytes of header length, JSON header, data."""
+    kind, stored_name, _ = DTYPES[dtype]
+    width = BLOCKS[kind].bytes
+    shards = _shards(spec.tensors(), width)
+    files: dict[str, FileFacts] = {}
+    total, done = spec.parameters * width, 0
+    for shard in shards:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in shard.tensors:
+            end = offset + tensor.elements * width
+            header[tensor.name] = {"dtype": stored_name, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        out = HashedFile(folder / shard.name)
+        try:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for tensor in shard.tensors:
+                for chunk in _hf_data(tensor, kind, weights, std):
+                    out.write(chunk)
+                    done += len(chunk)
+                if progress:
+                    progress(f"writing {shard.name}", done / total)
+        except BaseException:
+            out.abandon()
+            raise
+        files[shard.name] = out.close()
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {t.name: shard.name for shard in shards for t in shard.tensors}}
+        name = "model.safetensors.index.json"
+        (folder / name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        files[name] = file_facts(folder / name)
+    return files
+
+
+def _shards(tensors: Iterable[TensorShape], width: int) -> list[_Shard]:
+    groups: list[list[TensorShape]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.elements * width > SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.elements * width
+    if len(groups) == 1:
+        return [_Shard("model.safetensors", groups[0])]
+    return [_Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+
+
+def _hf_data(tensor: TensorShape, kind: str, weights: Weights, std: float) -> Iterator[memoryview]:
+    if "norm" in tensor.name:
+        values = weights.vector(tensor.name, tensor.elements, 0.9, 1.1)
+        stored = to_bf16(values) if kind == "BF16" else values.astype(np.float16) if kind == "F16" else values
+        yield memoryview(stored.view(np.uint8))  # type: ignore[arg-type]
+    else:
+        yield from weights.stream(tensor.name, kind, tensor.elements, std)

@@ -1,0 +1,158 @@
+"""What a report is made of: one LevelNumbers per measured level, one CellNumbers per (model, format, backend), one RunNumbers per run.
+
+Plain values, computed by reports.capacity from records and drawn by reports.charts, reports.page, reports.markdown and reports.tables. Times are seconds,
+sizes bytes, rates per second. Missing is None and is shown as "not measured".
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from loadtests.records import RunManifest
+from loadtests.slo import Promise
+from models.spec import ModelSpec
+
+Verdict = Literal["holds", "fails", "unresolved"]
+CapacityState = Literal["interval", "at_least", "none", "unresolved", "not_measured"]
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Of one figure over the requests of a level; None where too few requests carry it."""
+
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """One level of load: what was asked, what came back."""
+
+    cell: str
+    level: str
+    purpose: str  # "lone": one request at a time; "search" and "load": a rate
+    rate_per_second: float | None  # asked; None: closed loop
+    concurrency: int | None
+    window_seconds: float
+    due: int  # requests due in the window, lost ones included
+    good: int
+    failed: int
+    attainment: float | None
+    attainment_low: float
+    attainment_high: float
+    verdict: Verdict
+    ttft: Quantiles  # seconds
+    tpot: Quantiles
+    itl: Quantiles
+    e2e: Quantiles
+    output_tokens_per_second: float | None
+    good_per_second: float | None
+    send_lag_p99: float | None
+    mean_prompt_tokens: float | None
+    mean_output_tokens: float | None
+    engine_peak_bytes: int | None
+    engine_cpu_share: float | None
+    client_cpu_share: float | None
+    valid: bool
+    reasons: tuple[str, ...] = ()  # why it is not valid, or what is doubtful about it
+
+    @property
+    def is_lone(self) -> bool:
+        return self.purpose == "lone"
+
+
+class CapacityNumbers(msgspec.Struct, frozen=True):
+    """The highest rate that keeps the promise, in requests per second.
+
+    interval: between `low` and `high`, best guess `estimate`; at_least: `low` holds and nothing higher was measured;
+    none: not even a lone request keeps the promise, or the lowest rate measured fails; unresolved: measured, and not known.
+    """
+
+    state: CapacityState
+    low: float | None = None
+    estimate: float | None = None
+    high: float | None = None
+    reason: str = ""  # one clause, where the state needs one
+
+
+class MemoryNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the memory of one model goes, in bytes."""
+
+    weight_bytes: int | None = None  # predicted
+    kv_bytes: int | None = None  # predicted
+    overhead_bytes: int | None = None  # predicted
+    measured_peak_bytes: int | None = None  # the engine's peak RSS, from samples and from its own word when it was ready
+    measured_weight_bytes: int | None = None  # as the engine accounts for it
+    measured_kv_bytes: int | None = None
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        if self.weight_bytes is None or self.kv_bytes is None or self.overhead_bytes is None:
+            return None
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+
+class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """One (model, format, backend) on one machine."""
+
+    key: str
+    run_id: str
+    model: str
+    spec: ModelSpec | None  # None: a model that the ladder does not know
+    weight_format: str
+    backend: str
+    device: str  # "cpu" or "gpu"; what in fact served
+    slots: int | None
+    context_tokens: int | None
+    kv_tokens: int | None
+    kv_dtype: str
+    state: Literal["measured", "skipped", "unfinished", "not_started"]
+    reason: str  # why it was skipped or not finished; "" where it was measured
+    levels: tuple[LevelNumbers, ...]  # finished ones, in the order measured
+    capacity: CapacityNumbers
+    memory: MemoryNumbers
+    random_weights: bool | None
+    load_seconds: float | None
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.spec is None else self.spec.parameters
+
+    @property
+    def lone(self) -> LevelNumbers | None:
+        """The level with one request at a time; the last one where it was repeated."""
+        found = [level for level in self.levels if level.is_lone and level.due]
+        return found[-1] if found else None
+
+    @property
+    def loaded(self) -> tuple[LevelNumbers, ...]:
+        """The levels at a rate, lowest first."""
+        return tuple(sorted((level for level in self.levels if level.rate_per_second), key=lambda level: level.rate_per_second or 0.0))
+
+
+class Doubt(msgspec.Struct, frozen=True):
+    """A named reason to read a number with care, and what to do about it."""
+
+    name: str
+    what: str  # one sentence with the values
+    advice: str
+    severity: Literal["note", "warning", "serious"] = "warning"
+    where: tuple[str, ...] = ()  # cells
+
+
+class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a report says of one run."""
+
+    manifest: RunManifest
+    folder: str
+    promise: Promise
+    cells: tuple[CellNumbers, ...]  # smallest model first
+    doubts: tuple[Doubt, ...] = ()
+    requests: int = 0  # on record
+    requests_counted: int = 0  # due in the window of a finished level
+    measured_seconds: float | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.manifest.server_facts

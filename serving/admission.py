@@ -1,0 +1,191 @@
+"""Who may still join the queue: bounds by requests, by tokens and by predicted wait, and the Retry-After that goes with a refusal.
+
+    ledger = Ledger(QueueBounds(), slots=16)
+    refusal = ledger.refusal(prompt_tokens=300, max_tokens=200, now=clock())
+    if refusal is None: ledger.admit(id, 300, 200)
+    ledger.worked(tokens=40, seconds=0.05)           # each step
+    ledger.progressed(id, tokens=1); ledger.finished(id)
+
+Work is counted in tokens, prompt and output alike. The engine's pace is tokens worked per second of stepping, remembered with a half-life.
+A new sequence begins when the work ahead of it is done, less what `slots - 1` neighbours, half done on average, still have to do then:
+
+    wait = (work outstanding - (slots - 1) / 2 * mean work of a sequence) / pace
+
+which for k waiting behind full slots is the (k + 1/2) completions that have to happen. Where no pace is known yet, nothing is predicted
+and only the other two bounds hold. Pure bookkeeping: no clock of its own, no sockets.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PACE_HALF_LIFE_SECONDS = 10.0  # of stepping time
+PACE_EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
+
+
+class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the queue ends. None: that bound does not hold."""
+
+    waiting_requests: int | None = 256  # admitted and not begun, beyond the slots
+    waiting_tokens: int | None = 1 << 20  # prompt + most output tokens of those
+    wait_seconds: float | None = 30.0  # predicted time until a new sequence begins
+    retry_longest_seconds: float = 60.0
+    retry_shortest_seconds: float = 0.1
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why not: `kind` is queue_requests, queue_tokens or queue_wait (a metric's label); `text` is for people."""
+
+    kind: str
+    text: str
+    retry_after_seconds: float
+
+
+class _Entry:
+    __slots__ = ("prompt", "limit", "begun", "produced")
+
+    def __init__(self, prompt: int, limit: int) -> None:
+        self.prompt, self.limit, self.begun, self.produced = prompt, limit, False, 0
+
+
+class Ledger:
+    """The sequences in flight, the work they still are, and the engine's pace."""
+
+    def __init__(self, bounds: QueueBounds, slots: int) -> None:
+        self.bounds = bounds
+        self.slots = slots
+        self.waiting_tokens = 0  # prompt + limit of what has not begun
+        self._entries: dict[int, _Entry] = {}
+        self._begun = 0
+        self._all_prompt = 0  # of everything in flight, begun or not
+        self._all_limit = 0
+        self._outstanding_limit = 0  # sum of output limits not yet produced
+        self._outstanding_prompt = 0  # prompts not yet begun
+        self._used_share = 1.0  # of max_tokens, as recent sequences used it
+        self._work = 0.0
+        self._seconds = 0.0
+        self._promised_until = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences admitted that have shown no token yet."""
+        return len(self._entries) - self._begun
+
+    @property
+    def pace(self) -> float | None:
+        """Tokens (prompt and output) per second of stepping; None until there is evidence."""
+        return self._work / self._seconds if self._seconds >= PACE_EVIDENCE_SECONDS and self._work > 0 else None
+
+    @property
+    def outstanding_work(self) -> float:
+        """Tokens still to be worked, with outputs as long as recent ones were in proportion to what was asked."""
+        return self._outstanding_prompt + self._used_share * self._outstanding_limit
+
+    def worked(self, tokens: int, seconds: float) -> None:
+        """One step did so much in so long."""
+        if seconds <= 0:
+            return
+        fade = 0.5 ** (seconds / PACE_HALF_LIFE_SECONDS)
+        self._work = self._work * fade + tokens
+        self._seconds = self._seconds * fade + seconds
+
+    def forget_pace(self) -> None:
+        """Another engine works now: what the last one could do says nothing."""
+        self._work = self._seconds = 0.0
+
+    def predicted_wait_seconds(self) -> float | None:
+        """Time until a sequence that joins now begins: 0.0 while a slot is free, None where no pace is known."""
+        if len(self._entries) < self.slots:
+            return 0.0
+        if self.pace is None:
+            return None
+        return max(0.0, self.outstanding_work - (self.slots - 1) / 2 * self._mean_work()) / self.pace
+
+    def refusal(self, prompt_tokens: int, max_tokens: int, now: float) -> Refusal | None:
+        """Why a sequence of this size may not join now; None: it may. `now` is any monotonic clock."""
+        bounds = self.bounds
+        backlog = len(self._entries) - self.slots + 1  # places behind the slots that this one would make
+        if backlog <= 0:
+            return None
+        if bounds.waiting_requests is not None and backlog > bounds.waiting_requests:
+            over = self._seconds_for((backlog - bounds.waiting_requests) * self._mean_work())
+            return self._refuse("queue_requests", f"{bounds.waiting_requests} requests are waiting, the most allowed", over, now)
+        ahead = self.waiting_tokens + prompt_tokens + max_tokens
+        if bounds.waiting_tokens is not None and self.waiting_tokens and ahead > bounds.waiting_tokens:
+            over = self._seconds_for(ahead - bounds.waiting_tokens)
+            return self._refuse("queue_tokens", f"{self.waiting_tokens} tokens are waiting, {bounds.waiting_tokens} at most", over, now)
+        wait = self.predicted_wait_seconds()
+        if bounds.wait_seconds is not None and wait is not None and wait > bounds.wait_seconds:
+            text = f"a wait of {wait:.1f} s is predicted, {bounds.wait_seconds:g} s at most"
+            return self._refuse("queue_wait", text, wait - bounds.wait_seconds, now)
+        return None
+
+    def admit(self, sequence: int, prompt_tokens: int, max_tokens: int) -> None:
+        self._entries[sequence] = _Entry(prompt_tokens, max_tokens)
+        self._all_prompt += prompt_tokens
+        self._all_limit += max_tokens
+        self._outstanding_prompt += prompt_tokens
+        self._outstanding_limit += max_tokens
+        self.waiting_tokens += prompt_tokens + max_tokens
+
+    def progressed(self, sequence: int, tokens: int) -> None:
+        """The sequence showed `tokens` new tokens; the first ones end its waiting."""
+        entry = self._entries.get(sequence)
+        if entry is None:
+            return
+        if not entry.begun:
+            entry.begun = True
+            self._begun += 1
+            self._outstanding_prompt -= entry.prompt
+            self.waiting_tokens -= entry.prompt + entry.limit
+        counted = min(tokens, entry.limit - entry.produced)
+        entry.produced += counted
+        self._outstanding_limit -= counted
+
+    def restarted(self, sequence: int) -> None:
+        """The sequence begins anew, on another engine."""
+        entry = self._entries.get(sequence)
+        if entry is not None:
+            prompt, limit = entry.prompt, entry.limit
+            self._drop(sequence)
+            self.admit(sequence, prompt, limit)
+
+    def finished(self, sequence: int, naturally: bool = True) -> None:
+        """The sequence is over; `naturally`: its length says something about others (not cancelled, no error)."""
+        entry = self._entries.get(sequence)
+        if entry is None:
+            return
+        if naturally and entry.limit:
+            self._used_share += 0.05 * (entry.produced / entry.limit - self._used_share)
+        self._drop(sequence)
+
+    def _drop(self, sequence: int) -> None:
+        entry = self._entries.pop(sequence)
+        self._all_prompt -= entry.prompt
+        self._all_limit -= entry.limit
+        self._outstanding_limit -= entry.limit - entry.produced
+        if entry.begun:
+            self._begun -= 1
+        else:
+            self._outstanding_prompt -= entry.prompt
+            self.waiting_tokens -= entry.prompt + entry.limit
+
+    def _mean_work(self) -> float:
+        """Expected work of one whole sequence of those in flight."""
+        if not self._entries:
+            return 0.0
+        return (self._all_prompt + self._used_share * self._all_limit) / len(self._entries)
+
+    def _seconds_for(self, work: float) -> float:
+        return work / self.pace if self.pace else 1.0
+
+    def _refuse(self, kind: str, text: str, room_in_seconds: float, now: float) -> Refusal:
+        """Refusals follow each other by the time one sequence takes to leave, so that those told to come back do not all come at once."""
+        spacing = self._seconds_for(self._mean_work())
+        back_at = max(now + room_in_seconds, min(self._promised_until, now + self.bounds.retry_longest_seconds) + spacing)
+        self._promised_until = back_at
+        retry = min(self.bounds.retry_longest_seconds, max(self.bounds.retry_shortest_seconds, back_at - now))
+        return Refusal(kind, f"{text}; try again in {retry:.1f} s", retry)

@@ -1,0 +1,183 @@
+"""What an ONNX folder holds: which file, what kind of graph, the KV cache's shape, and what it will weigh once loaded.
+
+Two kinds of graph are served (see onnx_slots.py and onnx_growing.py):
+
+  grouped  attention by the contrib operator GroupQueryAttention, which appends to a KV buffer in place (onnxruntime-genai's builder, and what
+           models.convert_onnx makes of it)
+  growing  past_key_values in, longer present.* out (`optimum-cli export onnx`, most ONNX repositories on the hub)
+
+All of it is read from the session's inputs and outputs, from config.json or genai_config.json beside the graph, and from file sizes: neither
+torch nor the onnx package is imported, which saves the engine process about 250 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+
+KV_TYPES: dict[str, Any] = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8}
+KV_NAMES: dict[str, str] = {"tensor(float)": "fp32", "tensor(float16)": "fp16", "tensor(int8)": "int8"}
+_PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)$")
+
+
+class GraphFacts(msgspec.Struct, frozen=True):
+    """The parts of a graph that serving it depends on."""
+
+    file: str
+    grouped: bool
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kv_type: str  # onnxruntime's name, a key of KV_TYPES
+    logits_type: str
+    vocabulary: int
+    last_logits_only: bool  # the head was pruned to the last position
+    position_ids: bool
+    context_tokens: int | None  # of the model; None: nothing beside the graph says
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * int(np.dtype(KV_TYPES[self.kv_type]).itemsize)
+
+
+def graph_file(path: str | Path, chosen: str | None = None) -> Path:
+    """The .onnx file to load: `path` itself, `chosen` inside it, model.onnx (also under onnx/), or the only one. Raises UnknownModel."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise UnknownModel(f"{path} is neither an ONNX file nor a folder")
+    if chosen is not None:
+        inside = (path / chosen).resolve()
+        if not inside.is_file() or path.resolve() not in inside.parents:
+            raise UnknownModel(f"option file={chosen!r}: no such file in {path.name}")
+        return inside
+    for usual in (path / "model.onnx", path / "onnx" / "model.onnx"):
+        if usual.is_file():
+            return usual
+    found = sorted(path.glob("*.onnx")) + sorted(path.glob("onnx/*.onnx"))
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(str(file.relative_to(path)) for file in found) or "none"
+    raise UnknownModel(f"{path.name} holds no model.onnx; choose one with the option file=NAME (ONNX files there: {names})")
+
+
+def weight_files(file: Path) -> list[Path]:
+    """The graph and the external data files that it names, so far as they exist beside it."""
+    data = [other for other in sorted(file.parent.glob(file.name + "?data*")) if other.is_file()]
+    return [file, *data]
+
+
+def weight_bytes(file: Path) -> int:
+    """Bytes of the graph with its external data."""
+    return sum(part.stat().st_size for part in weight_files(file))
+
+
+def is_grouped(file: Path) -> bool:
+    """True where the graph uses GroupQueryAttention. Looks for the operator's name in the file, without parsing it."""
+    return _mentions(file, b"GroupQueryAttention")
+
+
+def resident_factor(file: Path) -> float:
+    """Bytes resident after loading, per byte of weight file.
+
+    MatMulNBits and the integer MatMuls keep a repacked copy of most weights beside the file's own, and float32 MatMuls a packed copy of all
+    but the embedding. Factors measured with onnxruntime 1.31 on graphs of 135M and 360M parameters, as anonymous memory after the load.
+    """
+    if _mentions(file, b"MatMulNBits"):
+        return 1.0
+    return 1.0
+
+
+def _mentions(file: Path, word: bytes) -> bool:
+    with file.open("rb") as stream:
+        if file.stat().st_size == 0:
+            raise BrokenWeights(f"{file.name} is empty")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return view.find(word) >= 0
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, {} where there is no such file. Raises BrokenWeights for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as problem:
+        raise BrokenWeights(f"{path.name} is not valid JSON: {problem}") from problem
+    if not isinstance(value, dict):
+        raise BrokenWeights(f"{path.name} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def read_facts(session: Any, file: Path) -> GraphFacts:
+    """The facts of a loaded session (an onnxruntime.InferenceSession). Raises UnsupportedModel, naming what is in the way."""
+    inputs = {item.name: item for item in session.get_inputs()}
+    outputs = {item.name: item for item in session.get_outputs()}
+    pasts = [(int(match[1]), match[2]) for match in map(_PAST.match, inputs) if match]
+    layers = len({layer for layer, _ in pasts})
+    grouped = is_grouped(file)
+    if not layers or "input_ids" not in inputs or "logits" not in outputs:
+        raise UnsupportedModel(f"{file.name} is no causal language model with a KV cache: it has inputs {', '.join(list(inputs)[:6])}")
+    known = {"input_ids", "attention_mask", "position_ids"} | {f"past_key_values.{layer}.{kind}" for layer, kind in pasts}
+    unknown = sorted(set(inputs) - known)
+    if unknown:
+        raise UnsupportedModel(f"{file.name} wants inputs that this backend does not give: {', '.join(unknown)}")
+    missing = [f"present.{i}.{kind}" for i in range(layers) for kind in ("key", "value") if f"present.{i}.{kind}" not in outputs]
+    if missing or "attention_mask" not in inputs:
+        raise UnsupportedModel(f"{file.name} lacks {', '.join(missing[:3]) or 'the input attention_mask'}")
+    past, logits = inputs["past_key_values.0.key"], outputs["logits"]
+    if past.type not in KV_TYPES or logits.type not in ("tensor(float)", "tensor(float16)"):
+        raise UnsupportedModel(f"{file.name} has a KV cache of {past.type} and logits of {logits.type}; float32, float16 and an int8 KV are served")
+    config = _shape_config(file)
+    heads = past.shape[1] if isinstance(past.shape[1], int) else config.get("kv_heads")
+    width = past.shape[3] if isinstance(past.shape[3], int) else config.get("head_dim")
+    vocabulary = logits.shape[2] if isinstance(logits.shape[2], int) else config.get("vocabulary")
+    for name, value in (("key-value heads", heads), ("head size", width), ("vocabulary", vocabulary)):
+        if not isinstance(value, int) or value < 1:
+            raise UnsupportedModel(f"nothing beside {file.name} says its number of {name}; config.json or genai_config.json must be there")
+    return GraphFacts(
+        file=file.name,
+        grouped=grouped,
+        layers=layers,
+        kv_heads=int(heads),
+        head_dim=int(width),
+        kv_type=past.type,
+        logits_type=logits.type,
+        vocabulary=int(vocabulary),
+        last_logits_only=logits.shape[1] == 1,
+        position_ids="position_ids" in inputs,
+        context_tokens=config.get("context"),
+    )
+
+
+def _shape_config(file: Path) -> dict[str, Any]:
+    """kv_heads, head_dim, vocabulary and context from genai_config.json or config.json, in the graph's folder or the one above."""
+    for folder in (file.parent, file.parent.parent):
+        model = read_json(folder / "genai_config.json").get("model")
+        if isinstance(model, dict) and isinstance(model.get("decoder"), dict):
+            decoder = model["decoder"]
+            return {
+                "kv_heads": decoder.get("num_key_value_heads"),
+                "head_dim": decoder.get("head_size"),
+                "vocabulary": model.get("vocab_size"),
+                "context": model.get("context_length"),
+            }
+        config = read_json(folder / "config.json")
+        if "num_attention_heads" in config:
+            heads = config["num_attention_heads"]
+            return {
+                "kv_heads": config.get("num_key_value_heads") or heads,
+                "head_dim": config.get("head_dim") or config.get("hidden_size", 0) // max(1, heads),
+                "vocabulary": config.get("vocab_size"),
+                "context": config.get("max_position_embeddings"),
+            }
+    return {}

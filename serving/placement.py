@@ -1,0 +1,362 @@
+"""What runs where, and why: a pure function from a model's shape and a machine's facts to a decision in words and numbers.
+
+    placement = plan(spec, hardware_facts(), Policy.auto)
+    placement.device, placement.backend          # "cpu", "llama_cpp"
+    print("\\n".join(explain(placement)))
+
+Predicted memory = weights + KV cache + overhead. Weights: the file's size where there is a file, else the format's nominal size
+(ModelSpec.weight_bytes). KV: `kv_tokens` (default slots x context) times ModelSpec.kv_bytes_per_token. Overhead: a row of OVERHEAD,
+one for each (backend, device); a forecast to decide by, not an account: the engine reports what it measured.
+
+| device | default backend | default format |
+|--------|-----------------|----------------|
+| cpu    | llama_cpp       | Q4_0           |
+| gpu    | torch           | bf16           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from models.spec import ModelSpec
+from serving.errors import ServingError
+from serving.hardware import HardwareFacts
+
+
+class Cause(StrEnum):
+    """Why an engine is not (or no longer) where the policy would like it."""
+
+    no_driver = "no_driver"
+    driver_mismatch = "driver_mismatch"
+    no_device = "no_device"
+    arch_unsupported = "arch_unsupported"
+    insufficient_vram = "insufficient_vram"
+    insufficient_memory = "insufficient_memory"
+    load_oom = "load_oom"
+    runtime_oom = "runtime_oom"
+    load_failed = "load_failed"
+    engine_died = "engine_died"
+    health_timeout = "health_timeout"
+    forced = "forced"
+    backend_missing = "backend_missing"
+
+
+class Policy(StrEnum):
+    """Which devices may be used: the GPU first and the CPU after it, or one of the two only."""
+
+    auto = "auto"
+    gpu_only = "gpu-only"
+    cpu_only = "cpu-only"
+
+
+class NoPlacement(ServingError):
+    """The model can run nowhere on this machine under this policy. `reasons` says why, device by device."""
+
+    def __init__(self, message: str, reasons: tuple[Reason, ...] = ()) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """One step of the decision. `cause` is None for what speaks for the choice, a Cause for what spoke against another."""
+
+    cause: Cause | None
+    text: str
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One engine that may run the model; sizes in bytes. `free_bytes` is None where the machine does not say."""
+
+    device: str  # "cpu" or "gpu"
+    backend: str
+    weight_format: str
+    device_name: str
+    weight_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+    free_bytes: int | None
+
+    @property
+    def need_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes is None or self.need_bytes <= self.free_bytes
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The decision: the first attempt's fields at the top level, and every attempt in the order in which they are tried."""
+
+    model: str
+    policy: Policy
+    device: str
+    backend: str
+    weight_format: str
+    slots: int
+    context_tokens: int
+    kv_tokens: int
+    kv_dtype: str
+    weight_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+    free_bytes: int | None
+    reasons: tuple[Reason, ...]
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def need_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+
+class Overhead(msgspec.Struct, frozen=True):
+    """Memory beside weights and KV: a fixed part, a share of the weights, and logits for every slot (fp32, vocabulary wide)."""
+
+    fixed_bytes: int
+    weight_share: float
+
+
+MIB = 1 << 20
+# Read off real loads (135M to 1B, 2 to 16 slots): process with its libraries, compute buffers, and copies of weights that stay.
+# llama_cpp: mapped weights are not copied. onnx: int4/int8 weights keep a prepacked copy, fp32 a quarter. torch on the GPU: the CUDA
+# context (about 0.5 GB), the graph pool and the allocator's slack.
+OVERHEAD: dict[tuple[str, str], Overhead] = {
+    ("llama_cpp", "cpu"): Overhead(150 * MIB, 0.05),
+    ("llama_cpp", "gpu"): Overhead(500 * MIB, 0.05),
+    ("onnx", "cpu"): Overhead(200 * MIB, 0.70),
+    ("torch", "cpu"): Overhead(450 * MIB, 0.35),
+    ("torch", "gpu"): Overhead(900 * MIB, 0.08),
+    ("fake", "cpu"): Overhead(60 * MIB, 0.0),
+    ("fake", "gpu"): Overhead(60 * MIB, 0.0),
+}
+_UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0.35)
+DEFAULT_BACKEND = {"cpu": "llama_cpp", "gpu": "torch"}
+DEFAULT_FORMAT = {"llama_cpp": "Q4_0", "onnx": "int4", "torch": "bf16", "fake": "fp16"}
+FORMATS: dict[str, frozenset[str]] = {
+    "llama_cpp": frozenset({"F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_1", "Q4_0", "Q4_K_M", "Q5_K_M"}),
+    "torch": frozenset({"bf16", "fp16", "fp32"}),
+    "onnx": frozenset({"int4", "int8", "fp32"}),
+}
+GPU_BACKENDS = frozenset({"torch", "llama_cpp", "fake"})
+CPU_BACKENDS = frozenset({"llama_cpp", "onnx", "torch", "fake"})
+VRAM_HEADROOM = 0.95  # share of the free VRAM that may be planned with
+RAM_HEADROOM = 0.95
+
+
+def plan(
+    spec: ModelSpec,
+    facts: HardwareFacts,
+    policy: Policy = Policy.auto,
+    *,
+    backend: str | None = None,
+    weight_format: str | None = None,
+    slots: int = 16,
+    context_tokens: int | None = None,
+    kv_tokens: int | None = None,
+    kv_dtype: str = "fp16",
+    weight_bytes: int | None = None,
+    missing: Mapping[str, str] | None = None,
+    gpu_trouble: Mapping[str, tuple[Cause, str]] | None = None,
+    check_memory: bool = True,
+) -> Placement:
+    """Decide where `spec` runs on a machine with these facts.
+
+    `backend`, `weight_format`: what the user insists on (None: the tables above). `weight_bytes`: the file's size, where there is a file.
+    `missing`: backends that are not installed -> why. `gpu_trouble`: backends that cannot use the GPU although there is one ->
+    (cause, text), as serving.probe finds out. `check_memory=False` plans even what does not fit (and says so in the reasons).
+    Raises NoPlacement where nothing is left, ValueError for sizes that cannot be.
+    """
+    context = min(context_tokens or 2048, spec.context)
+    _check(slots=slots, context_tokens=context, kv_tokens=kv_tokens)
+    pool = kv_tokens if kv_tokens is not None else slots * context
+    sizes = _Sizes(spec, slots, pool, kv_dtype, pool * spec.kv_bytes_per_token(kv_dtype), weight_format, weight_bytes)
+    reasons: list[Reason] = []
+    attempts: list[Attempt] = []
+    if context_tokens and context < context_tokens:
+        reasons.append(Reason(None, f"context cut from {context_tokens} to {context} tokens: {spec.name} was made for no more"))
+    if policy is Policy.cpu_only:
+        there = f" ({', '.join(gpu.name for gpu in facts.gpus)} is there)" if facts.gpus else ""
+        reasons.append(Reason(Cause.forced, f"the policy cpu-only leaves GPUs aside{there}"))
+    else:
+        _consider(_gpu_attempt(sizes, facts, backend, missing or {}, gpu_trouble or {}), sizes, check_memory, attempts, reasons)
+    if policy is Policy.gpu_only:
+        if not attempts:
+            raise _nowhere(f"{spec.name} can run on no GPU here, and the policy is gpu-only", reasons)
+        reasons.append(Reason(Cause.forced, "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"))
+    else:
+        _consider([_cpu_attempt(sizes, facts, backend, missing or {})], sizes, check_memory, attempts, reasons)
+    if not attempts:
+        raise _nowhere(f"{spec.name} can run nowhere on this machine", reasons)
+    first = attempts[0]
+    reasons.append(Reason(None, _choice(first, facts)))
+    for other in attempts[1:]:
+        text = f"falls back to {other.backend} on the {other.device.upper()} ({other.weight_format}, {gib(other.need_bytes)})"
+        reasons.append(Reason(None, text))
+    return Placement(
+        model=spec.name,
+        policy=policy,
+        device=first.device,
+        backend=first.backend,
+        weight_format=first.weight_format,
+        slots=slots,
+        context_tokens=context,
+        kv_tokens=pool,
+        kv_dtype=kv_dtype,
+        weight_bytes=first.weight_bytes,
+        kv_bytes=first.kv_bytes,
+        overhead_bytes=first.overhead_bytes,
+        free_bytes=first.free_bytes,
+        reasons=tuple(reasons),
+        attempts=tuple(attempts),
+    )
+
+
+class _Sizes(msgspec.Struct, frozen=True):
+    """What was asked for, in the numbers that every attempt needs."""
+
+    spec: ModelSpec
+    slots: int
+    pool: int
+    kv_dtype: str
+    kv_bytes: int
+    weight_format: str | None
+    weight_bytes: int | None
+
+    def attempt(self, device: str, backend: str, device_name: str, free_bytes: int | None) -> Attempt:
+        chosen = self.weight_format or DEFAULT_FORMAT.get(backend, "fp16")
+        weights = self.weight_bytes if self.weight_bytes is not None else self.spec.weight_bytes(nominal_format(chosen))
+        overhead = _overhead_bytes(backend, device, weights, self.spec, self.slots)
+        return Attempt(device, backend, chosen, device_name, weights, self.kv_bytes, overhead, free_bytes)
+
+
+def _consider(options: list[Attempt | Reason], sizes: _Sizes, check_memory: bool, attempts: list[Attempt], reasons: list[Reason]) -> None:
+    """Keep what fits; write down why the rest does not."""
+    for option in options:
+        if isinstance(option, Reason):
+            reasons.append(option)
+            continue
+        if not option.fits:
+            cause = Cause.insufficient_vram if option.device == "gpu" else Cause.insufficient_memory
+            reasons.append(Reason(cause, _shortage(option, sizes)))
+        if option.fits or not check_memory:
+            attempts.append(option)
+
+
+def _gpu_attempt(
+    sizes: _Sizes, facts: HardwareFacts, backend: str | None, missing: Mapping[str, str], probed: Mapping[str, tuple[Cause, str]]
+) -> list[Attempt | Reason]:
+    """The GPU with the backend asked for, else with the first one that can use it; and why not with those before."""
+    wanted = [backend] if backend is not None else [default_backend("gpu", sizes.weight_format)]
+    if backend is None and facts.gpus and sizes.weight_format is None:
+        wanted.append("llama_cpp")
+    options: list[Attempt | Reason] = []
+    for name in wanted:
+        trouble = _gpu_trouble(facts, name, missing, probed)
+        if trouble is None:
+            gpu = max(facts.gpus, key=lambda g: g.free_bytes or 0)
+            free = None if gpu.free_bytes is None else int(gpu.free_bytes * VRAM_HEADROOM)
+            return [*options, sizes.attempt("gpu", name, gpu.name, free)]
+        options.append(trouble)
+    return options
+
+
+def _cpu_attempt(sizes: _Sizes, facts: HardwareFacts, backend: str | None, missing: Mapping[str, str]) -> Attempt | Reason:
+    name = backend or default_backend("cpu", sizes.weight_format)
+    if name in missing:
+        return Reason(Cause.backend_missing, f"backend {name!r} cannot run: {missing[name]}")
+    return sizes.attempt("cpu", name, facts.cpu_model, int(facts.usable_memory_bytes * RAM_HEADROOM))
+
+
+def nominal_format(weight_format: str) -> str:
+    """The format whose bits a weight counts for, where a file type is a mixture: Q4_K_M -> Q4_K."""
+    return weight_format.removesuffix("_M").removesuffix("_S")
+
+
+def _nowhere(what: str, reasons: list[Reason]) -> NoPlacement:
+    return NoPlacement(f"{what}: {'; '.join(reason.text for reason in reasons)}", tuple(reasons))
+
+
+def default_backend(device: str, weight_format: str | None = None) -> str:
+    """The backend that serves on this device where the user names none: the table's, or the first one that has the asked format."""
+    default = DEFAULT_BACKEND[device]
+    if weight_format is None or weight_format in FORMATS[default]:
+        return default
+    usable = GPU_BACKENDS if device == "gpu" else CPU_BACKENDS
+    return next((name for name, formats in FORMATS.items() if weight_format in formats and name in usable), default)
+
+
+def explain(placement: Placement) -> list[str]:
+    """The decision as lines for people: what runs where, the arithmetic, and every reason in order."""
+    lines = [
+        f"{placement.model} on the {placement.device.upper()} with {placement.backend}, format {placement.weight_format}, "
+        f"{placement.slots} slots of {placement.context_tokens} tokens"
+    ]
+    for attempt in placement.attempts:
+        free = "unknown" if attempt.free_bytes is None else gib(attempt.free_bytes)
+        lines.append(
+            f"  {attempt.device.upper()} {attempt.backend} ({attempt.device_name}): "
+            f"weights {gib(attempt.weight_bytes)} + KV {gib(attempt.kv_bytes)} "
+            f"({placement.kv_tokens} tokens, {placement.kv_dtype}) + overhead {gib(attempt.overhead_bytes)} "
+            f"= {gib(attempt.need_bytes)}; may use {free}{'' if attempt.fits else ' - does not fit'}"
+        )
+    lines += [f"  {'because' if reason.cause is None else reason.cause.value}: {reason.text}" for reason in placement.reasons]
+    return lines
+
+
+def gib(size_bytes: int) -> str:
+    """A size as people say it: MiB below one GiB, else GiB with two digits after the point."""
+    return f"{size_bytes / MIB:.0f} MiB" if size_bytes < 1 << 30 else f"{size_bytes / (1 << 30):.2f} GiB"
+
+
+def _check(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _overhead_bytes(backend: str, device: str, weight_bytes: int, spec: ModelSpec, slots: int) -> int:
+    row = OVERHEAD.get((backend, device), _UNKNOWN_OVERHEAD)
+    return row.fixed_bytes + int(row.weight_share * weight_bytes) + slots * spec.vocabulary * 4
+
+
+def _gpu_trouble(facts: HardwareFacts, backend: str, missing: Mapping[str, str], probed: Mapping[str, tuple[Cause, str]]) -> Reason | None:
+    """Why this backend cannot use a GPU here; None where nothing speaks against it."""
+    if not facts.gpus:
+        cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
+        return Reason(cause, facts.gpu_note or "no GPU found")
+    if backend not in GPU_BACKENDS and ":" not in backend:
+        return Reason(Cause.backend_missing, f"backend {backend!r} does not run on GPUs; those that do: {', '.join(sorted(GPU_BACKENDS))}")
+    if backend in missing:
+        return Reason(Cause.backend_missing, f"{facts.gpus[0].name} is there, but backend {backend!r} cannot run: {missing[backend]}")
+    if backend in probed:
+        cause, text = probed[backend]
+        return Reason(cause, f"{facts.gpus[0].name} is there, but {backend} cannot use it: {text}")
+    return None
+
+
+def _shortage(attempt: Attempt, sizes: _Sizes) -> str:
+    free = attempt.free_bytes or 0
+    text = (
+        f"{sizes.spec.name} in {attempt.weight_format} needs {gib(attempt.need_bytes)} on the {attempt.device.upper()} "
+        f"(weights {gib(attempt.weight_bytes)}, KV {gib(attempt.kv_bytes)}, overhead {gib(attempt.overhead_bytes)}), "
+        f"{gib(free)} may be used"
+    )
+    room = free - attempt.weight_bytes - attempt.overhead_bytes
+    fitting = room // sizes.spec.kv_bytes_per_token(sizes.kv_dtype) // (sizes.pool // sizes.slots)
+    if room <= 0:
+        return text + "; the weights alone are too big: take a smaller model or format"
+    return f"{text}; {fitting} slots instead of {sizes.slots} would fit" if fitting >= 1 else text
+
+
+def _choice(attempt: Attempt, facts: HardwareFacts) -> str:
+    if attempt.device == "gpu":
+        usable = "" if attempt.free_bytes is None else f" of {gib(attempt.free_bytes)} usable"
+        return f"the GPU {attempt.device_name} serves with {attempt.backend}: {gib(attempt.need_bytes)} needed{usable} VRAM"
+    cores = f"{facts.usable_cores:g} core{'' if facts.usable_cores == 1 else 's'}"
+    return (
+        f"the CPU serves with {attempt.backend}: {facts.cpu_model}, {cores} usable, "
+        f"{gib(attempt.need_bytes)} needed of {gib(attempt.free_bytes or 0)} usable RAM"
+    )

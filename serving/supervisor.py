@@ -1,0 +1,538 @@
+"""The parent's side of serving: keeps one engine process alive, gives it sequences, and says what state it is in.
+
+    supervisor = Supervisor([gpu_config, cpu_config])        # in order of preference
+    await supervisor.start()
+    await supervisor.wait_ready(600)
+    stream = supervisor.submit([1, 2, 3], max_tokens=64)
+    async for delta in stream: ...
+    await supervisor.stop(drain=True, timeout_seconds=30)
+
+Everything happens on one event loop (asyncio's or uvloop's). States: loading -> ready <-> restarting -> failed; draining -> stopped.
+Whoever asks in another state than ready gets Unavailable with the reason; whoever asks when the queue is full, Overloaded. When an engine
+dies, sequences whose reader has seen nothing begin anew on the next engine; the others end with finish "error". When the preferred engine
+can be had again, it is loaded beside the one that serves, takes over, and the other one finishes what it has. What to do after a death
+is decided in serving.recovery, who may join the queue in serving.admission: both pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from serving.admission import Ledger, QueueBounds
+from serving.backends.base import EngineConfig, Sampling
+from serving.child import Child
+from serving.errors import EngineFailed, ServingError
+from serving.life import Life, label
+from serving.messages import Cancel, Delta, Died, FromEngine, Loading, Ready, Step, StepStats, Stop, Submit
+from serving.placement import Cause
+from serving.recovery import Ending, RecoveryLimits, after_death, is_hung, return_at
+from serving.streams import Stream
+
+KEPT_EVENTS = 200
+MOST_ATTEMPTS = 3  # engines that one sequence is given to: it may be the one that kills them
+_BOUNDS, _LIMITS, _GREEDY = QueueBounds(), RecoveryLimits(), Sampling()
+
+
+class Unavailable(ServingError):
+    """No engine serves at the moment: loading, restarting, failed, draining or stopped. Becomes a 503."""
+
+    def __init__(self, reason: str, retry_after_seconds: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Overloaded(ServingError):
+    """The queue is full by the bound named in `kind` (queue_requests, queue_tokens, queue_wait). Becomes a 429."""
+
+    def __init__(self, reason: str, retry_after_seconds: float, kind: str = "queue_requests") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+        self.kind = kind
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to the engines.
+
+    `kind`: started, ready, died, restarting, fell_back, returning, returned, failed, draining, stopped.
+    """
+
+    unix_seconds: float
+    kind: str
+    engine: str  # "llama_cpp/cpu"
+    message: str
+    cause: str | None = None  # a value of serving.placement.Cause
+
+
+class Supervisor:
+    """See the module's docstring. `preferred_usable` is asked, before going back, whether the first engine could load now."""
+
+    def __init__(
+        self,
+        configs: Sequence[EngineConfig],
+        *,
+        bounds: QueueBounds = _BOUNDS,
+        limits: RecoveryLimits = _LIMITS,
+        preferred_usable: Callable[[], Awaitable[bool]] | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not configs:
+            raise ValueError("a supervisor needs at least one engine configuration")
+        self.configs = tuple(configs)
+        self.limits = limits
+        self.state = "loading"
+        self.reason: str | None = "starting"
+        self.stats: StepStats | None = None
+        self.loading: Loading | None = None
+        self.restarts = 0
+        self.fallbacks = 0
+        self.returns = 0
+        self.rejections: Counter[str] = Counter()
+        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self._preferred_usable = preferred_usable
+        self._on_event = on_event
+        self._clock = clock
+        self._ledger = Ledger(bounds, self.configs[0].slots)
+        self._place = 0
+        self._current: Life | None = None
+        self._candidate: Life | None = None  # the preferred engine, loading while another serves
+        self._engines: set[Life] = set()  # every child that lives, those that drain included
+        self._streams: dict[int, Stream] = {}
+        self._homeless: dict[int, Stream] = {}  # to be given to the next engine
+        self._ids = itertools.count(1)
+        self._endings: list[Ending] = []
+        self._return_attempts: list[float] = []
+        self._fell_back_at: float | None = None
+        self._load_seconds: dict[int, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    # What others may know.
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration in use, or about to be."""
+        return self.configs[self._place]
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the serving engine said when it was loaded; None while none serves."""
+        return self._current.ready if self._current is not None else None
+
+    @property
+    def engine_pid(self) -> int | None:
+        child = self._current.child if self._current is not None else None
+        return child.pid if child is not None and child.alive else None
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences submitted and not finished."""
+        return len(self._streams)
+
+    @property
+    def waiting(self) -> int:
+        """Those of them that have shown no token yet."""
+        return self._ledger.waiting
+
+    @property
+    def label(self) -> str:
+        return label(self.config)
+
+    def predicted_wait_seconds(self) -> float | None:
+        """Time until a sequence submitted now would begin; None where nothing is known yet."""
+        return self._ledger.predicted_wait_seconds()
+
+    def retry_after_seconds(self) -> float:
+        """When somebody who finds no engine should come back: the rest of the load, as far as the last one tells."""
+        if self.state in ("failed", "stopped", "draining"):
+            return 30.0
+        engine = self._current
+        elapsed = self._clock() - engine.started_at if engine is not None else 0.0
+        usual = self._load_seconds.get(self._place)
+        if usual is None and self.loading is not None and self.loading.fraction and self.loading.fraction > 0.05:
+            usual = elapsed / self.loading.fraction
+        return max(1.0, (5.0 if usual is None else usual) - elapsed)
+
+    # What others may ask for.
+
+    async def start(self) -> None:
+        """Start the first engine; returns when its process runs. The state goes on by itself."""
+        self._keep(self._watch())
+        await self._spawn(self._place)
+
+    async def wait_ready(self, timeout_seconds: float | None = None) -> Ready:
+        """Wait until an engine serves. Raises EngineFailed when none ever will, TimeoutError when it takes too long."""
+        async with asyncio.timeout(timeout_seconds):
+            while self.state != "ready":
+                if self.state in ("failed", "stopped", "draining"):
+                    raise EngineFailed(self.reason or self.state)
+                await self._changed.wait()
+        assert self.ready is not None
+        return self.ready
+
+    async def wait_change(self) -> None:
+        """Wait until the state, or how far the load is, changes."""
+        await self._changed.wait()
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling = _GREEDY,
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        deadline_seconds: float | None = None,
+        include_stop: bool = False,
+        whole: bool = False,
+    ) -> Stream:
+        """Give the engine a new sequence. `whole`: one Delta at the end (for answers that are not streamed; see serving.streams).
+
+        Token ids and lengths are the caller's to check. Raises Unavailable or Overloaded.
+        """
+        engine = self._current
+        if self.state != "ready" or engine is None:
+            self.rejections[self.state] += 1
+            raise Unavailable(f"the model is not served at the moment ({self.state}): {self.reason}", self.retry_after_seconds())
+        now = self._clock()
+        refusal = self._ledger.refusal(len(prompt), max_tokens, now)
+        if refusal is not None:
+            self.rejections[refusal.kind] += 1
+            raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
+        submit = Submit(
+            next(self._ids),
+            prompt,
+            max_tokens,
+            sampling,
+            list(stop),
+            list(stop_token_ids),
+            min_tokens,
+            ignore_eos,
+            deadline_seconds,
+            include_stop,
+        )
+        stream = Stream(submit, self._cancel, now, whole)
+        self._streams[stream.id] = stream
+        self._ledger.admit(stream.id, len(prompt), max_tokens)
+        self._give(engine, stream)
+        return stream
+
+    async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
+        """End every engine; with `drain`, what is in flight may finish within the time limit. Returns how many sequences were cut off.
+
+        A second call with drain=False, while the first one drains, ends it at once.
+        """
+        if self.state == "stopped":
+            return 0
+        if self.state != "draining":
+            self._tell("draining", f"{len(self._streams)} sequences in flight" if drain else "stopping at once")
+            self._become("draining", "the server is shutting down")
+        for stream in list(self._homeless.values()):
+            self._finish_with_error(stream, "the server is shutting down")
+        for engine in self._engines:
+            engine.asked_to_end = True
+            if engine.ready is None:
+                self._kill(engine)
+            elif engine.child is not None:
+                engine.child.send(Stop(drain))
+        patience = timeout_seconds if drain and self._streams else self.limits.kill_after_seconds
+        try:
+            async with asyncio.timeout(patience):
+                await self._until_no_engine()
+        except TimeoutError:
+            for engine in self._engines:
+                self._kill(engine)
+            await self._until_no_engine()
+        cut_off = len(self._streams)
+        for stream in list(self._streams.values()):
+            self._finish_with_error(stream, "the server was stopped before this request had finished")
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.state != "stopped":
+            self._tell("stopped", f"{cut_off} sequences cut off" if cut_off else "all done")
+            self._become("stopped", "the server was stopped")
+        return cut_off
+
+    # Engines: their beginning, their messages, their end.
+
+    async def _spawn(self, place: int, candidate: bool = False) -> None:
+        engine = Life(place, self.configs[place], self._clock())
+        if candidate:
+            self._candidate = engine
+        else:
+            self._place, self._current, self.loading = place, engine, None
+        self._engines.add(engine)
+        self._tell("returning" if candidate else "started", f"loading {engine.config.model_name}", engine)
+        try:
+            engine.child = await Child.spawn(engine.config, lambda m: self._hear(engine, m), lambda: self._ended(engine))
+        except OSError as problem:
+            engine.died = Died(Cause.load_failed.value, f"no process can be started: {problem}")
+            self._ended(engine)
+            return
+        if engine.asked_to_end:  # stop() came while the process was being started
+            engine.child.kill()
+
+    def _hear(self, engine: Life, message: FromEngine) -> None:
+        now = engine.heard_at = self._clock()
+        match message:
+            case Step():
+                engine.step_at = now
+                self._hear_step(engine, message)
+            case Loading():
+                if engine is self._current:
+                    self.loading = message
+                    self._become(self.state, message.what if self.state == "loading" else self.reason)
+            case Ready():
+                engine.ready, engine.ready_at = message, now
+                self._load_seconds[engine.place] = now - engine.started_at
+                self._hear_ready(engine)
+            case Died():
+                engine.died = message
+            case _:
+                pass  # a sign of life
+
+    def _hear_step(self, engine: Life, step: Step) -> None:
+        if engine is self._current:
+            self.stats = step.stats
+            self._ledger.worked(step.stats.prefill_tokens + step.stats.decode_rows, step.stats.step_seconds)
+        for delta in step.deltas:
+            stream = self._streams.get(delta.id)
+            if stream is None or delta.id not in engine.sequences:
+                continue
+            if delta.tokens:
+                self._ledger.progressed(delta.id, delta.tokens)
+            if delta.finish is not None:
+                engine.sequences.discard(delta.id)
+                self._forget(delta.id, naturally=delta.finish in ("stop", "length"))
+            stream.push(delta)
+
+    def _hear_ready(self, engine: Life) -> None:
+        if engine is not self._current and engine is not self._candidate:
+            return
+        if engine is self._candidate:
+            previous, self._candidate, self._current, self._place = self._current, None, engine, engine.place
+            self._fell_back_at = None
+            self.returns += 1
+            self._tell("returned", f"{engine.label} serves again", engine)
+            if previous is not None:
+                previous.asked_to_end = True
+                if previous.ready is not None and previous.child is not None:
+                    previous.child.send(Stop(drain=True))
+                else:
+                    self._kill(previous)
+        else:
+            self._tell("ready", f"loaded in {self._load_seconds[engine.place]:.1f} s", engine)
+        assert engine.ready is not None
+        self.loading = None
+        self.stats = None
+        self._ledger.slots = engine.ready.info.slots
+        self._ledger.forget_pace()
+        if self.state != "draining":
+            self._become("ready", None)
+        homeless, self._homeless = self._homeless, {}
+        for stream in homeless.values():
+            self._give(engine, stream)
+
+    def _ended(self, engine: Life) -> None:
+        """The child is gone: find out why, find a place for its sequences, and decide what comes next."""
+        self._engines.discard(engine)
+        if engine.asked_to_end:
+            self._rehouse(engine, "the engine was stopped")
+            if engine is self._current:
+                self._current = None
+            self._notify()
+            return
+        cause, message = engine.why()
+        now = self._clock()
+        lived = None if engine.ready_at is None else now - engine.ready_at
+        ending = Ending(engine.place, cause, message, now, lived)
+        self._endings = [*self._endings[-99:], ending]
+        self._tell("died", message, engine, cause)
+        if engine is self._candidate:
+            self._candidate = None
+            return
+        if engine is not self._current:
+            self._rehouse(engine, message)
+            return
+        verdict = after_death(self._endings, len(self.configs), self.limits)
+        self._current = None
+        if verdict.engine is None:
+            self._rehouse(engine, message)
+            self._tell("failed", verdict.text, engine, cause)
+            if self._candidate is not None:  # the preferred engine is on its way already: it is the last hope
+                self._adopt_candidate(verdict.text)
+                return
+            self._become("failed", verdict.text)
+            for stream in list(self._homeless.values()):
+                self._finish_with_error(stream, verdict.text)
+            return
+        if verdict.engine != engine.place:
+            self.fallbacks += 1
+            self._fell_back_at = now
+            self._tell("fell_back", f"to {label(self.configs[verdict.engine])}: {message}", engine, cause)
+        else:
+            self.restarts += 1
+            self._tell("restarting", f"in {verdict.delay_seconds:.1f} s: {message}", engine, cause)
+        self._place = verdict.engine
+        self._become("restarting" if engine.ready_at is not None or self.state == "restarting" else "loading", verdict.text)
+        self._rehouse(engine, message)
+        self._keep(self._spawn_later(verdict.engine, verdict.delay_seconds))
+
+    def _adopt_candidate(self, reason: str) -> None:
+        engine = self._candidate
+        assert engine is not None
+        self._candidate, self._current, self._place = None, engine, engine.place
+        self._become("restarting", reason)
+
+    async def _spawn_later(self, place: int, delay_seconds: float) -> None:
+        await asyncio.sleep(delay_seconds)
+        if self.state not in ("draining", "stopped") and self._current is None:
+            await self._spawn(place)
+
+    def _kill(self, engine: Life) -> None:
+        if engine.child is not None:
+            engine.child.kill()
+
+    # Sequences.
+
+    def _give(self, engine: Life, stream: Stream) -> None:
+        now = self._clock()
+        submit = stream.submit
+        if submit.deadline_seconds is not None and stream.attempts > 1:
+            left = submit.deadline_seconds - (now - stream.arrived)
+            if left <= 0:
+                self._forget(stream.id, naturally=False)
+                stream.push(Delta(stream.id, 0, "", finish="deadline"))
+                return
+            submit = msgspec.structs.replace(submit, deadline_seconds=left)
+        if not engine.sequences:
+            engine.step_at = engine.busy_at = now
+        engine.sequences.add(stream.id)
+        assert engine.child is not None
+        engine.child.send(submit)
+
+    def _rehouse(self, engine: Life, message: str) -> None:
+        """Sequences of an engine that is gone: anew where the reader has seen nothing, else the end with an error."""
+        sequences, engine.sequences = sorted(engine.sequences), set()
+        over = self.state in ("draining", "stopped", "failed")
+        for sequence in sequences:
+            stream = self._streams.get(sequence)
+            if stream is None:
+                continue
+            if over or stream.handed_over or stream.attempts >= MOST_ATTEMPTS:
+                self._finish_with_error(stream, f"the engine ended while this request was running: {message}")
+                continue
+            stream.begin_anew()
+            self._ledger.restarted(sequence)
+            if self._current is not None and self._current.ready is not None:
+                self._give(self._current, stream)
+            else:
+                self._homeless[sequence] = stream
+
+    def _cancel(self, sequence: int) -> None:
+        homeless = self._homeless.pop(sequence, None)
+        if homeless is not None:
+            self._forget(sequence, naturally=False)
+            homeless.push(Delta(sequence, 0, "", finish="cancelled"))
+            return
+        for engine in self._engines:
+            if sequence in engine.sequences and engine.child is not None:
+                engine.child.send(Cancel(sequence))
+
+    def _finish_with_error(self, stream: Stream, message: str) -> None:
+        self._homeless.pop(stream.id, None)
+        self._forget(stream.id, naturally=False)
+        stream.push(Delta(stream.id, 0, "", finish="error", error=message))
+
+    def _forget(self, sequence: int, naturally: bool) -> None:
+        self._streams.pop(sequence, None)
+        self._ledger.finished(sequence, naturally)
+
+    # Watching.
+
+    async def _watch(self) -> None:
+        """Once in a while: is a child hung, and can the preferred engine be had again?"""
+        pause = min(0.5, self.limits.health_timeout_seconds / 5)
+        usable_since: float | None = None
+        while True:
+            await asyncio.sleep(pause)
+            now = self._clock()
+            for engine in list(self._engines):
+                self._check_health(engine, now)
+            if not self._may_return(now):
+                usable_since = None
+                continue
+            if self._preferred_usable is not None and not await self._preferred_usable():
+                usable_since = None
+                continue
+            usable_since = now if usable_since is None else usable_since
+            if now - usable_since >= self.limits.steady_seconds and self._may_return(self._clock()):
+                usable_since = None
+                self._return_attempts = [*self._return_attempts[-99:], self._clock()]
+                await self._spawn(0, candidate=True)
+
+    def _check_health(self, engine: Life, now: float) -> None:
+        if engine.killed_for is not None or engine.child is None:
+            return
+        engine.look_at_cpu(now)
+        if engine.ready is None:
+            if now - engine.heard_at > self.limits.load_timeout_seconds:
+                self._give_up(engine, f"no word from the loading engine for {now - engine.heard_at:.0f} s")
+        elif engine.sequences and is_hung(now - engine.step_at, now - engine.busy_at, self.limits):
+            self._give_up(engine, f"no step finished for {now - engine.step_at:.1f} s with {len(engine.sequences)} sequences in flight")
+
+    def _give_up(self, engine: Life, message: str) -> None:
+        engine.killed_for = (Cause.health_timeout, message)
+        self._kill(engine)
+
+    def _may_return(self, now: float) -> bool:
+        if self.state != "ready" or self._place == 0 or self._candidate is not None or self._fell_back_at is None:
+            return False
+        at = return_at(self._endings, self._fell_back_at, self._return_attempts, self.limits)
+        return at is not None and now >= at
+
+    # Telling.
+
+    def _become(self, state: str, reason: str | None) -> None:
+        self.state, self.reason = state, reason
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _tell(self, kind: str, message: str, engine: Life | None = None, cause: Cause | None = None) -> None:
+        event = Event(time.time(), kind, engine.label if engine is not None else self.label, message, cause.value if cause else None)
+        self.events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    async def _until_no_engine(self) -> None:
+        while self._engines:
+            await self._changed.wait()
+
+    def _keep(self, work: Awaitable[None]) -> None:
+        """Run in the background; a failure in there is a bug and must be seen."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "the supervisor's watch failed", "exception": problem, "task": task}
+            )
+            self._become("failed", f"the supervisor failed: {problem}")

@@ -1,0 +1,122 @@
+"""A small closed-loop client for benchmarks against peers: N streams, each sends its next request when the last one ended.
+
+Plain asyncio sockets and no HTTP library, so that the client's own cost is small and the same for every server. Times start before the
+first byte leaves. Speaks only what the peers have in common: POST /v1/completions with "stream": true, answered as chunked SSE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import numpy as np
+
+
+@dataclass
+class Stream:
+    """What one request did; times in seconds from the start of the run."""
+
+    sent: float
+    chunks: list[float] = field(default_factory=list)
+    tokens: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run's figures. Rates in tokens per second, times in seconds."""
+
+    streams: int
+    requests: int
+    errors: int
+    output_tokens_per_second: float
+    ttft_p50: float
+    ttft_p95: float
+    itl_p50: float
+    itl_p99: float
+    seconds: float
+
+
+async def _one(host: str, port: int, body: bytes, start: float) -> Stream:
+    stream = Stream(sent=time.perf_counter() - start)
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
+    try:
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            % len(body)
+            + body
+        )
+        status = await reader.readline()
+        if b" 200 " not in status:
+            stream.error = status.decode(errors="replace").strip()
+            return stream
+        async for line in reader:
+            if not line.startswith(b"data: {"):
+                if line.startswith(b"data: [DONE]"):
+                    break
+                continue
+            now = time.perf_counter() - start
+            event = json.loads(line[6:])
+            if event.get("usage"):
+                stream.tokens = event["usage"]["completion_tokens"]
+            choices = event.get("choices") or []
+            if choices and choices[0].get("text"):
+                stream.chunks.append(now)
+    finally:
+        writer.close()
+    return stream
+
+
+async def _drive(url: str, bodies: list[bytes], streams: int) -> tuple[list[Stream], float]:
+    parts = urlsplit(url)
+    assert parts.hostname and parts.port
+    queue = list(reversed(bodies))
+    done: list[Stream] = []
+    start = time.perf_counter()
+
+    async def user() -> None:
+        while queue:
+            done.append(await _one(str(parts.hostname), int(parts.port or 80), queue.pop(), start))
+
+    await asyncio.gather(*(user() for _ in range(streams)))
+    return done, time.perf_counter() - start
+
+
+def run(url: str, prompts: list[str], output_tokens: int, streams: int, model: str = "", **extra: object) -> Result:
+    """Send every prompt once, `streams` at a time; output length fixed by ignore_eos. Raises RuntimeError where a request failed."""
+    bodies = [
+        json.dumps(
+            {
+                "prompt": prompt,
+                "max_tokens": output_tokens,
+                "temperature": 0,
+                "stream": True,
+                "ignore_eos": True,
+                "stream_options": {"include_usage": True},
+                "model": model,
+                **extra,
+            }
+        ).encode()
+        for prompt in prompts
+    ]
+    done, seconds = asyncio.run(_drive(url, bodies, streams))
+    errors = [stream.error for stream in done if stream.error or not stream.chunks]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(done)} requests failed: {errors[:3]}")
+    tokens = sum(stream.tokens or len(stream.chunks) for stream in done)
+    ttft = np.array([stream.chunks[0] - stream.sent for stream in done])
+    gaps = np.concatenate([np.diff(stream.chunks) for stream in done])
+    return Result(
+        streams=streams,
+        requests=len(done),
+        errors=len(errors),
+        output_tokens_per_second=tokens / seconds,
+        ttft_p50=float(np.percentile(ttft, 50)),
+        ttft_p95=float(np.percentile(ttft, 95)),
+        itl_p50=float(np.percentile(gaps, 50)),
+        itl_p99=float(np.percentile(gaps, 99)),
+        seconds=seconds,
+    )

@@ -1,0 +1,91 @@
+"""What a step costs beside the model: scheduler, batch rows, sampling over a big vocabulary, text, and the message to the parent.
+
+    python -m tests.bench.host_work [--streams 32] [--vocabulary 152064] [--steps 300]
+
+The engine's own loop runs in this process on a backend that computes nothing: its logits are ready before the step starts, so all
+the time that is counted is the host's. Prints one table; the sampler is the CPU backends' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, Row, Sampled, Sampling
+from serving.messages import Step, Submit, frame
+from serving.sampling import sample
+from serving.scheduler import Scheduler
+
+
+class ReadyLogits:
+    """A backend whose logits were computed yesterday."""
+
+    def __init__(self, slots: int, vocabulary: int) -> None:
+        self.info = BackendInfo(
+            name="ready",
+            device="cpu",
+            device_name="",
+            slots=slots,
+            context_tokens=4096,
+            kv_tokens=4096 * slots,
+            vocabulary=vocabulary,
+            weight_format="none",
+            step_tokens=2048,
+            capabilities=frozenset(CAPABILITIES),
+        )
+        self._logits = np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        wanting = [row for row in rows if row.wants_token]
+        return sample(self._logits[: len(wanting)], wanting) if wanting else []
+
+    def copy(self, source: int, target: int, tokens: int) -> None: ...
+
+    def truncate(self, slot: int, tokens: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def measure(streams: int, vocabulary: int, steps: int, sampling: Sampling, stop: list[str]) -> tuple[float, float]:
+    """Median and 99th percentile of one step's host time, in seconds."""
+    backend = ReadyLogits(streams, vocabulary)
+    config = EngineConfig(backend="ready", model_path="", model_name="ready", slots=streams, context_tokens=4096)
+    table = [f" w{i}".encode() for i in range(vocabulary)]
+    scheduler = Scheduler(backend, table, frozenset(), config)  # type: ignore[arg-type]
+    for number in range(streams):
+        scheduler.add(Submit(number, [3 + number] * 8, 4000, sampling, stop))
+    for _ in range(20):
+        scheduler.step()
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        frame(Step(scheduler.step(), scheduler.stats()))
+        times.append(time.perf_counter() - started)
+    return statistics.median(times), float(np.percentile(times, 99))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=152_064)
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    cases = {
+        "greedy": (Sampling(), []),
+        "greedy, 4 stop strings": (Sampling(), ["STOP", "\n\n", "User:", "</s>"]),
+        "temperature 0.8": (Sampling(temperature=0.8, seed=3), []),
+        "temperature 0.8, top-k 50": (Sampling(temperature=0.8, top_k=50, seed=3), []),
+        "temperature 0.8, top-p 0.95": (Sampling(temperature=0.8, top_p=0.95, seed=3), []),
+    }
+    print(f"{arguments.streams} streams, vocabulary {arguments.vocabulary}, {arguments.steps} steps")
+    print(f"{'sampling':32} {'median ms':>10} {'p99 ms':>10}")
+    for name, (sampling, stop) in cases.items():
+        median, worst = measure(arguments.streams, arguments.vocabulary, arguments.steps, sampling, stop)
+        print(f"{name:32} {median * 1e3:10.3f} {worst * 1e3:10.3f}")
+
+
+if __name__ == "__main__":
+    main()

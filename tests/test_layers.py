@@ -1,0 +1,70 @@
+"""Imports run one way: models -> serving -> loadtests -> reports; and what is heavy or patches the process stays where it belongs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ORDER = ("models", "serving", "loadtests", "reports")
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of all modules that a file imports, also inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_package_imports_only_what_stands_to_its_left(package: str) -> None:
+    right = set(ORDER[ORDER.index(package) + 1 :]) | {"crossover", "tests"}
+    wrong = {str(path.relative_to(ROOT)): imports(path) & right for path in (ROOT / package).rglob("*.py") if imports(path) & right}
+    assert not wrong
+
+
+def test_only_the_locust_side_imports_locust_since_that_patches_the_process() -> None:
+    allowed = {"users.py", "locustfile.py"}
+    wrong = [
+        str(path.relative_to(ROOT))
+        for package in ORDER
+        for path in (ROOT / package).rglob("*.py")
+        if path.name not in allowed and {"locust", "gevent"} & imports(path)
+    ]
+    assert not wrong
+
+
+def test_nothing_in_loadtests_hides_a_module_that_locust_would_import() -> None:
+    names = {path.stem for path in (ROOT / "loadtests").glob("*.py")} - {"__init__"}
+    assert not names & (set(sys.stdlib_module_names) | {"locust", "gevent", "requests", "flask"})
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("crossover", {"torch", "transformers", "llama_cpp", "onnxruntime", "locust", "altair", "starlette"}),
+        ("serving.supervisor", {"torch", "transformers", "llama_cpp", "onnxruntime", "locust"}),
+        ("serving.scheduler", {"torch", "transformers", "llama_cpp", "onnxruntime", "starlette"}),
+        ("loadtests.records", {"torch", "transformers", "locust", "gevent"}),
+    ],
+)
+def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:
+    code = f"import sys, {module}; print(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_there_are_no_rooms_without_a_meaning() -> None:
+    wrong = [
+        str(path)
+        for package in ORDER
+        for path in (ROOT / package).rglob("*")
+        if path.stem in ("utils", "common", "core", "helpers", "misc")
+    ]
+    assert not wrong
