@@ -60,7 +60,7 @@ class Delta(msgspec.Struct, array_like=True):
     id: int
     tokens: int
     text: str
-    finish: str | None = None  # stop | length | cancelled | deadline | error
+    finish: str | None = None  # stop | length | cancelled | deadline | error | refused (the request asks for what cannot be done: a 400)
     details: list[TokenDetail] = []
     cached_tokens: int | None = None  # prompt tokens taken from an earlier sequence's KV; in the first delta
     error: str | None = None

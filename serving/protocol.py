@@ -207,7 +207,9 @@ class CompletionRequest(Generation):
     ]
     echo: Annotated[bool, Meta(description="The prompt before the answer; not together with logprobs.")] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    add_special_tokens: Annotated[bool, Meta(description="Begin a text with the model's BOS, where it has one; default true.")] | None = None
+    add_special_tokens: Annotated[bool, Meta(description="Begin a text with the model's BOS, where it has one; default true.")] | None = (
+        None
+    )
     best_of: Annotated[Literal[1], Meta(description="not supported: must be 1")] | None = None
     suffix: Annotated[Literal[""], Meta(description="not supported: must be empty")] | None = None
 
@@ -235,7 +237,9 @@ class ChatRequest(Generation):
     messages: Annotated[list[Message], Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    add_generation_prompt: Annotated[bool, Meta(description="End the prompt with the head of the assistant's turn; default true.")] | None = None
+    add_generation_prompt: (
+        Annotated[bool, Meta(description="End the prompt with the head of the assistant's turn; default true.")] | None
+    ) = None
     tools: Nothing | None = None
     functions: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None

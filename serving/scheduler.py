@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling, Tokens
-from serving.errors import KvFull
+from serving.errors import KvFull, Unsupported
 from serving.messages import Delta, StepStats, Submit, TokenDetail
 from serving.text import StreamText
 
@@ -117,16 +117,21 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, submit: Submit) -> Delta | None:
-        """Queue a sequence; a Delta with finish="error" comes back where it can never run."""
+        """Queue a sequence; a Delta with finish="refused" comes back where it can never run."""
         room = self.info.context_tokens - len(submit.prompt)
         if not submit.prompt or room < 1:
-            problem = f"a prompt of {len(submit.prompt)} tokens; 1 to {self.info.context_tokens - 1} fit"
-            return Delta(submit.id, 0, "", "error", error=problem)
+            why = f"a prompt of {len(submit.prompt)} tokens; 1 to {self.info.context_tokens - 1} fit"
+            return Delta(submit.id, 0, "", "refused", error=why)
+        try:
+            state = self.backend.begin(submit.sampling)
+        except Unsupported as problem:
+            return Delta(submit.id, 0, "", "refused", error=str(problem))
         self._serial += 1
         stop_ids = frozenset(submit.stop_token_ids) | (frozenset() if submit.ignore_eos else self._eos)
         limit = len(submit.prompt) + min(submit.max_tokens, room)
         text = StreamText(self._table, submit.stop, submit.include_stop)
         sequence = Running(submit, text, stop_ids, limit, self.clock(), self._serial)
+        sequence.state = state
         self._by_id[submit.id] = sequence
         self._with_deadline += sequence.deadline is not None
         self.waiting.append(sequence)

@@ -172,6 +172,10 @@ class Backend(Protocol):
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None: ...
 
+    def begin(self, sampling: Sampling) -> Any:
+        """What the rows of a new sequence carry in `state` (a grammar's, or None). Raises Unsupported for what cannot be done."""
+        ...
+
     def step(self, rows: list[Row]) -> list[Sampled]:
         """Run one forward step; returns one Sampled for each row with `wants_token`, in row order."""
         ...

@@ -244,7 +244,7 @@ class LlamaCppBackend:
         details = build_details(llama) | {
             "threads": str(self._threads),
             "prefill_threads": str(options.prefill_threads or self._threads),
-            "flash_attention": _said(LOG.lines, "flash_attn", options.flash_attention),
+            "flash_attention": _flash_attention(LOG.lines, options),
             "kv_unified": str(options.kv_unified).lower(),
             "kv_dtype": config.kv_dtype,
             "ubatch_tokens": str(llama.llama_n_ubatch(self._context)),
@@ -393,7 +393,7 @@ def _is_memory(reason: str) -> bool:
     return any(words in lower for words in ("failed to allocate", "unable to allocate", "out of memory", "bad_alloc", "cannot allocate"))
 
 
-def _said(lines: list[str], key: str, fallback: str) -> str:
-    """The value of the last log line `key = value`."""
-    values = [line.split("=", 1)[1].strip() for line in lines if line.split("=")[0].strip().endswith(key) and "=" in line]
-    return values[-1] if values else fallback
+def _flash_attention(lines: list[str], options: LlamaOptions) -> str:
+    """What became of "auto", in llama.cpp's words."""
+    said = [line.rpartition("Flash Attention ")[2].strip() for line in lines if "Flash Attention " in line]
+    return said[-1] if said and options.flash_attention == "auto" else options.flash_attention

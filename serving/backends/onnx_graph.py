@@ -136,7 +136,9 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
         raise UnsupportedModel(f"{file.name} lacks {', '.join(missing[:3]) or 'the input attention_mask'}")
     past, logits = inputs["past_key_values.0.key"], outputs["logits"]
     if past.type not in KV_TYPES or logits.type not in ("tensor(float)", "tensor(float16)"):
-        raise UnsupportedModel(f"{file.name} has a KV cache of {past.type} and logits of {logits.type}; float32, float16 and an int8 KV are served")
+        raise UnsupportedModel(
+            f"{file.name} has a KV cache of {past.type} and logits of {logits.type}; float32, float16 and an int8 KV are served"
+        )
     config = _shape_config(file)
     heads = past.shape[1] if isinstance(past.shape[1], int) else config.get("kv_heads")
     width = past.shape[3] if isinstance(past.shape[3], int) else config.get("head_dim")

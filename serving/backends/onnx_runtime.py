@@ -207,12 +207,11 @@ def _check_config(config: EngineConfig, facts: GraphFacts) -> None:
     if config.slots < 1 or config.context_tokens < 1:
         raise Unsupported(f"slots and context_tokens must be at least 1, got {config.slots} and {config.context_tokens}", "slots")
     if facts.context_tokens is not None and config.context_tokens > facts.context_tokens:
-        raise Unsupported(
-            f"context_tokens is {config.context_tokens}, and the model was made for {facts.context_tokens}", "context_tokens"
-        )
+        raise Unsupported(f"context_tokens is {config.context_tokens}, and the model was made for {facts.context_tokens}", "context_tokens")
     if config.kv_dtype in ("q8_0", "q4_0"):
         raise Unsupported(
-            f"kv_dtype {config.kv_dtype} is llama.cpp's; this graph's KV cache is {KV_NAMES[facts.kv_type]}, fixed when it was converted", "kv_dtype"
+            f"kv_dtype {config.kv_dtype} is llama.cpp's; this graph's KV cache is {KV_NAMES[facts.kv_type]}, fixed when it was converted",
+            "kv_dtype",
         )
 
 

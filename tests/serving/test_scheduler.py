@@ -202,8 +202,16 @@ def test_the_context_is_the_limit_and_an_impossible_prompt_is_refused() -> None:
     scheduler.add(request(1, [3] * 60, 100))
     assert len(run(scheduler)[1]) == 4
     refused = scheduler.add(request(2, [3] * 64, 1))
-    assert refused is not None and refused.finish == "error" and "64 tokens" in str(refused.error)
+    assert refused is not None and refused.finish == "refused" and "64 tokens" in str(refused.error)
     assert not scheduler.busy
+
+
+def test_what_the_backend_cannot_do_is_refused_and_harms_nobody() -> None:
+    scheduler, _ = make()
+    refused = scheduler.add(request(1, [3, 4], 5, sampling=Sampling(grammar="root ::= x")))
+    assert refused is not None and refused.finish == "refused" and "grammars" in str(refused.error)
+    assert scheduler.add(request(2, [3, 4], 5)) is None
+    assert len(run(scheduler)[2]) == 5
 
 
 def test_a_pool_smaller_than_one_context_is_refused() -> None:

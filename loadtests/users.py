@@ -1,0 +1,310 @@
+"""The Locust side: due times come from an arrival process, requests leave at them, records are written as they end.
+
+Open loop: one dispatcher greenlet per load generator sends every request at its due time, whether or not earlier ones have come back; Locust's users are
+only there because Locust wants one. Closed loop: each Locust user sends, waits for the end, thinks, and sends again.
+
+    master, or the only process           each load generator (also the only process)
+    test starts  -- prepare ------------> opens connections, makes the prompts, lays out the due times
+                 <----------- prepared --
+    chooses t0   -- begin --------------> sends; latencies count from due times, all relative to t0
+                 <------------ drained -- every request has ended, or the drain time is over
+    writes the outcome, ends Locust
+
+What is to be done stands in a LoadPlan: JSON in the file that $CROSSOVER_LOAD names, or made of Locust's command line. `import locust` patches the
+process, so only what runs inside Locust may import this module.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import gevent
+import gevent.event
+import gevent.monkey
+import msgspec
+from locust import User, events, task
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.runners import LocalRunner, MasterRunner, WorkerRunner
+
+from loadtests.errors import LoadError
+from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome, Prompts, Request, Share, plan_of_options, read_plan, total
+from loadtests.records import RequestRecord
+from loadtests.store import Appender, write_atomically
+from loadtests.streaming import Ask, GaveUp, clock, stream
+from loadtests.target import pool_for, probe
+
+log = logging.getLogger("crossover")
+LEAD_SECONDS = 0.2  # between "begin" and t0: the message must be everywhere by then
+FINE_SECONDS = 0.02  # gevent's timers are a millisecond late; the last stretch to a due time is slept by a thread
+_sleep = gevent.monkey.get_original("time", "sleep")
+
+
+class Generator:
+    """One load generator at work on one level."""
+
+    def __init__(self, environment: Environment, plan: LoadPlan, index: int, workers: int) -> None:
+        self.environment = environment
+        self.share = Share(index, workers)
+        self.pool = pool_for(plan.target)
+        facts = plan.facts or probe(plan.target, self.pool)
+        self.plan = msgspec.structs.replace(plan, facts=facts)
+        for note in facts.notes if plan.facts is None else ():
+            log.warning("%s: %s", plan.target.url, note)
+        self.prompts = Prompts(self.plan, self.pool, self.share)
+        self.scheduled: list[Request] = self.prompts.scheduled() if plan.is_open else []
+        self.out: Appender[RequestRecord] | None = Appender(Path(plan.requests_file)) if plan.requests_file else None
+        self.began = gevent.event.Event()
+        self.running: set[Any] = set()
+        self.outcome = Outcome(worker=index)
+        self.origin = 0.0
+        self._cpu_seconds = 0.0
+
+    def run(self, started_unix_seconds: float) -> Outcome:
+        """Sends everything that is due and waits for its end; `started_unix_seconds` is t0."""
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 100)
+        self.origin = clock() + (started_unix_seconds - time.time())
+        self._cpu_seconds = time.process_time()
+        self.outcome.started_unix_seconds = started_unix_seconds
+        self.began.set()
+        if self.plan.is_open:
+            self._dispatch()
+        else:
+            sleep_until(self.origin + self.plan.duration_seconds)
+        self._drain()
+        gc.set_threshold(700, 10, 10)
+        gc.unfreeze()
+        self.outcome.cpu_seconds = time.process_time() - self._cpu_seconds
+        self.outcome.wall_seconds = clock() - self.origin
+        if self.out is not None:
+            self.out.close()
+        return self.outcome
+
+    def send(self, request: Request, due_seconds: float) -> RequestRecord:
+        """One request from now to its end, on record and in Locust's own statistics."""
+        me = gevent.getcurrent()
+        self.running.add(me)
+        self.outcome.due += 1
+        ask = Ask(
+            cell=self.plan.cell, level=self.plan.level, index=request.index, due_seconds=due_seconds,
+            asked_prompt_tokens=request.prompt_tokens, asked_output_tokens=request.output_tokens,
+            session=request.session, turn=request.turn, worker=self.share.index,
+        )  # fmt: skip
+        try:
+            record = stream(self.pool, request.wire, ask, origin=self.origin, timeout_seconds=self.plan.target.timeout_seconds, text=request.answer)
+        finally:
+            self.running.discard(me)
+        if self.out is not None:
+            self.out.append(record)
+        self.outcome.recorded += 1
+        _tell_locust(self.environment, self.plan, record)
+        return record
+
+    def _dispatch(self) -> None:
+        for request in self.scheduled:
+            sleep_until(self.origin + request.due_seconds)
+            gevent.spawn(self._follow, request)
+        sleep_until(self.origin + self.plan.duration_seconds)
+
+    def _follow(self, request: Request) -> None:
+        """A request, and after it the turns of its conversation, each when its user has thought."""
+        due_seconds = request.due_seconds
+        while True:
+            record = self.send(request, due_seconds)
+            follower = self.prompts.next_turn(request, record)
+            if follower is None or record.ended_seconds is None:
+                return
+            due_seconds = record.ended_seconds + follower.think_seconds
+            if due_seconds >= self.plan.duration_seconds:
+                return
+            sleep_until(self.origin + due_seconds)
+            request = follower
+
+    def _drain(self) -> None:
+        """Waits for what is on its way; what is late by the drain time is ended, and on record as a timeout."""
+        until = self.origin + self.plan.duration_seconds + self.plan.drain_seconds
+        while self.running and clock() < until:
+            gevent.sleep(0.02)
+        late = list(self.running)
+        if late:
+            self.outcome.gave_up = len(late)
+            gone = GaveUp(f"no end within {self.plan.drain_seconds:g} s after the last request was due")
+            gevent.killall(late, exception=gone, block=True, timeout=10)
+
+
+def sleep_until(moment: float) -> None:
+    """Until `moment` on `clock`, to a fraction of a millisecond, without spinning and without holding other greenlets up."""
+    rest = moment - clock()
+    if rest > FINE_SECONDS:
+        gevent.sleep(rest - FINE_SECONDS / 2)
+        rest = moment - clock()
+    if rest > 0:
+        gevent.get_hub().threadpool.apply(_sleep, (rest,))
+
+
+class Traffic(User):
+    """In a closed loop, one user; in an open loop, a placeholder for the dispatcher."""
+
+    @task
+    def live(self) -> None:
+        generator = roles.generator
+        if generator is None or not generator.plan.is_open:
+            self._live_closed()
+        raise StopUser
+
+    def _live_closed(self) -> None:
+        while (generator := roles.generator) is None:
+            gevent.sleep(0.05)
+        generator.began.wait()
+        sleep_until(generator.origin)
+        request: Request | None = None
+        while True:
+            request = request or generator.prompts.fresh()
+            now = clock() - generator.origin
+            if now >= generator.plan.duration_seconds:
+                return
+            record = generator.send(request, now)
+            request = generator.prompts.next_turn(request, record)
+            pause = generator.prompts.think_seconds() if request is None else request.think_seconds
+            if pause > 0:
+                gevent.sleep(pause)
+
+
+class Roles:
+    """What this process is in the run, and the messages between the processes."""
+
+    def __init__(self) -> None:
+        self.generator: Generator | None = None
+        self._plan: LoadPlan | None = None
+        self._prepared = 0
+        self._outcomes: list[Outcome] = []
+        self._workers = 1
+
+    def on_init(self, environment: Environment, **_: Any) -> None:
+        runner = environment.runner
+        if isinstance(runner, MasterRunner):
+            runner.register_message("crossover_prepared", lambda environment, msg, **kw: self._one_prepared(environment))
+            runner.register_message("crossover_drained", lambda environment, msg, **kw: self._one_drained(environment, msg.data))
+        elif isinstance(runner, WorkerRunner):
+            runner.register_message("crossover_prepare", lambda environment, msg, **kw: self._prepare(environment, msg.data), concurrent=True)
+            runner.register_message("crossover_begin", lambda environment, msg, **kw: self._begin(environment, msg.data), concurrent=True)
+
+    def on_test_start(self, environment: Environment, **_: Any) -> None:
+        runner = environment.runner
+        if isinstance(runner, WorkerRunner):
+            return
+        self._prepared, self._outcomes = 0, []
+        plan = self._plan = _plan(environment)
+        if isinstance(runner, MasterRunner):
+            self._workers = runner.worker_count
+            for index, client in enumerate(sorted(runner.clients)):
+                data = {"plan": msgspec.json.encode(plan).decode(), "index": index, "workers": self._workers}
+                runner.send_message("crossover_prepare", data, client_id=client)
+        elif isinstance(runner, LocalRunner):
+            gevent.spawn(self._whole, environment, plan)
+
+    def on_test_stop(self, environment: Environment, **_: Any) -> None:
+        """Somebody pressed Stop: nothing more is sent; what is on its way ends by itself."""
+        if self.generator is not None and not isinstance(environment.runner, MasterRunner):
+            self.generator.scheduled.clear()
+
+    def _whole(self, environment: Environment, plan: LoadPlan) -> None:
+        """A run within a single process."""
+        try:
+            self.generator = Generator(environment, plan, 0, 1)
+            started = time.time() + 0.01
+            self._announce(plan, started)
+            outcome = self.generator.run(started)
+        except (LoadError, OSError) as problem:
+            _abort(environment, problem)
+            return
+        self._finish(environment, [outcome])
+
+    def _prepare(self, environment: Environment, data: dict[str, Any]) -> None:
+        try:
+            plan = msgspec.json.decode(data["plan"], type=LoadPlan)
+            self.generator = Generator(environment, plan, data["index"], data["workers"])
+        except (LoadError, OSError) as problem:
+            _abort(environment, problem)
+            return
+        environment.runner.send_message("crossover_prepared")
+
+    def _one_prepared(self, environment: Environment) -> None:
+        self._prepared += 1
+        if self._prepared == self._workers and self._plan is not None:
+            started = time.time() + LEAD_SECONDS
+            self._announce(self._plan, started)
+            environment.runner.send_message("crossover_begin", {"started": started})
+
+    def _begin(self, environment: Environment, data: dict[str, Any]) -> None:
+        assert self.generator is not None
+        outcome = self.generator.run(data["started"])
+        environment.runner.send_message("crossover_drained", msgspec.to_builtins(outcome))
+
+    def _one_drained(self, environment: Environment, data: dict[str, Any]) -> None:
+        self._outcomes.append(msgspec.convert(data, Outcome))
+        if len(self._outcomes) == self._workers:
+            self._finish(environment, self._outcomes)
+
+    def _announce(self, plan: LoadPlan, started_unix_seconds: float) -> None:
+        if plan.started_file:
+            write_atomically(Path(plan.started_file), msgspec.json.encode(Outcome(started_unix_seconds=started_unix_seconds)))
+
+    def _finish(self, environment: Environment, outcomes: list[Outcome]) -> None:
+        whole = total(outcomes)
+        if self._plan is not None and self._plan.outcome_file:
+            write_atomically(Path(self._plan.outcome_file), msgspec.json.encode(whole))
+        log.info("%d requests were due, %d ended, %d given up", whole.due, whole.recorded, whole.gave_up)
+        environment.process_exit_code = 0  # failed requests are results, not a failure of the run
+        self.generator = None
+        gc.collect()
+        if environment.web_ui is None:
+            environment.runner.quit()
+        else:
+            environment.runner.stop()
+
+
+roles = Roles()
+
+
+def _plan(environment: Environment) -> LoadPlan:
+    if os.environ.get(PLAN_VARIABLE):
+        return read_plan(Path(os.environ[PLAN_VARIABLE]))
+    options = environment.parsed_options
+    return plan_of_options({**vars(options), "host": environment.host or options.host}, users=options.num_users or 1)
+
+
+def _abort(environment: Environment, problem: Exception) -> None:
+    log.error("%s", problem)
+    environment.process_exit_code = 2
+    environment.runner.quit()
+
+
+def _tell_locust(environment: Environment, plan: LoadPlan, record: RequestRecord) -> None:
+    """Locust's own page and statistics: the answer as one entry, TTFT as another where somebody is watching."""
+    failure = LoadError(f"{record.error}: {record.error_message}") if record.error else None
+    common: dict[str, Any] = {"response_length": 0, "context": {}, "exception": failure}
+    end = record.last_content_seconds or record.ended_seconds or record.due_seconds
+    name = "/v1/" + plan.target.api
+    environment.events.request.fire(request_type="POST", name=name, response_time=(end - record.due_seconds) * 1000, **common)
+    if not plan.quiet and record.first_content_seconds is not None:
+        first = (record.first_content_seconds - record.due_seconds) * 1000
+        environment.events.request.fire(request_type="TTFT", name=name, response_time=first, **{**common, "exception": None})
+
+
+def register() -> None:
+    """Hooks everything above into Locust; the locustfile calls it."""
+    events.init.add_listener(roles.on_init)
+    events.test_start.add_listener(roles.on_test_start)
+    events.test_stop.add_listener(roles.on_test_stop)
+    if not os.environ.get(PLAN_VARIABLE):
+        from loadtests.plan import add_options
+
+        events.init_command_line_parser.add_listener(lambda parser, **_: add_options(parser))

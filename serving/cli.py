@@ -1,0 +1,151 @@
+"""The verbs `serve` and `doctor`: options in, exit status out. Everything heavy is imported when it is needed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from serving.placement import Policy
+
+_SERVE_EPILOG = """
+Examples:
+
+\b
+  crossover serve smollm2-135m                     # a rung of the ladder; made with random weights if it is not there
+  crossover serve ./model.gguf --slots 8           # a file of yours
+  crossover serve 1b --backend onnx --format int4  # another engine, another format
+  crossover serve 3b --policy gpu-only             # an error rather than the CPU
+  crossover serve 135m --cores 0-5 --api-cores 6   # who runs where
+  crossover serve 135m --port 0 --ready-file r.json  # for scripts: free port, and a file when it is ready
+
+\b
+Then:
+  curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once", "max_tokens": 16}'
+  curl localhost:8000/v1/placement                 # what runs where, and why
+"""
+_ENGINE, _QUEUE, _HTTP, _MACHINE = "Engine", "Queue and faults", "HTTP", "Machine"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A rung (135m, 360m, 1b, 3b, ...), a GGUF file, a model folder, or a hub name.")],
+    backend: Annotated[
+        str | None, typer.Option(help="llama_cpp, onnx, torch, fake or package.module:Class. Default: by device.", rich_help_panel=_ENGINE)
+    ] = None,
+    weight_format: Annotated[
+        str | None,
+        typer.Option("--format", help="Weight format, e.g. Q4_0, Q8_0, int4, bf16. Default: by backend.", rich_help_panel=_ENGINE),
+    ] = None,
+    policy: Annotated[Policy, typer.Option(help="auto: the GPU where it can, else the CPU.", rich_help_panel=_MACHINE)] = Policy.auto,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0 opens it to the network: set a key.", rich_help_panel=_HTTP)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one and prints it.", rich_help_panel=_HTTP)] = 8000,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Engine threads. Default: one for each physical core it has.", rich_help_panel=_MACHINE)
+    ] = None,
+    cores: Annotated[str, typer.Option(help="Cores of the engine, e.g. 0-3. Default: all but the last.", rich_help_panel=_MACHINE)] = "",
+    api_cores: Annotated[str, typer.Option(help="Cores of the HTTP process. Default: what is left.", rich_help_panel=_MACHINE)] = "",
+    slots: Annotated[int, typer.Option(min=1, help="Sequences that run at the same time.", rich_help_panel=_ENGINE)] = 16,
+    context: Annotated[int, typer.Option(min=1, help="Most tokens of one sequence, prompt and output.", rich_help_panel=_ENGINE)] = 2048,
+    kv_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in the KV cache of all slots. Default: slots x context.", rich_help_panel=_ENGINE)
+    ] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="fp32, fp16, bf16, q8_0 or q4_0, as far as the backend can.", rich_help_panel=_ENGINE)
+    ] = "fp16",
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a step while others decode.", rich_help_panel=_ENGINE)] = 256,
+    prefix_reuse: Annotated[
+        bool, typer.Option(help="Keep the KV of finished sequences for prompts that begin alike.", rich_help_panel=_ENGINE)
+    ] = True,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="For this backend only; may be repeated.", rich_help_panel=_ENGINE)
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Where weights are kept. Default: $CROSSOVER_CACHE or ~/.cache/crossover.", rich_help_panel=_MACHINE)
+    ] = None,
+    memory_check: Annotated[bool, typer.Option(help="Refuse what is predicted not to fit.", rich_help_panel=_MACHINE)] = True,
+    served_name: Annotated[str | None, typer.Option(help="The model's name in requests. Default: its own.", rich_help_panel=_HTTP)] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable that holds the API key.", rich_help_panel=_HTTP)
+    ] = None,
+    api_key_file: Annotated[str | None, typer.Option(metavar="FILE", help="File that holds the API key.", rich_help_panel=_HTTP)] = None,
+    tls_certificate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate (PEM).", rich_help_panel=_HTTP)
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's private key (PEM).", rich_help_panel=_HTTP)] = None,
+    manage: Annotated[bool, typer.Option(help="Open the routes that load and unload models.", rich_help_panel=_HTTP)] = False,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait for a slot; more get 429.", rich_help_panel=_QUEUE)] = 256,
+    max_wait: Annotated[
+        float, typer.Option(min=0.0, help="Longest predicted wait in seconds; beyond it 429.", rich_help_panel=_QUEUE)
+    ] = 30.0,
+    health_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without a step until a sleeping engine counts as hung.", rich_help_panel=_QUEUE)
+    ] = 30.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that requests get to finish after SIGTERM.", rich_help_panel=_QUEUE)
+    ] = 60.0,
+    ready_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Written (JSON: url, pid, engine_pid) each time an engine is ready.", rich_help_panel=_HTTP),
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.", rich_help_panel=_HTTP)] = False,
+) -> None:
+    """Serve one model over an OpenAI-compatible HTTP endpoint: on the GPU where there is one, else on the CPU, and say why."""
+    from serving.launch import ServeOptions, launch
+
+    raise typer.Exit(
+        launch(
+            ServeOptions(
+                model=model,
+                backend=backend,
+                weight_format=weight_format,
+                policy=policy,
+                host=host,
+                port=port,
+                threads=threads,
+                cores=cores,
+                api_cores=api_cores,
+                slots=slots,
+                context_tokens=context,
+                kv_tokens=kv_tokens,
+                kv_dtype=kv_dtype,
+                prefill_tokens=prefill_tokens,
+                prefix_reuse=prefix_reuse,
+                cache=cache,
+                served_name=served_name,
+                api_key_env=api_key_env,
+                api_key_file=api_key_file,
+                options=tuple(option or ()),
+                most_waiting=max_waiting,
+                longest_wait_seconds=max_wait,
+                health_timeout_seconds=health_timeout,
+                drain_seconds=drain_timeout,
+                ready_file=ready_file,
+                check_memory=memory_check,
+                manage=manage,
+                tls_certificate=tls_certificate,
+                tls_key=tls_key,
+                log_json=log_json,
+            )
+        )
+    )
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure memory bandwidth too (about a second; keep the machine quiet).")
+    ] = False,
+    cache: Annotated[str | None, typer.Option(help="The cache folder to look at. Default: $CROSSOVER_CACHE or ~/.cache/crossover.")] = None,
+) -> None:
+    """What this machine is, which backends work on it, and why the others do not."""
+    from serving.doctor import examine, show
+
+    report = examine(bandwidth=bandwidth, cache=cache)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        show(report)

@@ -1,0 +1,381 @@
+"""The llama.cpp backend on tiny GGUF files: held to the contract, and to a forward pass of our own over the same weights."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from models.errors import BrokenWeights
+from models.spec import ModelSpec
+from models.synthesis import write_gguf
+from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling
+from serving.backends.llama_cpp import LlamaCppBackend
+from serving.backends.llama_cpp_library import missing_isa, parse_options
+from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
+from tests.serving.backend_contract import check_contract, generate, greedy_alone, prompt_of, row
+from tests.shapes import TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3
+
+Make = Callable[..., LlamaCppBackend]
+SHAPES = {spec.name: spec for spec in (TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelSpec, str], Path]:
+    folder = tmp_path_factory.mktemp("gguf")
+
+    def file(spec: ModelSpec, weight_format: str = "F16") -> Path:
+        path = folder / f"{spec.name}-{weight_format}.gguf"
+        if not path.exists():
+            write_gguf(spec, path, weight_format, seed=3)
+        return path
+
+    return file
+
+
+@pytest.fixture
+def make(files: Callable[[ModelSpec, str], Path]) -> Iterator[Make]:
+    opened: list[LlamaCppBackend] = []
+
+    def build(spec: ModelSpec = TINY_LLAMA, weight_format: str = "F16", **settings: Any) -> LlamaCppBackend:
+        settings = {"slots": 5, "context_tokens": 256, "threads": 1} | settings
+        progress = settings.pop("progress", lambda what, fraction: None)
+        path = str(settings.pop("model_path", None) or files(spec, weight_format))
+        config = EngineConfig(backend="llama_cpp", model_path=path, model_name="m", **settings)
+        backend = LlamaCppBackend(config, progress)
+        opened.append(backend)
+        return backend
+
+    yield build
+    for backend in opened:
+        backend.close()
+
+
+# --- the contract -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_contract(make: Make, name: str, unified: bool) -> None:
+    backend = make(SHAPES[name], options={"kv_unified": unified})
+    check_contract(backend, greedy_alone(make(SHAPES[name])))
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "settings"),
+    [
+        ("Q8_0", {}),
+        ("Q4_0", {"options": {"repack": False}}),
+        ("F16", {"options": {"flash_attention": "off"}}),
+        ("F16", {"options": {"step_tokens": 48, "ubatch_tokens": 16}}),
+        ("F16", {"threads": 2, "options": {"mmap": False, "prefill_threads": 1}}),
+        ("F16", {"slots": 1}),
+    ],
+)
+def test_contract_under_options(make: Make, weight_format: str, settings: dict[str, Any]) -> None:
+    alone = {key: value for key, value in settings.items() if key != "slots"}
+    check_contract(make(weight_format=weight_format, **settings), greedy_alone(make(weight_format=weight_format, **alone)), seed=1)
+
+
+class _NeverTruncates(LlamaCppBackend):
+    def truncate(self, slot: int, tokens: int) -> None:
+        self._llama.llama_memory_seq_rm(self._memory, slot, tokens + 1 if tokens else 0, -1)
+        self._lengths[slot] = tokens
+
+
+class _MixesSlotsUp(LlamaCppBackend):
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        return super().step(rows)[::-1]
+
+
+class _CopiesNothing(LlamaCppBackend):
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        super().copy(source, target, tokens)
+        self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
+
+
+@pytest.mark.parametrize("broken", [_NeverTruncates, _MixesSlotsUp, _CopiesNothing])
+def test_the_contract_can_fail(make: Make, files: Any, broken: type[LlamaCppBackend]) -> None:
+    config = EngineConfig(backend="", model_path=str(files(TINY_LLAMA)), model_name="m", slots=5, context_tokens=256, threads=1)
+    backend = broken(config, lambda what, fraction: None)
+    with pytest.raises((AssertionError, EngineFailed)):
+        check_contract(backend, greedy_alone(make()))
+    backend.close()
+
+
+# --- against a forward pass of our own -----------------------------------------------------------------------------------
+
+
+def reference_logits(path: Path, spec: ModelSpec, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """float32 logits [tokens, vocabulary] of a GGUF file by plain numpy, from the architecture's definition."""
+    w = {t.name: gguf.dequantize(t.data, t.tensor_type).astype(np.float32) for t in gguf.GGUFReader(path).tensors}
+    n, hd = len(tokens), spec.head_dim
+    half = hd // 2
+    frequency = spec.rope_theta ** (-np.arange(half) * 2.0 / hd)
+    if "rope_freqs.weight" in w:
+        frequency = frequency / w["rope_freqs.weight"]
+    angle = np.arange(n)[:, None] * frequency[None, :]
+    cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :]
+
+    def norm(x: Any, weight: Any) -> Any:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.norm_epsilon) * weight
+
+    def rotate(x: Any) -> Any:  # [n, heads, head_dim]; llama's GGUF pairs neighbours, Qwen's pairs the halves
+        out = np.empty_like(x)
+        even, odd = (slice(0, None, 2), slice(1, None, 2)) if spec.family == "llama" else (slice(0, half), slice(half, None))
+        out[..., even] = x[..., even] * cos - x[..., odd] * sin
+        out[..., odd] = x[..., even] * sin + x[..., odd] * cos
+        return out
+
+    h = w["token_embd.weight"][list(tokens)]
+    mask = np.triu(np.full((n, n), -np.inf), 1)
+    for layer in range(spec.layers):
+        p = f"blk.{layer}."
+        x = norm(h, w[p + "attn_norm.weight"])
+        q, k, v = (x @ w[p + f"attn_{c}.weight"].T + w.get(p + f"attn_{c}.bias", 0.0) for c in "qkv")
+        q, k, v = q.reshape(n, spec.heads, hd), k.reshape(n, spec.kv_heads, hd), v.reshape(n, spec.kv_heads, hd)
+        if spec.qk_norm:
+            q, k = norm(q, w[p + "attn_q_norm.weight"]), norm(k, w[p + "attn_k_norm.weight"])
+        q, k = rotate(q), rotate(k)
+        k, v = (np.repeat(c, spec.heads // spec.kv_heads, axis=1) for c in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(hd) + mask
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(n, -1)
+        h = h + mixed @ w[p + "attn_output.weight"].T
+        x = norm(h, w[p + "ffn_norm.weight"])
+        gate = x @ w[p + "ffn_gate.weight"].T
+        h = h + (gate / (1 + np.exp(-gate)) * (x @ w[p + "ffn_up.weight"].T)) @ w[p + "ffn_down.weight"].T
+    return norm(h, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logprobs_are_those_of_a_plain_forward_pass(make: Make, files: Any, name: str) -> None:
+    spec = SHAPES[name]
+    backend = make(spec)
+    for length in (3, 70):
+        prompt = prompt_of(backend, length, seed=length)
+        logits = reference_logits(files(spec), spec, prompt)[-1].astype(np.float64)
+        expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        asked = Row(1, np.array(prompt, np.int32), 0, True, Sampling(logprobs=8))
+        [sampled] = backend.step([asked])
+        assert sampled.logprobs is not None
+        assert sampled.logprobs.top_values == pytest.approx(expected[sampled.logprobs.top_ids], abs=0.02)
+        assert sampled.logprobs.chosen == pytest.approx(expected.max(), abs=0.02)
+        assert sampled.logprobs.top_values == pytest.approx(np.sort(expected)[::-1][:8], abs=0.02)
+        spread = float(expected.max() - np.median(expected))
+        assert spread > 0.5, "logits this flat would pass whatever the forward pass did"
+
+
+# --- sizes and failures ---------------------------------------------------------------------------------------------------
+
+
+def test_kv_full_leaves_the_kv_as_it_was(make: Make) -> None:
+    backend = make(slots=3, context_tokens=256, kv_tokens=256)
+    alone = greedy_alone(make())
+    prompt = prompt_of(backend, 150, seed=5)
+    first = generate(backend, prompt, 3, slot=0)
+    with pytest.raises(KvFull, match="256 KV tokens"):
+        backend.step([row(1, prompt_of(backend, 140, seed=6), 0)])
+    assert generate(backend, [*prompt, *first], 4, slot=0, start=152) == alone([*prompt, *first], 4)
+    backend.truncate(0, 0)
+    other = prompt_of(backend, 140, seed=6)
+    assert generate(backend, other, 4, slot=1) == alone(other, 4)
+
+
+def test_step_tokens_beyond_ubatch_and_too_many_tokens(make: Make) -> None:
+    backend = make(options={"step_tokens": 128, "ubatch_tokens": 32})
+    assert backend.info.step_tokens == 128
+    prompts = [prompt_of(backend, 60, seed) for seed in (1, 2)]
+    alone = greedy_alone(make())
+    got = backend.step([row(0, prompts[0], 0), row(3, prompts[1], 0)])
+    assert [each.token for each in got] == [alone(prompt, 1)[0] for prompt in prompts]
+    with pytest.raises(ValueError, match="a step of 129 tokens; at most 128"):
+        backend.step([row(0, [5] * 129, 0)])
+
+
+def test_a_start_beyond_what_the_slot_holds_is_an_error(make: Make) -> None:
+    backend = make()
+    with pytest.raises(ValueError, match="slot 2 holds 0 tokens, and a row starts at 4"):
+        backend.step([row(2, [7], 4)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"options": {"kv_unifed": True}}, Unsupported, "no option 'kv_unifed'"),
+        ({"options": {"step_tokens": "many"}}, Unsupported, "option step_tokens"),
+        ({"options": {"step_tokens": 0}}, Unsupported, "step_tokens .* at least 1, got 0"),
+        ({"options": {"flash_attention": "maybe"}}, Unsupported, "flash_attention .* 'maybe'"),
+        ({"options": {"flash_attention": "off"}, "kv_dtype": "q8_0"}, Unsupported, "q8_0 needs flash attention"),
+        ({"options": {"kv_unified": False}, "kv_tokens": 300}, Unsupported, "kv_tokens is a size of the unified pool"),
+        ({"kv_tokens": 100}, Unsupported, "kv_tokens is 100, less than one sequence's context_tokens = 256"),
+        ({"kv_dtype": "int3"}, Unsupported, "kv_dtype must be one of .* got 'int3'"),
+        ({"slots": 0}, Unsupported, "slots must be from 1 to"),
+        ({"slots": 100_000}, Unsupported, "slots must be from 1 to"),
+        ({"context_tokens": 4096}, Unsupported, "context_tokens is 4096, and the model was made for 2048"),
+        ({"device": "gpu"}, BackendUnavailable, "built without GPU support"),
+        ({"model_path": "/nowhere/model.gguf"}, BrokenWeights, "no GGUF file model.gguf"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(make: Make, settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    if settings.get("device") == "gpu":
+        import llama_cpp
+
+        if llama_cpp.llama_supports_gpu_offload():
+            pytest.skip("this llama-cpp-python has GPU support")
+    with pytest.raises(error, match=words):
+        make(**settings)
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.backends.llama_cpp.cgroup_memory_left", lambda: 1 << 20)
+    with pytest.raises(OutOfMemory, match=r"needs \d+ MiB .*weights.*KV cache.* 1 MiB are available"):
+        make()
+
+
+def test_broken_files_are_told_with_llama_cpps_reason(make: Make, files: Any, tmp_path: Path) -> None:
+    whole = files(TINY_LLAMA).read_bytes()
+    for name, data in (("cut.gguf", whole[: len(whole) // 2]), ("text.gguf", b"hello" * 100), ("empty.gguf", b"")):
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(BrokenWeights, match=f"cannot load {name}: .+") as caught:
+            make(model_path=path)
+        assert str(tmp_path) not in str(caught.value)
+
+
+def test_progress_and_an_exception_in_it(make: Make) -> None:
+    said: list[tuple[str, float | None]] = []
+    make(progress=lambda what, fraction: said.append((what, fraction)))
+    fractions = [fraction for what, fraction in said if what == "weights" and fraction is not None]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+    def gone(what: str, fraction: float | None) -> None:
+        raise BrokenPipeError("the parent is gone")
+
+    with pytest.raises(BrokenPipeError, match="the parent is gone"):
+        make(progress=gone)
+
+
+def test_memory_is_predicted_and_measured(make: Make) -> None:
+    info = make(TINY_QWEN3, slots=8, context_tokens=512).info
+    assert info.predicted is not None and info.measured is not None
+    kv = 8 * 512 * TINY_QWEN3.kv_bytes_per_token("fp16")
+    assert info.measured.kv_bytes == pytest.approx(kv, rel=0.02)
+    assert info.predicted.kv_bytes == pytest.approx(kv, rel=0.02)
+    assert info.predicted.weight_bytes == pytest.approx(info.measured.weight_bytes, rel=0.05)
+    assert info.predicted.compute_bytes == pytest.approx(info.measured.compute_bytes, rel=0.02)
+    quantised = make(TINY_QWEN3, slots=8, context_tokens=512, kv_dtype="q8_0").info
+    assert quantised.measured is not None
+    assert quantised.measured.kv_bytes == pytest.approx(8 * 512 * TINY_QWEN3.kv_bytes_per_token("q8_0"), rel=0.02)
+
+
+def test_close_twice_and_without_a_leak_of_the_batch(make: Make) -> None:
+    backend = make()
+    backend.close()
+    backend.close()
+
+
+def test_isa_of_the_build_is_compared_with_the_cpu() -> None:
+    system = "CPU : SSE3 = 1 | AVX2 = 1 | F16C = 0 | FMA = 1"
+    assert missing_isa(system, frozenset({"avx2", "fma", "f16c", "avx512f"})) == ["F16C", "AVX512"]
+    assert missing_isa(system, frozenset({"avx2", "fma"})) == []
+
+
+def test_options_may_come_as_text_from_a_command_line() -> None:
+    options = parse_options({"kv_unified": "off", "step_tokens": "64", "mmap": "false", "flash_attention": "on"})
+    assert (options.kv_unified, options.step_tokens, options.mmap, options.flash_attention) == (False, 64, False, "on")
+
+
+# --- sampling through the backend ----------------------------------------------------------------------------------------
+
+
+def sampled_text(backend: LlamaCppBackend, prompt: list[int], count: int, sampling: Sampling, slot: int = 0) -> list[int]:
+    """Tokens of one request, its state carried from step to step, until an end token."""
+    out: list[int] = []
+    state, tokens, start = None, np.array(prompt, np.int32), 0
+    for _ in range(count):
+        asked = Row(slot, tokens, start, True, sampling, np.array([*prompt, *out], np.int32), len(prompt), state=state)
+        out.append(backend.step([asked])[0].token)
+        state, start, tokens = asked.state, start + len(tokens), np.array(out[-1:], np.int32)
+        if out[-1] == backend._grammars.end_token:
+            break
+    return out
+
+
+def text_of(backend: LlamaCppBackend, tokens: Sequence[int]) -> str:
+    llama, piece = backend._llama, ctypes.create_string_buffer(256)
+    parts = []
+    for token in tokens:
+        size = llama.llama_token_to_piece(backend._grammars.vocab, token, piece, 256, 0, False)
+        parts.append(piece.raw[:size])
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def test_a_seeded_request_gives_the_same_tokens_in_any_company(make: Make) -> None:
+    backend, prompt = make(), [11, 12, 13]
+    sampling = Sampling(temperature=0.9, seed=42)
+    alone = sampled_text(backend, prompt, 10, sampling)
+    assert alone == sampled_text(backend, prompt, 10, sampling, slot=3)
+    assert alone != sampled_text(backend, prompt, 10, Sampling(temperature=0.9, seed=43))
+    busy: list[int] = []
+    piece, start = np.array(prompt, np.int32), 0
+    others = [prompt_of(backend, 10, seed) for seed in range(3)]
+    for step in range(10):
+        mates = [row(slot, [others[slot][step]], step, sampling=Sampling(temperature=1.0, seed=slot)) for slot in range(3)]
+        busy.append(backend.step([*mates, Row(4, piece, start, True, sampling)])[-1].token)
+        piece, start = np.array(busy[-1:], np.int32), start + len(piece)
+    assert busy == alone
+
+
+def test_grammar_holds(make: Make) -> None:
+    import re
+
+    backend = make(TINY_QWEN2)
+    grammar = 'root ::= [a-c] [0-9]{2} (" yes" | " no") "."'
+    for sampling in (
+        Sampling(grammar=grammar),
+        Sampling(grammar=grammar, temperature=1.0, seed=4),
+        Sampling(grammar=grammar, temperature=1.0, top_k=5, seed=5),
+    ):
+        tokens = sampled_text(backend, [20, 21, 22], 40, sampling)
+        assert tokens[-1] == backend._grammars.end_token
+        assert re.fullmatch(r"[a-c][0-9]{2} (yes|no)\.", text_of(backend, tokens[:-1]))
+
+
+def test_json_schema_holds(make: Make) -> None:
+    import json
+
+    backend = make(TINY_LLAMA)
+    schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": ["kind", "age"],
+            "additionalProperties": False,
+        }
+    )
+    tokens = sampled_text(backend, [30, 31], 120, Sampling(json_schema=schema, temperature=0.8, seed=1))
+    assert tokens[-1] == backend._grammars.end_token
+    document = json.loads(text_of(backend, tokens[:-1]))
+    assert document["kind"] in ("cat", "dog") and 0 <= document["age"] <= 99
+
+
+def test_a_bad_grammar_is_refused_before_the_forward_pass(make: Make) -> None:
+    backend = make()
+    for sampling in (Sampling(grammar="root ::= ("), Sampling(json_schema="[]"), Sampling(grammar='root ::= "a"', json_schema="{}")):
+        with pytest.raises(Unsupported):
+            backend.begin(sampling)
+        with pytest.raises(Unsupported):
+            backend.step([row(0, [5, 6], 0, sampling=sampling)])
+    alone = greedy_alone(make())
+    assert generate(backend, [5, 6, 7], 4) == alone([5, 6, 7], 4)
+
+
+def test_is_a_backend(make: Make) -> None:
+    backend: Backend = make()
+    assert backend.info.name == "llama_cpp" and backend.info.weight_format == "F16"
