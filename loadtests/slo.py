@@ -7,8 +7,8 @@
     ('holds', 'unresolved', 'fails')
 
 A request is good when it had no error, TTFT <= ttft_seconds and TPOT <= tpot_seconds. A level holds when the share of good requests among
-all that were due is at least `target`, with the stated confidence (Wilson's score interval); it fails when that share is below `target` with the
-same confidence; between the two it is unresolved, and more requests are needed.
+all that were due is at least `target`, with the stated confidence (Wilson's score interval); it fails when that share is below `target`
+with the same confidence; between the two it is unresolved, and more requests are needed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PROMISES: dict[str, Promise] = {
 
 
 def verdict(good: int, due: int, promise: Promise) -> Verdict:
-    """Whether a level with `good` of `due` requests holds the promise at its confidence; 'unresolved' when the requests are too few to say."""
+    """Whether a level with `good` of `due` requests holds the promise at its confidence; 'unresolved': too few requests to say."""
     low, high = wilson(good, due, promise.confidence)
     if low >= promise.target:
         return "holds"

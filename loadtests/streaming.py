@@ -78,7 +78,7 @@ class Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
-class Response(HTTPSocketPoolResponse):
+class Response(HTTPSocketPoolResponse):  # type: ignore[misc]
     """An answer that knows when its newest bytes arrived (`received`, on `clock`)."""
 
     received = 0.0
@@ -115,11 +115,11 @@ class _Kept:
         return clock() - parked < IDLE_SECONDS and bool(super()._is_socket_alive(sock))  # type: ignore[misc]
 
 
-class _PlainPool(_Kept, ConnectionPool):
+class _PlainPool(_Kept, ConnectionPool):  # type: ignore[misc]
     pass
 
 
-class _TlsPool(_Kept, SSLConnectionPool):
+class _TlsPool(_Kept, SSLConnectionPool):  # type: ignore[misc]
     pass
 
 

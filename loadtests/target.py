@@ -47,6 +47,7 @@ class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     backend: str | None = None  # X-Crossover-Backend
     server: str | None = None  # Server header
     max_model_tokens: int | None = None
+    prompt_overhead_tokens: int = 0  # that the server adds to every prompt: BOS, chat template
     notes: list[str] = []
 
 
@@ -107,7 +108,10 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
         ask = Ask(cell="", level="", index=0, due_seconds=0.0)
         record = stream(pool, wire, ask, origin=clock(), timeout_seconds=target.timeout_seconds)
         if record.error is None:
-            return _noted(msgspec.structs.replace(facts, backend=record.backend), record)
+            overhead = 0
+            if tokenizer is not None and record.prompt_tokens is not None:
+                overhead = max(0, record.prompt_tokens - count_tokens(pool, facts, _PROBE_TEXT))
+            return _noted(msgspec.structs.replace(facts, backend=record.backend, prompt_overhead_tokens=overhead), record)
         refusal = f"{record.error}: {record.error_message}"
         if record.status not in (400, 404, 415, 422):
             break

@@ -50,19 +50,20 @@ class Generator:
 
     def __init__(self, environment: Environment, plan: LoadPlan, index: int, workers: int) -> None:
         self.environment = environment
+        self.plan = plan
         self.share = Share(index, workers)
         self.pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self.pool)
-        self.plan = msgspec.structs.replace(plan, facts=facts)
         for note in facts.notes if plan.facts is None else ():
             log.warning("%s: %s", plan.target.url, note)
-        self.prompts = Prompts(self.plan, self.pool, self.share)
-        self.scheduled: list[Request] = self.prompts.scheduled() if plan.is_open else []
+        self.prompts = Prompts(plan, facts, self.pool, self.share)
+        self.scheduled = self.prompts.scheduled() if plan.is_open else []
         self.out: Appender[RequestRecord] | None = Appender(Path(plan.requests_file)) if plan.requests_file else None
         self.began = gevent.event.Event()
         self.running: set[Any] = set()
         self.outcome = Outcome(worker=index)
         self.origin = 0.0
+        self.over = False  # nothing more is sent
         self._cpu_seconds = 0.0
 
     def run(self, started_unix_seconds: float) -> Outcome:
@@ -73,11 +74,14 @@ class Generator:
         self.origin = clock() + (started_unix_seconds - time.time())
         self._cpu_seconds = time.process_time()
         self.outcome.started_unix_seconds = started_unix_seconds
+        watcher = gevent.spawn(self._watch_stop_file)
         self.began.set()
         if self.plan.is_open:
             self._dispatch()
-        else:
-            sleep_until(self.origin + self.plan.duration_seconds)
+        while not self.over and clock() < self.origin + self.plan.duration_seconds:
+            gevent.sleep(0.02)
+        self.over = True
+        watcher.kill()
         self._drain()
         gc.set_threshold(700, 10, 10)
         gc.unfreeze()
@@ -85,9 +89,10 @@ class Generator:
         self.outcome.wall_seconds = clock() - self.origin
         if self.out is not None:
             self.out.close()
+        self.pool.close()
         return self.outcome
 
-    def send(self, request: Request, due_seconds: float) -> RequestRecord:
+    def send(self, request: Request, due_seconds: float) -> None:
         """One request from now to its end, on record and in Locust's own statistics."""
         me = gevent.getcurrent()
         self.running.add(me)
@@ -97,46 +102,38 @@ class Generator:
             asked_prompt_tokens=request.prompt_tokens, asked_output_tokens=request.output_tokens,
             session=request.session, turn=request.turn, worker=self.share.index,
         )  # fmt: skip
-        try:
-            record = stream(self.pool, request.wire, ask, origin=self.origin, timeout_seconds=self.plan.target.timeout_seconds, text=request.answer)
-        finally:
-            self.running.discard(me)
+        record = stream(self.pool, request.wire, ask, origin=self.origin, timeout_seconds=self.plan.target.timeout_seconds)
+        self.running.discard(me)
         if self.out is not None:
             self.out.append(record)
         self.outcome.recorded += 1
         _tell_locust(self.environment, self.plan, record)
-        return record
 
     def _dispatch(self) -> None:
         for request in self.scheduled:
             sleep_until(self.origin + request.due_seconds)
-            gevent.spawn(self._follow, request)
-        sleep_until(self.origin + self.plan.duration_seconds)
+            if self.over:
+                return
+            gevent.spawn(self.send, request, request.due_seconds)
 
-    def _follow(self, request: Request) -> None:
-        """A request, and after it the turns of its conversation, each when its user has thought."""
-        due_seconds = request.due_seconds
-        while True:
-            record = self.send(request, due_seconds)
-            follower = self.prompts.next_turn(request, record)
-            if follower is None or record.ended_seconds is None:
-                return
-            due_seconds = record.ended_seconds + follower.think_seconds
-            if due_seconds >= self.plan.duration_seconds:
-                return
-            sleep_until(self.origin + due_seconds)
-            request = follower
+    def _watch_stop_file(self) -> None:
+        while self.plan.stop_file and not self.over:
+            if os.path.exists(self.plan.stop_file):
+                self.outcome.stopped_seconds = clock() - self.origin
+                self.over = True
+            gevent.sleep(0.1)
 
     def _drain(self) -> None:
         """Waits for what is on its way; what is late by the drain time is ended, and on record as a timeout."""
-        until = self.origin + self.plan.duration_seconds + self.plan.drain_seconds
+        patience = 0.0 if self.outcome.stopped_seconds is not None else self.plan.drain_seconds
+        until = clock() + patience
         while self.running and clock() < until:
             gevent.sleep(0.02)
         late = list(self.running)
         if late:
             self.outcome.gave_up = len(late)
-            gone = GaveUp(f"no end within {self.plan.drain_seconds:g} s after the last request was due")
-            gevent.killall(late, exception=gone, block=True, timeout=10)
+            why = "the level was decided" if self.outcome.stopped_seconds is not None else f"no end {patience:g} s after the last was due"
+            gevent.killall(late, exception=GaveUp(why), block=True, timeout=10)
 
 
 def sleep_until(moment: float) -> None:
@@ -149,32 +146,28 @@ def sleep_until(moment: float) -> None:
         gevent.get_hub().threadpool.apply(_sleep, (rest,))
 
 
-class Traffic(User):
+class Traffic(User):  # type: ignore[misc]  # Locust is untyped
     """In a closed loop, one user; in an open loop, a placeholder for the dispatcher."""
 
-    @task
+    @task  # type: ignore[untyped-decorator]
     def live(self) -> None:
-        generator = roles.generator
-        if generator is None or not generator.plan.is_open:
-            self._live_closed()
+        while (generator := roles.generator) is None:
+            gevent.sleep(0.02)
+        if not generator.plan.is_open:
+            self._live_closed(generator)
         raise StopUser
 
-    def _live_closed(self) -> None:
-        while (generator := roles.generator) is None:
-            gevent.sleep(0.05)
+    def _live_closed(self, generator: Generator) -> None:
         generator.began.wait()
-        sleep_until(generator.origin)
-        request: Request | None = None
-        while True:
-            request = request or generator.prompts.fresh()
+        gevent.sleep(max(0.0, generator.origin - clock()))
+        while not generator.over:
+            request = generator.prompts.fresh()
+            if request.think_seconds > 0:
+                gevent.sleep(request.think_seconds)
             now = clock() - generator.origin
-            if now >= generator.plan.duration_seconds:
+            if now >= generator.plan.duration_seconds or generator.over:
                 return
-            record = generator.send(request, now)
-            request = generator.prompts.next_turn(request, record)
-            pause = generator.prompts.think_seconds() if request is None else request.think_seconds
-            if pause > 0:
-                gevent.sleep(pause)
+            generator.send(request, now)
 
 
 class Roles:
@@ -213,7 +206,7 @@ class Roles:
     def on_test_stop(self, environment: Environment, **_: Any) -> None:
         """Somebody pressed Stop: nothing more is sent; what is on its way ends by itself."""
         if self.generator is not None and not isinstance(environment.runner, MasterRunner):
-            self.generator.scheduled.clear()
+            self.generator.over = True
 
     def _whole(self, environment: Environment, plan: LoadPlan) -> None:
         """A run within a single process."""

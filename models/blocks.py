@@ -125,7 +125,8 @@ def _scales(generator: np.random.Generator, length: int, size: float) -> Bytes:
     """fp16 scales of both signs around `size`, with `size` as their root mean square; [length, 2] bytes."""
     values = generator.uniform(0.75, 1.25, length) * generator.choice([-1.0, 1.0], length)
     values *= size / math.sqrt(float(np.mean(values**2)))
-    return values.astype(np.float16).view(np.uint8).reshape(length, 2)
+    stored: Bytes = values.astype(np.float16).view(np.uint8).reshape(length, 2)
+    return stored
 
 
 def _half(scales: Bytes, factor: float) -> Bytes:

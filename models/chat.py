@@ -12,7 +12,6 @@ messages can be changed), and under limits that the sandbox lacks: loop rounds a
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -134,7 +133,9 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Put a tick into every loop and macro, and our concatenation in place of `~`: both out of the template's reach."""
         tree = super()._parse(source, name, filename)
-        for node in list(itertools.chain(tree.find_all(nodes.For), tree.find_all(nodes.Macro), tree.find_all(nodes.CallBlock))):
+        bodies: list[nodes.For | nodes.Macro | nodes.CallBlock]
+        bodies = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)]
+        for node in bodies:
             call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
             node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
         return _Concatenations().visit(tree)  # type: ignore[no-any-return]

@@ -127,7 +127,7 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
 
 def known_formats() -> list[str]:
     """Every name that `weight_bytes` takes."""
-    return sorted({*GGUF_FORMATS, *BITS_PER_WEIGHT}, key=str.lower)
+    return [*GGUF_FORMATS, *(name for name in BITS_PER_WEIGHT if name not in GGUF_FORMATS)]
 
 
 def _matrix_type(spec: ModelSpec, weight_format: str, name: str, columns: int) -> str:

@@ -99,7 +99,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return spec
 
     def _rope_scaling(self) -> RopeScaling | None:
-        """Llama 3's scaling. A GGUF file holds only the resulting divisors: the largest is the factor, the rest are the published values."""
+        """Llama 3's scaling. A GGUF file holds only the resulting divisors: the largest is the factor, the rest is as published."""
         entry = self.tensors.get("rope_freqs.weight")
         if entry is None or entry.type != "F32":
             return None

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -99,29 +98,30 @@ def resolve(
     progress: Progress | None = None,
     full_check: bool = False,
     allow_paths: bool = True,
+    exporter: str = "genai",
 ) -> ResolvedModel:
     """Find or make what `backend` needs to serve `name`.
 
     `full_check` compares checksums even of files that were checked before. `allow_paths=False` refuses local paths: for names that come
-    from outside. Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small.
+    from outside. `exporter`: genai or optimum, for the ONNX graphs that are made here. Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small.
     """
     kind, chosen = weight_kind(backend, weight_format)
     root = cache_dir(cache)
     if kind == "none":
         return _fake(name, root)
     if is_rung(name):
-        return _synthetic(rung(name).spec, kind, chosen, root, progress, full_check)
+        return _synthetic(rung(name).spec, kind, chosen, root, progress, full_check, exporter)
     if _looks_like_path(name):
         if not allow_paths:
             raise UnknownModel(f"{name!r} is a path, and only rungs of the ladder and hub ids are allowed here")
         path = Path(name).expanduser().absolute()
-        return _local(path, str(path), kind, chosen if weight_format else None, root, progress, full_check)
+        return _local(path, str(path), kind, chosen if weight_format else None, root, progress, full_check, exporter)
     match = _HUB_ID.fullmatch(name)
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
         raise UnknownModel(f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name or org/name:file.gguf")
     path = _download(name, match["repository"], match["file"], progress)
-    return _local(path, name, kind, chosen if weight_format else None, root, progress, full_check)
+    return _local(path, name, kind, chosen if weight_format else None, root, progress, full_check, exporter)
 
 
 def _fake(name: str, root: Path) -> ResolvedModel:
@@ -134,14 +134,16 @@ def _fake(name: str, root: Path) -> ResolvedModel:
     return ResolvedModel(spec.name, spec, "", "", str(_tokenizer_folder(spec, root)), True, "fake")
 
 
-def _synthetic(spec: ModelSpec, kind: str, weight_format: str, root: Path, progress: Progress | None, full_check: bool) -> ResolvedModel:
-    path = synthetic_path(spec, kind, weight_format, root)
+def _synthetic(
+    spec: ModelSpec, kind: str, weight_format: str, root: Path, progress: Progress | None, full_check: bool, exporter: str
+) -> ResolvedModel:
+    path = synthetic_path(spec, kind, weight_format, root, exporter)
     tokenizer = path if kind != "gguf" else _tokenizer_folder(spec, root)
     quality = None
     with making(path):
         if kind == "onnx":
             source = partial(_synthetic_folder, spec, root, progress)
-            quality = _onnx_folder(source, path, spec, weight_format, progress, full_check)
+            quality = _onnx_folder(source, path, spec, weight_format, exporter, progress, full_check)
         elif not _is_current(path, spec, weight_format):
             need = weight_bytes(spec, weight_format)
             _check_disk(path, need)
@@ -157,14 +159,32 @@ def _synthetic(spec: ModelSpec, kind: str, weight_format: str, root: Path, progr
 
 
 def _synthetic_folder(spec: ModelSpec, root: Path, progress: Progress | None) -> Path:
-    return Path(_synthetic(spec, "hf", "bf16", root, progress, False).path)
+    return Path(_synthetic(spec, "hf", "bf16", root, progress, False, "genai").path)
 
 
-def synthetic_path(spec: ModelSpec, kind: str, weight_format: str, root: Path) -> Path:
+def synthetic_path(spec: ModelSpec, kind: str, weight_format: str, root: Path, exporter: str = "genai") -> Path:
     """Where a rung's weights lie in the cache."""
     folder = root / "synthetic" / spec.name
-    names = {"gguf": f"{spec.name}-{weight_format}.gguf", "hf": f"{spec.name}-{weight_format}", "onnx": f"{spec.name}-onnx-{weight_format}"}
-    return folder / names[kind]
+    if kind == "none":
+        raise UnsupportedModel("the fake backend has no weights")
+    return folder / _file_name(spec.name, kind, weight_format, exporter)
+
+
+def _file_name(name: str, kind: str, weight_format: str, exporter: str) -> str:
+    made_by = f"-{exporter}" if exporter != "genai" else ""
+    return {"gguf": f"{name}-{weight_format}.gguf", "hf": f"{name}-{weight_format}", "onnx": f"{name}-onnx-{weight_format}{made_by}"}[kind]
+
+
+def delete_synthetic(spec: ModelSpec, kind: str, weight_format: str, root: Path, exporter: str = "genai") -> bool:
+    """Remove a rung's weights from the cache, so that they are made anew; False where there are none."""
+    path = synthetic_path(spec, kind, weight_format, root, exporter)
+    if path.is_dir():
+        shutil.rmtree(path)
+        return True
+    was_there = path.is_file()
+    path.unlink(missing_ok=True)
+    path.with_name(path.name + ".crossover.json").unlink(missing_ok=True)
+    return was_there
 
 
 def _is_current(path: Path, spec: ModelSpec, weight_format: str) -> bool:
@@ -194,10 +214,10 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _local(
-    path: Path, source: str, kind: str, wanted: str | None, root: Path, progress: Progress | None, full_check: bool
+    path: Path, source: str, kind: str, wanted: str | None, root: Path, progress: Progress | None, full_check: bool, exporter: str
 ) -> ResolvedModel:
     if path.is_dir():
-        return _local_folder(path, source, kind, wanted, root, progress, full_check)
+        return _local_folder(path, source, kind, wanted, root, progress, full_check, exporter)
     if not path.is_file():
         raise UnknownModel(f"there is no file or folder {str(path)!r}")
     if path.suffix != ".gguf":
@@ -219,13 +239,13 @@ def _local_gguf(path: Path, source: str, wanted: str | None, progress: Progress 
         verify(path, manifest, full=full_check, progress=progress)
     else:
         _probe_vocabulary(path)
-    synthetic = manifest is not None and manifest.source == "synthetic"
+    synthetic = manifest is not None and manifest.seed is not None
     quality = manifest.quality_kl_nats if manifest is not None else None
     return ResolvedModel(path.stem, spec, str(path), header.weight_format, str(path), synthetic, source, quality)
 
 
 def _local_folder(
-    folder: Path, source: str, kind: str, wanted: str | None, root: Path, progress: Progress | None, full_check: bool
+    folder: Path, source: str, kind: str, wanted: str | None, root: Path, progress: Progress | None, full_check: bool, exporter: str
 ) -> ResolvedModel:
     ggufs = sorted(folder.glob("*.gguf"))
     if kind == "gguf" and ggufs:
@@ -237,25 +257,24 @@ def _local_folder(
             )
         return _local_gguf(fitting[0], source, wanted, progress, full_check)
     spec = read_spec(folder, folder.name)
-    is_onnx = any(folder.glob("*.onnx"))
-    if is_onnx and kind == "onnx":
-        facts = _onnx_facts(folder, full_check)
-        found = str(facts.get("precision", wanted or ""))
-        if wanted is not None and found != wanted:
-            raise UnsupportedModel(f"{folder.name} holds an ONNX graph of precision {found}, not {wanted}")
-        return ResolvedModel(folder.name, spec, str(folder), found, str(folder), False, source, facts.get("quality_kl_nats"))
-    manifest = read_manifest(folder) if not is_onnx else None
+    manifest = read_manifest(folder)
     if manifest is not None:
         verify(folder, manifest, full=full_check, progress=progress)
+    if kind == "onnx" and any(folder.glob("*.onnx")):
+        found = manifest.weight_format if manifest is not None else wanted or ""  # a foreign graph does not say
+        if wanted is not None and found != wanted:
+            raise UnsupportedModel(f"{folder.name} holds an ONNX graph of format {found}, not {wanted}")
+        synthetic, quality = (manifest.seed is not None, manifest.quality_kl_nats) if manifest is not None else (False, None)
+        return ResolvedModel(folder.name, spec, str(folder), found, str(folder), synthetic, source, quality)
     stored = check_tensors(folder, spec)
-    synthetic = manifest is not None and manifest.source == "synthetic"
+    synthetic = manifest is not None and manifest.seed is not None
     if kind == "hf":
         return ResolvedModel(folder.name, spec, str(folder), wanted or stored, str(folder), synthetic, source)
     chosen = wanted or DEFAULT_FORMATS[kind]
-    out = root / "converted" / _fingerprint(folder) / (f"{folder.name}-{chosen}.gguf" if kind == "gguf" else f"{folder.name}-onnx-{chosen}")
+    out = root / "converted" / _fingerprint(folder) / _file_name(folder.name, kind, chosen, exporter)
     with making(out):
         if kind == "onnx":
-            quality = _onnx_folder(lambda: folder, out, spec, chosen, progress, full_check)
+            quality = _onnx_folder(lambda: folder, out, spec, chosen, exporter, progress, full_check)
         else:
             quality = _converted_gguf(folder, out, spec, chosen, progress, full_check)
     return ResolvedModel(folder.name, spec, str(out), chosen, str(folder), synthetic, source, quality)
@@ -275,37 +294,25 @@ def _converted_gguf(
 
 
 def _onnx_folder(
-    source: Callable[[], Path], out: Path, spec: ModelSpec, precision: str, progress: Progress | None, full_check: bool
+    source: Callable[[], Path],
+    out: Path,
+    spec: ModelSpec,
+    precision: str,
+    exporter: str,
+    progress: Progress | None,
+    full_check: bool,
 ) -> float | None:
-    """The ONNX folder at `out`, made from the folder that `source()` gives where it is not there yet; returns its quality figure."""
-    if not out.is_dir():
-        from models.convert_onnx import make_onnx
+    """Make the ONNX folder `out` from the folder that `source()` gives, where it is not there yet; returns its quality figure."""
+    manifest = read_manifest(out) if out.is_dir() else None
+    if manifest is None or manifest.spec != spec:
+        from models.convert_onnx import make_onnx  # needs onnxruntime, transformers, torch: only when something is converted
 
         _check_disk(out, 2 * weight_bytes(spec, "fp32"))
-        make_onnx(source(), out, precision, spec=spec, progress=progress)
-    quality = _onnx_facts(out, full_check).get("quality_kl_nats")
-    return float(quality) if quality is not None else None
-
-
-def _onnx_facts(folder: Path, full_check: bool) -> dict[str, Any]:
-    """crossover.json of an ONNX folder, checked against its files; empty for a foreign folder."""
-    file = folder / "crossover.json"
-    if not file.is_file():
-        return {}
-    try:
-        facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        for name, entry in facts["files"].items():
-            size = (folder / name).stat().st_size
-            if size != entry["bytes"]:
-                raise BrokenWeights(f"{str(folder / name)!r} has {size} bytes, its manifest says {entry['bytes']}; delete the folder")
-            if full_check:
-                from models.convert_onnx import sha256
-
-                if sha256(folder / name) != entry["sha256"]:
-                    raise BrokenWeights(f"{str(folder / name)!r} does not match its checksum; delete the folder and make it again")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as problem:
-        raise BrokenWeights(f"{str(file)!r} does not describe this folder: {type(problem).__name__}: {problem}") from problem
-    return facts
+        make_onnx(source(), out, precision, spec=spec, exporter=exporter, progress=progress)
+        manifest = read_manifest(out)
+        assert manifest is not None
+    verify(out, manifest, full=full_check, progress=progress)
+    return manifest.quality_kl_nats
 
 
 def _fingerprint(folder: Path) -> str:

@@ -1,8 +1,9 @@
-"""How the shipped tokenizer was made: byte-level BPE over `models/data/corpus.txt`, written to `models/data/tokenizer.json`.
+"""How the shipped tokenizer was made: byte-level BPE over `models/data/corpus.txt` and `words.txt`.
 
     python -m models.train_tokenizer
 
-The corpus is this project's own: the text of its licence, prose and code written for it. Ids 0, 1, 2 are <|endoftext|>, <|im_start|>,
+The texts are this project's own: its licence, prose and code written for it, and a list of common words, the commonest first, which stands
+in for the many megabytes of text that would show how common they are. Ids 0, 1, 2 are <|endoftext|>, <|im_start|>,
 <|im_end|>; 3 to 258 are the 256 bytes; 259 + i is what merge i makes. So cutting the table after any id leaves a working tokenizer
 (`models.tokenizer.shipped`), and a test trains again and compares. Text is cut into words by GPT-2's regular expression, which
 llama.cpp knows as the pre-tokenizer "gpt-2".
@@ -22,8 +23,8 @@ BYTES = 256
 MERGES = 4096
 
 
-def train(corpus: Path) -> dict[str, Any]:
-    """The tokenizer.json of the corpus, as a dictionary. The same corpus gives the same result."""
+def train(folder: Path = DATA) -> dict[str, Any]:
+    """The tokenizer.json of the folder's texts, as a dictionary. The same texts give the same result."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     bpe.decoder = decoders.ByteLevel()
@@ -34,7 +35,11 @@ def train(corpus: Path) -> dict[str, Any]:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(corpus.read_text(encoding="utf-8").splitlines(keepends=True), trainer)
+    corpus = (folder / "corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    words = (folder / "words.txt").read_text(encoding="utf-8").split()
+    # Zipf's law: the word of rank r is used in proportion to 1 / r.
+    common = [f" {word}" for rank, word in enumerate(words) for _ in range(2 + 3000 // (rank + 10))]
+    bpe.train_from_iterator([*corpus, *common], trainer)
     return _renumbered(json.loads(bpe.to_str()))
 
 
@@ -52,6 +57,6 @@ def _renumbered(table: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    trained = train(DATA / "corpus.txt")
+    trained = train()
     (DATA / "tokenizer.json").write_text(json.dumps(trained, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
     print(f"{len(trained['model']['merges'])} merges")

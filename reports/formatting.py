@@ -105,10 +105,11 @@ def share(value: float | None, digits: int = 3) -> str:
     """A proportion in per cent. Rounding never makes 100 % of less than all, nor 0 % of more than none."""
     if value is None:
         return NOT_MEASURED
-    text = significant(value * 100, digits)
-    if text == "100" and value < 1:
-        return ">99.9 %"
-    return f"{text} %"
+    percent = value * 100
+    if abs(percent - round(percent)) < 1e-9:
+        return f"{round(percent)} %"
+    text = significant(percent, digits)
+    return ">99.9 %" if text == "100" else f"{text} %"
 
 
 def count(value: int | None) -> str:
@@ -138,3 +139,15 @@ def listing(parts: list[str], last: str = "and") -> str:
     if len(parts) < 2:
         return "".join(parts)
     return f"{', '.join(parts[:-1])} {last} {parts[-1]}"
+
+
+_SPELLING = {"smollm2": "SmolLM2", "llama": "Llama", "qwen2.5": "Qwen2.5", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "tinyllama": "TinyLlama"}
+
+
+def model_title(name: str) -> str:
+    """A model's name as its makers write it: llama-3.2-1b -> Llama-3.2-1B. Names of nobody we know stay as they are."""
+    family, dash, rest = name.partition("-")
+    if family not in _SPELLING:
+        return name
+    sizes = [part.upper() if part[:1].isdigit() and part[-1:] in ("b", "m") else part for part in rest.split("-")]
+    return _SPELLING[family] + dash + "-".join(sizes)

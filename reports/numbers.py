@@ -11,55 +11,45 @@ from typing import Any, Literal
 import msgspec
 
 from loadtests.records import RunManifest
-from loadtests.slo import Promise
+from loadtests.slo import Promise, Verdict
+from loadtests.summary import Distribution, Summary
 from models.spec import ModelSpec
 
-Verdict = Literal["holds", "fails", "unresolved"]
 CapacityState = Literal["interval", "at_least", "none", "unresolved", "not_measured"]
 
 
-class Quantiles(msgspec.Struct, frozen=True):
-    """Of one figure over the requests of a level; None where too few requests carry it."""
-
-    p50: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-
-
 class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """One level of load: what was asked, what came back."""
+    """One level of load: what was asked, and the Summary of what came back."""
 
     cell: str
     level: str
     purpose: str  # "lone": one request at a time; "search" and "load": a rate
     rate_per_second: float | None  # asked; None: closed loop
     concurrency: int | None
-    window_seconds: float
-    due: int  # requests due in the window, lost ones included
-    good: int
-    failed: int
-    attainment: float | None
-    attainment_low: float
-    attainment_high: float
-    verdict: Verdict
-    ttft: Quantiles  # seconds
-    tpot: Quantiles
-    itl: Quantiles
-    e2e: Quantiles
-    output_tokens_per_second: float | None
-    good_per_second: float | None
-    send_lag_p99: float | None
-    mean_prompt_tokens: float | None
-    mean_output_tokens: float | None
-    engine_peak_bytes: int | None
-    engine_cpu_share: float | None
-    client_cpu_share: float | None
-    valid: bool
-    reasons: tuple[str, ...] = ()  # why it is not valid, or what is doubtful about it
+    attempt: int
+    seed: int
+    started_unix_seconds: float
+    summary: Summary
+    # (TTFT, TPOT) of each request due in the window, in the order due; TTFT None: no good answer came; TPOT None: an answer of one chunk.
+    answers: tuple[tuple[float | None, float | None], ...]
 
     @property
     def is_lone(self) -> bool:
-        return self.purpose == "lone"
+        return self.rate_per_second is None and self.concurrency == 1
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.summary.verdict
+
+
+def middle(times: Distribution) -> float | None:
+    """The typical value of a distribution: its median, the mean of the few where a median is not given, None where nothing came.
+
+    None too where the median is a request that never came: see `Distribution.never`.
+    """
+    if times.p50 is not None or "p50" in times.never or times.late:
+        return times.p50
+    return times.mean
 
 
 class CapacityNumbers(msgspec.Struct, frozen=True):
@@ -122,7 +112,7 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def lone(self) -> LevelNumbers | None:
         """The level with one request at a time; the last one where it was repeated."""
-        found = [level for level in self.levels if level.is_lone and level.due]
+        found = [level for level in self.levels if level.is_lone and level.summary.due]
         return found[-1] if found else None
 
     @property

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import sys
 
-import typer
-
 from models.errors import ModelError
-from serving.cli import SERVE_EPILOG, serve
+from serving.cli import serve
 from serving.errors import ServingError
 
 
 def main() -> None:
     """Run `serve`; errors raised on purpose are one sentence on standard error and status 2."""
-    app = typer.Typer(add_completion=False)
-    app.command(name="serve", epilog=SERVE_EPILOG)(serve)
     try:
-        app(prog_name="python -m serving")
+        serve(prog_name="python -m serving")
     except (ServingError, ModelError) as problem:
         print(f"crossover: {problem}", file=sys.stderr)
         raise SystemExit(2) from None

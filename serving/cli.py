@@ -8,26 +8,29 @@ import typer
 
 from serving.placement import Policy
 
-_SERVE_EPILOG = """
-Examples:
-
-\b
-  crossover serve smollm2-135m                     # a rung of the ladder; made with random weights if it is not there
-  crossover serve ./model.gguf --slots 8           # a file of yours
-  crossover serve 1b --backend onnx --format int4  # another engine, another format
-  crossover serve 3b --policy gpu-only             # an error rather than the CPU
-  crossover serve 135m --cores 0-5 --api-cores 6   # who runs where
-  crossover serve 135m --port 0 --ready-file r.json  # for scripts: free port, and a file when it is ready
-
-\b
-Then:
-  curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once", "max_tokens": 16}'
-  curl localhost:8000/v1/placement                 # what runs where, and why
-"""
+# An empty line between two lines keeps them apart in the help page.
+EPILOG = "\n\n".join(
+    (
+        "Examples:",
+        "crossover serve smollm2-135m  (a rung of the ladder, made with random weights where it is not in the cache)",
+        "crossover serve ./model.gguf --slots 8  (a file of yours)",
+        "crossover serve 1b --backend onnx --format int4  (another engine, another format)",
+        "crossover serve 3b --policy gpu-only  (an error rather than the CPU)",
+        "crossover serve 135m --cores 0-5 --api-cores 6  (who runs where)",
+        "crossover serve 135m --port 0 --ready-file ready.json  (for scripts: a free port, and a file when it is ready)",
+        "Then:",
+        'curl localhost:8000/v1/completions -H \'content-type: application/json\' -d \'{"prompt": "Once", "max_tokens": 16}\'',
+        "curl localhost:8000/v1/placement  (what runs where, and why)",
+    )
+)
 _ENGINE, _QUEUE, _HTTP, _MACHINE = "Engine", "Queue and faults", "HTTP", "Machine"
 
 
-def serve(
+serve = typer.Typer(add_completion=False)
+
+
+@serve.command(name="serve", epilog=EPILOG)
+def _serve(
     model: Annotated[str, typer.Argument(help="A rung (135m, 360m, 1b, 3b, ...), a GGUF file, a model folder, or a hub name.")],
     backend: Annotated[
         str | None, typer.Option(help="llama_cpp, onnx, torch, fake or package.module:Class. Default: by device.", rich_help_panel=_ENGINE)

@@ -94,9 +94,10 @@ def prepare(
     options: ServeOptions, engine_options: dict[str, Any], facts: HardwareFacts, split: CoreSplit, narrator: Narrator
 ) -> tuple[Placement, list[EngineConfig], str]:
     """Find the model, decide where it runs, and get its weights for every engine that may run it. Returns the tokenizer's path last."""
+    from models.hub import resolve
     from serving.backends.base import EngineConfig
 
-    spec, size, backend, weight_format = _look_at(options, facts, narrator)
+    spec, size, backend, weight_format = _look_at(options, narrator)
     placement = plan(
         spec,
         facts,
@@ -115,16 +116,17 @@ def prepare(
     configs: list[EngineConfig] = []
     tokenizer_path = ""
     for attempt in placement.attempts:
-        path, found_format, tokenizer = _weights(options, spec, attempt.backend, attempt.weight_format, narrator)
+        wanted = None if attempt.backend == "fake" else attempt.weight_format
+        found = resolve(options.model, backend=attempt.backend, weight_format=wanted, cache=options.cache, progress=narrator.progress)
         extra = {"vocabulary": spec.vocabulary, **engine_options} if attempt.backend == "fake" else engine_options
-        tokenizer_path = tokenizer_path or tokenizer
+        tokenizer_path = tokenizer_path or found.tokenizer_path
         configs.append(
             EngineConfig(
                 backend=attempt.backend,
-                model_path=path,
+                model_path=found.path,
                 model_name=options.served_name or spec.name,
-                weight_format=found_format,
-                tokenizer_path=tokenizer,
+                weight_format=found.weight_format,
+                tokenizer_path=found.tokenizer_path,
                 device=attempt.device,
                 slots=options.slots,
                 context_tokens=placement.context_tokens,
@@ -137,48 +139,23 @@ def prepare(
                 options=extra,
             )
         )
+        if found.synthetic and attempt.backend != "fake":
+            narrator.say(f"{spec.name} has random weights: times and memory are those of the real model, the text is noise")
     return placement, configs, tokenizer_path
 
 
-def _look_at(options: ServeOptions, facts: HardwareFacts, narrator: Narrator) -> tuple[ModelSpec, int | None, str | None, str | None]:
+def _look_at(options: ServeOptions, narrator: Narrator) -> tuple[ModelSpec, int | None, str | None, str | None]:
     """The model's shape, its file's size where there is one file, and the backend and format that follow from what it is."""
+    from models.hub import resolve
     from models.ladder import is_rung, rung
 
     if is_rung(options.model):
         return rung(options.model).spec, None, options.backend, options.weight_format
-    backend = options.backend or backend_of_path(Path(options.model))
-    if backend == "fake":
-        raise ServingError(f"the fake backend needs a model of the ladder, {options.model!r} is none; see crossover models list")
-    from models.hub import resolve
-
-    found = resolve(
-        options.model, backend=backend or "llama_cpp", weight_format=options.weight_format, cache=options.cache, progress=narrator.progress
-    )
+    backend = options.backend or ("fake" if options.model == "fake" else backend_of_path(Path(options.model)) or "llama_cpp")
+    found = resolve(options.model, backend=backend, weight_format=options.weight_format, cache=options.cache, progress=narrator.progress)
     path = Path(found.path)
-    size = path.stat().st_size if path.is_file() else None
-    return found.spec, size, backend or "llama_cpp", found.weight_format
-
-
-def _weights(options: ServeOptions, spec: ModelSpec, backend: str, weight_format: str, narrator: Narrator) -> tuple[str, str, str]:
-    """Path, format and tokenizer of the weights for one backend; made or fetched where they are not there yet."""
-    if backend == "fake":
-        return "", weight_format, str(_fake_tokenizer(spec, options.cache))
-    from models.hub import resolve
-
-    found = resolve(options.model, backend=backend, weight_format=weight_format, cache=options.cache, progress=narrator.progress)
-    return str(found.path), found.weight_format, str(found.tokenizer_path)
-
-
-def _fake_tokenizer(spec: ModelSpec, cache: str | None) -> Path:
-    """The shipped tokenizer in the rung's size, in the cache: what the fake backend serves has no weights, but it has text."""
-    from models.hub import cache_dir
-    from models.tokenizer import shipped, tokenizer_config
-
-    folder = cache_dir(cache) / "fake" / spec.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("tokenizer.json", shipped(spec.vocabulary)), ("tokenizer_config.json", tokenizer_config(spec.context))):
-        write_atomically(folder / name, json.dumps(content))
-    return folder
+    size = path.stat().st_size if found.path and path.is_file() else None
+    return found.spec, size, backend, found.weight_format or None
 
 
 def backend_of_path(path: Path) -> str | None:
@@ -363,7 +340,7 @@ def _run(work: Any) -> int:
     try:
         import uvloop
 
-        factory = uvloop.new_event_loop
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     except ImportError:
         factory = asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:

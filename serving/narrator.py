@@ -36,7 +36,7 @@ class Narrator:
         self.end_progress()
         moment = datetime.fromtimestamp(event.unix_seconds).strftime("%H:%M:%S")
         cause = f" [{event.cause}]" if event.cause else ""
-        fields = {"event": event.kind, "engine": event.engine, "message": event.message, "cause": event.cause}
+        fields: dict[str, object] = {"event": event.kind, "engine": event.engine, "message": event.message, "cause": event.cause}
         self._write(fields, f"{moment} {event.engine} {event.kind.replace('_', ' ')}{cause}: {event.message}")
 
     def progress(self, what: str, fraction: float | None) -> None:

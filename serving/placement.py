@@ -21,6 +21,8 @@ from enum import StrEnum
 
 import msgspec
 
+from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS
+from models.formats import weight_bytes as format_bytes
 from models.spec import ModelSpec
 from serving.errors import ServingError
 from serving.hardware import HardwareFacts
@@ -134,11 +136,12 @@ OVERHEAD: dict[tuple[str, str], Overhead] = {
 }
 _UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0.35)
 DEFAULT_BACKEND = {"cpu": "llama_cpp", "gpu": "torch"}
-DEFAULT_FORMAT = {"llama_cpp": "Q4_0", "onnx": "int4", "torch": "bf16", "fake": "fp16"}
-FORMATS: dict[str, frozenset[str]] = {
-    "llama_cpp": frozenset({"F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_1", "Q4_0", "Q4_K_M", "Q5_K_M"}),
-    "torch": frozenset({"bf16", "fp16", "fp32"}),
-    "onnx": frozenset({"int4", "int8", "fp32"}),
+DEFAULT_FORMAT = {"llama_cpp": "Q4_0", "onnx": "int4", "torch": "bf16", "fake": "none"}
+GGUF_ALSO_READ = ("Q6_K", "Q5_K", "Q4_K", "Q4_1")  # files of other people's making
+FORMATS: dict[str, tuple[str, ...]] = {
+    "llama_cpp": tuple(GGUF_FORMATS),
+    "torch": HF_FORMATS,
+    "onnx": (*ONNX_FORMATS, "dynamic-int8"),
 }
 GPU_BACKENDS = frozenset({"torch", "llama_cpp", "fake"})
 CPU_BACKENDS = frozenset({"llama_cpp", "onnx", "torch", "fake"})
@@ -226,10 +229,11 @@ class _Sizes(msgspec.Struct, frozen=True):
     weight_bytes: int | None
 
     def attempt(self, device: str, backend: str, device_name: str, free_bytes: int | None) -> Attempt:
-        chosen = self.weight_format or DEFAULT_FORMAT.get(backend, "fp16")
-        weights = self.weight_bytes if self.weight_bytes is not None else self.spec.weight_bytes(nominal_format(chosen))
+        chosen = canonical_format(backend, self.weight_format)
+        weights = self.weight_bytes if self.weight_bytes is not None else _nominal_bytes(self.spec, backend, chosen)
         overhead = _overhead_bytes(backend, device, weights, self.spec, self.slots)
-        return Attempt(device, backend, chosen, device_name, weights, self.kv_bytes, overhead, free_bytes)
+        kv = 0 if backend == "fake" else self.kv_bytes
+        return Attempt(device, backend, chosen, device_name, weights, kv, overhead, free_bytes)
 
 
 def _consider(options: list[Attempt | Reason], sizes: _Sizes, check_memory: bool, attempts: list[Attempt], reasons: list[Reason]) -> None:
@@ -270,9 +274,26 @@ def _cpu_attempt(sizes: _Sizes, facts: HardwareFacts, backend: str | None, missi
     return sizes.attempt("cpu", name, facts.cpu_model, int(facts.usable_memory_bytes * RAM_HEADROOM))
 
 
-def nominal_format(weight_format: str) -> str:
-    """The format whose bits a weight counts for, where a file type is a mixture: Q4_K_M -> Q4_K."""
-    return weight_format.removesuffix("_M").removesuffix("_S")
+def canonical_format(backend: str, weight_format: str | None) -> str:
+    """The format as the backend spells it, its default for None. Raises NoPlacement listing what the backend has."""
+    if weight_format is None:
+        return DEFAULT_FORMAT.get(backend, "fp16")
+    if backend not in FORMATS:
+        return weight_format
+    for known in (*FORMATS[backend], *GGUF_ALSO_READ) if backend == "llama_cpp" else FORMATS[backend]:
+        if known.lower() == weight_format.lower():
+            return known
+    raise NoPlacement(f"backend {backend!r} has no weight format {weight_format!r}; it has {', '.join(FORMATS[backend])}")
+
+
+def _nominal_bytes(spec: ModelSpec, backend: str, weight_format: str) -> int:
+    """Bytes of the weights before there is a file; a backend of somebody else's with a format of its own is taken for 16 bits a weight."""
+    if backend == "fake":
+        return 0
+    try:
+        return format_bytes(spec, "int8" if weight_format == "dynamic-int8" else weight_format)
+    except KeyError:
+        return spec.weight_bytes("fp16")
 
 
 def _nowhere(what: str, reasons: list[Reason]) -> NoPlacement:
@@ -282,10 +303,14 @@ def _nowhere(what: str, reasons: list[Reason]) -> NoPlacement:
 def default_backend(device: str, weight_format: str | None = None) -> str:
     """The backend that serves on this device where the user names none: the table's, or the first one that has the asked format."""
     default = DEFAULT_BACKEND[device]
-    if weight_format is None or weight_format in FORMATS[default]:
+    usable = [default, *(name for name in FORMATS if name != default and name in (GPU_BACKENDS if device == "gpu" else CPU_BACKENDS))]
+    if weight_format is None:
         return default
-    usable = GPU_BACKENDS if device == "gpu" else CPU_BACKENDS
-    return next((name for name, formats in FORMATS.items() if weight_format in formats and name in usable), default)
+    for same in (str, str.lower):  # BF16 is a GGUF type, bf16 a torch one: the exact spelling first
+        for name in usable:
+            if same(weight_format) in map(same, FORMATS[name]):
+                return name
+    return default
 
 
 def explain(placement: Placement) -> list[str]:
@@ -307,7 +332,9 @@ def explain(placement: Placement) -> list[str]:
 
 
 def gib(size_bytes: int) -> str:
-    """A size as people say it: MiB below one GiB, else GiB with two digits after the point."""
+    """A size as people say it: KiB below one MiB, MiB below one GiB, else GiB with two digits after the point."""
+    if 0 < size_bytes < MIB:
+        return f"{size_bytes / 1024:.0f} KiB"
     return f"{size_bytes / MIB:.0f} MiB" if size_bytes < 1 << 30 else f"{size_bytes / (1 << 30):.2f} GiB"
 
 

@@ -113,7 +113,7 @@ class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     """Base of every request: keys by name, unknown ones refused."""
 
 
-class StreamOptions(Wire):
+class StreamOptions(Wire, kw_only=True, frozen=True):
     """`include_usage`: a last chunk with the usage. `continuous_usage_stats` (vLLM): the usage so far in every chunk."""
 
     include_usage: bool | None = None
@@ -121,22 +121,22 @@ class StreamOptions(Wire):
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchemaFormat(Wire):
+class JsonSchemaFormat(Wire, kw_only=True, frozen=True):
     name: str
     schema: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
 
 
-class TextFormat(Wire, tag="text", tag_field="type"):
+class TextFormat(Wire, kw_only=True, frozen=True, tag="text", tag_field="type"):
     pass
 
 
-class JsonObjectFormat(Wire, tag="json_object", tag_field="type"):
+class JsonObjectFormat(Wire, kw_only=True, frozen=True, tag="json_object", tag_field="type"):
     pass
 
 
-class JsonFormat(Wire, tag="json_schema", tag_field="type"):
+class JsonFormat(Wire, kw_only=True, frozen=True, tag="json_schema", tag_field="type"):
     json_schema: JsonSchemaFormat
 
 
@@ -147,7 +147,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
-class Generation(Wire):
+class Generation(Wire, kw_only=True, frozen=True):
     """What both ways of asking for text have in common.
 
     The fields after the line are taken because common clients send them, and only with values that cannot change the answer.
@@ -164,7 +164,7 @@ class Generation(Wire):
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1, description="Left out: drawn by the server.")] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES, description="Answers to the same prompt, each with a seed of its own.")] | None = None
     stop: str | list[str] | None = None
@@ -185,7 +185,7 @@ class Generation(Wire):
     prompt_cache_key: str | None = None
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt` is a text, several texts, token ids, or several lists of token ids."""
 
     prompt: Annotated[
@@ -214,11 +214,11 @@ class CompletionRequest(Generation):
     suffix: Annotated[Literal[""], Meta(description="not supported: must be empty")] | None = None
 
 
-class TextPart(Wire, tag="text", tag_field="type"):
+class TextPart(Wire, kw_only=True, frozen=True, tag="text", tag_field="type"):
     text: str
 
 
-class Message(Wire):
+class Message(Wire, kw_only=True, frozen=True):
     """One turn. Of an assistant's turn as clients send it back, the empty fields are taken too."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -231,7 +231,7 @@ class Message(Wire):
     function_call: None = None
 
 
-class ChatRequest(Generation):
+class ChatRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -253,7 +253,7 @@ class ChatRequest(Generation):
     web_search_options: None = None
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(Wire, kw_only=True, frozen=True):
     """POST /tokenize: exactly one of `prompt` and `messages`."""
 
     model: str | None = None
@@ -263,7 +263,7 @@ class TokenizeRequest(Wire):
     add_generation_prompt: bool | None = None
 
 
-class DetokenizeRequest(Wire):
+class DetokenizeRequest(Wire, kw_only=True, frozen=True):
     """POST /detokenize."""
 
     model: str | None = None

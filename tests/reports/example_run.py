@@ -37,7 +37,7 @@ class Law(msgspec.Struct, frozen=True):
 RUNGS: dict[str, tuple[Law, tuple[float, ...]]] = {
     "smollm2-135m": (Law(0.012, 0.004, 0.0009), (1.6, 3.2, 2.4, 2.0)),
     "smollm2-360m": (Law(0.026, 0.007, 0.0022), (0.4, 1.6, 0.8, 0.6)),
-    "llama-3.2-1b": (Law(0.045, 0.010, 0.0036), (0.12, 0.8, 0.3, 0.2)),
+    "llama-3.2-1b": (Law(0.040, 0.008, 0.0026), (0.15, 0.8, 0.4, 0.25)),
     "llama-3.2-3b": (Law(0.150, 0.050, 0.0160), ()),
 }
 FACTS: dict[str, Any] = {

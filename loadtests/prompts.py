@@ -1,0 +1,142 @@
+"""Prompt text of an exact token count, by the count of whoever will read it (the server's /tokenize).
+
+    maker = PromptMaker(count_tokens, seed=1)       # count_tokens(text) -> int, what the server would count, template and BOS included
+    maker.make(ask).text                            # plain English words, count_tokens(text) == ask.prompt_tokens
+
+Words that are one token each (nearly all of a list of common words, in nearly every tokenizer) are found with a few calls; a prompt is
+then that many words, checked with one call and put right at its tail. After `TRUST` prompts in a row that needed no putting right, later
+ones are not checked: a level of 10,000 prompts costs a dozen calls, and the server's own count on each record still shows any difference
+(doubt PromptsOff). Without `count_tokens` a word is taken for a token, and `estimated` says so.
+
+Each request has a word stream of its own, so that no two share a prefix by accident; what is meant to be shared (prefix groups, sessions, a
+trace's blocks) has a stream by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import msgspec
+
+from loadtests.arrivals import generator
+from loadtests.errors import LoadError
+from loadtests.workload import Ask
+
+TRUST = 8
+TRIES = 8
+
+# Common, short, and of plain letters: one token each (with its space) in nearly every tokenizer.
+WORDS: tuple[str, ...] = tuple(
+    """
+    the and that have for not with you this but his from they say her she will one all would there their what out about who get which when
+    make can like time just him know take people into year your good some could them see other than then now look only come its over think
+    also back after use two how our work first well way even new want because any these give day most us great between need large often
+    hand high place hold turn here why ask went men read land different home move try kind picture again change off play spell air away
+    animal house point page letter mother answer found study still learn should world below country plant last school father keep tree
+    never start city earth eye light thought head under story saw left few while along might close something seem next hard open example
+    begin life always those both paper together got group run important until children side feet car mile night walk white sea began grow
+    took river four carry state once book hear stop without second later miss idea enough eat face watch far really almost let above girl
+    sometimes mountain cut young talk soon list song being leave family body music color stand sun question fish area mark dog horse birds
+    problem complete room knew since ever piece told usually friends easy heard order red door sure become top ship across today during
+    short better best however low hours black products happened whole measure remember early waves reached listen wind rock space covered
+    fast several himself toward five step morning passed true hundred against pattern table north slowly money map farm pulled draw voice
+    seen cold cried plan notice south sing war ground fall king town unit figure certain field travel wood fire upon done English road
+    half ten fly gave box finally """.split()
+)
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt as made. `tokens` is its count (an estimate where `estimated`); it differs from what was asked only where that was too
+    few.
+    """
+
+    text: str
+    tokens: int
+    asked_tokens: int
+    estimated: bool = False
+
+
+class PromptMaker:
+    """See the module's docstring. `seed` is the level's; `shared_seed` that of what several levels share (prefix groups, blocks)."""
+
+    def __init__(self, count_tokens: Callable[[str], int] | None, seed: int = 0, shared_seed: int = 0) -> None:
+        self._count = count_tokens
+        self._seed = seed
+        self._shared_seed = shared_seed
+        self._exact_in_a_row = 0
+        self._words = WORDS
+        self._fixed_tokens = 0  # what the server adds to every prompt: BOS, chat template
+        self.calls = 0
+        if count_tokens is not None:
+            self._calibrate()
+
+    @property
+    def minimum_tokens(self) -> int:
+        """The shortest prompt that can be made: what the server adds, and one word."""
+        return self._fixed_tokens + 1
+
+    def make(self, ask: Ask) -> Prompt:
+        """The prompt of an ask. The same maker settings and ask give the same text. Raises LoadError where the count cannot be met."""
+        wanted = max(ask.prompt_tokens, self.minimum_tokens)
+        words = self._stream(ask, wanted - self._fixed_tokens)
+        if self._count is None or self._exact_in_a_row >= TRUST:
+            return Prompt(" ".join(words), wanted, ask.prompt_tokens, estimated=self._count is None)
+        return self._put_right(ask, words, wanted)
+
+    def _put_right(self, ask: Ask, words: list[str], wanted: int) -> Prompt:
+        for attempt in range(TRIES):
+            text = " ".join(words)
+            counted = self._ask_count(text)
+            if counted == wanted:
+                self._exact_in_a_row = self._exact_in_a_row + 1 if attempt == 0 else 0
+                return Prompt(text, counted, ask.prompt_tokens)
+            if counted < wanted:
+                words = [*words, *self._stream(ask, len(words) + wanted - counted)[len(words) :]]
+            elif len(words) - (counted - wanted) >= 1:
+                words = words[: len(words) - (counted - wanted)]
+            else:
+                break
+        raise LoadError(f"no prompt of {wanted} tokens could be made in {TRIES} tries: the last had {counted}; is the token count stable?")
+
+    def _stream(self, ask: Ask, words: int) -> list[str]:
+        """The first `words` words of an ask: its segments' streams, the last of them as long as is left."""
+        segments = ask.segments()
+        out: list[str] = []
+        for position, (name, tokens) in enumerate(segments):
+            left = words - len(out)
+            take = left if position == len(segments) - 1 else min(tokens, left)
+            if take > 0:
+                out += self._named(name, take)
+        return out
+
+    def _named(self, name: str, words: int) -> list[str]:
+        seed = self._shared_seed if name.startswith(("prefix/", "block/")) else self._seed
+        stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        # A random generator's first n draws are the same whatever n is, so a session's longer prompt starts with its shorter one.
+        return [self._words[i] for i in generator(seed, stream).integers(len(self._words), size=words)]
+
+    def _calibrate(self) -> None:
+        """Find the words that add one token each. One call where all of the list do, else by halves."""
+        base = " ".join(WORDS[:8])
+        base_count = self._ask_count(base)
+        found: list[str] = []
+        todo: list[tuple[str, ...]] = [WORDS[8:]]
+        calls_left = 120
+        while todo and calls_left:
+            part = todo.pop()
+            calls_left -= 1
+            if self._ask_count(base + " " + " ".join(part)) - base_count == len(part):
+                found += part
+            elif len(part) > 1:
+                todo += [part[: len(part) // 2], part[len(part) // 2 :]]
+        if len(found) < 16:
+            raise LoadError(f"only {len(found)} of {len(WORDS)} common words are one token each: prompts cannot be made to a token count")
+        self._words = tuple(sorted(found))
+        sixteen = " ".join(self._words[:16])
+        self._fixed_tokens = max(0, self._ask_count(sixteen) - 16)
+
+    def _ask_count(self, text: str) -> int:
+        assert self._count is not None
+        self.calls += 1
+        return self._count(text)

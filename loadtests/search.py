@@ -1,0 +1,291 @@
+"""The search for the capacity: the highest rate of requests that keeps the promise. Pure: levels in, what to do next out.
+
+    levels: list[Level] = []
+    while isinstance(step := next_step(levels, config, promise, elapsed_seconds), Measure):
+        levels.append(measure(step))        # whoever measures: Locust against a server, or a simulated clock in a test
+    step.capacity                           # step is Finished
+
+First a lone level: a few requests one after the other, on an idle server. Where those already break the promise it holds at no rate. Then
+levels of open load: from the hint (a simulation's prediction, or what the lone requests suggest) up or down until one holds and one does
+not, then where a measurement says most about the capacity, until the interval is as narrow as asked or the budget is gone. What is known
+from all levels together, `estimate` says: a monotone curve of the share of good requests against the logarithm of the rate
+(loadtests/attainment.py), so that noise at one level cannot contradict the others. Levels whose client was the bottleneck do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from loadtests.attainment import Observation, Posterior, posterior
+from loadtests.slo import Promise, requests_to_hold, verdict
+
+Purpose = Literal["lone", "bracket", "narrow"]
+Status = Literal["resolved", "unresolved", "none", "at_least"]
+
+
+class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How to search. Rates in requests per second."""
+
+    min_rate: float = 0.01
+    max_rate: float = 1000.0
+    precision: float = 0.10  # half the width of the interval over the estimate: 0.10 is +- 10 %
+    level_seconds_min: float = 20.0
+    level_seconds_max: float = 120.0
+    level_requests_min: int = 30  # a level is made longer, up to its most, until this many requests are expected
+    budget_seconds: float = 600.0  # for all levels, their warm-up and their draining
+    start_rate: float | None = None  # a predicted capacity: where to look first
+    lone_requests: int = 5
+    lone_seconds: float = 60.0  # after this no further lone request is begun
+    batching_gain: float = 2.0  # first guess without a prediction: this many times what one stream at a time would do
+    confidence: float = 0.95  # of each side of the interval
+    overhead: float = 0.25  # warm-up and draining of a level, as a share of its duration, for the budget
+
+    def __post_init__(self) -> None:
+        for name in ("min_rate", "max_rate", "precision", "level_seconds_min", "level_seconds_max", "budget_seconds", "lone_seconds"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.max_rate <= self.min_rate:
+            raise ValueError(f"max_rate must be above min_rate = {self.min_rate}, got {self.max_rate}")
+        if self.level_seconds_max < self.level_seconds_min:
+            raise ValueError(f"level_seconds_max must be at least level_seconds_min = {self.level_seconds_min}, got
+            {self.level_seconds_max}")
+        if self.start_rate is not None and not self.start_rate > 0:
+            raise ValueError(f"start_rate must be above 0, got {self.start_rate}")
+        if self.level_requests_min < 1 or self.lone_requests < 1:
+            raise ValueError("level_requests_min and lone_requests must be at least 1")
+        if not 0.5 < self.confidence < 1:
+            raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
+        if not self.batching_gain >= 1:
+            raise ValueError(f"batching_gain must be at least 1, got {self.batching_gain}")
+        if not self.overhead >= 0:
+            raise ValueError(f"overhead must be 0 or more, got {self.overhead}")
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished level, as the search sees it: `Level.of(summary)` in loadtests.summary's words.
+
+    `rate` None is the lone level (one request at a time). `batches` are (good, due) in consecutive parts of the window: they show how far
+    neighbours share their fate. An invalid level is kept for the record and not counted.
+    """
+
+    rate: float | None
+    due: int
+    good: int
+    duration_seconds: float
+    batches: tuple[tuple[int, int], ...] = ()
+    mean_e2e_seconds: float | None = None
+    is_valid: bool = True
+
+
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Measure this next. `rate` None: closed loop, one request at a time, `requests` of them or until `duration_seconds` have passed.
+
+    `duration_seconds` is the window that counts; warm-up comes before it. A level that slo.is_hopeless may be cut off.
+    """
+
+    rate: float | None
+    duration_seconds: float
+    purpose: Purpose
+    requests: int | None = None
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest rate that keeps the promise, requests/s.
+
+    resolved: low..high is as narrow as asked. unresolved: it is not; None on a side where no level says anything (low 0.0: no rate was
+    seen to hold, though one may). none: the promise holds at no rate, low and high are 0. at_least: it holds at the highest rate allowed.
+    """
+
+    low: float
+    high: float | None
+    estimate: float | None
+    status: Status
+    holds_at_any_rate: bool | None  # None: not known
+    reason: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    capacity: Capacity
+
+
+def next_step(levels: Sequence[Level], config: SearchConfig, promise: Promise, elapsed_seconds: float) -> Measure | Finished:
+    """What to do after these levels. `elapsed_seconds` is what the search has used of its budget."""
+    found = estimate(levels, config, promise)
+    if found.status != "unresolved":
+        return Finished(found)
+    left = config.budget_seconds - elapsed_seconds
+    lone = [level for level in levels if level.rate is None and level.is_valid]
+    if not lone:
+        failed = sum(level.rate is None for level in levels)
+        if failed >= 3 or left <= 0:
+            return Finished(_because(found, f"{failed} lone levels were not valid" if failed else "the budget was gone before it began"))
+        return Measure(None, config.lone_seconds, "lone", config.lone_requests)
+    if sum(not level.is_valid for level in levels[-3:]) == 3:
+        return Finished(_because(found, "the last three levels were not valid"))
+    wanted = _next_rate(levels, config, promise)
+    if wanted is None:
+        return _more_lone(lone, config, promise, found, left)
+    rate, purpose = wanted
+    duration = _duration(rate, purpose, config, left)
+    if duration is None:
+        return Finished(_because(found, f"the budget of {config.budget_seconds:.0f} s is used up"))
+    return Measure(rate, duration, purpose)
+
+
+def estimate(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> Capacity:
+    """What the levels say about the capacity, whatever order they were measured in: also for a promise that no search was run for."""
+    lone = [level for level in levels if level.rate is None and level.is_valid]
+    lone_due, lone_good = sum(level.due for level in lone), sum(level.good for level in lone)
+    lone_verdict = verdict(lone_good, lone_due, promise)
+    if lone_verdict == "fails":
+        return Capacity(
+            low=0.0,
+            high=0.0,
+            estimate=0.0,
+            status="none",
+            holds_at_any_rate=False,
+            reason=f"{lone_due - lone_good} of {lone_due} requests broke the promise with nothing else running",
+        )
+    held, broken = _held_and_broken(levels, promise)
+    open_levels = [level for level in levels if level.rate is not None and level.is_valid and level.due]
+    if not open_levels:
+        return Capacity(
+            low=0.0, high=None, estimate=None, status="unresolved", holds_at_any_rate=True if lone_verdict == "holds" else None,
+            reason="no level of open load was measured",
+        )  # fmt: skip
+    belief = _belief(levels, config, promise)
+    low, middle, high = (belief.quantile(q) for q in (1 - config.confidence, 0.5, config.confidence))
+    if not broken:
+        top = max(level.rate or 0.0 for level in open_levels)
+        if top >= config.max_rate * 0.999 and _pooled_verdict(open_levels, top, promise) == "holds":
+            return Capacity(
+                low=top, high=None, estimate=None, status="at_least", holds_at_any_rate=True,
+                reason=f"the promise holds at {top:.4g} requests/s, the highest rate allowed",
+            )  # fmt: skip
+        return Capacity(
+            low=low, high=None, estimate=None, status="unresolved", holds_at_any_rate=True if held else None,
+            reason=f"no rate up to {top:.4g} requests/s was seen to break the promise",
+        )  # fmt: skip
+    if not held and not lone_good:
+        return Capacity(
+            low=0.0, high=high, estimate=None, status="unresolved", holds_at_any_rate=None, reason="no rate was seen to keep the promise"
+        )
+    narrow = high - low <= 2 * config.precision * middle
+    return Capacity(
+        low=low if held else 0.0,
+        high=high,
+        estimate=middle if held else None,
+        status="resolved" if narrow and held else "unresolved",
+        holds_at_any_rate=True if held else None,
+        reason=f"{len(open_levels)} levels, {sum(level.due for level in open_levels)} requests"
+        if narrow and held
+        else "the interval is wider than asked" if held else "no rate was seen to keep the promise",
+    )  # fmt: skip
+
+
+def pooled(levels: Sequence[Level]) -> list[tuple[float, int, int]]:
+    """(rate, good, due) in ascending order of rate, levels at one rate merged, shares made non-increasing by pooling neighbours (PAVA)."""
+    merged: dict[float, list[int]] = {}
+    for level in levels:
+        if level.rate is not None and level.is_valid and level.due:
+            counts = merged.setdefault(level.rate, [0, 0])
+            counts[0] += level.good
+            counts[1] += level.due
+    blocks: list[tuple[list[float], int, int]] = []
+    for rate in sorted(merged):
+        blocks.append(([rate], *merged[rate]))
+        while len(blocks) > 1 and blocks[-2][1] * blocks[-1][2] < blocks[-1][1] * blocks[-2][2]:
+            last = blocks.pop()
+            before = blocks.pop()
+            blocks.append((before[0] + last[0], before[1] + last[1], before[2] + last[2]))
+    return [(rate, good, due) for rates, good, due in blocks for rate in rates]
+
+
+def _because(found: Capacity, why: str) -> Capacity:
+    return msgspec.structs.replace(found, reason=f"{found.reason}; {why}")
+
+
+def _held_and_broken(levels: Sequence[Level], promise: Promise) -> tuple[list[float], list[float]]:
+    """Rates whose pooled share of good requests is at least the target, and those where it is below: sides of the bracket, not verdicts."""
+    shares = pooled(levels)
+    return (
+        [rate for rate, good, due in shares if good >= promise.target * due],
+        [rate for rate, good, due in shares if good < promise.target * due],
+    )
+
+
+def _pooled_verdict(levels: Sequence[Level], rate: float, promise: Promise) -> str:
+    good, due = next((good, due) for at, good, due in pooled(levels) if at == rate)
+    return verdict(good, due, promise)
+
+
+def _belief(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> Posterior:
+    seen = [
+        Observation(level.rate, level.good, level.due, level.batches)
+        for level in levels
+        if level.rate is not None and level.is_valid and level.due
+    ]
+    return posterior(seen, config.min_rate, config.max_rate, promise.target)
+
+
+def _next_rate(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> tuple[float, Purpose] | None:
+    """The rate to measure, or None where only an idle server is left to ask."""
+    held, broken = _held_and_broken(levels, promise)
+    first = _first_rate(levels, config)
+    if not held and not broken:
+        return first, "bracket"
+    if not broken:
+        # Faster and faster up: a hint that was far too low costs the logarithm of its error.
+        steps = len(held)
+        return min(config.max_rate, max(held) * min(4.0, 1.5 + 0.5 * (steps - 1))), "bracket"
+    if not held:
+        lowest = min(broken)
+        if lowest <= max(config.min_rate * 1.001, 0.15 * _lone_rate(levels, config)):
+            return None
+        return max(config.min_rate, lowest / min(4.0, 1.5 + 0.5 * (len(broken) - 1))), "bracket"
+    return _belief(levels, config, promise).most_telling_rate(_narrow_seconds(config)), "narrow"
+
+
+def _first_rate(levels: Sequence[Level], config: SearchConfig) -> float:
+    hint = config.start_rate if config.start_rate is not None else config.batching_gain * _lone_rate(levels, config)
+    return min(max(hint, config.min_rate), config.max_rate)
+
+
+def _lone_rate(levels: Sequence[Level], config: SearchConfig) -> float:
+    """Requests per second of one stream at a time; min_rate where no lone request came to an end."""
+    lasted = [level.mean_e2e_seconds for level in levels if level.rate is None and level.is_valid and level.mean_e2e_seconds]
+    return 1.0 / (sum(lasted) / len(lasted)) if lasted else config.min_rate
+
+
+def _more_lone(lone: Sequence[Level], config: SearchConfig, promise: Promise, found: Capacity, left: float) -> Measure | Finished:
+    """Low rates break the promise as well: ask the idle server again, with enough requests to tell."""
+    due = sum(level.due for level in lone)
+    spent = sum(level.duration_seconds for level in lone)
+    if verdict(sum(level.good for level in lone), due, promise) == "holds":
+        return Finished(_because(found, "lone requests keep the promise and the lowest rates tried do not"))
+    wanted = max(config.lone_requests, min(requests_to_hold(promise), 4 * due))
+    seconds = min(left, wanted * spent / max(1, due))
+    if left <= 0 or seconds < spent / max(1, due):
+        return Finished(_because(found, f"the budget of {config.budget_seconds:.0f} s is used up"))
+    return Measure(None, seconds, "lone", wanted)
+
+
+def _narrow_seconds(config: SearchConfig) -> float:
+    return config.level_seconds_max
+
+
+def _duration(rate: float, purpose: Purpose, config: SearchConfig, left_seconds: float) -> float | None:
+    """How long to measure at this rate; None when what is left of the budget does not pay for the shortest level."""
+    wanted = max(config.level_seconds_min, config.level_requests_min / rate)
+    if purpose == "narrow":
+        wanted = config.level_seconds_max
+    wanted = min(wanted, config.level_seconds_max)
+    affordable = left_seconds / (1 + config.overhead)
+    if affordable >= wanted:
+        # A rest that would not pay for another level is better spent on this one.
+        return min(affordable, config.level_seconds_max) if affordable < wanted + config.level_seconds_min else wanted
+    return affordable if affordable >= config.level_seconds_min else None

@@ -1,0 +1,268 @@
+"""crossover models list | make | plan: what there is, putting it into the cache, and what fits in how much memory.
+
+crossover models list
+crossover models make 135m 1b --format Q4_K_M
+crossover models plan 8b --slots 16 --context 4096 --memory 24GiB --vram 16GiB
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from models import hub
+from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.formats import known_formats, weight_bytes
+from models.gguf_header import read_header
+from models.hf_config import read_spec
+from models.ladder import LADDER, OVERHEAD_BYTES, Rung, fits, is_rung, rung
+from models.spec import KV_ELEMENT_BYTES, ModelSpec
+
+LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
+PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="The ladder of models: list, make, plan.")
+
+_CACHE = typer.Option(None, "--cache", help="Where weights live [default: $CROSSOVER_CACHE or ~/.cache/crossover].")
+_NAMES = typer.Argument(None, metavar="[NAME]...", help="Rungs, local folders or hub ids.")
+_PLANNED = typer.Argument(None, metavar="[NAME]...", help="Rungs, GGUF files or folders [default: the whole ladder].")
+_FORMATS = typer.Option(list(PLANNED_FORMATS), "--format", help="May be given several times.")
+_JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
+
+
+class FormatPlan(msgspec.Struct, frozen=True):
+    """What one model takes in one format, in bytes. `fits_vram` is None where no VRAM was given."""
+
+    model: str
+    weight_format: str
+    weight_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+    total_bytes: int
+    memory_bytes: int
+    fits_memory: bool
+    vram_bytes: int | None
+    fits_vram: bool | None
+
+
+@app.command("list")
+def list_models(cache: Path | None = _CACHE, as_json: bool = _JSON) -> None:
+    """Every rung: parameters, file size by format, KV cache per 1,000 tokens, and what is in the cache."""
+    root = hub.cache_dir(cache)
+    rows = [_listed(one, root) for one in LADDER]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"The ladder (cache: {root})", title_justify="left")
+    for heading in ("rung", "also", "parameters", *LISTED_FORMATS, "KV / 1k tokens", "context", "in the cache"):
+        table.add_column(heading, justify="left" if heading in ("rung", "also", "in the cache") else "right")
+    for row in rows:
+        sizes = [size_text(row["weight_bytes"][name]) for name in LISTED_FORMATS]
+        facts = f"{row['parameters']:,}", *sizes, size_text(row["kv_bytes_per_1000_tokens"]), f"{row['context']:,}"
+        table.add_row(row["name"], ", ".join(row["aliases"]), *facts, ", ".join(row["cached"]))
+    Console(width=None if Console().is_terminal else 160).print(table)
+
+
+@app.command("make")
+def make(
+    names: list[str] | None = _NAMES,
+    weight_format: str | None = typer.Option(None, "--format", help="Weight format [default: the backend's]."),
+    backend: str = typer.Option("llama_cpp", "--backend", help="Whose kind of weights: llama_cpp, torch, onnx."),
+    cache: Path | None = _CACHE,
+    everything: bool = typer.Option(False, "--all", help="Every rung that fits in this machine's memory."),
+    exporter: str = typer.Option("genai", "--exporter", help="Who makes ONNX graphs: genai (fused, slot KV), optimum (as on the hub)."),
+    verify: bool = typer.Option(False, "--verify", help="Compare checksums even of files that were checked before."),
+) -> None:
+    """Make weights in the cache, or check those that are there. Synthetic ones that turn out damaged are made again."""
+    kind, chosen = hub.weight_kind(backend, weight_format)
+    root = hub.cache_dir(cache)
+    if exporter != "genai" and kind != "onnx":
+        raise UnsupportedModel(f"--exporter {exporter} is for --backend onnx, not for {backend}")
+    if everything == bool(names):
+        raise UnknownModel("name the models to make, or give --all; not both")
+    wanted = names or [fit.rung.spec.name for fit in fits(memory_bytes(), chosen or LISTED_FORMATS[0]) if fit.fits]
+    resolve = partial(hub.resolve, backend=backend, weight_format=weight_format, cache=root, exporter=exporter)
+    for name in wanted:
+        with _progress_bar(name) as progress:
+            try:
+                found = resolve(name, progress=progress, full_check=verify)
+            except BrokenWeights as problem:
+                if not (is_rung(name) and hub.delete_synthetic(rung(name).spec, kind, chosen, root, exporter)):
+                    raise
+                typer.echo(f"{problem}; making it again", err=True)
+                found = resolve(name, progress=progress)
+        quality = f", KL to the float model {found.quality_kl_nats:.4f} nats" if found.quality_kl_nats is not None else ""
+        what = found.weight_format or "no weights"
+        typer.echo(f"{found.name}: {found.spec.parameters:,} parameters, {what}{quality}, {found.path or '-'}")
+
+
+@app.command("plan")
+def plan(
+    names: list[str] | None = _PLANNED,
+    weight_format: list[str] = _FORMATS,
+    slots: int = typer.Option(16, "--slots", min=1, help="Sequences at once."),
+    context: int = typer.Option(2048, "--context", min=1, help="Most tokens of one sequence."),
+    kv_dtype: str = typer.Option("fp16", "--kv-dtype", help=f"One of {', '.join(KV_ELEMENT_BYTES)}."),
+    memory: str | None = typer.Option(None, "--memory", help="RAM to plan for, such as 24GiB [default: this machine's]."),
+    vram: str | None = typer.Option(None, "--vram", help="VRAM to plan for, such as 16GiB."),
+    as_json: bool = _JSON,
+) -> None:
+    """The memory a model takes: weights + KV cache + overhead, per format, against RAM and VRAM."""
+    ram_bytes = parse_bytes(memory) if memory else memory_bytes()
+    vram_bytes = parse_bytes(vram) if vram else None
+    specs = [_shape(name) for name in names] if names else [one.spec for one in LADDER]
+    formats = [_known(name, known_formats(), "format") for name in weight_format]
+    kv = _known(kv_dtype, list(KV_ELEMENT_BYTES), "KV dtype")
+    for spec in specs:
+        if context > spec.context:
+            raise ModelError(f"--context {context} is more than the {spec.context} tokens that {spec.name} was made for")
+    plans = [plan_memory(spec, name, slots, context, kv, ram_bytes, vram_bytes) for spec in specs for name in formats]
+    if as_json:
+        typer.echo(json.dumps([msgspec.to_builtins(one) for one in plans], indent=2))
+        return
+    for spec in specs:
+        typer.echo(explain(spec, slots, context, kv))
+        for one in (each for each in plans if each.model == spec.name):
+            typer.echo("  " + sentence(one))
+
+
+def plan_memory(
+    spec: ModelSpec, weight_format: str, slots: int, context: int, kv_dtype: str, ram_bytes: int, vram_bytes: int | None
+) -> FormatPlan:
+    """weights + slots x context x KV bytes a token + overhead, against the memory there is."""
+    weights, kv = weight_bytes(spec, weight_format), slots * context * spec.kv_bytes_per_token(kv_dtype)
+    total = weights + kv + OVERHEAD_BYTES
+    return FormatPlan(
+        model=spec.name, weight_format=weight_format, weight_bytes=weights, kv_bytes=kv, overhead_bytes=OVERHEAD_BYTES, total_bytes=total,
+        memory_bytes=ram_bytes, fits_memory=total <= ram_bytes, vram_bytes=vram_bytes,
+        fits_vram=total <= vram_bytes if vram_bytes is not None else None,
+    )  # fmt: skip
+
+
+def explain(spec: ModelSpec, slots: int, context: int, kv_dtype: str) -> str:
+    """The KV formula in words, with this model's numbers."""
+    per_token = spec.kv_bytes_per_token(kv_dtype)
+    return (
+        f"{spec.name}: {spec.parameters:,} parameters; KV cache = {slots} slots x {context:,} tokens x {per_token:,} bytes a token "
+        f"({spec.layers} layers x 2 for key and value x {spec.kv_heads} heads x {spec.head_dim} x {KV_ELEMENT_BYTES[kv_dtype]:g} bytes) "
+        f"= {size_text(slots * context * per_token)}"
+    )
+
+
+def sentence(one: FormatPlan) -> str:
+    """One line: the sum, and whether it fits."""
+    verdicts = [f"{'fits' if one.fits_memory else 'does not fit'} in {size_text(one.memory_bytes)} of RAM"]
+    if one.vram_bytes is not None:
+        verdicts.append(f"{'fits' if one.fits_vram else 'does not fit'} in {size_text(one.vram_bytes)} of VRAM")
+    return (
+        f"{one.weight_format:7} weights {size_text(one.weight_bytes)} + KV {size_text(one.kv_bytes)} + overhead "
+        f"{size_text(one.overhead_bytes)} = {size_text(one.total_bytes)}: {', '.join(verdicts)}"
+    )
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes for people: 73.4 MiB, 1.21 GiB."""
+    value, unit = float(size_bytes), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, bigger
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """24GiB, 24G (the same), 24GB (decimal), or a plain number of bytes. Raises ModelError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B|)|B|)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ModelError(f"{text!r} is no size; write it like 24GiB, 24GB or 25769803776")
+    letter, suffix = (match[2] or "").upper(), (match[3] or "").lower()
+    base = 1000 if suffix == "b" else 1024
+    return int(float(match[1]) * base ** " KMGT".index(letter or " "))
+
+
+def memory_bytes() -> int:
+    """This machine's RAM, or the limit of the control group (container) that this process runs in, where that is lower."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def cached_formats(spec: ModelSpec, root: Path) -> list[str]:
+    """The formats of a rung that are finished in the cache."""
+    found = []
+    for kind, formats in hub.FORMATS.items():
+        for name in formats:
+            path = hub.synthetic_path(spec, kind, name, root)
+            if path.is_dir() or (path.is_file() and path.with_name(path.name + ".crossover.json").is_file()):
+                found.append(name if kind != "onnx" else f"onnx-{name}")
+    return found
+
+
+def _listed(one: Rung, root: Path) -> dict[str, Any]:
+    spec = one.spec
+    return {
+        "name": spec.name,
+        "aliases": list(one.aliases),
+        "parameters": spec.parameters,
+        "family": spec.family,
+        "context": spec.context,
+        "weight_bytes": {name: weight_bytes(spec, name) for name in LISTED_FORMATS},
+        "kv_bytes_per_1000_tokens": 1000 * spec.kv_bytes_per_token(),
+        "cached": cached_formats(spec, root),
+        "source": one.source,
+    }
+
+
+def _shape(name: str) -> ModelSpec:
+    """The shape of a rung, a GGUF file or a folder, without making or loading anything."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return read_header(path).spec(path.stem)
+    return read_spec(path, path.name) if path.is_dir() else rung(name).spec
+
+
+def _known(name: str, choices: list[str], what: str) -> str:
+    found = name if name in choices else next((choice for choice in choices if choice.lower() == name.lower()), None)
+    if found is not None:
+        return found
+    raise ModelError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
+
+
+@contextmanager
+def _progress_bar(name: str) -> Iterator[Any]:
+    """On the error stream: a bar with what is being done, how far, how long still; a line for each thing where it is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        said = ""
+
+        def say(what: str, fraction: float | None) -> None:
+            nonlocal said
+            if what != said:
+                console.print(f"{name}: {what}", highlight=False)
+                said = what
+
+        yield say
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+
+        def progress(what: str, fraction: float | None) -> None:
+            bar.update(task, description=f"{name}: {what}", completed=fraction or 0.0, total=1.0 if fraction is not None else None)
+
+        yield progress

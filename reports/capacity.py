@@ -1,0 +1,272 @@
+"""A run folder -> what it says: per cell its levels (a Summary each), its capacity with interval, its memory.
+
+    run = read_run(Path("runs/2026-05-28-demo"))
+    run.cells[0].capacity.low, run.cells[0].levels[0].summary.ttft.p50
+
+Everything is computed from requests.jsonl, samples.jsonl and the levels' starts in events.jsonl. What the runner or its search concluded on the way is
+not read: two computations that agree are worth more than one that is copied. Another promise than the run's own may be asked for: one
+measured level serves every promise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.errors import BadRunFolder
+from loadtests.records import Event, RequestRecord, ResourceSample, RunManifest
+from loadtests.slo import PROMISES, Promise
+from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
+from loadtests.summary import Window, summarise
+from loadtests.timings import is_good, itl_seconds, outcome, tpot_seconds, ttft_seconds
+from models.errors import UnknownModel
+from models.formats import weight_bytes
+from models.ladder import OVERHEAD_BYTES, rung
+from models.spec import ModelSpec
+from reports.errors import BadRun
+from reports.numbers import CapacityNumbers, CellNumbers, LevelNumbers, MemoryNumbers, RunNumbers
+
+
+class RunRecords(msgspec.Struct, frozen=True):
+    """A run folder as read; `dropped_bytes` are of cut-off last lines."""
+
+    folder: Path
+    manifest: RunManifest
+    requests: list[RequestRecord]
+    samples: list[ResourceSample]
+    events: list[Event]
+    dropped_bytes: dict[str, int]
+
+
+def read_records(folder: Path) -> RunRecords:
+    """All of a run folder. Raises BadRun where it is none, or where nothing was begun in it."""
+    try:
+        manifest = read_manifest(folder)
+        requests, samples, events = read_requests(folder), read_samples(folder), read_events(folder)
+    except BadRunFolder as problem:
+        raise BadRun(str(problem)) from problem
+    if not events.records:
+        raise BadRun(f"{folder} holds a run in which nothing was begun: {folder / 'events.jsonl'} is empty or missing")
+    dropped = {name: read.dropped_bytes for name, read in (("requests.jsonl", requests), ("samples.jsonl", samples), ("events.jsonl", events)) if read.dropped_bytes}
+    return RunRecords(folder, manifest, requests.records, samples.records, events.records, dropped)
+
+
+def read_run(folder: Path, promise: Promise | None = None) -> RunNumbers:
+    """The numbers of one run, under its own promise or under another."""
+    from reports.doubts import run_doubts
+
+    run = read_records(folder)
+    asked = promise or promise_of(run.manifest)
+    cells = tuple(sorted(numbers_of_cells(run, asked), key=lambda cell: (cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend)))
+    counted = [level for cell in cells for level in cell.levels]
+    stamps = [event.unix_seconds for event in run.events]
+    numbers = RunNumbers(
+        manifest=run.manifest,
+        folder=str(folder),
+        promise=asked,
+        cells=cells,
+        requests=len(run.requests),
+        requests_counted=sum(level.summary.due for level in counted),
+        measured_seconds=max(stamps) - min(stamps) if stamps else None,
+    )
+    return msgspec.structs.replace(numbers, doubts=run_doubts(run, numbers))
+
+
+def promise_of(manifest: RunManifest) -> Promise:
+    """The promise of the campaign: a table, or the name of a preset with an optional `target`. Raises BadRun where there is none."""
+    found = manifest.campaign.get("promise")
+    if isinstance(found, list) and found:
+        found = found[0]
+    try:
+        if isinstance(found, str):
+            base = PROMISES[found]
+            changes = {key: manifest.campaign[key] for key in ("target", "confidence") if manifest.campaign.get(key) is not None}
+            return msgspec.structs.replace(base, **changes)
+        return msgspec.convert(found, Promise)
+    except (KeyError, msgspec.ValidationError) as problem:
+        raise BadRun(f"the campaign of run {manifest.run_id} has no promise that can be read: promise = {found!r} ({problem})") from problem
+
+
+def numbers_of_cells(run: RunRecords, promise: Promise) -> Iterable[CellNumbers]:
+    """Every cell of the manifest, begun or not, in its order."""
+    requests: dict[str, list[RequestRecord]] = defaultdict(list)
+    samples: dict[str, list[ResourceSample]] = defaultdict(list)
+    for record in run.requests:
+        requests[record.level].append(record)
+    for sample in run.samples:
+        samples[sample.cell].append(sample)
+    starts, ends = started_levels(run.events), completed_levels(run.events)
+    for cell in run.manifest.cells:
+        key = str(cell.get("key"))
+        own = [event for event in run.events if event.cell == key]
+        levels = tuple(
+            level_numbers(starts[name], requests[name], [s for s in samples[key] if s.level == name], promise)
+            for name in ends
+            if name in starts and starts[name].cell == key
+        )
+        yield cell_numbers(run.manifest.run_id, cell, own, levels, samples[key])
+
+
+def level_numbers(start: Event, records: Sequence[RequestRecord], samples: Sequence[ResourceSample], promise: Promise) -> LevelNumbers:
+    """One finished level. `records` are all of the level's, `samples` all that were taken during it."""
+    said = msgspec.convert(start.detail, LevelStarted)
+    window = Window(said.warmup_seconds, said.warmup_seconds + said.window_seconds)
+    inside = sorted((r for r in records if window.start_seconds <= r.due_seconds < window.end_seconds), key=lambda r: (r.due_seconds, r.index))
+    return LevelNumbers(
+        cell=start.cell or "",
+        level=start.level or "",
+        purpose=said.purpose,
+        rate_per_second=said.rate_per_second,
+        concurrency=said.concurrency,
+        attempt=said.attempt,
+        seed=said.seed,
+        started_unix_seconds=said.started_unix_seconds,
+        summary=summarise(
+            records,
+            samples,
+            window,
+            promise,
+            rate=said.rate_per_second,
+            started_unix_seconds=said.started_unix_seconds,
+            client_processes=max(1, len({r.worker for r in records if r.worker is not None})),
+        ),
+        answers=tuple(_answer(record) for record in inside),
+    )
+
+
+def _answer(record: RequestRecord) -> tuple[float | None, float | None]:
+    """(TTFT, TPOT) as `is_good` sees them: chunks stand for tokens where the server did not count."""
+    if outcome(record) != "ok":
+        return None, None
+    tpot = tpot_seconds(record)
+    if tpot is None and record.output_tokens is None and len(record.content_seconds) > 1:
+        gaps = itl_seconds(record)
+        tpot = sum(gaps) / len(gaps)
+    return ttft_seconds(record), tpot
+
+
+def cell_numbers(
+    run_id: str, cell: Mapping[str, Any], events: Sequence[Event], levels: tuple[LevelNumbers, ...], samples: Sequence[ResourceSample]
+) -> CellNumbers:
+    """One cell from its entry in the manifest, its events, its finished levels and its samples."""
+    kinds = [event.kind for event in events]
+    ready = next((event.detail for event in reversed(events) if event.kind == "cell_ready"), {})
+    info: Mapping[str, Any] = ready.get("info") or {}
+    model = str(cell.get("model", "unknown"))
+    spec = _spec(model)
+    weight_format = str(info.get("weight_format") or cell.get("weight_format") or cell.get("format") or "")
+    slots = info.get("slots", cell.get("slots"))
+    context = info.get("context_tokens", cell.get("context_tokens", cell.get("context")))
+    kv_tokens = info.get("kv_tokens", cell.get("kv_tokens"))
+    if kv_tokens is None and slots and context:
+        kv_tokens = slots * context
+    kv_dtype = str(cell.get("kv_dtype") or "fp16")
+    if "cell_skipped" in kinds:
+        state, reason = "skipped", str(next(event.detail.get("reason", "") for event in reversed(events) if event.kind == "cell_skipped"))
+    elif not events:
+        state, reason = "not_started", "the campaign ended before it"
+    elif not levels:
+        state, reason = "unfinished", _why_unfinished(events)
+    else:
+        state, reason = "measured", "" if "cell_finished" in kinds else "the cell was not finished: " + _why_unfinished(events)
+    return CellNumbers(
+        key=str(cell.get("key")),
+        run_id=run_id,
+        model=model,
+        spec=spec,
+        weight_format=weight_format,
+        backend=str(info.get("name") or cell.get("backend") or ""),
+        device=str(info.get("device") or cell.get("device") or "cpu"),
+        slots=slots,
+        context_tokens=context,
+        kv_tokens=kv_tokens,
+        kv_dtype=kv_dtype,
+        state=state,  # type: ignore[arg-type]
+        reason=reason,
+        levels=levels,
+        capacity=capacity_of(levels),
+        memory=_memory(spec, weight_format, kv_tokens, kv_dtype, ready, samples),
+        random_weights=_random_weights(cell, ready),
+        load_seconds=ready.get("load_seconds"),
+    )
+
+
+def capacity_of(levels: Sequence[LevelNumbers]) -> CapacityNumbers:
+    """The capacity that these levels show. Levels that are not valid (Summary.is_valid) do not count.
+
+    `low` is the highest rate that holds below every rate that fails; `high` the lowest rate that fails. Between the two the best guess is where
+    the share of good requests, straight against the logarithm of the rate, meets the target; the middle (geometric) where it does not.
+    """
+    counting = [level for level in levels if level.summary.is_valid]
+    alone = [level for level in counting if level.is_lone]
+    loaded = [level for level in counting if level.rate_per_second]
+    if not counting:
+        return CapacityNumbers("not_measured", reason="no level was measured to its end" if not levels else "no level is valid")
+    if alone and alone[-1].verdict == "fails" and not any(level.verdict == "holds" for level in loaded):
+        return CapacityNumbers("none", reason="a lone request breaks the promise")
+    failing = [level.rate_per_second for level in loaded if level.verdict == "fails" and level.rate_per_second]
+    high = min(failing, default=None)
+    holding = [level.rate_per_second for level in loaded if level.verdict == "holds" and level.rate_per_second and (high is None or level.rate_per_second < high)]
+    low = max(holding, default=None)
+    if low is None and high is None:
+        return CapacityNumbers("unresolved", reason="no level was long enough to say" if loaded else "no rate was tried")
+    if high is None:
+        return CapacityNumbers("at_least", low=low, reason="no rate that was tried is too much")
+    if low is None:
+        return CapacityNumbers("unresolved", high=high, reason="the lowest rate that was tried is too much")
+    return CapacityNumbers("interval", low=low, estimate=math.sqrt(low * high), high=high)
+
+
+def _spec(model: str) -> ModelSpec | None:
+    try:
+        return rung(model).spec
+    except UnknownModel:
+        return None
+
+
+def _why_unfinished(events: Sequence[Event]) -> str:
+    told = [event for event in events if event.detail.get("reason")]
+    return str(told[-1].detail["reason"]) if told else "the run ended, or was interrupted, within it"
+
+
+def _memory(
+    spec: ModelSpec | None, weight_format: str, kv_tokens: int | None, kv_dtype: str, ready: Mapping[str, Any], samples: Sequence[ResourceSample]
+) -> MemoryNumbers:
+    predicted = predicted_memory(spec, weight_format, kv_tokens, kv_dtype)
+    info: Mapping[str, Any] = ready.get("info") or {}
+    measured: Mapping[str, Any] = info.get("measured") or {}
+    peaks = [sample.engine.rss_bytes for sample in samples if sample.engine is not None and sample.engine.rss_bytes is not None]
+    return msgspec.structs.replace(
+        predicted,
+        measured_peak_bytes=max(peaks, default=None),
+        measured_weight_bytes=measured.get("weight_bytes"),
+        measured_kv_bytes=measured.get("kv_bytes"),
+    )
+
+
+def predicted_memory(spec: ModelSpec | None, weight_format: str, kv_tokens: int | None, kv_dtype: str) -> MemoryNumbers:
+    """What arithmetic says: weights as the format stores them, KV for all tokens, a process around them. All None for a model of unknown shape."""
+    if spec is None or kv_tokens is None:
+        return MemoryNumbers()
+    try:
+        weights = weight_bytes(spec, weight_format)
+        kv = kv_tokens * spec.kv_bytes_per_token(kv_dtype)
+    except KeyError:
+        return MemoryNumbers()
+    return MemoryNumbers(weight_bytes=weights, kv_bytes=kv, overhead_bytes=OVERHEAD_BYTES)
+
+
+def _random_weights(cell: Mapping[str, Any], ready: Mapping[str, Any]) -> bool | None:
+    """Whether the weights were made up: as the cell or the engine says; None where neither does."""
+    for told in (cell.get("synthetic"), ready.get("synthetic")):
+        if isinstance(told, bool):
+            return told
+    return None
+
+
+__all__ = ["RunRecords", "capacity_of", "cell_numbers", "is_good", "level_numbers", "predicted_memory", "promise_of", "read_records", "read_run"]

@@ -1,0 +1,208 @@
+"""Prometheus metrics of the endpoint: vLLM's meanings, names with the prefix `crossover_`.
+
+    metrics = Metrics("smollm2-135m", supervisor)
+    metrics.ttft.observe(0.12)
+    text = metrics.exposition()
+
+| crossover_...                          | what is measured, in seconds unless said                                                     |
+|----------------------------------------|----------------------------------------------------------------------------------------------|
+| time_to_first_token_seconds            | the request's head arrived -> its first token is here (an answer that is not streamed too)   |
+| inter_token_latency_seconds            | gap between two deltas of one sequence, as it was (a 2 s stall is one gap of 2 s)            |
+| request_time_per_output_token_seconds  | of one sequence: (last - first token) / (tokens - tokens of the first delta)                 |
+| e2e_request_latency_seconds            | the request's head arrived -> the sequence's last token                                      |
+| request_queue_time_seconds             | arrival in the engine -> first scheduled                                                     |
+| request_prefill_time_seconds           | first scheduled -> first token                                                               |
+| request_decode_time_seconds            | first token -> last token                                                                    |
+
+Histograms are plain lists, filled by one thread (the event loop) and read at a scrape: an observation costs a bisection and no lock,
+since there is one for each token. All times are the API process's; what the engine's clock measured (queue, prefill) comes with the first delta.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from serving.backends.base import EngineConfig
+from serving.messages import Ready, StepStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PREFIX = "crossover_"
+STATES = ("loading", "ready", "restarting", "failed", "draining", "stopped")
+
+# vLLM's buckets, with finer ones below for small models and coarser ones above for CPUs.
+TTFT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
+COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Served(Protocol):
+    """What a scrape reads from the supervisor."""
+
+    state: str
+    stats: StepStats | None
+    restarts: int
+    fallbacks: int
+
+    @property
+    def ready(self) -> Ready | None: ...
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+
+class Histogram:
+    """Counts in buckets, and their sum. For one thread."""
+
+    __slots__ = ("name", "help", "bounds", "counts", "sum")
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        self.name, self.help, self.bounds = PREFIX + name, help, tuple(float(bound) for bound in bounds)
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above every bound
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(self.name, self.help, labels=list(labels))
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip([*map(repr, self.bounds), "+Inf"], self.counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric(list(labels.values()), buckets, self.sum)
+        return family
+
+
+class Metrics(Collector):
+    """All of one app's metrics. The event loop fills it, a scrape reads it."""
+
+    def __init__(self, model: str, served: Served) -> None:
+        self._labels = {"model_name": model}
+        self._served = served
+        self.ttft = Histogram("time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS)
+        self.inter_token = Histogram("inter_token_latency_seconds", "Gap between two deltas of one sequence", TOKEN_BUCKETS)
+        self.per_token = Histogram("request_time_per_output_token_seconds", "Mean time per output token of one sequence", TOKEN_BUCKETS)
+        self.e2e = Histogram("e2e_request_latency_seconds", "From the request's arrival to its last token", REQUEST_BUCKETS)
+        self.queue = Histogram("request_queue_time_seconds", "From arrival in the engine to the first step", REQUEST_BUCKETS)
+        self.prefill = Histogram("request_prefill_time_seconds", "From the first step to the first token", REQUEST_BUCKETS)
+        self.decode = Histogram("request_decode_time_seconds", "From the first token to the last", REQUEST_BUCKETS)
+        self.prompt_lengths = Histogram("request_prompt_tokens", "Prompt tokens of one sequence", COUNT_BUCKETS)
+        self.output_lengths = Histogram("request_generation_tokens", "Output tokens of one sequence", COUNT_BUCKETS)
+        self.step = Histogram("step_seconds", "One scheduler step of the engine", STEP_BUCKETS)
+        self.step_backend = Histogram("step_backend_seconds", "The backend's share of one step", STEP_BUCKETS)
+        self.step_tokens = Histogram("iteration_tokens", "Tokens of one step, prompt and output", COUNT_BUCKETS)
+        self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
+        self.finished: Counter[str] = Counter()  # stop, length, cancelled, deadline, error
+        self.rejected: Counter[str] = Counter()  # an error code
+        self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)
+        self.open_requests = 0
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)  # this process's CPU, memory and file descriptors
+
+    @property
+    def _histograms(self) -> tuple[Histogram, ...]:
+        return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
+
+    def stepped(self, stats: StepStats) -> None:
+        """The engine finished one step."""
+        if stats.step_seconds > 0:
+            self.step.observe(stats.step_seconds)
+            self.step_backend.observe(stats.backend_seconds)
+            self.step_tokens.observe(stats.decode_rows + stats.prefill_tokens)
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        for histogram in self._histograms:
+            yield histogram.family(self._labels)
+        yield from self._counters()
+        yield from self._engine()
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, value, text in (
+            ("prompt_tokens", self.prompt_tokens, "Prompt tokens of sequences that got a token"),
+            ("generation_tokens", self.generation_tokens, "Output tokens"),
+            ("prompt_tokens_cached", self.cached_tokens, "Prompt tokens taken from an earlier sequence's KV"),
+            ("engine_restarts", self._served.restarts, "Times the engine was started again in the same place"),
+            ("engine_fallbacks", self._served.fallbacks, "Times another engine took over"),
+        ):
+            yield self._one(CounterMetricFamily, name, value, text)
+        for name, label, counts, text in (
+            ("request_success", "finished_reason", _only(self.finished, ("stop", "length")), "Sequences that ended as they should"),
+            ("request_failure", "finished_reason", _only(self.finished, ("cancelled", "deadline", "error")), "Sequences that did not"),
+            ("request_rejected", "reason", dict(self.rejected), "Requests answered with an error, by its code"),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=[*self._labels, label])
+            for key, value in counts.items():
+                family.add_metric([*self._labels.values(), key], value)
+            yield family
+        responses = CounterMetricFamily(PREFIX + "http_responses", "Answers by route and status", labels=["route", "status"])
+        for (route, status), value in self.responses.items():
+            responses.add_metric([route, str(status)], value)
+        yield responses
+        yield self._one(GaugeMetricFamily, "http_requests_open", self.open_requests, "Requests that are being answered")
+
+    def _engine(self) -> Iterator[Metric]:
+        served = self._served
+        stats, ready = served.stats, served.ready
+        running, waiting, preempted = (stats.running, stats.waiting, stats.preemptions) if stats else (0, 0, 0)
+        yield self._one(GaugeMetricFamily, "num_requests_running", running, "Sequences in the engine's batch")
+        yield self._one(GaugeMetricFamily, "num_requests_waiting", waiting, "Sequences waiting for a slot")
+        yield self._one(CounterMetricFamily, "num_preemptions", preempted, "Sequences sent back to the queue; starts anew with the engine")
+        states = GaugeMetricFamily(PREFIX + "engine_state", "1 for the state the engine is in", labels=[*self._labels, "state"])
+        for state in STATES:
+            states.add_metric([*self._labels.values(), state], float(served.state == state))
+        yield states
+        config = served.config
+        info = InfoMetricFamily(PREFIX + "engine", "What serves, or is about to", labels=list(self._labels))
+        about = {"backend": config.backend, "device": config.device, "weight_format": config.weight_format}
+        if ready is not None:
+            about |= {"weight_format": ready.info.weight_format, "device_name": ready.info.device_name}
+        info.add_metric(list(self._labels.values()), about)
+        yield info
+        if ready is None:
+            return  # what is not known is not there: 0 would be a lie
+        used = stats.kv_used_tokens if stats else 0
+        yield self._one(
+            GaugeMetricFamily, "kv_cache_usage_perc", used / max(1, ready.info.kv_tokens), "Share of the KV cache in use, 0 to 1"
+        )
+        yield self._one(GaugeMetricFamily, "kv_cache_tokens", ready.info.kv_tokens, "Tokens that the KV cache holds")
+        yield self._one(GaugeMetricFamily, "engine_slots", ready.info.slots, "Sequences that run at once")
+        yield self._one(GaugeMetricFamily, "engine_load_seconds", ready.load_seconds, "Time of the last load")
+        memory = GaugeMetricFamily(PREFIX + "engine_memory_bytes", "Where memory goes", labels=[*self._labels, "part", "said"])
+        for said, parts in (("predicted", ready.info.predicted), ("measured", ready.info.measured)):
+            for part in ("weight", "kv", "compute"):
+                size = getattr(parts, f"{part}_bytes", None)
+                if size is not None:
+                    memory.add_metric([*self._labels.values(), part, said], size)
+        memory.add_metric([*self._labels.values(), "rss_when_loaded", "measured"], ready.rss_bytes)
+        memory.add_metric([*self._labels.values(), "peak_rss_when_loaded", "measured"], ready.peak_rss_bytes)
+        yield memory
+
+    def _one(self, kind: Any, name: str, value: float, text: str) -> Metric:
+        family: Metric = kind(PREFIX + name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)  # type: ignore[attr-defined]
+        return family
+
+
+def _only(counts: Counter[str], keys: Sequence[str]) -> dict[str, int]:
+    return {key: counts[key] for key in keys}
