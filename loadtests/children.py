@@ -71,9 +71,11 @@ def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:
 class Child:
     """One running program. Leaving the `with` block ends it and everything that it started."""
 
-    def __init__(self, command: list[str], *, cores: tuple[int, ...] = (), log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: list[str], *, cores: tuple[int, ...] = (), log: Path, environment: dict[str, str] | None = None, urgent: bool = False
+    ) -> None:
         self.log = log
-        tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), ",".join(map(str, cores)) or "-"]
+        tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), ",".join(map(str, cores)) or "-", "1" if urgent else "0"]
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [*tether, *command],

@@ -23,3 +23,11 @@ class ServerFailed(LoadError):
 
 class LevelFailed(LoadError):
     """A level of load could not be measured: the load generator ended early or lost requests."""
+
+
+class LevelInterrupted(LevelFailed):
+    """Something happened within the level that makes its records those of no one thing; measuring again may do."""
+
+
+class Incomplete(LoadError):
+    """The run ended before all cells were measured; what there is is good, and `crossover campaign resume` goes on."""

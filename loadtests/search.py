@@ -41,7 +41,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lone_requests: int = 5
     lone_seconds: float = 60.0  # after this no further lone request is begun
     batching_gain: float = 2.0  # first guess without a prediction: this many times what one stream at a time would do
-    confidence: float = 0.95  # of each side of the interval
+    confidence: float = 0.975  # of each side of the interval
     overhead: float = 0.25  # warm-up and draining of a level, as a share of its duration, for the budget
 
     def __post_init__(self) -> None:
@@ -51,8 +51,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if self.max_rate <= self.min_rate:
             raise ValueError(f"max_rate must be above min_rate = {self.min_rate}, got {self.max_rate}")
         if self.level_seconds_max < self.level_seconds_min:
-            raise ValueError(f"level_seconds_max must be at least level_seconds_min = {self.level_seconds_min}, got
-            {self.level_seconds_max}")
+            raise ValueError(f"level_seconds_max must be at least {self.level_seconds_min}, the minimum, got {self.level_seconds_max}")
         if self.start_rate is not None and not self.start_rate > 0:
             raise ValueError(f"start_rate must be above 0, got {self.start_rate}")
         if self.level_requests_min < 1 or self.lone_requests < 1:
@@ -77,6 +76,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     good: int
     duration_seconds: float
     batches: tuple[tuple[int, int], ...] = ()
+    runs: tuple[int, ...] = ()
     mean_e2e_seconds: float | None = None
     is_valid: bool = True
 
@@ -225,7 +225,7 @@ def _pooled_verdict(levels: Sequence[Level], rate: float, promise: Promise) -> s
 
 def _belief(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> Posterior:
     seen = [
-        Observation(level.rate, level.good, level.due, level.batches)
+        Observation(level.due / level.duration_seconds, level.good, level.due, level.runs)
         for level in levels
         if level.rate is not None and level.is_valid and level.due
     ]

@@ -26,7 +26,7 @@ from models.errors import BadChat
 
 MAX_TEMPLATE = 1 << 20  # characters; the largest published templates have about 20,000
 MAX_TEXT = 64 << 20  # characters of any string made while rendering
-TICKS = 2_000_000  # loop rounds and macro calls of one rendering
+TICKS = 200_000  # loop rounds and calls of one rendering, a second or two; a chat of a thousand messages takes a few thousand
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -106,6 +106,11 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(obj, str) and attr in _REFUSED_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        if super().wrap_str_format(value) is not None:  # the sandbox hands out its own str.format before it asks is_safe_attribute
+            raise BadChat("it calls str.format, which is refused")
+        return None
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         texts = isinstance(left, str | list | tuple), isinstance(right, str | list | tuple)

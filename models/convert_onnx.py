@@ -294,7 +294,6 @@ def _child(arguments: list[str], what: str) -> None:
 
 def _collect(source: Path, made: Path, done: Path, config: dict[str, Any]) -> None:
     """Graph, config and the source's own tokenizer into `done`; the stand-in tokenizer stays behind."""
-    done.mkdir()
     for file in sorted(made.iterdir()):
         if file.name.startswith("model.onnx") or file.name == "genai_config.json":
             shutil.move(str(file), done / file.name)

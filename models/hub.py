@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from models.aside import run_aside
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, weight_bytes
 from models.gguf_header import read_header
@@ -103,7 +104,9 @@ def resolve(
     """Find or make what `backend` needs to serve `name`.
 
     `full_check` compares checksums even of files that were checked before. `allow_paths=False` refuses local paths: for names that come
-    from outside. `exporter`: genai or optimum, for the ONNX graphs that are made here. Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small.
+    from outside. `exporter`: genai or optimum, for the ONNX graphs that are made here.
+
+    Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small.
     """
     kind, chosen = weight_kind(backend, weight_format)
     root = cache_dir(cache)
@@ -285,10 +288,9 @@ def _converted_gguf(
 ) -> float | None:
     manifest = read_manifest(out) if out.is_file() else None
     if manifest is None:
-        from models.convert import make_gguf  # loads the reference model: only when something is converted
-
         _check_disk(out, weight_bytes(spec, "F16") + weight_bytes(spec, weight_format))
-        manifest = make_gguf(folder, out, weight_format, spec=spec, progress=progress)
+        converted: Manifest = run_aside("models.convert:make_gguf", progress, folder, out, weight_format, spec=spec)
+        manifest = converted
     verify(out, manifest, full=full_check, progress=progress)
     return manifest.quality_kl_nats
 
@@ -305,10 +307,8 @@ def _onnx_folder(
     """Make the ONNX folder `out` from the folder that `source()` gives, where it is not there yet; returns its quality figure."""
     manifest = read_manifest(out) if out.is_dir() else None
     if manifest is None or manifest.spec != spec:
-        from models.convert_onnx import make_onnx  # needs onnxruntime, transformers, torch: only when something is converted
-
         _check_disk(out, 2 * weight_bytes(spec, "fp32"))
-        make_onnx(source(), out, precision, spec=spec, exporter=exporter, progress=progress)
+        run_aside("models.convert_onnx:make_onnx", progress, source(), out, precision, spec=spec, exporter=exporter)
         manifest = read_manifest(out)
         assert manifest is not None
     verify(out, manifest, full=full_check, progress=progress)

@@ -16,11 +16,12 @@ _FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 class Stored(NamedTuple):
-    """One tensor: the file that holds it, its type by safetensors' name, its shape."""
+    """One tensor: the file that holds it, its type by safetensors' name, its shape, the byte of the file where it begins."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
@@ -30,8 +31,9 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
         raise UnsupportedModel(f"{str(folder)!r} holds no *.safetensors; other kinds of weights (.bin, .pt) can run code and are not read")
     out: dict[str, Stored] = {}
     for file in files:
-        for name, entry in _header(file).items():
-            out[name] = Stored(file.name, entry["dtype"], tuple(entry["shape"]))
+        begin, header = _header(file)
+        for name, entry in header.items():
+            out[name] = Stored(file.name, entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0])
     return out
 
 
@@ -56,7 +58,8 @@ def check_tensors(folder: Path, spec: ModelSpec) -> str:
     return _FORMATS[most]
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data begins, and the checked header."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -75,5 +78,4 @@ def _header(file: Path) -> dict[str, Any]:
             raise BrokenWeights(f"{str(file)!r} has a damaged header: {type(problem).__name__}: {problem}") from problem
     if 8 + length + end != size:
         raise BrokenWeights(f"{str(file)!r} is cut off or padded: {size} bytes, its header says {8 + length + end}")
-    found: dict[str, Any] = header
-    return found
+    return 8 + length, header

@@ -28,6 +28,7 @@ BITS_PER_WEIGHT: dict[str, float] = {
     "Q6_K": 6.5625,
     "Q5_K": 5.5,
     "Q4_K": 4.5,
+    "Q4_K_M": 4.89,  # a mixture: as an 8B model has it; models.formats.weight_bytes is exact
     "Q4_1": 5.0,
     "Q4_0": 4.5,
     "int8": 9.0,

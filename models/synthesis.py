@@ -11,9 +11,9 @@ deviation near 3, like a trained model's; the HF folder takes transformers' `ini
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,8 @@ import numpy.typing as npt
 from models.blocks import Weights, to_bf16
 from models.chat import CHATML
 from models.errors import UnsupportedModel
-from models.formats import BLOCKS, GGUF_FORMATS, GgufTensor, gguf_tensors
+from models.formats import BLOCKS, GGUF_FORMATS, GgufTensor
+from models.gguf_write import Vocabulary, write_file
 from models.manifest import FileFacts, HashedFile, Manifest, Progress, atomic_file, atomic_folder, file_facts, manifest_path, write_manifest
 from models.spec import ModelSpec, RopeScaling, TensorShape
 from models.tokenizer import shipped, shipped_mark, tokenizer_config
@@ -35,12 +36,12 @@ GENERATOR = f"synthesis 1, tokenizer {shipped_mark()}"
 SHARD_BYTES = 2 << 30
 LOGIT_SPREAD = 3.0
 
-# transformers' model_type -> architecture name in GGUF, class name in config.json. GGUF knows Mistral as llama.
-FAMILIES: dict[str, tuple[str, str]] = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "mistral": ("llama", "MistralForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+# transformers' model_type -> its class name in config.json.
+FAMILIES: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 # Name of a dtype: ggml's name, safetensors' name, torch's name.
 DTYPES: dict[str, tuple[str, str, str]] = {
@@ -60,25 +61,12 @@ def write_gguf(spec: ModelSpec, path: Path, weight_format: str = "Q4_0", seed: i
     _check(spec)
     if weight_format not in GGUF_FORMATS:
         raise UnsupportedModel(f"unknown GGUF format {weight_format!r}; known: {', '.join(GGUF_FORMATS)}")
-    tensors = gguf_tensors(spec, weight_format)
-    weights = Weights(seed, max(tensor.elements for tensor in tensors))
+    weights = Weights(seed, _largest(spec))
     manifest_path(path).unlink(missing_ok=True)
     with atomic_file(path) as temporary:
-        header = _gguf_header(spec, weight_format, tensors, temporary)
-        out = HashedFile(temporary)
-        try:
-            out.write(header)
-            total = len(header) + sum(_padded(tensor.bytes) for tensor in tensors)
-            for tensor in tensors:
-                for chunk in _gguf_data(spec, tensor, weights):
-                    out.write(chunk)
-                out.write(bytes(_padded(tensor.bytes) - tensor.bytes))
-                if progress:
-                    progress(f"writing {path.name}", out.bytes / total)
-        except BaseException:
-            out.abandon()
-            raise
-        facts = out.close()
+        data = partial(_gguf_data, spec, weights)
+        label = f"writing {path.name}"
+        facts = write_file(spec, weight_format, shipped_vocabulary(spec.vocabulary), temporary, data, progress, label)
     manifest = Manifest("gguf", spec, weight_format, "synthetic", {path.name: facts}, GENERATOR, seed)
     write_manifest(path, manifest)
     return manifest
@@ -130,7 +118,7 @@ def hf_config(spec: ModelSpec, dtype: str, initializer_range: float = 0.02) -> d
             "original_max_position_embeddings": spec.rope_scaling.original_context,
         }
     return {
-        "architectures": [FAMILIES[spec.family][1]],
+        "architectures": [FAMILIES[spec.family]],
         "model_type": spec.family,
         "hidden_size": spec.hidden,
         "intermediate_size": spec.intermediate,
@@ -167,23 +155,22 @@ def rope_factors(spec: ModelSpec, scaling: RopeScaling) -> npt.NDArray[np.float3
     return factors.astype(np.float32)
 
 
-def add_metadata(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> None:
-    """The keys that llama.cpp needs to build the graph of `spec`."""
-    writer.add_name(spec.name)
-    writer.add_context_length(spec.context)
-    writer.add_embedding_length(spec.hidden)
-    writer.add_block_count(spec.layers)
-    writer.add_feed_forward_length(spec.intermediate)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    writer.add_layer_norm_rms_eps(spec.norm_epsilon)
-    writer.add_rope_freq_base(spec.rope_theta)
-    writer.add_rope_dimension_count(spec.head_dim)
-    writer.add_vocab_size(spec.vocabulary)
-    writer.add_file_type(GGUF_FORMATS[weight_format][1])
-    writer.add_quantization_version(2)
+def shipped_vocabulary(size: int) -> Vocabulary:
+    """The shipped tokenizer, cut or padded to `size`, as GGUF stores it."""
+    model = shipped(size)["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
+    return Vocabulary(
+        model="gpt2",
+        pre="gpt-2",
+        tokens=tokens,
+        types=[control] * len(SPECIAL_TOKENS) + [normal] * (len(tokens) - len(SPECIAL_TOKENS)),
+        merges=[f"{left} {right}" for left, right in model["merges"]],
+        bos_id=0,
+        eos_id=2,
+        pad_id=0,
+        chat_template=CHATML,
+    )
 
 
 def _check(spec: ModelSpec) -> None:
@@ -191,44 +178,11 @@ def _check(spec: ModelSpec) -> None:
         raise UnsupportedModel(f"model family {spec.family!r} is not supported; known: {', '.join(FAMILIES)}")
 
 
-def _padded(size: int) -> int:
-    return (size + 31) // 32 * 32
-
-
 def _largest(spec: ModelSpec) -> int:
     return max(tensor.elements for tensor in spec.tensors())
 
 
-def _gguf_header(spec: ModelSpec, weight_format: str, tensors: list[GgufTensor], scratch: Path) -> bytes:
-    """Everything before the first tensor's data: metadata, tokenizer, tensor table, padding. `scratch` is a file name to write to."""
-    logging.getLogger("gguf").setLevel(logging.WARNING)
-    writer = gguf.GGUFWriter(scratch, FAMILIES[spec.family][0])
-    add_metadata(writer, spec, weight_format)
-    model = shipped(spec.vocabulary)["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    control, normal = int(gguf.TokenType.CONTROL), int(gguf.TokenType.NORMAL)
-    writer.add_token_types([control] * len(SPECIAL_TOKENS) + [normal] * (len(tokens) - len(SPECIAL_TOKENS)))
-    writer.add_token_merges([f"{left} {right}" for left, right in model["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(CHATML)
-    for tensor in tensors:
-        kind = gguf.GGMLQuantizationType[tensor.type]
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    head = scratch.read_bytes()
-    return head + bytes(_padded(len(head)) - len(head))
-
-
-def _gguf_data(spec: ModelSpec, tensor: GgufTensor, weights: Weights) -> Iterator[memoryview]:
+def _gguf_data(spec: ModelSpec, weights: Weights, tensor: GgufTensor) -> Iterator[memoryview]:
     if tensor.hf_name is None:
         assert spec.rope_scaling is not None
         yield memoryview(rope_factors(spec, spec.rope_scaling).view(np.uint8))  # type: ignore[arg-type]

@@ -118,6 +118,12 @@ class HfTokenizer:
             self._template = ChatTemplate(self.chat_template, {name: text for name, text in texts.items() if text is not None})
         return self._template.render(messages, add_generation_prompt)
 
+    def named_id(self, name: str) -> int | None:
+        """The id of a token that tokenizer_config.json names ("eos_token"); None where it names none."""
+        text = _token_text(self._config.get(name))
+        index: int | None = self._special_parsing.token_to_id(text) if text is not None else None
+        return index
+
     def _eos_ids(self, folder: Path) -> frozenset[int]:
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):

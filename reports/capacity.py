@@ -3,9 +3,9 @@
     run = read_run(Path("runs/2026-05-28-demo"))
     run.cells[0].capacity.low, run.cells[0].levels[0].summary.ttft.p50
 
-Everything is computed from requests.jsonl, samples.jsonl and the levels' starts in events.jsonl. What the runner or its search concluded on the way is
-not read: two computations that agree are worth more than one that is copied. Another promise than the run's own may be asked for: one
-measured level serves every promise.
+Everything is computed from requests.jsonl, samples.jsonl and the levels' starts in events.jsonl. What the runner or its search concluded
+on the way is not read: two computations that agree are worth more than one that is copied. Another promise than the run's own may be asked
+for: one measured level serves every promise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import msgspec
 
 from loadtests.errors import BadRunFolder
 from loadtests.records import Event, RequestRecord, ResourceSample, RunManifest
-from loadtests.slo import PROMISES, Promise
+from loadtests.search import Level, SearchConfig, estimate
+from loadtests.slo import Promise
 from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
 from loadtests.summary import Window, summarise
-from loadtests.timings import is_good, itl_seconds, outcome, tpot_seconds, ttft_seconds
+from loadtests.timings import itl_seconds, outcome, tpot_seconds, ttft_seconds
 from models.errors import UnknownModel
 from models.formats import weight_bytes
 from models.ladder import OVERHEAD_BYTES, rung
@@ -52,7 +53,11 @@ def read_records(folder: Path) -> RunRecords:
         raise BadRun(str(problem)) from problem
     if not events.records:
         raise BadRun(f"{folder} holds a run in which nothing was begun: {folder / 'events.jsonl'} is empty or missing")
-    dropped = {name: read.dropped_bytes for name, read in (("requests.jsonl", requests), ("samples.jsonl", samples), ("events.jsonl", events)) if read.dropped_bytes}
+    dropped = {
+        name: read.dropped_bytes
+        for name, read in (("requests.jsonl", requests), ("samples.jsonl", samples), ("events.jsonl", events))
+        if read.dropped_bytes
+    }
     return RunRecords(folder, manifest, requests.records, samples.records, events.records, dropped)
 
 
@@ -62,7 +67,9 @@ def read_run(folder: Path, promise: Promise | None = None) -> RunNumbers:
 
     run = read_records(folder)
     asked = promise or promise_of(run.manifest)
-    cells = tuple(sorted(numbers_of_cells(run, asked), key=lambda cell: (cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend)))
+    cells = tuple(
+        sorted(numbers_of_cells(run, asked), key=lambda cell: (cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend))
+    )
     counted = [level for cell in cells for level in cell.levels]
     stamps = [event.unix_seconds for event in run.events]
     numbers = RunNumbers(
@@ -78,17 +85,11 @@ def read_run(folder: Path, promise: Promise | None = None) -> RunNumbers:
 
 
 def promise_of(manifest: RunManifest) -> Promise:
-    """The promise of the campaign: a table, or the name of a preset with an optional `target`. Raises BadRun where there is none."""
+    """The promise of the campaign. Raises BadRun where there is none."""
     found = manifest.campaign.get("promise")
-    if isinstance(found, list) and found:
-        found = found[0]
     try:
-        if isinstance(found, str):
-            base = PROMISES[found]
-            changes = {key: manifest.campaign[key] for key in ("target", "confidence") if manifest.campaign.get(key) is not None}
-            return msgspec.structs.replace(base, **changes)
         return msgspec.convert(found, Promise)
-    except (KeyError, msgspec.ValidationError) as problem:
+    except (msgspec.ValidationError, ValueError) as problem:
         raise BadRun(f"the campaign of run {manifest.run_id} has no promise that can be read: promise = {found!r} ({problem})") from problem
 
 
@@ -101,6 +102,7 @@ def numbers_of_cells(run: RunRecords, promise: Promise) -> Iterable[CellNumbers]
     for sample in run.samples:
         samples[sample.cell].append(sample)
     starts, ends = started_levels(run.events), completed_levels(run.events)
+    config = search_config(run.manifest)
     for cell in run.manifest.cells:
         key = str(cell.get("key"))
         own = [event for event in run.events if event.cell == key]
@@ -109,14 +111,16 @@ def numbers_of_cells(run: RunRecords, promise: Promise) -> Iterable[CellNumbers]
             for name in ends
             if name in starts and starts[name].cell == key
         )
-        yield cell_numbers(run.manifest.run_id, cell, own, levels, samples[key])
+        yield cell_numbers(run.manifest.run_id, cell, own, levels, samples[key], promise, config)
 
 
 def level_numbers(start: Event, records: Sequence[RequestRecord], samples: Sequence[ResourceSample], promise: Promise) -> LevelNumbers:
     """One finished level. `records` are all of the level's, `samples` all that were taken during it."""
     said = msgspec.convert(start.detail, LevelStarted)
     window = Window(said.warmup_seconds, said.warmup_seconds + said.window_seconds)
-    inside = sorted((r for r in records if window.start_seconds <= r.due_seconds < window.end_seconds), key=lambda r: (r.due_seconds, r.index))
+    inside = sorted(
+        (r for r in records if window.start_seconds <= r.due_seconds < window.end_seconds), key=lambda r: (r.due_seconds, r.index)
+    )
     return LevelNumbers(
         cell=start.cell or "",
         level=start.level or "",
@@ -151,8 +155,9 @@ def _answer(record: RequestRecord) -> tuple[float | None, float | None]:
 
 
 def cell_numbers(
-    run_id: str, cell: Mapping[str, Any], events: Sequence[Event], levels: tuple[LevelNumbers, ...], samples: Sequence[ResourceSample]
-) -> CellNumbers:
+    run_id: str, cell: Mapping[str, Any], events: Sequence[Event], levels: tuple[LevelNumbers, ...], samples: Sequence[ResourceSample],
+    promise: Promise, config: SearchConfig,
+) -> CellNumbers:  # fmt: skip
     """One cell from its entry in the manifest, its events, its finished levels and its samples."""
     kinds = [event.kind for event in events]
     ready = next((event.detail for event in reversed(events) if event.kind == "cell_ready"), {})
@@ -182,6 +187,7 @@ def cell_numbers(
         weight_format=weight_format,
         backend=str(info.get("name") or cell.get("backend") or ""),
         device=str(info.get("device") or cell.get("device") or "cpu"),
+        hardware=str((cell.get("hardware") or {}).get("name") or ""),
         slots=slots,
         context_tokens=context,
         kv_tokens=kv_tokens,
@@ -189,37 +195,49 @@ def cell_numbers(
         state=state,  # type: ignore[arg-type]
         reason=reason,
         levels=levels,
-        capacity=capacity_of(levels),
+        capacity=capacity_of(levels, promise, config),
         memory=_memory(spec, weight_format, kv_tokens, kv_dtype, ready, samples),
         random_weights=_random_weights(cell, ready),
         load_seconds=ready.get("load_seconds"),
     )
 
 
-def capacity_of(levels: Sequence[LevelNumbers]) -> CapacityNumbers:
-    """The capacity that these levels show. Levels that are not valid (Summary.is_valid) do not count.
+def capacity_of(levels: Sequence[LevelNumbers], promise: Promise, config: SearchConfig) -> CapacityNumbers:
+    """The capacity that these levels show together. Levels that are not valid (Summary.is_valid) do not count."""
+    if not levels:
+        return CapacityNumbers("not_measured", reason="no level was measured to its end")
+    found = estimate([search_level(level) for level in levels if level.rate_per_second or level.is_lone], config, promise)
+    if found.status == "none":
+        return CapacityNumbers("none", reason=found.reason)
+    if found.low > 0 and found.high is not None and found.estimate is not None:
+        return CapacityNumbers("interval", found.low, found.estimate, found.high, found.status == "resolved", found.reason)
+    if found.low > 0 and found.high is None:
+        return CapacityNumbers("at_least", low=found.low, reason=found.reason)
+    return CapacityNumbers("unresolved", high=found.high, reason=found.reason)
 
-    `low` is the highest rate that holds below every rate that fails; `high` the lowest rate that fails. Between the two the best guess is where
-    the share of good requests, straight against the logarithm of the rate, meets the target; the middle (geometric) where it does not.
-    """
-    counting = [level for level in levels if level.summary.is_valid]
-    alone = [level for level in counting if level.is_lone]
-    loaded = [level for level in counting if level.rate_per_second]
-    if not counting:
-        return CapacityNumbers("not_measured", reason="no level was measured to its end" if not levels else "no level is valid")
-    if alone and alone[-1].verdict == "fails" and not any(level.verdict == "holds" for level in loaded):
-        return CapacityNumbers("none", reason="a lone request breaks the promise")
-    failing = [level.rate_per_second for level in loaded if level.verdict == "fails" and level.rate_per_second]
-    high = min(failing, default=None)
-    holding = [level.rate_per_second for level in loaded if level.verdict == "holds" and level.rate_per_second and (high is None or level.rate_per_second < high)]
-    low = max(holding, default=None)
-    if low is None and high is None:
-        return CapacityNumbers("unresolved", reason="no level was long enough to say" if loaded else "no rate was tried")
-    if high is None:
-        return CapacityNumbers("at_least", low=low, reason="no rate that was tried is too much")
-    if low is None:
-        return CapacityNumbers("unresolved", high=high, reason="the lowest rate that was tried is too much")
-    return CapacityNumbers("interval", low=low, estimate=math.sqrt(low * high), high=high)
+
+def search_level(level: LevelNumbers) -> Level:
+    """The level as the search sees it."""
+    summary = level.summary
+    return Level(
+        rate=level.rate_per_second,
+        due=summary.due,
+        good=summary.good,
+        duration_seconds=summary.window.seconds,
+        batches=summary.batches,
+        mean_e2e_seconds=summary.e2e.mean,
+        is_valid=summary.is_valid,
+    )
+
+
+def search_config(manifest: RunManifest) -> SearchConfig:
+    """How the campaign searched, as far as its estimate depends on it; the defaults where it does not say."""
+    asked = manifest.campaign.get("search")
+    known = {name: asked[name] for name in SearchConfig.__struct_fields__ if name in asked} if isinstance(asked, dict) else {}
+    try:
+        return msgspec.convert(known, SearchConfig)
+    except msgspec.ValidationError as problem:
+        raise BadRun(f"the campaign of run {manifest.run_id} has a search that cannot be read: {problem}") from problem
 
 
 def _spec(model: str) -> ModelSpec | None:
@@ -235,7 +253,12 @@ def _why_unfinished(events: Sequence[Event]) -> str:
 
 
 def _memory(
-    spec: ModelSpec | None, weight_format: str, kv_tokens: int | None, kv_dtype: str, ready: Mapping[str, Any], samples: Sequence[ResourceSample]
+    spec: ModelSpec | None,
+    weight_format: str,
+    kv_tokens: int | None,
+    kv_dtype: str,
+    ready: Mapping[str, Any],
+    samples: Sequence[ResourceSample],
 ) -> MemoryNumbers:
     predicted = predicted_memory(spec, weight_format, kv_tokens, kv_dtype)
     info: Mapping[str, Any] = ready.get("info") or {}
@@ -250,7 +273,7 @@ def _memory(
 
 
 def predicted_memory(spec: ModelSpec | None, weight_format: str, kv_tokens: int | None, kv_dtype: str) -> MemoryNumbers:
-    """What arithmetic says: weights as the format stores them, KV for all tokens, a process around them. All None for a model of unknown shape."""
+    """What arithmetic says: weights as the format stores them, KV for all tokens, a process around them. All None for an unknown shape."""
     if spec is None or kv_tokens is None:
         return MemoryNumbers()
     try:
@@ -267,6 +290,3 @@ def _random_weights(cell: Mapping[str, Any], ready: Mapping[str, Any]) -> bool |
         if isinstance(told, bool):
             return told
     return None
-
-
-__all__ = ["RunRecords", "capacity_of", "cell_numbers", "is_good", "level_numbers", "predicted_memory", "promise_of", "read_records", "read_run"]

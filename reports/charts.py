@@ -1,15 +1,15 @@
-"""Values in, Altair charts out. No file is read or written here, nothing is measured, and no number is computed that a table does not hold too.
+"""Values in, Altair charts out: latency, throughput, attainment, memory. The map is in reports/crossover_map.py.
+
+No file is read or written here, nothing is measured, and no number is computed that a table does not hold too.
 
     chart = throughput(run.cells)        # None where there is nothing to draw
     chart.to_dict()                      # Vega-Lite
-
-A log axis holds no zero: a rung that holds at no rate is drawn as a whole column, not as a point at the bottom.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -18,161 +18,35 @@ from reports import formatting, theme
 from reports.formatting import GIB, model_title
 from reports.numbers import CellNumbers, middle
 
-Chart = alt.LayerChart | alt.Chart
+Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 Row = dict[str, Any]
 
 VERDICTS = {"holds": theme.HOLDS, "fails": theme.FAILS, "unresolved": theme.UNRESOLVED}
-_SECONDS_LABEL = "datum.value < 0.00095 ? format(datum.value * 1e6, '~r') + ' µs' : datum.value < 0.95 ? format(datum.value * 1000, '~r') + ' ms' : format(datum.value, '~r') + ' s'"
+_SECONDS_LABEL = (
+    "datum.value < 0.00095 ? format(datum.value * 1e6, '~r') + ' µs' : "
+    "datum.value < 0.95 ? format(datum.value * 1000, '~r') + ' ms' : format(datum.value, '~r') + ' s'"
+)
 
 
 def finish(chart: Chart, width: int | str = "container", height: int = 300) -> Chart:
     """The theme, and the size; `container` follows the width of the page."""
-    done = chart.properties(width=width, height=height).configure(**theme.config())
-    return done.configure_view(stroke=None)
+    done: Chart = chart.properties(width=width, height=height).configure(**theme.config())
+    return done
 
 
-# ---------------------------------------------------------------- crossover map
-
-
-def map_rows(cells: Sequence[CellNumbers], gpu_texts: dict[str, str], asked_rate: float | None = None) -> tuple[list[Row], list[Row], Row]:
-    """Columns (one per cell), points (one per level) and the ends of the axes: what the crossover map is drawn from."""
-    known = [cell for cell in cells if cell.parameters]
-    rates = [level.rate_per_second for cell in known for level in cell.loaded if level.rate_per_second]
-    rates += [value for cell in known for value in (cell.capacity.low, cell.capacity.high) if value]
-    rates += [asked_rate] if asked_rate else []
-    low, high = (min(rates) / 2.2, max(rates) * 2.2) if rates else (0.1, 10.0)
-    half = _half_width([cell.parameters or 1 for cell in known])
-    columns = []
-    for cell in known:
-        capacity = cell.capacity
-        columns.append(
-            {
-                "key": cell.key,
-                "model": model_title(cell.model),
-                "short": formatting.parameters(cell.parameters),
-                "size": cell.parameters,
-                "left": (cell.parameters or 1) / half,
-                "right": (cell.parameters or 1) * half,
-                "state": cell.state if cell.state != "measured" else capacity.state,
-                "low": capacity.low,
-                "estimate": capacity.estimate,
-                "high": capacity.high,
-                "label": column_label(cell),
-                "gpu": gpu_texts.get(cell.key, ""),
-            }
-        )
-    points = [
-        {"key": cell.key, "model": model_title(cell.model), "size": cell.parameters, "rate": level.rate_per_second, "verdict": level.verdict, "good": level.summary.attainment}
-        for cell in known
-        for level in cell.loaded
-    ]
-    return columns, points, {"bottom": low, "top": high}
-
-
-def column_label(cell: CellNumbers) -> str:
-    """What stands in a cell's column: its capacity, or why there is none."""
-    capacity = cell.capacity
-    if cell.state == "skipped":
-        return "does not fit" if "fit" in cell.reason or "memory" in cell.reason.lower() else "skipped"
-    if capacity.state == "interval":
-        return formatting.rate(capacity.estimate)
-    if capacity.state == "at_least":
-        return f"≥ {formatting.rate(capacity.low)}"
-    return {"none": "at no rate", "unresolved": "unresolved", "not_measured": "not measured"}[capacity.state]
-
-
-def _half_width(sizes: Sequence[int]) -> float:
-    """Half a column's width as a factor on the size axis, so that neighbours do not touch."""
-    ordered = sorted(set(sizes))
-    ratios = [b / a for a, b in zip(ordered, ordered[1:], strict=False)]
-    return min(1.36, math.sqrt(min(ratios, default=4.0)) * 0.97)
-
-
-def crossover_map(cells: Sequence[CellNumbers], gpu_texts: dict[str, str], asked_rate: float | None = None) -> Chart | None:
-    """Model size x request rate: where the CPU suffices, the interval, and where the GPU takes over.
-
-    Its data are named (`columns`, `points`), so that the page can put others in when the promise is moved.
-    """
-    columns, points, ends = map_rows(cells, gpu_texts, asked_rate)
-    if not columns:
-        return None
-    bottom, top = ends["bottom"], ends["top"]
-    half = columns[0]["right"] / columns[0]["size"]
-    x_domain = [min(c["left"] for c in columns) / half**0.5, max(c["right"] for c in columns) * half**0.5]
-    sizes = sorted({c["size"] for c in columns})
-    names = {c["size"]: c["model"] for c in columns}
-    size_axis = alt.Axis(values=sizes, labelExpr=_lookup(names), title="model, by its parameters (log scale)", ticks=False, labelFontSize=13, labelColor=theme.INK, labelOverlap=False)
-    x = alt.X("left:Q", scale=alt.Scale(type="log", domain=x_domain, nice=False), axis=size_axis)
-    y_scale = alt.Scale(type="log", domain=[bottom, top], nice=False)
-    y_axis = alt.Axis(title="requests per second (log scale)", format="~r", tickCount=6)
-
-    region = alt.Color(
-        "region:N",
-        scale=alt.Scale(domain=["CPU suffices", "within the interval", "GPU takes over", "not measured"], range=[theme.CPU, theme.INTERVAL, theme.GPU, "#edf0f3"]),
-        legend=alt.Legend(values=["CPU suffices", "within the interval", "GPU takes over"]),
-    )
-    hover = [
-        alt.Tooltip("model:N", title="model"),
-        alt.Tooltip("label:N", title="capacity"),
-        alt.Tooltip("low:Q", title="holds at least up to", format=".3~r"),
-        alt.Tooltip("high:Q", title="no longer holds at", format=".3~r"),
-        alt.Tooltip("gpu:N", title="GPU memory (predicted)"),
-    ]
-    rectangles = (
-        alt.Chart(alt.NamedData(name="columns"))
-        .transform_calculate(
-            floor=f"datum.low == null ? {bottom} : datum.low",
-            # Above `roof` the CPU is known not to hold; where nothing failed there is no such rate.
-            roof=f"datum.high == null ? (datum.state == 'none' || datum.state == 'skipped' ? {bottom} : {top}) : datum.high",
-            middle="datum.state == 'interval' || datum.state == 'unresolved' && datum.low != null ? 'within the interval' : 'not measured'",
-        )
-        .transform_calculate(
-            pieces=f"[{{a: {bottom}, b: datum.floor, r: 'CPU suffices'}}, {{a: datum.floor, b: datum.roof, r: datum.middle}}, {{a: datum.roof, b: {top}, r: 'GPU takes over'}}]"
-        )
-        .transform_flatten(["pieces"])
-        .transform_calculate(a="datum.pieces.a", b="datum.pieces.b", region="datum.pieces.r")
-        .transform_filter("datum.b > datum.a")
-        .mark_rect(cornerRadius=1)
-        .encode(x=x, x2="right:Q", y=alt.Y("a:Q", scale=y_scale, axis=y_axis), y2="b:Q", color=region, tooltip=hover)
-    )
-    dots = (
-        alt.Chart(alt.NamedData(name="points"))
-        .mark_point(size=70, strokeWidth=1.6, opacity=1)
-        .encode(
-            x=alt.X("size:Q"),
-            y=alt.Y("rate:Q", scale=y_scale),
-            shape=alt.Shape("verdict:N", scale=alt.Scale(domain=["holds", "fails", "unresolved"], range=["circle", "cross", "diamond"]), legend=None),
-            fill=alt.Fill("verdict:N", scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())), legend=None),
-            stroke=alt.value("white"),
-            tooltip=[
-                alt.Tooltip("model:N"),
-                alt.Tooltip("rate:Q", title="requests/s asked", format=".3~r"),
-                alt.Tooltip("good:Q", title="good requests", format=".1%"),
-                alt.Tooltip("verdict:N", title="the promise"),
-            ],
-        )
-    )
-    base = alt.Chart(alt.NamedData(name="columns"))
-    labels = (
-        base.transform_calculate(at=f"datum.estimate != null ? datum.estimate : datum.low != null ? datum.low : {math.sqrt(bottom * top)}")
-        .mark_text(fontWeight=700, fontSize=13, color=theme.INK, dx=12, align="left", baseline="middle", stroke="white", strokeWidth=3, strokeOpacity=0.85)
-        .encode(x="size:Q", y=alt.Y("at:Q", scale=y_scale), text="label:N")
-        .transform_filter("datum.estimate != null || datum.low != null")
-    )
-    labels_front = labels.mark_text(fontWeight=700, fontSize=13, color=theme.INK, dx=12, align="left", baseline="middle")
-    nothing = (
-        base.transform_filter("datum.estimate == null && datum.low == null")
-        .mark_text(fontWeight=700, fontSize=13, color=theme.GPU_INK, baseline="middle")
-        .encode(x="size:Q", y=alt.value(150), text="label:N")
-    )
-    needs = base.mark_text(fontSize=11, color=theme.GPU_INK, baseline="top", lineBreak="\n", lineHeight=14).encode(x="size:Q", y=alt.value(8), text="gpu:N")
-    layers: list[Any] = [rectangles, needs, labels, labels_front, nothing, dots]
-    if asked_rate:
-        asked = alt.Chart(alt.Data(values=[{"rate": asked_rate, "text": f"your rate: {formatting.rate(asked_rate)}"}]))
-        layers.append(asked.mark_rule(color=theme.INK, strokeDash=[5, 4]).encode(y=alt.Y("rate:Q", scale=y_scale)))
-        layers.append(asked.mark_text(align="left", dx=4, dy=-8, fontWeight=600).encode(x=alt.value(0), y=alt.Y("rate:Q", scale=y_scale), text="text:N"))
-    chart = alt.layer(*layers).properties(datasets={"columns": columns, "points": points})
-    return finish(chart, height=380)
+def names_of(cells: Sequence[CellNumbers]) -> dict[str, str]:
+    """Cell -> what it is called in a chart: its model, and as much more as tells it from the others."""
+    models = [cell.model for cell in cells]
+    formats, backends = len({cell.weight_format for cell in cells}) > 1, len({cell.backend for cell in cells}) > 1
+    out = {}
+    for cell in cells:
+        parts = [model_title(cell.model)]
+        if models.count(cell.model) > 1:
+            parts += [cell.weight_format] if formats else []
+            parts += [cell.backend] if backends else []
+            parts += [cell.hardware] if cell.hardware else []
+        out[cell.key] = " ".join(parts)
+    return out
 
 
 # ---------------------------------------------------------------- latency
@@ -188,34 +62,61 @@ def latency(cell: CellNumbers, which: str, limit_seconds: float | None) -> Chart
     ]
     if not rows:
         return None
-    rules: list[Row] = [{"seconds": limit_seconds, "text": f"promise {formatting.seconds(limit_seconds)}", "kind": "promise"}] if limit_seconds else []
+    rules: list[Row] = (
+        [{"seconds": limit_seconds, "text": f"promise {formatting.seconds(limit_seconds)}", "kind": "promise"}] if limit_seconds else []
+    )
     lone = middle(getattr(cell.lone.summary, which)) if cell.lone else None
     if lone:
         rules.append({"seconds": lone, "text": f"alone {formatting.seconds(lone)}", "kind": "alone"})
     values = [row["seconds"] for row in rows] + [rule["seconds"] for rule in rules]
     scale = alt.Scale(type="log", domain=[min(values) / 1.5, max(values) * 1.6], nice=False)
     rates = sorted({row["rate"] for row in rows})
-    x = alt.X("rate:Q", scale=_rate_scale(rates), axis=alt.Axis(title="requests per second", format="~r", tickCount=5))
-    y = alt.Y("seconds:Q", scale=scale, axis=alt.Axis(title=None, labelExpr=_SECONDS_LABEL, tickCount=4))
-    base = alt.Chart(alt.Data(values=rows))
+    x = alt.X(
+        "rate:Q",
+        scale=_rate_scale(rates),
+        axis=alt.Axis(title="requests per second", format="~r", values=log_ticks(rates[0] / 1.15, rates[-1] * 1.15, 6)),
+    )
+    y = alt.Y("seconds:Q", scale=scale, axis=_seconds_axis(values, 5))
+    base = alt.Chart(data(rows))
     dash = alt.StrokeDash("quantile:N", scale=alt.Scale(domain=["p50", "p95"], range=[[1, 0], [5, 3]]), legend=None)
-    tips = [alt.Tooltip("quantile:N"), alt.Tooltip("rate:Q", title="requests/s", format=".3~r"), alt.Tooltip("seconds:Q", title="seconds", format=".3~r")]
+    tips = [
+        alt.Tooltip("quantile:N"),
+        alt.Tooltip("rate:Q", title="requests/s", format=".3~r"),
+        alt.Tooltip("seconds:Q", title="seconds", format=".3~r"),
+    ]
     lines = base.mark_line(color=theme.CPU, strokeWidth=2).encode(x=x, y=y, strokeDash=dash)
     dots = base.mark_point(filled=True, size=42, opacity=1).encode(
-        x=x, y=y, color=alt.Color("verdict:N", scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())), legend=None), tooltip=tips
+        x=x,
+        y=y,
+        color=alt.Color("verdict:N", scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())), legend=None),
+        tooltip=tips,
     )
     last = [row for row in rows if row["rate"] == rates[-1]]
-    ends = alt.Chart(alt.Data(values=last)).mark_text(align="left", dx=7, fontSize=11, color=theme.CPU).encode(x=x, y=y, text="quantile:N")
-    lines_across = alt.Chart(alt.Data(values=rules))
+    named = alt.Chart(data(last))
+    ends = [  # apart from each other, also where the two meet
+        named.transform_filter(f"datum.quantile == '{name}'")
+        .mark_text(align="left", dx=7, dy=dy, fontSize=11, color=theme.CPU)
+        .encode(x=x, y=y, text="quantile:N")
+        for name, dy in (("p50", 5), ("p95", -5))
+    ]
+    lines_across = alt.Chart(data(rules))
     colour = alt.Color("kind:N", scale=alt.Scale(domain=["promise", "alone"], range=[theme.PROMISE, theme.MUTED]), legend=None)
     across = lines_across.mark_rule(strokeDash=[2, 2], strokeWidth=1.2).encode(y=y, color=colour)
-    texts = lines_across.mark_text(align="left", baseline="bottom", dx=2, dy=-2, fontSize=11).encode(x=alt.value(0), y=y, text="text:N", color=colour)
-    return finish(alt.layer(across, texts, lines, dots, ends).resolve_scale(color="independent"), height=190)
+    texts = [  # the one above its line at the left, the other below at the right: lines of data pass between
+        lines_across.transform_filter(f"datum.kind == '{kind}'")
+        .mark_text(align=align, baseline=baseline, dx=dx, dy=dy, fontSize=11)
+        .encode(x=at, y=y, text="text:N", color=colour)
+        for kind, align, baseline, dx, dy, at in (
+            ("promise", "left", "bottom", 2, -2, alt.value(0)),
+            ("alone", "right", "top", -2, 3, alt.value("width")),
+        )
+    ]
+    return finish(alt.layer(across, *texts, lines, dots, *ends).resolve_scale(color="independent"), height=190)
 
 
 def alone(cells: Sequence[CellNumbers], which: str, limit_seconds: float | None) -> Chart | None:
     """`which` of a lone request against model size: where latency alone ends what a CPU can do."""
-    rows = [
+    rows: list[Row] = [
         {
             "size": cell.parameters,
             "model": formatting.parameters(cell.parameters),
@@ -233,10 +134,14 @@ def alone(cells: Sequence[CellNumbers], which: str, limit_seconds: float | None)
     x = alt.X(
         "size:Q",
         scale=alt.Scale(type="log", domain=[sizes[0] / 1.5, sizes[-1] * 1.8], nice=False),
-        axis=alt.Axis(values=sizes, labelExpr=_lookup({row["size"]: row["model"] for row in rows}), title="parameters of the model", labelOverlap=True),
+        axis=alt.Axis(
+            values=sizes, labelExpr=lookup({row["size"]: row["model"] for row in rows}), title="parameters of the model", labelOverlap=True
+        ),
     )
-    y = alt.Y("seconds:Q", scale=alt.Scale(type="log", domain=[min(values) / 1.8, max(values) * 1.8], nice=False), axis=alt.Axis(title=None, labelExpr=_SECONDS_LABEL, tickCount=4))
-    base = alt.Chart(alt.Data(values=rows))
+    y = alt.Y(
+        "seconds:Q", scale=alt.Scale(type="log", domain=[min(values) / 1.8, max(values) * 1.8], nice=False), axis=_seconds_axis(values, 6)
+    )
+    base = alt.Chart(data(rows))
     colour = alt.Color("verdict:N", scale=alt.Scale(domain=list(VERDICTS), range=list(VERDICTS.values())), legend=None)
     layers: list[Any] = [
         base.mark_line(color="#aab4be", strokeWidth=1.5).encode(x=x, y=y),
@@ -265,19 +170,27 @@ def attainment(cells: Sequence[CellNumbers], target: float) -> Chart | None:
     rows = _level_rows(cells, lambda level: level.summary.attainment)
     if not rows:
         return None
-    y = alt.Y("value:Q", scale=alt.Scale(domain=[0, 1.04], nice=False), axis=alt.Axis(title="requests that keep the promise", format=".0%", values=[0, 0.25, 0.5, 0.75, 1]))
+    y = alt.Y(
+        "value:Q",
+        scale=alt.Scale(domain=[0, 1.04], nice=False),
+        axis=alt.Axis(title="requests that keep the promise", format=".0%", values=[0, 0.25, 0.5, 0.75, 1]),
+    )
     bars = (
-        alt.Chart(alt.Data(values=rows))
+        alt.Chart(data(rows))
         .mark_rule(strokeWidth=1.4, opacity=0.75)
         .encode(x=alt.X("rate:Q"), y=alt.Y("low:Q"), y2="high:Q", color=_series([row["model"] for row in rows]))
     )
-    return finish(alt.layer(bars, *_promise_line(target, f"target {formatting.share(target)}", y, below=True), _lines(rows, y, "good", ".1%")), height=300)
+    return finish(
+        alt.layer(bars, *_promise_line(target, f"target {formatting.share(target)}", y, below=True), _lines(rows, y, "good", ".1%")),
+        height=300,
+    )
 
 
-def _level_rows(cells: Iterable[CellNumbers], value: Any) -> list[Row]:
+def _level_rows(cells: Sequence[CellNumbers], value: Any) -> list[Row]:
+    names = names_of(cells)
     return [
         {
-            "model": model_title(cell.model),
+            "model": names[cell.key],
             "rate": level.rate_per_second,
             "value": value(level),
             "low": level.summary.attainment_low,
@@ -290,13 +203,17 @@ def _level_rows(cells: Iterable[CellNumbers], value: Any) -> list[Row]:
     ]
 
 
-def _lines(rows: list[Row], y: Any, title: str, number_format: str) -> alt.LayerChart:
+def _lines(rows: list[Row], y: Any, title: str, number_format: str) -> Chart:
     """One line per model with its name at the end; full dots where the promise held."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     rates = sorted({row["rate"] for row in rows})
-    x = alt.X("rate:Q", scale=_rate_scale(rates, room=1.9), axis=alt.Axis(title="requests per second asked (log scale)", format="~r", tickCount=6))
+    x = alt.X(
+        "rate:Q",
+        scale=_rate_scale(rates, room=1.9),
+        axis=alt.Axis(title="requests per second asked (log scale)", format="~r", values=log_ticks(rates[0] / 1.15, rates[-1] * 1.9)),
+    )
     colour = _series(models)
-    base = alt.Chart(alt.Data(values=rows))
+    base = alt.Chart(data(rows))
     last = [max((row for row in rows if row["model"] == model), key=lambda row: row["rate"]) for model in models]
     tips = [
         alt.Tooltip("model:N"),
@@ -308,7 +225,8 @@ def _lines(rows: list[Row], y: Any, title: str, number_format: str) -> alt.Layer
     return alt.layer(
         base.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
         base.mark_point(size=62, strokeWidth=2, opacity=1).encode(x=x, y=y, stroke=_series(models, "stroke"), fill=fill, tooltip=tips),
-        alt.Chart(alt.Data(values=last)).mark_text(align="left", dx=9, fontWeight=600).encode(x=x, y=y, text="model:N", color=colour),
+        _haloed(alt.Chart(data(last)), align="left", dx=10, fontWeight=600).encode(x=x, y=y, text="model:N"),
+        alt.Chart(data(last)).mark_text(align="left", dx=10, fontWeight=600).encode(x=x, y=y, text="model:N", color=colour),
     )
 
 
@@ -325,43 +243,75 @@ def memory(rows: Sequence[Row], ram_bytes: int | None, card_sizes_gib: Sequence[
         low = 0.0
         for part in ("weights", "KV cache", "overhead"):
             high = low + row[part] / GIB
-            bars.append({"model": row["model"], "part": part, "low": low, "high": high, "text": formatting.size(row[part]), "measured": row["measured"]})
+            bars.append(
+                {
+                    "model": row["model"],
+                    "part": part,
+                    "low": low,
+                    "high": high,
+                    "text": formatting.size(row[part]),
+                    "measured": row["measured"],
+                }
+            )
             low = high
     if not bars:
         return None
     totals = [{"model": row["model"], "total": sum(row[p] for p in ("weights", "KV cache", "overhead")) / GIB} for row in rows]
     for total in totals:
         total["text"] = formatting.size(total["total"] * GIB)
-    peaks = [{"model": row["model"], "peak": row["peak_bytes"] / GIB, "text": formatting.size(row["peak_bytes"])} for row in rows if row["peak_bytes"]]
+    peaks = [
+        {"model": row["model"], "peak": row["peak_bytes"] / GIB, "text": formatting.size(row["peak_bytes"])}
+        for row in rows
+        if row["peak_bytes"]
+    ]
     top = max([bar["high"] for bar in bars] + [(ram_bytes or 0) / GIB]) * 1.12
     lines: list[Row] = [{"gib": size, "text": f"{size} GiB card", "kind": "card"} for size in card_sizes_gib if size <= top]
     if ram_bytes:
         lines.append({"gib": ram_bytes / GIB, "text": f"this machine's RAM {formatting.size(ram_bytes)}", "kind": "ram"})
     names = [row["model"] for row in rows]
-    x = alt.X("model:N", sort=names, scale=alt.Scale(paddingInner=0.45, paddingOuter=0.3), axis=alt.Axis(title=None, labelAngle=-30 if len(names) > 6 else 0, labelColor=theme.INK, ticks=False))
+    x = alt.X(
+        "model:N",
+        sort=names,
+        scale=alt.Scale(paddingInner=0.45, paddingOuter=0.3),
+        axis=alt.Axis(title=None, labelAngle=-30 if len(names) > 6 else 0, labelColor=theme.INK, ticks=False),
+    )
     # Square roots, since 70B is five hundred times 135M and the lines of the cards lie between.
     scale = alt.Scale(type="sqrt", domain=[0, top], nice=False)
-    y = alt.Y("low:Q", scale=scale, axis=alt.Axis(title="GiB (square-root scale)", values=[0.25, 1, 2, 4, 8, 16, 24, 32, 48, 64, 80], grid=False))
-    part_colour = alt.Color("part:N", sort=["weights", "KV cache", "overhead"], scale=alt.Scale(domain=["weights", "KV cache", "overhead"], range=[theme.WEIGHTS, theme.KV, theme.OVERHEAD]))
+    y = alt.Y(
+        "low:Q", scale=scale, axis=alt.Axis(title="GiB (square-root scale)", values=[0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 80], grid=False)
+    )
+    part_colour = alt.Color(
+        "part:N",
+        sort=["weights", "KV cache", "overhead"],
+        scale=alt.Scale(domain=["weights", "KV cache", "overhead"], range=[theme.WEIGHTS, theme.KV, theme.OVERHEAD]),
+    )
     body = (
-        alt.Chart(alt.Data(values=bars))
+        alt.Chart(data(bars))
         .mark_bar()
         .encode(
             x=x, y=y, y2="high:Q", color=part_colour, opacity=alt.condition("datum.measured", alt.value(1), alt.value(0.45)),
             tooltip=["model:N", "part:N", alt.Tooltip("text:N", title="predicted")],
         )
     )  # fmt: skip
-    rules = alt.Chart(alt.Data(values=lines))
+    rules = alt.Chart(data(lines))
     line_y = alt.Y("gib:Q", scale=scale)
     line_colour = alt.Color("kind:N", scale=alt.Scale(domain=["card", "ram"], range=["#97a3af", theme.PROMISE]), legend=None)
     layers: list[Any] = [
         rules.mark_rule(strokeDash=[3, 3]).encode(y=line_y, color=line_colour),
         body,
-        rules.mark_text(align="left", baseline="bottom", dx=3, dy=-2, fontSize=11).encode(x=alt.value(0), y=line_y, text="text:N", color=line_colour),
-        alt.Chart(alt.Data(values=totals)).mark_text(dy=-9, fontSize=11, color=theme.MUTED).encode(x=x, y=alt.Y("total:Q", scale=scale), text="text:N"),
+        rules.transform_filter("datum.kind == 'card'")
+        .mark_text(align="left", baseline="bottom", dx=3, dy=-2, fontSize=11)
+        .encode(x=alt.value(0), y=line_y, text="text:N", color=line_colour),
+        rules.transform_filter("datum.kind == 'ram'")
+        .mark_text(align="left", baseline="top", dx=3, dy=4, fontSize=11)
+        .encode(x=alt.value(0), y=line_y, text="text:N", color=line_colour),
+        _haloed(alt.Chart(data(totals)), dy=-9, fontSize=11).encode(x=x, y=alt.Y("total:Q", scale=scale), text="text:N"),
+        alt.Chart(data(totals))
+        .mark_text(dy=-9, fontSize=11, color=theme.MUTED)
+        .encode(x=x, y=alt.Y("total:Q", scale=scale), text="text:N"),
     ]
     if peaks:
-        marks = alt.Chart(alt.Data(values=peaks))
+        marks = alt.Chart(data(peaks))
         layers.append(
             marks.mark_point(shape="diamond", filled=True, size=110, opacity=1, color=theme.INK, stroke="white", strokeWidth=1.5).encode(
                 x=x, y=alt.Y("peak:Q", scale=scale), tooltip=["model:N", alt.Tooltip("text:N", title="measured peak")]
@@ -379,23 +329,56 @@ def _series(names: Sequence[str], channel: str = "color") -> Any:
     return (alt.Stroke if channel == "stroke" else alt.Color)("model:N", scale=scale, legend=None)
 
 
+def data(rows: Sequence[Row]) -> alt.InlineData:
+    """Rows as they stand in the specification."""
+    return alt.InlineData(values=list(rows))
+
+
+def log_ticks(low: float, high: float, most: int = 9) -> list[float]:
+    """Round numbers between the two for a log axis: 1, 2, 5 of every decade, fewer where these are more than `most`."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [float(f"{step}e{decade}") for decade in decades for step in steps if low <= float(f"{step}e{decade}") <= high]
+        if len(ticks) <= most:
+            break
+    if len(ticks) > 1:
+        return ticks
+    finer = [
+        float(f"{step}e{decade}")
+        for decade in decades
+        for step in (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)
+        if low <= float(f"{step}e{decade}") <= high
+    ]
+    return finer or ticks
+
+
+def _seconds_axis(values: Sequence[float], most: int) -> alt.Axis:
+    return alt.Axis(title=None, labelExpr=_SECONDS_LABEL, values=log_ticks(min(values) / 1.8, max(values) * 1.8, most))
+
+
+def _haloed(chart: alt.Chart, **mark: Any) -> alt.Chart:
+    """White behind a text, so that it is read where it crosses a line."""
+    haloed: alt.Chart = chart.mark_text(color="white", stroke="white", strokeWidth=4, strokeJoin="round", opacity=0.9, **mark)
+    return haloed
+
+
 def _rate_scale(rates: Sequence[float], room: float = 1.15) -> alt.Scale:
     return alt.Scale(type="log", domain=[rates[0] / 1.15, rates[-1] * room], nice=False)
 
 
 def _promise_line(value: float, text: str, y: Any, below: bool = False) -> list[alt.Chart]:
     field = str(y.to_dict()["field"])
-    line = alt.Chart(alt.Data(values=[{field: value, "text": text}]))
+    line = alt.Chart(data([{field: value, "text": text}]))
     return [
         line.mark_rule(color=theme.PROMISE, strokeDash=[4, 3]).encode(y=y),
-        line.mark_text(color=theme.PROMISE, align="left", baseline="top" if below else "bottom", dx=3, dy=4 if below else -3, fontSize=11).encode(
-            x=alt.value(0), y=y, text="text:N"
-        ),
+        line.mark_text(
+            color=theme.PROMISE, align="left", baseline="top" if below else "bottom", dx=3, dy=4 if below else -3, fontSize=11
+        ).encode(x=alt.value(0), y=y, text="text:N"),
     ]
 
 
-def _lookup(names: dict[Any, str]) -> str:
+def lookup(names: dict[Any, str]) -> str:
     """A Vega expression from an axis value to its label."""
     pairs = ", ".join(f"{str(key)!r}: {name!r}" for key, name in names.items())
     return f"({{{pairs}}})[datum.value]"
-

@@ -4,8 +4,9 @@
     found.headline      # "On this machine (...), Llama-3.2-1B Q4_0 holds the chat promise up to 0.16 requests/s (0.12-0.20); ..."
     found.sentences     # by latency, by throughput, by memory, and the GPU
 
-A CPU stops in one of three ways: by **memory** (the model does not fit), by **latency** (a lone request already breaks the promise, so no rate
-keeps it), by **throughput** (the rate that is needed lies above the capacity). The first and what a GPU needs are predicted, the rest is measured.
+A CPU stops in one of three ways: by **memory** (the model does not fit), by **latency** (a lone request already breaks the promise, so no
+rate keeps it), by **throughput** (the rate that is needed lies above the capacity). The first and what a GPU needs are predicted, the rest
+is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any, Literal
 import msgspec
 
 from loadtests.slo import Promise
-from models.formats import weight_bytes
 from models.ladder import LADDER
 from models.spec import ModelSpec
 from reports import formatting, hardware
@@ -84,7 +84,9 @@ def crossover(run: RunNumbers, asked_rate: float | None = None) -> Crossover:
     first_not = min((cell for cell in lost if largest is None or _size(cell) > _size(largest)), key=_size, default=None)
     rungs = ladder(run)
     stops = tuple(_stops(run, rungs, asked_rate))
-    wanting = [cell for cell in run.cells if cell.spec is not None and (cell in lost or _too_slow(cell, asked_rate))] or ([largest] if largest else [])
+    wanting = [cell for cell in run.cells if cell.spec is not None and (cell in lost or _too_slow(cell, asked_rate))] or (
+        [largest] if largest else []
+    )
     takeovers = tuple(found for cell in wanting if (found := takeover(cell, run.promise)) is not None)
     return Crossover(
         headline=headline(run, largest, first_not),
@@ -140,15 +142,24 @@ def capacity_words(capacity: CapacityNumbers) -> str:
     """A capacity for a table or a sentence."""
     match capacity.state:
         case "interval":
-            return formatting.rate_with_interval(capacity.estimate, capacity.low, capacity.high)
+            return formatting.rate_with_interval(capacity.estimate, capacity.low, capacity.high) + (
+                "" if capacity.is_narrow else ", wider than asked"
+            )
         case "at_least":
-            return f"at least {formatting.significant(capacity.low or 0)} requests/s"
+            return f"more than {formatting.significant(capacity.low or 0)} requests/s"
         case "none":
             return "at no rate"
         case "unresolved":
             return f"unresolved: below {formatting.significant(capacity.high)} requests/s" if capacity.high else "unresolved"
         case _:
             return formatting.NOT_MEASURED
+
+
+def rate_words(capacity: CapacityNumbers) -> str:
+    """A capacity that is known, without its reservations: for `holds the promise up to ...`."""
+    if capacity.state == "interval":
+        return formatting.rate_with_interval(capacity.estimate, capacity.low, capacity.high)
+    return f"more than {formatting.significant(capacity.low or 0)} requests/s"
 
 
 def headline(run: RunNumbers, largest: CellNumbers | None, first_not: CellNumbers | None) -> str:
@@ -158,7 +169,7 @@ def headline(run: RunNumbers, largest: CellNumbers | None, first_not: CellNumber
     where = f"On this machine ({words})" if words else "On this machine"
     if largest is not None:
         capacity = largest.capacity
-        up_to = capacity_words(capacity) if capacity.state == "interval" else f"at least {formatting.significant(capacity.low or 0)} requests/s"
+        up_to = rate_words(capacity)
         text = f"{where}, {title(largest)} holds {promise} up to {up_to}"
         if first_not is None:
             return f"{text}; no larger model was found that does not hold it."
@@ -179,7 +190,8 @@ def why_at_no_rate(cell: CellNumbers, promise: Promise) -> str:
         return f"{model_title(cell.model)} does not keep it at the lowest rate tried"
     summary = level.summary
     if summary.ok == 0 and summary.failed:
-        return f"every lone request to {model_title(cell.model)} failed ({formatting.listing([f'{count} x {kind}' for kind, count in summary.failed.items()])})"
+        kinds = formatting.listing([f"{count} x {kind}" for kind, count in summary.failed.items()])
+        return f"every lone request to {model_title(cell.model)} failed ({kinds})"
     ttft, tpot = middle(summary.ttft), middle(summary.tpot)
     parts = []
     if ttft is not None and promise.ttft_seconds is not None and ttft > promise.ttft_seconds:
@@ -207,7 +219,12 @@ def breaks_first(cell: CellNumbers, promise: Promise) -> str | None:
 
 
 def _sentences(
-    run: RunNumbers, largest: CellNumbers | None, first_not: CellNumbers | None, rungs: Sequence[Rung], takeovers: Sequence[Takeover], asked_rate: float | None
+    run: RunNumbers,
+    largest: CellNumbers | None,
+    first_not: CellNumbers | None,
+    rungs: Sequence[Rung],
+    takeovers: Sequence[Takeover],
+    asked_rate: float | None,
 ) -> list[str]:
     out = []
     if first_not is not None and first_not.capacity.state == "none" and largest is not None:
@@ -218,15 +235,15 @@ def _sentences(
         out.append(f"{title(cell)} is {capacity_words(cell.capacity)} ({cell.capacity.reason}).")
     others = [cell for cell in run.cells if holds(cell.capacity) and cell is not largest]
     if others:
-        out.append(f"By throughput: {formatting.listing([f'{title(cell)} holds up to {capacity_words(cell.capacity)}' for cell in others])}.")
+        out.append(f"By throughput: {formatting.listing([f'{title(cell)} holds up to {rate_words(cell.capacity)}' for cell in others])}.")
     if asked_rate is not None:
         out.append(_asked(run, asked_rate))
     usable = usable_bytes(run.facts)
     outgrown = next((r for r in rungs if r.fits is False), None)
     if outgrown is not None and usable is not None:
         out.append(
-            f"By memory (predicted): from {model_title(outgrown.spec.name)} on, {_common_format(run)} models no longer fit in the {formatting.size(usable)} that this machine can spare: "
-            f"it needs {formatting.size(outgrown.memory.predicted_bytes)} with its KV cache."
+            f"By memory (predicted): from {model_title(outgrown.spec.name)} on, {f'{_common_format(run)} models'.strip()} no longer fit in the "
+            f"{formatting.size(usable)} that this machine can spare: it needs {formatting.size(outgrown.memory.predicted_bytes)} with its KV cache."
         )
     for found in takeovers:
         if found.cell is first_not or (first_not is None and found.cell is largest):
@@ -237,7 +254,7 @@ def _sentences(
 def takeover_words(found: Takeover) -> str:
     """What GPU takes a model over, as a sentence."""
     cell = found.cell
-    slots = f" ({cell.slots} slots of {cell.context_tokens:,} tokens)" if cell.slots and cell.context_tokens else ""
+    slots = f" for {cell.slots} slots of {cell.context_tokens:,} tokens" if cell.slots and cell.context_tokens else ""
     text = f"A GPU that takes {title(cell)} over needs {formatting.size(found.need.total_bytes)} of memory{slots} (predicted)"
     priced = [option for option in found.options if option.device.dollars_per_hour is not None and option.within_promise is not False]
     if not found.options:
@@ -247,7 +264,8 @@ def takeover_words(found: Takeover) -> str:
     cheapest = min(priced, key=lambda option: option.device.dollars_per_hour or math.inf)
     return (
         f"{text}; the cheapest in the list that has it is the {cheapest.device.name} with {cheapest.device.memory_gib:g} GiB at "
-        f"{formatting.dollars_per_hour(cheapest.device.dollars_per_hour)} (published, {cheapest.device.price_basis}, {cheapest.device.price_date}), "
+        f"{formatting.dollars_per_hour(cheapest.device.dollars_per_hour)} "
+        f"(published, {cheapest.device.price_basis}, {cheapest.device.price_date}), "
         f"whose bandwidth allows no less than {formatting.seconds(cheapest.tpot_floor_seconds)} per token (predicted floor)."
     )
 
@@ -277,17 +295,14 @@ def machines(cell: CellNumbers, asked_rate: float) -> int | None:
 
 
 def ladder(run: RunNumbers) -> tuple[Rung, ...]:
-    """The campaign's models and all larger ones of the ladder, with the memory that they take in the campaign's usual format, slots and context."""
+    """The campaign's models and those of the ladder beyond the largest measured, with the memory they take in its format, slots, context."""
     cells = [cell for cell in run.cells if cell.spec is not None]
     if not cells:
         return ()
     usual = max(cells, key=_size)
-    by_name: dict[str, CellNumbers] = {}
-    for cell in cells:
-        by_name.setdefault(cell.model, cell)
     usable = usable_bytes(run.facts)
     out = []
-    smallest, biggest = min(map(_size, cells)), max(map(_size, cells))
+    smallest, biggest = min(map(_size, cells)), max((_size(cell) for cell in cells if cell.levels), default=0)
     specs = {cell.spec.name: cell.spec for cell in cells if cell.spec is not None}
     for entry in LADDER:
         if entry.spec.parameters > biggest and entry.spec.name not in specs:
@@ -322,7 +337,6 @@ def takeover(cell: CellNumbers, promise: Promise) -> Takeover | None:
         return None
     try:
         need = hardware.gpu_need(spec, cell.weight_format, kv_tokens, cell.kv_dtype)
-        weight_bytes(spec, cell.weight_format)
     except KeyError:
         return None
     context = typical_context_tokens(cell)
@@ -350,7 +364,7 @@ def _stops(run: RunNumbers, rungs: Sequence[Rung], asked_rate: float | None) -> 
         elif rung.fits is False:
             out.append(Stop(rung.spec.name, "memory", f"needs {formatting.size(rung.memory.predicted_bytes)} (predicted)"))
         elif cell is not None and _too_slow(cell, asked_rate):
-            out.append(Stop(rung.spec.name, "throughput", f"holds up to {capacity_words(cell.capacity)}"))
+            out.append(Stop(rung.spec.name, "throughput", f"capacity {capacity_words(cell.capacity)}"))
     return out
 
 

@@ -19,7 +19,6 @@ from reports.numbers import CellNumbers, Doubt, LevelNumbers, RunNumbers
 if TYPE_CHECKING:
     from reports.capacity import RunRecords
 
-WIDE = 1.5  # high / low of a capacity's interval
 OTHERS_SHARE = 0.25  # cores' worth of work by processes that are not part of the test
 MEMORY_ERROR = 0.05
 _ORDER = {"serious": 0, "warning": 1, "note": 2}
@@ -42,7 +41,9 @@ def _levels(numbers: RunNumbers) -> Iterable[Doubt]:
                     by_code[doubt.code].append((level, doubt))
     for code, found in by_code.items():
         level, worst = next(((lv, d) for lv, d in found if d.invalidates), found[0])
-        severity: Literal["note", "warning", "serious"] = "serious" if worst.invalidates else "note" if code in ("TooFewSamples", "RateOff") else "warning"
+        severity: Literal["note", "warning", "serious"] = (
+            "serious" if worst.invalidates else "note" if code in ("TooFewSamples", "RateOff") else "warning"
+        )
         where = "one level" if len(found) == 1 else f"{len(found)} levels"
         counts = " These levels are left out of the capacity." if worst.invalidates else ""
         text = f"In {where}, for instance {_level_name(level, numbers)}: {worst.text}.{counts}"
@@ -56,20 +57,47 @@ def _journal(run: RunRecords) -> Iterable[Doubt]:
     if stopped or resumed:
         abandoned = kinds.count("level_abandoned")
         more = f"; {abandoned} level{'' if abandoned == 1 else 's'} begun and not counted" if abandoned else ""
-        times = formatting.listing([part for count, part in ((stopped, f"interrupted {_times(stopped)}"), (resumed, f"resumed {_times(resumed)}")) if count])
-        yield Doubt("Interrupted", f"The run was {times}{more}.", "Nothing of a level that was cut off counts; the machine may have changed in between.", "note")
+        times = formatting.listing(
+            [part for count, part in ((stopped, f"interrupted {_times(stopped)}"), (resumed, f"resumed {_times(resumed)}")) if count]
+        )
+        yield Doubt(
+            "Interrupted",
+            f"The run was {times}{more}.",
+            "Nothing of a level that was cut off counts; the machine may have changed in between.",
+            "note",
+        )
     elif "level_abandoned" in kinds:
-        reasons = list(dict.fromkeys(str(event.detail.get("reason", "no reason on record")) for event in run.events if event.kind == "level_abandoned"))
-        yield Doubt("LevelsAbandoned", f"{kinds.count('level_abandoned')} levels were abandoned: {formatting.listing(reasons[:3])}.", "They do not count.", "note")
+        reasons = list(
+            dict.fromkeys(str(event.detail.get("reason", "no reason on record")) for event in run.events if event.kind == "level_abandoned")
+        )
+        yield Doubt(
+            "LevelsAbandoned",
+            f"{kinds.count('level_abandoned')} levels were abandoned: {formatting.listing(reasons[:3])}.",
+            "They do not count.",
+            "note",
+        )
     if "run_finished" not in kinds:
-        yield Doubt("NotFinished", "The run has not finished: cells or levels are missing.", "Go on with `crossover campaign resume`.", "warning")
+        yield Doubt(
+            "NotFinished", "The run has not finished: cells or levels are missing.", "Go on with `crossover campaign resume`.", "warning"
+        )
     if run.dropped_bytes:
         files = formatting.listing([f"{name} ({cut} bytes)" for name, cut in run.dropped_bytes.items()])
-        yield Doubt("CutOffLine", f"The last line was cut off in {files}, and was left out.", "A writer was killed; what it was about to write is lost.", "note")
+        yield Doubt(
+            "CutOffLine",
+            f"The last line was cut off in {files}, and was left out.",
+            "A writer was killed; what it was about to write is lost.",
+            "note",
+        )
     changed = [sample for sample in run.samples if any("engine process" in reason for reason in sample.reasons)]
     if changed:
         cells = tuple(dict.fromkeys(sample.cell for sample in changed))
-        yield Doubt("EngineRestarted", f"The engine process changed or was gone while load ran, in {len(cells)} cell(s).", "See the server's log in the run folder.", "serious", cells)
+        yield Doubt(
+            "EngineRestarted",
+            f"The engine process changed or was gone while load ran, in {len(cells)} cell(s).",
+            "See the server's log in the run folder.",
+            "serious",
+            cells,
+        )
 
 
 def _capacities(numbers: RunNumbers) -> Iterable[Doubt]:
@@ -77,18 +105,38 @@ def _capacities(numbers: RunNumbers) -> Iterable[Doubt]:
     for cell in numbers.cells:
         capacity, name = cell.capacity, model_title(cell.model)
         if cell.state == "measured" and cell.reason:
-            yield Doubt("CellUnfinished", f"{name}: {cell.reason}.", "Its capacity may become narrower; go on with `crossover campaign resume`.", "warning", (cell.key,))
-        if capacity.state == "interval" and capacity.low and capacity.high and capacity.high / capacity.low > WIDE:
-            text = f"The capacity of {name} is known only to a factor of {formatting.significant(capacity.high / capacity.low)} ({formatting.interval(capacity.low, capacity.high)} requests/s)."
+            yield Doubt(
+                "CellUnfinished",
+                f"{name}: {cell.reason}.",
+                "Its capacity may become narrower; go on with `crossover campaign resume`.",
+                "warning",
+                (cell.key,),
+            )
+        if capacity.state == "interval" and not capacity.is_narrow and capacity.low and capacity.high:
+            within = formatting.interval(capacity.low, capacity.high)
+            text = f"The capacity of {name} lies within {within} requests/s, which is wider than the campaign asked for."
             yield Doubt("WideInterval", text, "Give the campaign more time: more levels, and longer ones.", "note", (cell.key,))
         if capacity.state == "at_least":
-            yield Doubt("OpenEnded", f"No rate that was tried is too much for {name}: its capacity is a lower bound.", "Let the search go higher.", "warning", (cell.key,))
+            yield Doubt(
+                "OpenEnded",
+                f"No rate that was tried is too much for {name}: its capacity is a lower bound ({capacity.reason}).",
+                "Let the search go higher.",
+                "warning",
+                (cell.key,),
+            )
         if capacity.state == "unresolved":
-            yield Doubt("Unresolved", f"The capacity of {name} is unresolved: {capacity.reason}.", "Give the campaign more time, or a lower first rate.", "warning", (cell.key,))
+            yield Doubt(
+                "Unresolved",
+                f"The capacity of {name} is unresolved: {capacity.reason}.",
+                "Give the campaign more time, or a lower first rate.",
+                "warning",
+                (cell.key,),
+            )
         lower = [level for level in cell.loaded if level.verdict == "fails" and level.summary.is_valid]
         higher = [level for level in cell.loaded if level.verdict == "holds" and level.summary.is_valid]
         if lower and higher and (lower[0].rate_per_second or 0) <= (higher[-1].rate_per_second or 0):
-            text = f"{name} held at {formatting.rate(higher[-1].rate_per_second)} and failed at {formatting.rate(lower[0].rate_per_second)}: its levels contradict each other."
+            held, failed = formatting.rate(higher[-1].rate_per_second), formatting.rate(lower[0].rate_per_second)
+            text = f"{name} held at {held} and failed at {failed}: its levels contradict each other."
             yield Doubt("Contradiction", text, "The machine was not steady, or levels were too short: repeat them.", "serious", (cell.key,))
 
 
@@ -96,17 +144,40 @@ def _setting(run: RunRecords, numbers: RunNumbers) -> Iterable[Doubt]:
     """What was asked for, and with what."""
     preset = PROMISES.get(numbers.promise.name)
     if preset is not None and numbers.promise.target < preset.target:
-        text = f"The promise asks for {formatting.share(numbers.promise.target)} of requests; the preset {preset.name!r} asks for {formatting.share(preset.target)}."
-        yield Doubt("LowerTarget", text, "A lower target needs fewer requests per level, and gives a higher capacity; raise `target` for a result to plan with.", "warning")
+        asked, usual = formatting.share(numbers.promise.target), formatting.share(preset.target)
+        text = f"The promise asks for {asked} of requests; the preset {preset.name!r} asks for {usual}."
+        yield Doubt(
+            "LowerTarget",
+            text,
+            "A lower target needs fewer requests per level, and gives a higher capacity; raise `target` for a result to plan with.",
+            "warning",
+        )
     made_up = [cell for cell in numbers.cells if cell.random_weights]
     if made_up:
         text = "Weights are seeded random numbers in the published shape: speed and memory are those of the model, answers are noise."
-        yield Doubt("RandomWeights", text, "Use the real weights before judging quality; formats that prune or skip would be timed wrongly.", "note", tuple(cell.key for cell in made_up))
+        yield Doubt(
+            "RandomWeights",
+            text,
+            "Use the real weights before judging quality; formats that prune or skip would be timed wrongly.",
+            "note",
+            tuple(cell.key for cell in made_up),
+        )
     server, client = run.manifest.server_facts.get("hostname"), run.manifest.client_facts.get("hostname")
     if server is not None and server == client:
-        shares = [level.summary.client_cpu_share for cell in numbers.cells for level in cell.levels if level.summary.client_cpu_share is not None]
-        used = f" It used up to {formatting.significant(max(shares))} of a core." if shares and max(shares) > 0 else " What it used was not measured."
-        yield Doubt("OneMachine", f"Load generator and server ran on one machine.{used}", "A machine of its own for the load generator leaves all cores to the server.", "note")
+        shares = [
+            level.summary.client_cpu_share for cell in numbers.cells for level in cell.levels if level.summary.client_cpu_share is not None
+        ]
+        used = (
+            f" It used up to {formatting.significant(max(shares))} of a core."
+            if shares and max(shares) > 0
+            else " What it used was not measured."
+        )
+        yield Doubt(
+            "OneMachine",
+            f"Load generator and server ran on one machine.{used}",
+            "A machine of its own for the load generator leaves all cores to the server.",
+            "note",
+        )
 
 
 def _machine(run: RunRecords, numbers: RunNumbers) -> Iterable[Doubt]:
@@ -116,14 +187,20 @@ def _machine(run: RunRecords, numbers: RunNumbers) -> Iterable[Doubt]:
     others = _others(run.samples, cores) if cores else None
     if others is not None and others > OTHERS_SHARE:
         yield Doubt(
-            "NoisyMachine", f"Other processes used {formatting.significant(others)} cores on average while load ran.", "Stop them and measure again; capacity is too low by about that much.", "warning"
+            "NoisyMachine", f"Other processes used {formatting.significant(others)} cores on average while load ran.", "Stop them and measure again; capacity is too low by about that much.",
+            "warning",
         )  # fmt: skip
     if facts.get("virtualisation"):
         yield Doubt(
             "Virtualised", f"The machine is virtual ({facts['virtualisation']}): neighbours may take CPU time that is not seen from inside.", "Repeat the run at another hour and compare.", "note"
         )  # fmt: skip
     if run.samples and (invalid := sum(not sample.valid for sample in run.samples)) > 0.05 * len(run.samples):
-        yield Doubt("BadSamples", f"{invalid} of {len(run.samples)} resource samples are not valid.", "Memory and CPU figures may miss peaks.", "warning")
+        yield Doubt(
+            "BadSamples",
+            f"{invalid} of {len(run.samples)} resource samples are not valid.",
+            "Memory and CPU figures may miss peaks.",
+            "warning",
+        )
     for cell in numbers.cells:
         doubt = _memory_off(cell)
         if doubt is not None:
@@ -150,7 +227,8 @@ def _memory_off(cell: CellNumbers) -> Doubt | None:
     error = predicted / measured - 1
     if abs(error) <= MEMORY_ERROR:
         return None
-    text = f"{model_title(cell.model)}: weights and KV were predicted as {formatting.size(predicted)}; the engine accounts for {formatting.size(measured)} ({error:+.0%})."
+    sizes = f"predicted as {formatting.size(predicted)}; the engine accounts for {formatting.size(measured)}"
+    text = f"{model_title(cell.model)}: weights and KV were {sizes} ({error:+.0%})."
     return Doubt("MemoryPrediction", text, "Predictions for larger models of this kind are off by about as much.", "note", (cell.key,))
 
 

@@ -1,8 +1,8 @@
 """The figures of a report, in order: a chart each with its title, its caption and what kind of number it shows.
 
-    for figure in figures(run, found):
-        figure.slug, figure.title, figure.spec(width=760)     # Vega-Lite as a dict
-        figure.svg(), figure.png()                            # drawn by vl-convert: no browser, no network
+for figure in figures(run, found):
+    figure.slug, figure.title, figure.spec(width=760)     # Vega-Lite as a dict
+    figure.svg(), figure.png()                            # drawn by vl-convert: no browser, no network
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from reports import charts, formatting, hardware
-from reports.crossover import Crossover, Rung, promise_words, title
+from reports import charts, crossover_map, formatting, hardware
+from reports.crossover import Crossover, Rung, promise_words
 from reports.errors import MissingPackage
 from reports.formatting import model_title
 from reports.numbers import CellNumbers, RunNumbers
@@ -39,10 +39,10 @@ class Figure(msgspec.Struct, frozen=True):
         return self.chart | {"width": width or (HALF_WIDTH if self.half else STATIC_WIDTH)}
 
     def svg(self) -> str:
-        return str(_vl_convert().vegalite_to_svg(self.spec()))
+        return str(vl_convert().vegalite_to_svg(self.spec()))
 
     def png(self, scale: float = 2.0) -> bytes:
-        return bytes(_vl_convert().vegalite_to_png(self.spec() | {"background": "white", "padding": 12}, scale=scale))
+        return bytes(vl_convert().vegalite_to_png(self.spec() | {"background": "white", "padding": 12}, scale=scale))
 
 
 def figures(run: RunNumbers, found: Crossover) -> tuple[Figure, ...]:
@@ -53,18 +53,22 @@ def figures(run: RunNumbers, found: Crossover) -> tuple[Figure, ...]:
 def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
     promise = run.promise
     words = promise_words(promise)
+    names = charts.names_of(run.cells)
     many = len(series_of(run.cells)) > 1
     for series, cells in series_of(run.cells).items():
         yield from _figure(
-            charts.crossover_map(cells, gpu_texts(found), found.asked_rate),
+            crossover_map.crossover_map(cells, gpu_texts(found), found.asked_rate),
             "crossover" + (f"-{_slug(series)}" if many else ""),
             "crossover",
             "Crossover map" + (f": {series}" if many else ""),
-            f"Blue: the CPU keeps the promise ({words}). Pale blue: between the highest rate that held and the lowest that failed. Orange: a GPU takes over, with the "
-            "memory it needs. Marks are measured levels: circle held, cross failed, diamond unresolved.",
+            f"Blue: the CPU keeps the promise ({words}). Pale blue: the interval of the capacity. Orange: a GPU takes over, with the "
+            "memory it needs. Marks are measured levels: circle held, cross failed, diamond too few requests to say.",
             ("measured here", "predicted"),
         )
-    for which, name, limit in (("ttft", "Time to first token", promise.ttft_seconds), ("tpot", "Time per output token", promise.tpot_seconds)):
+    for which, name, limit in (
+        ("ttft", "Time to first token", promise.ttft_seconds),
+        ("tpot", "Time per output token", promise.tpot_seconds),
+    ):
         yield from _figure(
             charts.alone([cell for cell in run.cells if cell.lone], which, limit),
             f"alone-{which}",
@@ -75,12 +79,15 @@ def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
             half=True,
         )
     for cell in run.cells:
-        for which, name, limit in (("ttft", "time to first token", promise.ttft_seconds), ("tpot", "time per output token", promise.tpot_seconds)):
+        for which, name, limit in (
+            ("ttft", "time to first token", promise.ttft_seconds),
+            ("tpot", "time per output token", promise.tpot_seconds),
+        ):
             yield from _figure(
                 charts.latency(cell, which, limit),
                 f"latency-{which}-{_slug(cell.key)}",
                 "latency",
-                f"{title(cell)}: {name}",
+                f"{names[cell.key]}: {name}",
                 "Solid p50, dashed p95. Green: the level held, red: it failed, ochre: unresolved.",
                 ("measured here",),
                 half=True,
@@ -91,7 +98,8 @@ def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
         "throughput",
         "throughput",
         "Throughput against load",
-        "Output tokens that arrived within the window, per second. Full dots: the promise held. Where a line bends away, the machine is saturated.",
+        "Output tokens that arrived within the window, per second. Full dots: the promise held. Where a line flattens, the machine is "
+        "saturated.",
         ("measured here",),
     )
     yield from _figure(
@@ -99,7 +107,8 @@ def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
         "attainment",
         "attainment",
         "How many requests keep the promise",
-        f"Share of good requests among all that were due, with its {formatting.share(promise.confidence)} bounds (Wilson). Failed and refused requests are not good.",
+        f"Share of good requests among all that were due, with its {formatting.share(promise.confidence)} bounds (Wilson). Failed and refused "
+        "requests are not good.",
         ("measured here",),
     )
     yield from _figure(
@@ -113,13 +122,12 @@ def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
 
 
 def series_of(cells: Sequence[CellNumbers]) -> dict[str, list[CellNumbers]]:
-    """Cells that differ in nothing but their model, by a name for what they share; one entry for an ordinary campaign."""
+    """Cells that differ in nothing but their model, by a name for what they share: a map each. One entry where no model is there twice."""
+    if len({cell.model for cell in cells}) == len(cells):
+        return {"all": list(cells)}
     out: dict[str, list[CellNumbers]] = {}
     for cell in cells:
-        out.setdefault(" ".join(part for part in (cell.backend, cell.weight_format, cell.device.upper()) if part), []).append(cell)
-    backends = {cell.backend for cell in cells if cell.levels}
-    if len(out) > 1 and len(backends) <= 1 and len({cell.model for cell in cells}) == len(cells):
-        return {"all": list(cells)}  # a ladder whose formats differ from rung to rung, or whose skipped cells have no engine
+        out.setdefault(" ".join(part for part in (cell.backend, cell.weight_format, cell.hardware) if part), []).append(cell)
     return out
 
 
@@ -155,7 +163,9 @@ def memory_rows(rungs: Sequence[Rung]) -> list[dict[str, Any]]:
 
 def _memory_caption(rungs: Sequence[Rung]) -> str:
     like = next((rung.cell for rung in reversed(rungs) if rung.cell is not None), None)
-    setting = f" for {like.slots} slots of {like.context_tokens:,} tokens" if like is not None and like.slots and like.context_tokens else ""
+    setting = (
+        f" for {like.slots} slots of {like.context_tokens:,} tokens" if like is not None and like.slots and like.context_tokens else ""
+    )
     text = f"Bars are predicted{setting}: weights as their file stores them, KV cache, and a process around them; pale bars were not run."
     if any(rung.memory.measured_peak_bytes for rung in rungs):
         text += " Diamonds: the highest resident memory of the engine that was measured. A cache that was never filled is not resident."
@@ -173,9 +183,10 @@ def _slug(key: str) -> str:
     return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in key.lower()).strip("-")
 
 
-def _vl_convert() -> Any:
+def vl_convert() -> Any:
+    """The package that draws. Raises MissingPackage where it is not installed."""
     try:
-        import vl_convert
+        import vl_convert as package
     except ImportError as problem:
         raise MissingPackage("charts need the package vl-convert-python; install llm-crossover[report]") from problem
-    return vl_convert
+    return package

@@ -141,7 +141,15 @@ def listing(parts: list[str], last: str = "and") -> str:
     return f"{', '.join(parts[:-1])} {last} {parts[-1]}"
 
 
-_SPELLING = {"smollm2": "SmolLM2", "llama": "Llama", "qwen2.5": "Qwen2.5", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "tinyllama": "TinyLlama"}
+_SPELLING = {
+    "smollm2": "SmolLM2",
+    "llama": "Llama",
+    "qwen2.5": "Qwen2.5",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "tinyllama": "TinyLlama",
+}
 
 
 def model_title(name: str) -> str:

@@ -1,7 +1,7 @@
 """What a report is made of: one LevelNumbers per measured level, one CellNumbers per (model, format, backend), one RunNumbers per run.
 
-Plain values, computed by reports.capacity from records and drawn by reports.charts, reports.page, reports.markdown and reports.tables. Times are seconds,
-sizes bytes, rates per second. Missing is None and is shown as "not measured".
+Plain values, computed by reports.capacity from records; charts, page, markdown and tables show them. Times are seconds, sizes bytes, rates per
+second. Missing is None and is shown as "not measured".
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ def middle(times: Distribution) -> float | None:
 
 
 class CapacityNumbers(msgspec.Struct, frozen=True):
-    """The highest rate that keeps the promise, in requests per second.
+    """The highest rate that keeps the promise, in requests per second, as loadtests.search estimates it from the levels.
 
-    interval: between `low` and `high`, best guess `estimate`; at_least: `low` holds and nothing higher was measured;
-    none: not even a lone request keeps the promise, or the lowest rate measured fails; unresolved: measured, and not known.
+    interval: between `low` and `high`, best guess `estimate`; at_least: more than `low`, and nothing was seen to be too much;
+    none: a lone request breaks the promise, so no rate keeps it; unresolved: measured, and not known, though below `high` where given.
     """
 
     state: CapacityState
     low: float | None = None
     estimate: float | None = None
     high: float | None = None
-    reason: str = ""  # one clause, where the state needs one
+    is_narrow: bool = True  # False: an interval, and wider than the campaign asked for
+    reason: str = ""
 
 
 class MemoryNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +94,7 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     backend: str
     device: str  # "cpu" or "gpu"; what in fact served
+    hardware: str  # the name of its hardware budget; "" where the campaign has one
     slots: int | None
     context_tokens: int | None
     kv_tokens: int | None
@@ -142,6 +144,12 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0  # on record
     requests_counted: int = 0  # due in the window of a finished level
     measured_seconds: float | None = None
+
+    also: tuple[str, ...] = ()  # other runs of the same machine whose cells are among these
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.manifest.run_id, *self.also])
 
     @property
     def facts(self) -> dict[str, Any]:

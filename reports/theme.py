@@ -1,4 +1,4 @@
-"""One look for all charts: colours that colour-blind people tell apart (Okabe and Ito 2008), quiet axes, labels at the line instead of a legend."""
+"""One look for all charts: colours that colour-blind people tell apart (Okabe and Ito 2008), quiet axes, labels at the line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config() -> dict[str, Any]:
             "symbolSize": 140,
             "symbolStrokeWidth": 0,
             "columnPadding": 18,
-            "offset": 22,
+            "offset": 30,
         },
         "text": {"font": FONT, "fontSize": 12, "color": INK},
         "title": {"font": FONT, "anchor": "start", "fontSize": 14, "fontWeight": 600, "color": INK, "subtitleColor": MUTED, "offset": 14},

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from serving.protocol import ApiError, ErrorBody, encode, event
+from serving.protocol import ApiError
+from serving.replies import encode, event
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -98,7 +99,7 @@ class Exchange:
         kind = header(self.scope, b"content-type")
         if kind is None or not _JSON_TYPE.fullmatch(kind.strip()):
             shown = "no Content-Type" if kind is None else f"Content-Type {kind[:80].decode('latin-1')!r}"
-            raise ApiError(415, f"{shown}; send application/json", code="unsupported_media_type", headers=_CLOSE)
+            raise ApiError(415, f"{shown}; send application/json", code="unsupported_media_type")
         length = header(self.scope, b"content-length")
         if length is not None and length.isdigit() and int(length) > self.limits.body_bytes:
             raise self._too_large(int(length))
@@ -123,7 +124,7 @@ class Exchange:
 
     def _too_large(self, size: int) -> ApiError:
         text = f"the body has {size} bytes or more; {self.limits.body_bytes} are allowed"
-        return ApiError(413, text, code="body_too_large", headers=_CLOSE)
+        return ApiError(413, text, code="body_too_large")
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection (or the answer is complete)."""
@@ -178,6 +179,3 @@ _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-bufferin
 
 class ClientGone(Exception):
     """The client closed the connection: nobody is there to answer."""
-
-
-__all__ = ["ClientGone", "ErrorBody", "Exchange", "Limits", "check_head", "header", "same_key"]

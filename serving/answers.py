@@ -6,296 +6,26 @@
 The head of a streamed answer leaves with the first delta, not before: until then an error still is an answer with a status of its own,
 a sequence can still move to another engine (so X-Crossover-Backend tells the truth), and a client that takes the head for the first
 token measures no fairy tale. A client that goes away cancels its sequences at once, streamed or not.
-
-A content event costs one JSON string and one concatenation: what is constant about it is encoded when the stream begins.
 """
 
 from __future__ import annotations
 
 import asyncio
-import codecs
-import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
 
-from models.tokenizer import Tokenizer
-from msgspec import UNSET, UnsetType
-
-from serving.access import ClientGone, Exchange, Limits
-from serving.backends.base import EngineConfig, Sampling
-from serving.checks import Facts, Wishes, context_overflow, facts_of, promised, seeded
-from serving.messages import Delta, Ready, StepStats, TokenDetail
-from serving.metrics import Metrics
-from serving.protocol import (
+from serving.access import ClientGone, Exchange
+from serving.calls import Call, Choice, Prompt
+from serving.checks import seeded
+from serving.messages import Delta
+from serving.protocol import ApiError, scrubbed, try_again
+from serving.replies import (
     DONE,
-    LOWEST_LOGPROB,
-    MARK,
-    ApiError,
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    FinishReason,
-    Generation,
-    TokenLogprob,
-    TopLogprob,
     Usage,
-    content_frame,
-    encode,
     event,
-    scrubbed,
-    try_again,
     usage_of,
 )
 from serving.supervisor import Overloaded, Unavailable
-
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-_UTF8 = codecs.getincrementaldecoder("utf-8")
-
-
-class Prompt:
-    """One prompt of a request: its ids, and its text where it is to be echoed."""
-
-    __slots__ = ("ids", "text", "max_tokens")
-
-    def __init__(self, ids: list[int], max_tokens: int, text: str = "") -> None:
-        self.ids, self.text, self.max_tokens = ids, text, max_tokens
-
-
-class Choice:
-    """One sequence of a request, and what is known of it so far. Times are of time.perf_counter."""
-
-    __slots__ = (
-        *("index", "prompt", "first_of_prompt", "stream", "whole", "submitted", "first", "last", "tokens", "first_tokens", "cached"),
-        *("finish", "pieces", "details", "opened", "frame", "offset"),
-    )
-
-    def __init__(self, index: int, prompt: Prompt, first_of_prompt: bool, stream: StreamLike, whole: bool) -> None:
-        self.index, self.prompt, self.first_of_prompt, self.stream, self.whole = index, prompt, first_of_prompt, stream, whole
-        self.submitted = time.perf_counter()
-        self.first: float | None = None
-        self.last = self.submitted
-        self.tokens = self.first_tokens = 0
-        self.cached: int | None = None
-        self.finish: FinishReason | None = None
-        self.pieces: list[str] = []
-        self.details: list[TokenDetail] = []  # not written yet
-        self.opened = False
-        self.frame: tuple[bytes, bytes] | None = None
-        self.offset = len(prompt.text)  # characters written, for text_offset
-
-    def took(self, delta: Delta, began: float, metrics: Metrics) -> None:
-        """Account for one delta."""
-        now = time.perf_counter()
-        if delta.cached_tokens is not None:
-            self.cached = delta.cached_tokens
-        if delta.details:
-            self.details += delta.details
-        if not delta.tokens:
-            return
-        self.tokens += delta.tokens
-        if self.first is None:
-            self._began(delta, now, began, metrics)
-        else:
-            metrics.inter_token.observe(now - self.last)
-        self.last = now
-
-    def _began(self, delta: Delta, now: float, began: float, metrics: Metrics) -> None:
-        queue, prefill = delta.queue_seconds, delta.prefill_seconds
-        self.first, self.first_tokens = now, delta.tokens
-        if self.whole:  # one delta at the end: when the first token was made, the engine says
-            known = queue is not None and prefill is not None
-            self.first = min(now, self.submitted + (queue or 0.0) + (prefill or 0.0)) if known else None
-            self.first_tokens = 1
-        if self.first is not None:
-            metrics.ttft.observe(self.first - began)
-        if queue is not None:
-            metrics.queue.observe(queue)
-        if prefill is not None:
-            metrics.prefill.observe(prefill)
-        metrics.prompt_tokens += len(self.prompt.ids)
-        metrics.cached_tokens += self.cached or 0
-        metrics.prompt_lengths.observe(len(self.prompt.ids))
-
-    def ended(self, finish: str, began: float, metrics: Metrics) -> None:
-        """Account for the last delta."""
-        metrics.finished[finish] += 1
-        metrics.generation_tokens += self.tokens
-        if finish not in _REASONS:
-            return
-        self.finish = _REASONS[finish]
-        metrics.e2e.observe(self.last - began)
-        metrics.output_lengths.observe(self.tokens)
-        if self.first is not None:
-            metrics.decode.observe(self.last - self.first)
-            if self.tokens > self.first_tokens:
-                metrics.per_token.observe((self.last - self.first) / (self.tokens - self.first_tokens))
-
-    @property
-    def usage(self) -> Usage:
-        return usage_of(len(self.prompt.ids), self.tokens, self.cached)
-
-
-class Call(ABC):
-    """One request on its way to an answer; what differs between chat and completions is in the subclasses."""
-
-    prefix: str
-
-    def __init__(self, service: Service, exchange: Exchange, request: Generation, wishes: Wishes) -> None:
-        self.service, self.exchange, self.request, self.wishes = service, exchange, request, wishes
-        self.id = f"{self.prefix}-{exchange.serial}"
-        self.created = int(time.time())
-        self.streamed = bool(request.stream)
-        options = request.stream_options
-        self.wants_usage = options is not None and bool(options.include_usage)
-        self.usage_always = self.wants_usage and options is not None and bool(options.continuous_usage_stats)
-        self.wants_logprobs = wishes.sampling.logprobs is not None
-
-    @abstractmethod
-    def chunk(
-        self, choice: Choice, text: str | None, finish: FinishReason | None, usage: Usage | None | UnsetType
-    ) -> ChatChunk | Completion:
-        """One chunk: of content (`text`) or the choice's last one (`finish`). Takes the choice's unwritten details."""
-
-    @abstractmethod
-    def opening(self, choice: Choice) -> bytes:
-        """What precedes a choice's first content."""
-
-    @abstractmethod
-    def last_chunk(self, usage: Usage) -> ChatChunk | Completion:
-        """The chunk without choices that holds the usage."""
-
-    @abstractmethod
-    def body(self, choices: Sequence[Choice], usage: Usage) -> ChatCompletion | Completion:
-        """The whole answer."""
-
-    def usage_in(self, choice: Choice) -> Usage | None | UnsetType:
-        """The `usage` of a chunk that is not the last: the count so far, null, or not there at all."""
-        if self.usage_always:
-            return choice.usage
-        return None if self.wants_usage else UNSET
-
-    def events(self, choice: Choice, delta: Delta) -> bytes:
-        """The events that one delta becomes; none where its text is still held back."""
-        data = b""
-        if not choice.opened:
-            choice.opened = True
-            data = self.opening(choice)
-        text = delta.text
-        if text:
-            if self.usage_always or self.wants_logprobs:
-                data += event(self.chunk(choice, text, None, self.usage_in(choice)))
-            else:
-                if choice.frame is None:
-                    choice.frame = content_frame(self.chunk(choice, MARK, None, self.usage_in(choice)))
-                head, tail = choice.frame
-                data += head + encode(text) + tail
-            choice.offset += len(text)
-        if choice.finish is not None:
-            data += event(self.chunk(choice, None, choice.finish, self.usage_in(choice)))
-        return data
-
-    def fingerprint(self) -> str | None:
-        """OpenAI's mark of what made the answer: backend, device and weight format decide the numerics."""
-        ready = self.service.supervisor.ready
-        return None if ready is None else f"{ready.info.name}-{ready.info.device}-{ready.info.weight_format}"
-
-
-class ChatCall(Call):
-    prefix = "chatcmpl"
-
-    def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
-        if not self.wants_logprobs:
-            return None
-        details, choice.details = choice.details, []
-        return ChatLogprobs([self._token(detail) for detail in details])
-
-    def _token(self, detail: TokenDetail) -> TokenLogprob:
-        text, data = _shown(self.service, detail.token)
-        top = [TopLogprob(*_named(self.service, i, v)) for i, v in zip(detail.top_ids, detail.top_values, strict=True)]
-        return TokenLogprob(text, _finite(detail.logprob), data, top)
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None | UnsetType) -> ChatChunk:
-        return ChatChunk(id=self.id, created=self.created, model=self.service.served_name, choices=choices, usage=usage)
-
-    def chunk(self, choice: Choice, text: str | None, finish: FinishReason | None, usage: Usage | None | UnsetType) -> ChatChunk:
-        delta = ChatDelta(content=text) if text is not None else ChatDelta()
-        logprobs = self._logprobs(choice) if text is not None or choice.details else None
-        return self._chunk([ChatChunkChoice(choice.index, delta, logprobs, finish)], usage)
-
-    def opening(self, choice: Choice) -> bytes:
-        usage = self.usage_in(choice)
-        if isinstance(usage, Usage):
-            usage = usage_of(usage.prompt_tokens, 0, choice.cached)
-        return event(self._chunk([ChatChunkChoice(choice.index, ChatDelta(role="assistant", content=""))], usage))
-
-    def last_chunk(self, usage: Usage) -> ChatChunk:
-        return self._chunk([], usage)
-
-    def body(self, choices: Sequence[Choice], usage: Usage) -> ChatCompletion:
-        return ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.service.served_name,
-            system_fingerprint=self.fingerprint(),
-            choices=[
-                ChatChoice(c.index, AssistantMessage("".join(c.pieces)), self._logprobs(c), c.finish)
-                for c in choices
-                if c.finish is not None
-            ],
-            usage=usage,
-        )
-
-
-class CompletionCall(Call):
-    prefix = "cmpl"
-
-    def _logprobs(self, choice: Choice) -> CompletionLogprobs | None:
-        if not self.wants_logprobs:
-            return None
-        details, choice.details = choice.details, []
-        offset, decoder = choice.offset, _UTF8("replace")
-        offsets: list[int] = []
-        for detail in details:
-            offsets.append(offset)
-            offset += len(decoder.decode(self.service.bytes_of(detail.token)))
-        tops = [
-            {_legacy_name(self.service, i): _finite(v) for i, v in zip(d.top_ids, d.top_values, strict=True)}
-            | {_legacy_name(self.service, d.token): _finite(d.logprob)}
-            for d in details
-        ]
-        tokens = [_legacy_name(self.service, detail.token) for detail in details]
-        return CompletionLogprobs(tokens, [_finite(d.logprob) for d in details], [*tops], offsets)
-
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType, whole: bool = False) -> Completion:
-        mark = self.fingerprint() if whole else UNSET
-        return Completion(
-            id=self.id, created=self.created, model=self.service.served_name, system_fingerprint=mark, choices=choices, usage=usage
-        )
-
-    def chunk(self, choice: Choice, text: str | None, finish: FinishReason | None, usage: Usage | None | UnsetType) -> Completion:
-        logprobs = self._logprobs(choice) if text is not None or choice.details else None
-        return self._completion([CompletionChoice(choice.index, text or "", logprobs, finish)], usage)
-
-    def opening(self, choice: Choice) -> bytes:
-        if not choice.prompt.text:
-            return b""
-        return event(self._completion([CompletionChoice(choice.index, choice.prompt.text)], self.usage_in(choice)))
-
-    def last_chunk(self, usage: Usage) -> Completion:
-        return self._completion([], usage)
-
-    def body(self, choices: Sequence[Choice], usage: Usage) -> Completion:
-        found = [CompletionChoice(c.index, c.prompt.text + "".join(c.pieces), self._logprobs(c), c.finish) for c in choices]
-        return self._completion(found, usage, whole=True)
 
 
 async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
@@ -310,6 +40,7 @@ async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
         watcher.cancel()
         for choice in choices:
             choice.stream.cancel()
+            choice.ended("cancelled", exchange.began, call.service.metrics)  # unless it has ended already
 
 
 def submitted(call: Call, prompts: Sequence[Prompt]) -> list[Choice]:
@@ -424,29 +155,3 @@ def _failure(call: Call, delta: Delta) -> Exception:
     if supervisor.state != "ready":
         return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
     return ApiError(500, text, code="engine_failed")
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
-
-
-def _shown(service: Service, token: int) -> tuple[str, list[int] | None]:
-    """(text, bytes) of a token in chat's log-probabilities; a control token is shown by its id and has no bytes."""
-    data = service.bytes_of(token)
-    return (data.decode("utf-8", "replace"), list(data)) if data else (f"token_id:{token}", None)
-
-
-def _named(service: Service, token: int, logprob: float) -> tuple[str, float, list[int] | None]:
-    text, data = _shown(service, token)
-    return text, _finite(logprob), data
-
-
-def _legacy_name(service: Service, token: int) -> str:
-    """A token as the key of completions' log-probabilities: its text, `bytes:\\xe2\\x82` where it is no whole text, or its id."""
-    data = service.bytes_of(token)
-    if not data:
-        return f"token_id:{token}"
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

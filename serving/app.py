@@ -1,7 +1,7 @@
 """The HTTP routes: OpenAI's, and those that say what this server is doing.
 
     app = create_app(supervisor, tokenizer, served_name="smollm2-135m", manage=True)
-    uvicorn.run(app)            # or serving.listener.listener(app, ...), which also bounds heads, idle and stalled connections
+    uvicorn.run(app, **server_options(limits))    # serving.listener: bounds for heads, idle and stalled connections
 
 | POST /v1/chat/completions, /v1/completions | answers, whole or as server-sent events                                                   |
 | GET  /v1/models, /v1/models/NAME           | what is served                                                                            |
@@ -22,14 +22,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from models.errors import BadChat
-from models.tokenizer import Tokenizer
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from models.errors import BadChat
+from models.tokenizer import Tokenizer
 from serving.access import ClientGone, Exchange, Limits, check_head
-from serving.answers import ChatCall, CompletionCall, Prompt, answer
+from serving.answers import answer
+from serving.calls import ChatCall, CompletionCall, Prompt
 from serving.checks import (
     COMPLETION_TOKENS,
     Facts,
@@ -43,25 +44,9 @@ from serving.checks import (
 from serving.metrics import CONTENT_TYPE, Metrics
 from serving.openapi import document
 from serving.placement_view import view
+from serving.protocol import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, ApiError, Message, decode, invalid, scrubbed
+from serving.replies import Detokenized, Health, ModelCard, ModelList, Readiness, Tokenized, encode
 from serving.service import EngineLike, Service
-from serving.protocol import (
-    CHAT,
-    COMPLETION,
-    DETOKENIZE,
-    TOKENIZE,
-    ApiError,
-    Detokenized,
-    Health,
-    Message,
-    ModelCard,
-    ModelList,
-    Readiness,
-    Tokenized,
-    decode,
-    encode,
-    invalid,
-    scrubbed,
-)
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
@@ -268,11 +253,11 @@ def create_app(
     placement: Any = None,
     manage: bool = False,
     drain_seconds: float = DRAIN_SECONDS,
-) -> ASGIApp:
+) -> App:
     """The whole HTTP side as one ASGI application.
 
-    `placement`: how the choice of the engine is explained at /v1/placement: a serving.placement.Placement, a dictionary, or a function
-    that gives one of these. `manage`: the supervisor is
+    `placement`: how the choice of the engine is explained at /v1/placement: a dictionary or struct, or a function that gives
+    one. `manage`: the supervisor is
     started with the application and drained, for at most `drain_seconds`, when it ends. Raises ValueError for an empty key.
     """
     if api_key is not None and not api_key.strip():

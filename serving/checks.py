@@ -19,7 +19,8 @@ from serving.access import Limits
 from serving.backends.base import BackendInfo, EngineConfig, Sampling
 from serving.errors import Unsupported
 from serving.gbnf import check_grammar, check_schema
-from serving.protocol import ApiError, ChatRequest, CompletionRequest, Generation, JsonFormat, JsonObjectFormat, Message, encode, invalid
+from serving.protocol import ApiError, ChatRequest, CompletionRequest, Generation, JsonFormat, JsonObjectFormat, Message, invalid
+from serving.replies import encode
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 _COLDEST = 1e-4  # a lower temperature draws the best token anyway, and logits / temperature would overflow

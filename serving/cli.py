@@ -26,7 +26,7 @@ EPILOG = "\n\n".join(
 _ENGINE, _QUEUE, _HTTP, _MACHINE = "Engine", "Queue and faults", "HTTP", "Machine"
 
 
-serve = typer.Typer(add_completion=False)
+serve = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @serve.command(name="serve", epilog=EPILOG)
@@ -77,7 +77,6 @@ def _serve(
         str | None, typer.Option(metavar="FILE", help="Serve HTTPS with this certificate (PEM).", rich_help_panel=_HTTP)
     ] = None,
     tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The certificate's private key (PEM).", rich_help_panel=_HTTP)] = None,
-    manage: Annotated[bool, typer.Option(help="Open the routes that load and unload models.", rich_help_panel=_HTTP)] = False,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait for a slot; more get 429.", rich_help_panel=_QUEUE)] = 256,
     max_wait: Annotated[
         float, typer.Option(min=0.0, help="Longest predicted wait in seconds; beyond it 429.", rich_help_panel=_QUEUE)
@@ -92,10 +91,16 @@ def _serve(
         str | None,
         typer.Option(metavar="FILE", help="Written (JSON: url, pid, engine_pid) each time an engine is ready.", rich_help_panel=_HTTP),
     ] = None,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.", rich_help_panel=_HTTP)] = False,
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests", help="Log every request as one JSON object a line.", rich_help_panel=_HTTP)
+    ] = False,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log what happens to the engines as one JSON object a line.", rich_help_panel=_HTTP)
+    ] = False,
 ) -> None:
     """Serve one model over an OpenAI-compatible HTTP endpoint: on the GPU where there is one, else on the CPU, and say why."""
-    from serving.launch import ServeOptions, launch
+    from serving.launch import launch
+    from serving.preparation import ServeOptions
 
     raise typer.Exit(
         launch(
@@ -126,10 +131,10 @@ def _serve(
                 drain_seconds=drain_timeout,
                 ready_file=ready_file,
                 check_memory=memory_check,
-                manage=manage,
                 tls_certificate=tls_certificate,
                 tls_key=tls_key,
                 log_json=log_json,
+                log_requests=log_requests,
             )
         )
     )

@@ -16,9 +16,8 @@ import msgspec
 
 from serving.cores import cores_text
 from serving.hardware import HardwareFacts, disk_free_bytes, hardware_facts
-from serving.launch import BACKEND_PACKAGES
 from serving.placement import gib
-from serving.probe import BackendProbe, probe_backend
+from serving.probe import BACKEND_PACKAGES, BackendProbe, probe_backend
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
@@ -122,7 +121,7 @@ def warnings_of(facts: HardwareFacts, probes: list[BackendProbe], cache_free_byt
         text = f"only {facts.usable_cores:g} core may be used: the engine, HTTP and the load generator get in each other's way"
         found.append(Doubt("one_core", text, "give the machine or the container two cores or more"))
     if facts.cgroup_cores is not None and facts.cgroup_cores < len(facts.allowed_cores):
-        text = f"the control group allows {facts.cgroup_cores:g} cores' time on {len(facts.allowed_cores)} cores: spinning threads get throttled"
+        text = f"the control group allows {facts.cgroup_cores:g} cores' time on {len(facts.allowed_cores)} cores: threads get throttled"
         found.append(Doubt("cpu_quota", text, "pin cores (a cpuset) instead of a quota, or set --threads to the quota"))
     if facts.governor not in (None, "performance", "schedutil"):
         text = f"the CPU's frequency governor is {facts.governor}: times depend on what ran before"

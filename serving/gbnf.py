@@ -20,6 +20,13 @@ MOST_NESTING = 256
 MOST_REPEATS = 1000  # in a grammar; llama.cpp's own limit is 2000 rules after expansion
 MOST_SCHEMA_REPEATS = 200  # minItems, maxLength, ...: the converter writes them out
 MOST_PATTERN_CHARACTERS = 500
+MOST_RANGE = 1000  # integers between a minimum and a maximum
+
+# What the converter of llama-cpp-python passes over in silence: documents would come out that the schema forbids.
+NOT_HELD = frozenset(
+    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf uniqueItems minProperties maxProperties patternProperties propertyNames "
+    "contains minContains maxContains not if then else dependentRequired dependentSchemas unevaluatedItems unevaluatedProperties".split()
+)
 
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t]+|\#[^\r\n]*)
@@ -56,8 +63,12 @@ def check_grammar(text: str) -> None:
     _check_left_recursion(rules)
 
 
-def check_schema(text: str) -> None:
-    """Raises Unsupported for a JSON schema that is no JSON object, reaches outside, or would be written out beyond all bounds."""
+def check_schema(text: str) -> dict[str, Any]:
+    """The schema as the converter can take it. Raises Unsupported for one that is no JSON object, reaches outside of itself, would be
+    written out beyond all bounds, or says what the converter does not hold to.
+
+    Integers between a minimum and a maximum become an enumeration, which it does hold to, where these are few.
+    """
     if len(text) > MOST_GRAMMAR_CHARACTERS:
         raise _bad_schema(f"it has {len(text)} characters, and {MOST_GRAMMAR_CHARACTERS} are allowed")
     try:
@@ -66,31 +77,58 @@ def check_schema(text: str) -> None:
         raise _bad_schema(f"it is not JSON: {problem}") from problem
     if not isinstance(schema, dict):
         raise _bad_schema("it is not a JSON object")
-    _check_schema_node(schema, "$", 0)
+    checked: dict[str, Any] = _checked(schema, "$", 0)
+    return checked
 
 
-def _check_schema_node(node: Any, path: str, depth: int) -> None:
+def _checked(node: Any, path: str, depth: int) -> Any:
+    """One schema (or boolean) of the tree, the schemas below it included."""
     if depth > MOST_NESTING // 4:
         raise _bad_schema(f"it is nested deeper than {MOST_NESTING // 4} levels")
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            _check_schema_node(item, f"{path}[{index}]", depth + 1)
     if not isinstance(node, dict):
-        return
-    for key, value in node.items():
+        return node
+    out: dict[str, Any] = {}
+    for key, value in _enumerated(node, path).items():
         where = f"{path}.{key}"
-        if key in ("minItems", "maxItems", "minLength", "maxLength") and not isinstance(value, dict):
+        if key in NOT_HELD:
+            raise _bad_schema(f"{where} cannot be held to")
+        if key in ("minItems", "maxItems", "minLength", "maxLength"):
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_SCHEMA_REPEATS:
                 raise _bad_schema(f"{where} must be a number from 0 to {MOST_SCHEMA_REPEATS}, got {value!r}")
-        elif key == "$ref" and isinstance(value, str) and not value.startswith("#"):
+        elif key == "$ref" and not (isinstance(value, str) and value.startswith("#")):
             raise _bad_schema(f"{where} points outside of the schema")
-        elif key == "pattern" and isinstance(value, str):
+        elif key == "pattern":
             _check_pattern(value, where)
-        elif key not in ("enum", "const", "default", "examples", "description", "title"):
-            _check_schema_node(value, where, depth + 1)
+        elif key in ("properties", "$defs", "definitions"):  # names, not keywords
+            if not isinstance(value, dict):
+                raise _bad_schema(f"{where} must be an object, got {value!r}"[:200])
+            value = {name: _checked(below, f"{where}.{name}", depth + 1) for name, below in value.items()}
+        elif key in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
+            if isinstance(value, list):
+                value = [_checked(below, f"{where}[{index}]", depth + 1) for index, below in enumerate(value)]
+            else:
+                value = _checked(value, where, depth + 1)
+        out[key] = value
+    return out
 
 
-def _check_pattern(pattern: str, where: str) -> None:
+def _enumerated(node: dict[str, Any], path: str) -> dict[str, Any]:
+    """The node with an integer range written out, where it has one."""
+    bounds = [key for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum") if key in node]
+    if node.get("type") != "integer" or not bounds or "enum" in node or "const" in node:
+        return node
+    if not all(isinstance(node[key], int) and not isinstance(node[key], bool) for key in bounds):
+        raise _bad_schema(f"{path} has a bound that is not an integer")
+    low = max((node[key] + (key == "exclusiveMinimum") for key in bounds if "inimum" in key), default=None)
+    high = min((node[key] - (key == "exclusiveMaximum") for key in bounds if "aximum" in key), default=None)
+    if low is None or high is None or not 0 <= high - low < MOST_RANGE:
+        raise _bad_schema(f"{path} must have both a minimum and a maximum, less than {MOST_RANGE} apart")
+    return {key: value for key, value in node.items() if key not in bounds} | {"enum": list(range(low, high + 1))}
+
+
+def _check_pattern(pattern: Any, where: str) -> None:
+    if not isinstance(pattern, str):
+        raise _bad_schema(f"{where} must be text, got {pattern!r}"[:200])
     if len(pattern) > MOST_PATTERN_CHARACTERS:
         raise _bad_schema(f"{where} has {len(pattern)} characters, and {MOST_PATTERN_CHARACTERS} are allowed")
     product = 1

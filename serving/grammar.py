@@ -6,6 +6,8 @@ A schema becomes a grammar by llama-cpp-python's converter, a grammar is matched
 from __future__ import annotations
 
 import ctypes
+import json
+import time
 import weakref
 from typing import Any
 
@@ -15,6 +17,10 @@ from serving.backends.base import Sampling
 from serving.errors import Unsupported
 from serving.gbnf import check_grammar, check_schema
 from serving.sampling import Logits
+
+MASK_SECONDS = 2.0  # a grammar whose mask takes longer is given up: ambiguous ones get slower exponentially
+ACCEPT_SECONDS = 0.2
+_CHUNK = 2048  # candidates between two looks at the clock
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
@@ -58,10 +64,14 @@ class Grammars:
 
 
 class GrammarState:
-    """A serving.sampling.Constraint: one request's place in its grammar."""
+    """A serving.sampling.Constraint: one request's place in its grammar.
+
+    `error` says why a grammar was given up; such a state allows nothing more, so that the sequence ends.
+    """
 
     def __init__(self, grammars: Grammars, sampler: Any) -> None:
         self.end_token = grammars.end_token
+        self.error: str | None = None
         self._grammars, self._sampler = grammars, sampler
         self._ended = False
         weakref.finalize(self, grammars.llama.llama_sampler_free, sampler)
@@ -80,7 +90,13 @@ class GrammarState:
             return
         every = self._grammars.all
         every.data["logit"] = 0.0
-        self._grammars.llama.llama_sampler_apply(self._sampler, every.pointer)
+        started = time.perf_counter()
+        for part in every.parts:
+            self._grammars.llama.llama_sampler_apply(self._sampler, part)
+            if time.perf_counter() - started > MASK_SECONDS:
+                self._give_up(MASK_SECONDS, "a mask")
+                logits[:] = -np.inf
+                return
         logits[: len(every.data)][~np.isfinite(every.data["logit"])] = -np.inf
         logits[len(every.data) :] = -np.inf
 
@@ -89,27 +105,40 @@ class GrammarState:
         llama, vocab = self._grammars.llama, self._grammars.vocab
         if llama.llama_vocab_is_eog(vocab, token):
             self._ended = True
-        else:
-            llama.llama_sampler_accept(self._sampler, token)
+            return
+        started = time.perf_counter()
+        llama.llama_sampler_accept(self._sampler, token)
+        if time.perf_counter() - started > ACCEPT_SECONDS:
+            self._give_up(ACCEPT_SECONDS, "a token")
+
+    def _give_up(self, seconds: float, what: str) -> None:
+        self._ended = True
+        self.error = f"the grammar is too ambiguous: {what} took more than {seconds} s"
 
 
 class _Candidates:
-    """A llama_token_data_array over a numpy array of ours."""
+    """llama_token_data_arrays over a numpy array of ours, _CHUNK candidates each."""
 
     def __init__(self, llama: Any, count: int) -> None:
         self.data = np.zeros(count, _CANDIDATE)
         self.data["id"] = np.arange(count)
-        pointer = self.data.ctypes.data_as(ctypes.POINTER(llama.llama_token_data))
-        self._array = llama.llama_token_data_array(data=pointer, size=count, selected=-1, sorted=False)
-        self.pointer = ctypes.byref(self._array)
+        kind = ctypes.POINTER(llama.llama_token_data)
+        self._arrays = [
+            llama.llama_token_data_array(
+                data=self.data[begin:].ctypes.data_as(kind), size=min(_CHUNK, count - begin), selected=-1, sorted=False
+            )
+            for begin in range(0, count, _CHUNK)
+        ]
+        self.parts = [ctypes.byref(array) for array in self._arrays]
+        self.pointer = self.parts[0]
 
 
 def schema_to_gbnf(text: str) -> str:
     """The grammar of a JSON schema's documents. Raises Unsupported saying what the converter cannot do."""
-    check_schema(text)
+    schema = check_schema(text)
     from llama_cpp.llama_grammar import json_schema_to_gbnf
 
     try:
-        return str(json_schema_to_gbnf(text))
+        return str(json_schema_to_gbnf(json.dumps(schema)))
     except Exception as problem:  # the converter raises assertions, KeyErrors and recursion errors on schemas it does not know
         raise Unsupported(f"the JSON schema cannot be used: {type(problem).__name__}: {problem}"[:300], "json_schema") from problem

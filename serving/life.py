@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serving.backends.base import EngineConfig
 from serving.child import Child, cause_of_exit
-from serving.messages import Died, Ready
+from serving.messages import Died, Ready, ToEngine
 from serving.placement import Cause
 
 _BUSY_CPU_SHARE = 0.05  # of one core; below it a child counts as asleep
@@ -32,6 +32,20 @@ class Life:
     @property
     def label(self) -> str:
         return label(self.config)
+
+    def send(self, message: ToEngine) -> None:
+        if self.child is not None:
+            self.child.send(message)
+
+    def kill(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+
+    def took(self, sequence: int, now: float) -> None:
+        """A sequence was given to it: from now on it has to step."""
+        if not self.sequences:
+            self.step_at = self.busy_at = now
+        self.sequences.add(sequence)
 
     def look_at_cpu(self, now: float) -> None:
         used = self.child.cpu_seconds() if self.child is not None else None

@@ -15,7 +15,8 @@
 | request_decode_time_seconds            | first token -> last token                                                                    |
 
 Histograms are plain lists, filled by one thread (the event loop) and read at a scrape: an observation costs a bisection and no lock,
-since there is one for each token. All times are the API process's; what the engine's clock measured (queue, prefill) comes with the first delta.
+since there is one for each token. All times are the API process's, except queue and
+prefill: these the engine measured.
 """
 
 from __future__ import annotations

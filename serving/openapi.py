@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from serving import protocol
+from serving import protocol, replies
 from serving.access import Limits
 from serving.placement_view import PlacementView
 
@@ -16,11 +16,11 @@ _KEYED: list[dict[str, list[str]]] = [{"key": []}]
 
 def document(model: str, limits: Limits) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a server with these limits."""
-    p = protocol
+    p, r = protocol, replies
     types: list[Any] = [
         *(p.ChatRequest, p.CompletionRequest, p.TokenizeRequest, p.DetokenizeRequest),
-        *(p.ChatCompletion, p.ChatChunk, p.Completion, p.Tokenized, p.Detokenized),
-        *(p.ModelList, p.ModelCard, p.Health, p.Readiness, PlacementView, p.ErrorBody),
+        *(r.ChatCompletion, r.ChatChunk, r.Completion, r.Tokenized, r.Detokenized),
+        *(r.ModelList, r.ModelCard, r.Health, r.Readiness, PlacementView, p.ErrorBody),
     ]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     stops = {"minLength": 1, "maxLength": limits.stop_characters}

@@ -23,7 +23,7 @@ import msgspec
 
 from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS
 from models.formats import weight_bytes as format_bytes
-from models.spec import ModelSpec
+from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.errors import ServingError
 from serving.hardware import HardwareFacts
 
@@ -174,6 +174,8 @@ def plan(
     """
     context = min(context_tokens or 2048, spec.context)
     _check(slots=slots, context_tokens=context, kv_tokens=kv_tokens)
+    if kv_dtype not in KV_ELEMENT_BYTES:
+        raise NoPlacement(f"unknown KV dtype {kv_dtype!r}; known: {', '.join(KV_ELEMENT_BYTES)}")
     pool = kv_tokens if kv_tokens is not None else slots * context
     sizes = _Sizes(spec, slots, pool, kv_dtype, pool * spec.kv_bytes_per_token(kv_dtype), weight_format, weight_bytes)
     reasons: list[Reason] = []

@@ -10,7 +10,6 @@ import msgspec
 
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.messages import Ready
-from serving.placement import Placement, explain
 from serving.protocol import scrubbed
 
 # Of an EngineConfig; paths of the server's machine are nobody's business.
@@ -83,7 +82,7 @@ class Placed(Protocol):
 def view(served: Placed, model: str, explanation: Any) -> PlacementView:
     """The supervisor's state as a value to encode. Paths and addresses are taken out of every text.
 
-    `explanation`: a Placement, a dictionary, None, or a function that gives one of these.
+    `explanation`: a dictionary or struct, None, or a function that gives one of these.
     """
     ready, config = served.ready, served.config
     engine = {key: getattr(config, key) for key in _SHOWN}
@@ -96,6 +95,7 @@ def view(served: Placed, model: str, explanation: Any) -> PlacementView:
             "kv_tokens": info.kv_tokens,
         }
         engine["capabilities"] = sorted(info.capabilities)
+    said = msgspec.to_builtins(explanation() if callable(explanation) else explanation)
     events: Iterable[Any] = getattr(served, "events", ())
     return PlacementView(
         model=model,
@@ -109,18 +109,9 @@ def view(served: Placed, model: str, explanation: Any) -> PlacementView:
         fallbacks=served.fallbacks,
         returns=getattr(served, "returns", 0),
         events=[Happening(round(time.time() - e.unix_seconds, 3), e.kind, e.engine, scrubbed(e.message), e.cause) for e in events],
-        explanation=_explained(explanation() if callable(explanation) else explanation),
+        explanation=None if said is None else _clean(said),
         details={key: scrubbed(value) for key, value in ready.info.details.items()} if ready else {},
     )
-
-
-def _explained(decision: Any) -> dict[str, Any] | None:
-    """The decision in numbers and, where it is a Placement, in words too."""
-    if decision is None:
-        return None
-    words = {"words": explain(decision)} if isinstance(decision, Placement) else {}
-    cleaned: dict[str, Any] = _clean({**words, **msgspec.to_builtins(decision)})
-    return cleaned
 
 
 def _clean(value: Any) -> Any:

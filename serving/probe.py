@@ -22,6 +22,7 @@ import msgspec
 
 from serving.hardware import GpuFacts
 
+BACKEND_PACKAGES = {"llama_cpp": "llama_cpp", "onnx": "onnxruntime", "torch": "torch"}  # the module that each of our backends needs
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _NVIDIA_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
 

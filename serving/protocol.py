@@ -1,12 +1,10 @@
-"""The wire: what a request may hold, what an answer looks like, and how an answer becomes server-sent events.
+"""The wire, inwards: what a request may hold, and what a wrong one is told. (Outwards: serving/replies.py.)
 
-The types here are the only description of the HTTP interface: requests are decoded into them (an unknown key is refused by name, a
-value out of range names its path), answers are encoded from them, and serving/openapi.py makes the document from them. Everything is
-a pure function of its arguments; nothing here knows a socket or an engine.
+The types here and there are the only description of the HTTP interface: requests are decoded into them (an unknown key is refused by
+name, a value out of range names its path), answers are encoded from them, and serving/openapi.py makes the document from them.
+Everything is a pure function of its arguments; nothing here knows a socket or an engine.
 
     request = decode(CHAT, body)
-    head, tail = content_frame(chunk_of(...))     # constant parts of one stream's content events
-    event = head + text_json("hello") + tail
 
 Defaults that differ between servers are stated at their fields: `temperature` 1.0 and `max_tokens` 16 (completions only) are OpenAI's.
 """
@@ -22,10 +20,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from serving.errors import ServingError
 
-DONE = b"data: [DONE]\n\n"
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20  # alternatives at one position
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
 _INT64 = 2**63
 
 T = TypeVar("T")
@@ -330,185 +326,3 @@ def _explained(message: str) -> tuple[str, str | None]:
     if not path:
         return f"the body: {what[:1].lower()}{what[1:]}", None
     return f"{path}: {what[:1].lower()}{what[1:]}", path
-
-
-# --- answers ------------------------------------------------------------------------------------------------------------------
-
-FinishReason = Literal["stop", "length"]
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """`cached_tokens`: prompt tokens that were not computed again, because an earlier sequence had left them in the KV cache."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
-
-
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's older shape. `text_offset` counts characters in the choice's text, an echoed prompt included."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class AssistantMessage(msgspec.Struct, frozen=True):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatDelta(msgspec.Struct, frozen=True):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-
-
-class CompletionChoice(msgspec.Struct, frozen=True):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer, and (with some of these left out) each chunk of a streamed one."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str | None | UnsetType = UNSET
-    choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
-
-
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_model_len` is vLLM's name of the context; None while no engine is ready."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    root: str
-    max_model_len: int | None
-
-
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Tokenized(msgspec.Struct, frozen=True):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
-class Detokenized(msgspec.Struct, frozen=True):
-    prompt: str
-
-
-class Health(msgspec.Struct, frozen=True):
-    """The process is alive, whatever the engine is doing."""
-
-    status: Literal["ok"] = "ok"
-
-
-class Readiness(msgspec.Struct, frozen=True, kw_only=True):
-    """200 when `ready`; 503, with an error beside it, in every other state."""
-
-    state: str
-    model: str
-    backend: str
-    reason: str | None = None
-    error: ErrorDetail | UnsetType = UNSET
-
-
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
-    """The counts as OpenAI lays them out; unknown cached tokens leave their part out."""
-    details = None if cached_tokens is None else PromptTokensDetails(cached_tokens)
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
-
-
-# --- server-sent events -------------------------------------------------------------------------------------------------------
-
-_encoder = msgspec.json.Encoder()
-encode = _encoder.encode
-_MARK = "\u0001text\u0001"
-_MARK_JSON = encode(_MARK)
-
-
-def event(value: Any) -> bytes:
-    """One server-sent event with `value` as JSON."""
-    return b"data: " + encode(value) + b"\n\n"
-
-
-def content_frame(chunk: ChatChunk | Completion) -> tuple[bytes, bytes]:
-    """The event of a chunk whose text is `MARK`, cut at the text: an event is head + JSON of the text + tail.
-
-    Only the text differs between the content chunks of one choice, so the rest is encoded once for each stream.
-    """
-    head, found, tail = event(chunk).partition(_MARK_JSON)
-    assert found, "the chunk does not hold MARK"
-    return head, tail
-
-
-MARK = _MARK

@@ -118,7 +118,7 @@ def _constrain(draws: list[_Draw], scratch: Logits) -> None:
         if not draw.masked and not constraint.allows(draw.token):
             draw.mask()
             refused.append(draw)
-    _choose([draw for draw in refused if np.isfinite(draw.work.max())], scratch, attempt=1)
+    _choose(refused, scratch, attempt=1)
     for draw, constraint in bound:
         if draw.masked and not np.isfinite(draw.work[draw.token]):
             draw.token = constraint.end_token
@@ -149,7 +149,7 @@ def _choose(draws: list[_Draw], scratch: Logits, attempt: int) -> None:
         sampling = draw.row.sampling
         best = draw.work.max()
         _check(best)
-        if _greedy(sampling):
+        if _greedy(sampling) or not np.isfinite(best):  # nothing but -inf: a grammar's dead end, which _constrain sees
             draw.token = int(draw.work.argmax())
             continue
         if not _truncates(sampling):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from models.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ class EngineLike(Protocol):
     stats: StepStats | None
     restarts: int
     fallbacks: int
+    on_step: Callable[[StepStats], None] | None  # called after each step, where it is set
 
     @property
     def ready(self) -> Ready | None: ...
@@ -80,6 +81,7 @@ class Service:
     ) -> None:
         self.supervisor, self.tokenizer, self.served_name = supervisor, tokenizer, served_name
         self.limits, self.metrics, self.placement = limits, metrics, placement
+        supervisor.on_step = metrics.stepped
         self.created = int(time.time())
         self.document: bytes | None = None  # /openapi.json, made when first asked for
         self.table = tokenizer.token_bytes()
@@ -126,5 +128,3 @@ class Service:
     def text_of(self, tokens: Sequence[int]) -> str:
         """Text of token ids; control tokens have none, and a character that is cut becomes U+FFFD."""
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
-
-

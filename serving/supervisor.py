@@ -17,25 +17,24 @@ is decided in serving.recovery, who may join the queue in serving.admission: bot
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from serving.admission import Ledger, QueueBounds
+from serving.admission import QueueBounds
 from serving.backends.base import EngineConfig, Sampling
 from serving.child import Child
 from serving.errors import EngineFailed, ServingError
 from serving.life import Life, label
-from serving.messages import Cancel, Delta, Died, FromEngine, Loading, Ready, Step, StepStats, Stop, Submit
+from serving.messages import Died, FromEngine, Loading, Ready, Step, StepStats, Stop
 from serving.placement import Cause
 from serving.recovery import Ending, RecoveryLimits, after_death, is_hung, return_at
+from serving.sequences import Overloaded, Sequences
 from serving.streams import Stream
 
 KEPT_EVENTS = 200
-MOST_ATTEMPTS = 3  # engines that one sequence is given to: it may be the one that kills them
 _BOUNDS, _LIMITS, _GREEDY = QueueBounds(), RecoveryLimits(), Sampling()
 
 
@@ -46,16 +45,6 @@ class Unavailable(ServingError):
         super().__init__(reason)
         self.reason = reason
         self.retry_after_seconds = retry_after_seconds
-
-
-class Overloaded(ServingError):
-    """The queue is full by the bound named in `kind` (queue_requests, queue_tokens, queue_wait). Becomes a 429."""
-
-    def __init__(self, reason: str, retry_after_seconds: float, kind: str = "queue_requests") -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.retry_after_seconds = retry_after_seconds
-        self.kind = kind
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -97,22 +86,21 @@ class Supervisor:
         self.returns = 0
         self.rejections: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self.on_step: Callable[[StepStats], None] | None = None  # told of every step of the serving engine, for histograms
         self._preferred_usable = preferred_usable
         self._on_event = on_event
         self._clock = clock
-        self._ledger = Ledger(bounds, self.configs[0].slots)
+        self._sequences = Sequences(bounds, self.configs[0].slots, clock)
         self._place = 0
         self._current: Life | None = None
         self._candidate: Life | None = None  # the preferred engine, loading while another serves
         self._engines: set[Life] = set()  # every child that lives, those that drain included
-        self._streams: dict[int, Stream] = {}
-        self._homeless: dict[int, Stream] = {}  # to be given to the next engine
-        self._ids = itertools.count(1)
         self._endings: list[Ending] = []
         self._return_attempts: list[float] = []
         self._fell_back_at: float | None = None
         self._load_seconds: dict[int, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failed_before_stop = 0
         self._changed = asyncio.Event()
 
     # What others may know.
@@ -135,12 +123,17 @@ class Supervisor:
     @property
     def in_flight(self) -> int:
         """Sequences submitted and not finished."""
-        return len(self._streams)
+        return len(self._sequences)
+
+    @property
+    def lost(self) -> int:
+        """Sequences that ended with an error since the start: their engine died after the reader had seen something, or too often."""
+        return self._sequences.failed
 
     @property
     def waiting(self) -> int:
         """Those of them that have shown no token yet."""
-        return self._ledger.waiting
+        return self._sequences.ledger.waiting
 
     @property
     def label(self) -> str:
@@ -148,7 +141,7 @@ class Supervisor:
 
     def predicted_wait_seconds(self) -> float | None:
         """Time until a sequence submitted now would begin; None where nothing is known yet."""
-        return self._ledger.predicted_wait_seconds()
+        return self._sequences.ledger.predicted_wait_seconds()
 
     def retry_after_seconds(self) -> float:
         """When somebody who finds no engine should come back: the rest of the load, as far as the last one tells."""
@@ -165,7 +158,9 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the first engine; returns when its process runs. The state goes on by itself."""
-        self._keep(self._watch())
+        self._keep(self._watch_health())
+        if len(self.configs) > 1:
+            self._keep(self._watch_return())
         await self._spawn(self._place)
 
     async def wait_ready(self, timeout_seconds: float | None = None) -> Ready:
@@ -204,27 +199,14 @@ class Supervisor:
         if self.state != "ready" or engine is None:
             self.rejections[self.state] += 1
             raise Unavailable(f"the model is not served at the moment ({self.state}): {self.reason}", self.retry_after_seconds())
-        now = self._clock()
-        refusal = self._ledger.refusal(len(prompt), max_tokens, now)
-        if refusal is not None:
+        try:
+            stream = self._sequences.admit(
+                prompt, max_tokens, sampling, stop, stop_token_ids, min_tokens, ignore_eos, deadline_seconds, include_stop, whole
+            )
+        except Overloaded as refusal:
             self.rejections[refusal.kind] += 1
-            raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
-        submit = Submit(
-            next(self._ids),
-            prompt,
-            max_tokens,
-            sampling,
-            list(stop),
-            list(stop_token_ids),
-            min_tokens,
-            ignore_eos,
-            deadline_seconds,
-            include_stop,
-        )
-        stream = Stream(submit, self._cancel, now, whole)
-        self._streams[stream.id] = stream
-        self._ledger.admit(stream.id, len(prompt), max_tokens)
-        self._give(engine, stream)
+            raise
+        self._sequences.give(stream, engine)
         return stream
 
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
@@ -233,29 +215,28 @@ class Supervisor:
         A second call with drain=False, while the first one drains, ends it at once.
         """
         if self.state == "stopped":
-            return 0
+            return self._sequences.failed - self._failed_before_stop
         if self.state != "draining":
-            self._tell("draining", f"{len(self._streams)} sequences in flight" if drain else "stopping at once")
+            self._tell("draining", f"{len(self._sequences)} sequences in flight" if drain else "stopping at once")
+            self._failed_before_stop = self._sequences.failed
             self._become("draining", "the server is shutting down")
-        for stream in list(self._homeless.values()):
-            self._finish_with_error(stream, "the server is shutting down")
+        self._sequences.fail_homeless("the server is shutting down")
         for engine in self._engines:
             engine.asked_to_end = True
             if engine.ready is None:
-                self._kill(engine)
-            elif engine.child is not None:
-                engine.child.send(Stop(drain))
-        patience = timeout_seconds if drain and self._streams else self.limits.kill_after_seconds
+                engine.kill()
+            else:
+                engine.send(Stop(drain))
+        patience = timeout_seconds if drain and len(self._sequences) else self.limits.kill_after_seconds
         try:
             async with asyncio.timeout(patience):
                 await self._until_no_engine()
         except TimeoutError:
             for engine in self._engines:
-                self._kill(engine)
+                engine.kill()
             await self._until_no_engine()
-        cut_off = len(self._streams)
-        for stream in list(self._streams.values()):
-            self._finish_with_error(stream, "the server was stopped before this request had finished")
+        self._sequences.fail_all("the server was stopped before this request had finished")
+        cut_off = self._sequences.failed - self._failed_before_stop
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -306,17 +287,10 @@ class Supervisor:
     def _hear_step(self, engine: Life, step: Step) -> None:
         if engine is self._current:
             self.stats = step.stats
-            self._ledger.worked(step.stats.prefill_tokens + step.stats.decode_rows, step.stats.step_seconds)
-        for delta in step.deltas:
-            stream = self._streams.get(delta.id)
-            if stream is None or delta.id not in engine.sequences:
-                continue
-            if delta.tokens:
-                self._ledger.progressed(delta.id, delta.tokens)
-            if delta.finish is not None:
-                engine.sequences.discard(delta.id)
-                self._forget(delta.id, naturally=delta.finish in ("stop", "length"))
-            stream.push(delta)
+            if self.on_step is not None:
+                self.on_step(step.stats)
+            self._sequences.ledger.worked(step.stats.prefill_tokens + step.stats.decode_rows, step.stats.step_seconds)
+        self._sequences.hear(engine, step)
 
     def _hear_ready(self, engine: Life) -> None:
         if engine is not self._current and engine is not self._candidate:
@@ -328,22 +302,20 @@ class Supervisor:
             self._tell("returned", f"{engine.label} serves again", engine)
             if previous is not None:
                 previous.asked_to_end = True
-                if previous.ready is not None and previous.child is not None:
-                    previous.child.send(Stop(drain=True))
+                if previous.ready is not None:
+                    previous.send(Stop(drain=True))
                 else:
-                    self._kill(previous)
+                    previous.kill()
         else:
             self._tell("ready", f"loaded in {self._load_seconds[engine.place]:.1f} s", engine)
         assert engine.ready is not None
         self.loading = None
         self.stats = None
-        self._ledger.slots = engine.ready.info.slots
-        self._ledger.forget_pace()
+        self._sequences.ledger.slots = engine.ready.info.slots
+        self._sequences.ledger.forget_pace()
         if self.state != "draining":
             self._become("ready", None)
-        homeless, self._homeless = self._homeless, {}
-        for stream in homeless.values():
-            self._give(engine, stream)
+        self._sequences.give_homeless(engine)
 
     def _ended(self, engine: Life) -> None:
         """The child is gone: find out why, find a place for its sequences, and decide what comes next."""
@@ -375,8 +347,7 @@ class Supervisor:
                 self._adopt_candidate(verdict.text)
                 return
             self._become("failed", verdict.text)
-            for stream in list(self._homeless.values()):
-                self._finish_with_error(stream, verdict.text)
+            self._sequences.fail_homeless(verdict.text)
             return
         if verdict.engine != engine.place:
             self.fallbacks += 1
@@ -401,87 +372,40 @@ class Supervisor:
         if self.state not in ("draining", "stopped") and self._current is None:
             await self._spawn(place)
 
-    def _kill(self, engine: Life) -> None:
-        if engine.child is not None:
-            engine.child.kill()
-
-    # Sequences.
-
-    def _give(self, engine: Life, stream: Stream) -> None:
-        now = self._clock()
-        submit = stream.submit
-        if submit.deadline_seconds is not None and stream.attempts > 1:
-            left = submit.deadline_seconds - (now - stream.arrived)
-            if left <= 0:
-                self._forget(stream.id, naturally=False)
-                stream.push(Delta(stream.id, 0, "", finish="deadline"))
-                return
-            submit = msgspec.structs.replace(submit, deadline_seconds=left)
-        if not engine.sequences:
-            engine.step_at = engine.busy_at = now
-        engine.sequences.add(stream.id)
-        assert engine.child is not None
-        engine.child.send(submit)
-
     def _rehouse(self, engine: Life, message: str) -> None:
-        """Sequences of an engine that is gone: anew where the reader has seen nothing, else the end with an error."""
-        sequences, engine.sequences = sorted(engine.sequences), set()
-        over = self.state in ("draining", "stopped", "failed")
-        for sequence in sequences:
-            stream = self._streams.get(sequence)
-            if stream is None:
-                continue
-            if over or stream.handed_over or stream.attempts >= MOST_ATTEMPTS:
-                self._finish_with_error(stream, f"the engine ended while this request was running: {message}")
-                continue
-            stream.begin_anew()
-            self._ledger.restarted(sequence)
-            if self._current is not None and self._current.ready is not None:
-                self._give(self._current, stream)
-            else:
-                self._homeless[sequence] = stream
-
-    def _cancel(self, sequence: int) -> None:
-        homeless = self._homeless.pop(sequence, None)
-        if homeless is not None:
-            self._forget(sequence, naturally=False)
-            homeless.push(Delta(sequence, 0, "", finish="cancelled"))
-            return
-        for engine in self._engines:
-            if sequence in engine.sequences and engine.child is not None:
-                engine.child.send(Cancel(sequence))
-
-    def _finish_with_error(self, stream: Stream, message: str) -> None:
-        self._homeless.pop(stream.id, None)
-        self._forget(stream.id, naturally=False)
-        stream.push(Delta(stream.id, 0, "", finish="error", error=message))
-
-    def _forget(self, sequence: int, naturally: bool) -> None:
-        self._streams.pop(sequence, None)
-        self._ledger.finished(sequence, naturally)
+        """Find a place for the sequences of an engine that is gone."""
+        successor = self._current if self._current is not engine and self.ready is not None else None
+        self._sequences.rehouse(engine, message, successor, retry=self.state not in ("draining", "stopped", "failed"))
 
     # Watching.
 
-    async def _watch(self) -> None:
-        """Once in a while: is a child hung, and can the preferred engine be had again?"""
-        pause = min(0.5, self.limits.health_timeout_seconds / 5)
-        usable_since: float | None = None
+    async def _watch_health(self) -> None:
+        """Is a child hung?"""
         while True:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(min(0.5, self.limits.health_timeout_seconds / 5))
             now = self._clock()
             for engine in list(self._engines):
                 self._check_health(engine, now)
-            if not self._may_return(now):
+
+    async def _watch_return(self) -> None:
+        """Can the preferred engine be had again? It must look usable for a while before it is tried."""
+        limits = self.limits
+        pause = min(5.0, max(0.05, limits.return_first_seconds / 6, limits.steady_seconds / 6))
+        usable_since: float | None = None
+        while True:
+            await asyncio.sleep(pause)
+            if not self._may_return() or not await self._is_preferred_usable():
                 usable_since = None
                 continue
-            if self._preferred_usable is not None and not await self._preferred_usable():
-                usable_since = None
-                continue
+            now = self._clock()
             usable_since = now if usable_since is None else usable_since
-            if now - usable_since >= self.limits.steady_seconds and self._may_return(self._clock()):
+            if now - usable_since >= limits.steady_seconds and self._may_return():
                 usable_since = None
-                self._return_attempts = [*self._return_attempts[-99:], self._clock()]
+                self._return_attempts = [*self._return_attempts[-99:], now]
                 await self._spawn(0, candidate=True)
+
+    async def _is_preferred_usable(self) -> bool:
+        return self._preferred_usable is None or await self._preferred_usable()
 
     def _check_health(self, engine: Life, now: float) -> None:
         if engine.killed_for is not None or engine.child is None:
@@ -495,13 +419,13 @@ class Supervisor:
 
     def _give_up(self, engine: Life, message: str) -> None:
         engine.killed_for = (Cause.health_timeout, message)
-        self._kill(engine)
+        engine.kill()
 
-    def _may_return(self, now: float) -> bool:
+    def _may_return(self) -> bool:
         if self.state != "ready" or self._place == 0 or self._candidate is not None or self._fell_back_at is None:
             return False
         at = return_at(self._endings, self._fell_back_at, self._return_attempts, self.limits)
-        return at is not None and now >= at
+        return at is not None and self._clock() >= at
 
     # Telling.
 
@@ -536,3 +460,6 @@ class Supervisor:
                 {"message": "the supervisor's watch failed", "exception": problem, "task": task}
             )
             self._become("failed", f"the supervisor failed: {problem}")
+
+
+__all__ = ["Event", "Overloaded", "Supervisor", "Unavailable", "label"]

@@ -25,6 +25,7 @@ PACKAGE = "llama-cpp-python"
 # ggml's numbers for the types a KV cache may have (enum ggml_type), and llama.cpp's for flash attention (enum llama_flash_attn_type).
 KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 FLASH_ATTENTION: dict[str, int] = {"auto": -1, "off": 0, "on": 1}
+QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
 _LOG_DEBUG, _LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 1, 3, 4, 5
 
 # What /proc/cpuinfo calls an instruction set -> what llama_print_system_info calls it.
@@ -44,10 +45,14 @@ ISA: dict[str, str] = {
 
 
 class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """EngineConfig.options of the llama_cpp backend. The defaults are the quickest of those measured (see tests/bench)."""
+    """EngineConfig.options of the llama_cpp backend. The defaults are the quickest of those measured (tests/bench/llama_cpp_steps.py)."""
 
-    flash_attention: str = "auto"  # auto, on, off
-    kv_unified: bool = True  # one KV pool for all slots; False: a part for each, and one pass over the weights per run of neighbours
+    # Attention in one piece. auto: on a CPU off (its kernel is slower there, and sums in half precision, so that a row's logits depend on
+    # its batch mates) unless kv_dtype needs it; on a GPU as llama.cpp decides.
+    flash_attention: str = "auto"
+    # One KV pool for all slots (every row's attention then walks over all rows' tokens), or a part for each slot (slots that are no
+    # neighbours then take a pass over the weights each). None, "auto": a part for each, unless kv_tokens is less than that takes.
+    kv_unified: bool | None = None
     mmap: bool = True  # map the file; False: read it into private memory
     mlock: bool = False  # keep the weights from being swapped out
     repack: bool = True  # rearrange quantised weights for this CPU's instructions while loading (costs a copy of them)
@@ -66,11 +71,13 @@ def parse_options(options: dict[str, Any]) -> LlamaOptions:
     for key in options:
         if key not in known:
             raise Unsupported(f"the llama_cpp backend has no option {key!r}; it has {', '.join(known)}", key)
-    words = {"on": "true", "off": "false", "yes": "true", "no": "false"}
+    words: dict[str, str | None] = {"on": "true", "off": "false", "yes": "true", "no": "false"}
     plain = {
         key: words.get(value, value) if key not in ("flash_attention", "wait_policy") and isinstance(value, str) else value
         for key, value in options.items()
     }
+    if plain.get("kv_unified") == "auto":
+        plain["kv_unified"] = None
     try:
         parsed = msgspec.convert(plain, LlamaOptions, strict=False)
     except msgspec.ValidationError as problem:

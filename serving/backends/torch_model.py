@@ -52,8 +52,7 @@ class SlotModel:
         self.spec, self.weights, self.dtype, self.device = spec, weights, dtype, device
         self.width = cache_width(context_tokens)
         shape = (rows, spec.kv_heads, self.width, spec.head_dim)
-        # new_empty and not zeros: on the CPU untouched pages then cost nothing. Attention never reads an entry that was not written,
-        # except to multiply it with a weight of exactly 0, which must not meet a NaN: `_clean` zeroes rows on the GPU, where reuse can bring one.
+        # Zeros and not whatever the memory held: attention multiplies entries that were never written with 0, which must not meet a NaN.
         self.keys = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
         self.values = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
         self.cos, self.sin = (table.to(device=device, dtype=dtype) for table in rope_tables(spec, self.width))
@@ -69,7 +68,7 @@ class SlotModel:
 
         `ids`, `positions` int64 [tokens]. The cache is written at each token's position before attention reads it.
         """
-        x = functional.embedding(ids, self.weights.embedding)
+        x = functional.embedding(ids, self.weights.embedding).to(self.dtype)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.weights.layers):
             x = self._block(index, layer, x, positions, cos, sin, spans)

@@ -35,7 +35,7 @@ from serving.backends.onnx_rows import RowMap, Window
 from serving.backends.torch_graphs import DecodeGraphs, bucket_of
 from serving.backends.torch_model import DecodeSpan, PromptSpan, SlotModel, additive_mask, cache_width, seen_width
 from serving.backends.torch_sampling import draw, drawable
-from serving.backends.torch_weights import DTYPES, load, predicted_bytes, stored_format
+from serving.backends.torch_weights import DTYPES, compute_dtype, cpu_has_bf16, load, predicted_bytes, stored_format
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.sampling import sample
 
@@ -58,7 +58,7 @@ class TorchBackend:
         if manifest is not None:
             verify(folder, manifest, progress=progress)
         weight_format = _weight_format(config.weight_format, stored_format(folder), self._device)
-        dtype = DTYPES.get(weight_format, torch.bfloat16)
+        dtype = compute_dtype(weight_format, self._device)
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
@@ -68,7 +68,7 @@ class TorchBackend:
         _check_memory(predicted, self._device, options["margin"])
         self._spec, self._chunk, self._device_sampling = spec, options["prefill_chunk"], options["device_sampling"]
         with _memory_errors("loading the weights"), torch.inference_mode():
-            weights = load(folder, spec, dtype, self._device, progress)
+            weights = load(folder, spec, weight_format, self._device, progress)
             self._model: SlotModel | None = SlotModel(spec, weights, slots, context, dtype, self._device)
             graphed = self._device.type != "cpu"
             self._graphs = DecodeGraphs(self._model, slots, capture=options["graphs"], progress=progress) if graphed else None
@@ -92,7 +92,7 @@ class TorchBackend:
             predicted=predicted,
             measured=MemoryParts(weights.bytes, self._model.kv_bytes, self._reserved(weights.bytes + self._model.kv_bytes)),
             capabilities=_CAPABILITIES,
-            details=self._details(options, threads, dtype),
+            details=self._details(options, threads, dtype, weight_format),
         )
 
     @torch.inference_mode()
@@ -273,7 +273,7 @@ class TorchBackend:
         """Device memory that torch holds beyond weights and KV: graph pool and workspaces."""
         return max(0, torch.cuda.memory_reserved(self._device) - accounted) if self._device.type == "cuda" else None
 
-    def _details(self, options: dict[str, Any], threads: int, dtype: torch.dtype) -> dict[str, str]:
+    def _details(self, options: dict[str, Any], threads: int, dtype: torch.dtype, weight_format: str) -> dict[str, str]:
         details = {"torch": torch.__version__, "compute_dtype": str(dtype).removeprefix("torch."), "kv_dtype": str(dtype).removeprefix("torch.")}
         if self._device.type == "cuda":
             details["graphs"] = str(options["graphs"]).lower()
@@ -282,6 +282,8 @@ class TorchBackend:
         else:
             details["threads"] = str(threads)
             details["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+            if not cpu_has_bf16() and weight_format == "bf16":
+                details["bf16"] = "no arithmetic on this CPU: weights are widened block by block, activations and KV cache are float32"
         return details
 
 

@@ -24,6 +24,7 @@ from models.errors import BrokenWeights, UnsupportedModel
 from models.spec import ModelSpec
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIDEN_ELEMENTS = 1 << 21  # 8 MB of float32: within the last-level cache of any server CPU
 _IGNORED = ("rotary_emb.inv_freq",)  # written by old versions of transformers, computed here
 
 
@@ -39,15 +40,42 @@ class Dense:
 
 
 @dataclass(slots=True)
-class Int8:
-    """Weight-only int8: one scale per output, by torch's CPU kernel."""
+class Widened:
+    """bfloat16 weights on a CPU without bfloat16 arithmetic: widened to float32 a block at a time, while the block is in the cache.
 
-    weight: Tensor  # int8 [out, in]
-    scale: Tensor  # [out], compute type
+    torch multiplies bfloat16 matrices there with scalar code, 5 to 50 times slower than float32. Its product with one or two vectors is quick, and
+    reads half the bytes: those go there. The scratch block is shared by all matrices.
+    """
+
+    weight: Tensor  # bf16 [out, in]
+    scratch: Tensor  # float32, WIDEN_ELEMENTS long
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, self.scale)
+        outputs, inputs = self.weight.shape
+        if x.shape[0] <= 2:
+            out = functional.linear(x.bfloat16(), self.weight).float()
+        else:
+            block = max(1, WIDEN_ELEMENTS // inputs)
+            out = torch.empty((x.shape[0], outputs), dtype=torch.float32)
+            for first in range(0, outputs, block):
+                part = self.weight[first : first + block]
+                wide = self.scratch[: part.numel()].view(part.shape)
+                wide.copy_(part)
+                out[:, first : first + block] = functional.linear(x, wide)
+        return out if self.bias is None else out + self.bias
+
+
+@dataclass(slots=True)
+class Int8:
+    """Weight-only int8: one scale per output, by torch's CPU kernel, which is quick for bfloat16 activations only."""
+
+    weight: Tensor  # int8 [out, in]
+    scale: Tensor  # bf16 [out]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self.weight, self.scale).to(x.dtype)
         return out if self.bias is None else out + self.bias
 
 
@@ -56,16 +84,17 @@ class Int4:
     """Weight-only int4: one scale per `group` inputs of an output, by torch's CPU kernel; `weight` is in the kernel's own layout."""
 
     weight: Tensor
-    scales_zeros: Tensor  # [in / group, out, 2]
+    scales_zeros: Tensor  # bf16 [in / group, out, 2]
     group: int
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weight, self.group, self.scales_zeros)
+        packed = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self.weight, self.group, self.scales_zeros)
+        out: Tensor = packed.to(x.dtype)
         return out if self.bias is None else out + self.bias
 
 
-Linear = Dense | Int8 | Int4
+Linear = Dense | Widened | Int8 | Int4
 
 
 @dataclass(slots=True)
@@ -138,22 +167,36 @@ def stored_format(folder: Path) -> str:
     raise UnsupportedModel(f"{folder.name} holds weights of type {dtype}; known: {', '.join(DTYPES)}, int8, int4")
 
 
+def cpu_has_bf16() -> bool:
+    """True where this CPU multiplies bfloat16 matrices quickly (oneDNN's own test: AVX-512 and up, or Arm with bf16)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def compute_dtype(weight_format: str, device: torch.device) -> torch.dtype:
+    """The type of activations and KV cache: the weights' own, but float32 on a CPU that has no bfloat16 arithmetic."""
+    if weight_format in ("fp32", "fp16"):
+        return DTYPES[weight_format]
+    return torch.bfloat16 if device.type != "cpu" or cpu_has_bf16() else torch.float32
+
+
 def load(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: Callable[[str, float | None], None]
+    folder: Path, spec: ModelSpec, weight_format: str, device: torch.device, progress: Callable[[str, float | None], None]
 ) -> Weights:
-    """All weights, fused, in `dtype` on `device`. Packed matrices stay packed (CPU only)."""
+    """All weights, fused, as `weight_format` on `device`. Packed matrices stay packed (CPU only)."""
+    dtype = compute_dtype(weight_format, device)
     checkpoint = Checkpoint(folder)
     shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
     packed = checkpoint.metadata.get("crossover_format", "")
     if packed and device.type != "cpu":
         raise UnsupportedModel(f"{folder.name} is packed as {packed} for CPU kernels and cannot run on {device}")
-    loader = _Loader(checkpoint, shapes, packed, dtype, device)
+    stored = DTYPES.get(weight_format, torch.bfloat16)
+    loader = _Loader(checkpoint, shapes, packed, stored, dtype, device)
     layers = []
     for index in range(spec.layers):
         progress("loading weights", index / spec.layers)
         layers.append(loader.layer(f"model.layers.{index}.", spec))
-    embedding = loader.tensor("model.embed_tokens.weight")
-    head: Linear = Dense(embedding)
+    embedding = loader.matrix("model.embed_tokens.weight")
+    head: Linear = loader.wrap(embedding, None)
     if not spec.tied or packed:
         head = loader.linear(["lm_head"])
     elif "lm_head.weight" in checkpoint.names:  # some tied checkpoints store the head as well
@@ -197,7 +240,7 @@ def resident_bytes(weights: Weights) -> int:
 def predicted_bytes(spec: ModelSpec, weight_format: str, group: int = 32) -> int:
     """What `resident_bytes` will be: matrices in `weight_format`, the embedding and vectors in the compute type (bf16 where packed)."""
     if weight_format in DTYPES:
-        return spec.parameters * DTYPES[weight_format].itemsize
+        return spec.parameters * DTYPES[weight_format].itemsize  # vectors may be wider: a thousandth of it
     embedding = spec.vocabulary * spec.hidden
     outputs = sum(t.shape[0] for t in spec.tensors() if t.is_matrix and "embed_tokens" not in t.name and "lm_head" not in t.name)
     outputs += spec.vocabulary
@@ -209,15 +252,33 @@ def predicted_bytes(spec: ModelSpec, weight_format: str, group: int = 32) -> int
 
 class _Loader:
     def __init__(
-        self, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], packed: str, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        shapes: dict[str, tuple[int, ...]],
+        packed: str,
+        stored: torch.dtype,
+        compute: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self._checkpoint, self._shapes, self._packed, self._dtype, self._device = checkpoint, shapes, packed, dtype, device
+        self._checkpoint, self._shapes, self._packed, self._device = checkpoint, shapes, packed, device
+        self._stored_dtype, self._compute_dtype = stored, compute
+        self._scratch = torch.empty(WIDEN_ELEMENTS if stored != compute and not packed else 0)
         self.seen: set[str] = set()
 
     def tensor(self, name: str) -> Tensor:
+        """A vector, in the compute type."""
+        return self._read(name, self._compute_dtype)
+
+    def matrix(self, name: str) -> Tensor:
+        """A matrix, in the type that weights are kept in."""
+        return self._read(name, self._stored_dtype)
+
+    def wrap(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return Dense(weight, bias) if self._stored_dtype == self._compute_dtype else Widened(weight, self._scratch, bias)
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         self.seen.add(name)
-        read = self._checkpoint.read(name, self._shapes[name])
-        return read.to(device=self._device, dtype=self._dtype, copy=True)
+        return self._checkpoint.read(name, self._shapes[name]).to(device=self._device, dtype=dtype, copy=True)
 
     def optional(self, name: str) -> Tensor | None:
         return self.tensor(name) if name in self._shapes else None
@@ -228,11 +289,11 @@ class _Loader:
         bias = torch.cat([self.tensor(name) for name in biases]) if biases[0] in self._shapes else None
         if self._packed == "int8":
             weight = self._stored(modules, "int8")
-            return Int8(weight, self._stored(modules, "scale").to(self._dtype), bias)
+            return Int8(weight, self._stored(modules, "scale").bfloat16(), bias)
         if self._packed == "int4":
             return self._int4(modules, bias)
-        parts = [self.tensor(f"{module}.weight") for module in modules]
-        return Dense(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+        parts = [self.matrix(f"{module}.weight") for module in modules]
+        return self.wrap(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
     def layer(self, prefix: str, spec: ModelSpec) -> Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -257,7 +318,7 @@ class _Loader:
         whole = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).flatten(1).to(torch.int32)
         # The kernel's layout depends on the CPU's vector width, so that it is made here and not in the file.
         packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole, 1)
-        scales_zeros = torch.stack((scale, torch.zeros_like(scale)), dim=-1).transpose(0, 1).contiguous().to(self._dtype)
+        scales_zeros = torch.stack((scale, torch.zeros_like(scale)), dim=-1).transpose(0, 1).contiguous().bfloat16()
         return Int4(packed, scales_zeros, whole.shape[1] // scale.shape[1], bias)
 
 

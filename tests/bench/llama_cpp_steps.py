@@ -65,7 +65,9 @@ def main() -> None:
                 rate, host_seconds = decode_rate(backend, list(slots), arguments.prompt, arguments.steps, clock)
                 decode.setdefault((index, count), []).append(rate)
                 host.setdefault((index, count), []).append(host_seconds)
-    print(f"{arguments.model.name}, {arguments.threads} threads, {'CPU' if arguments.threads == 1 else 'wall'} time, best (median), tokens/s")
+    print(
+        f"{arguments.model.name}, {arguments.threads} threads, {'CPU' if arguments.threads == 1 else 'wall'} time, best (median), tokens/s"
+    )
     for index, variant in enumerate(variants):
         name = " ".join(f"{key}={value}" for key, value in variant.items()) or "defaults"
         cells = [f"n={count}: {max(decode[index, count]):.0f} ({statistics.median(decode[index, count]):.0f})" for count in arguments.rows]

@@ -119,13 +119,13 @@ def check_copy(backend: Backend, reference: Reference, *, tie: Tie | None = None
     generate(backend, prompt_of(backend, 33, seed + 503), 3, slot=target)  # the target held something longer
     expect(generate(backend, mine, 3, slot=source), mine, reference, tie, "before the copy")
     backend.copy(source, target, len(shared))
-    assert generate(backend, yours, tokens, slot=target, start=len(shared)) == reference(yours, tokens), "in the copy"
-    assert generate(backend, mine, tokens, slot=source, start=len(mine) - 1) == reference(mine, tokens), "in the source"
+    expect(generate(backend, yours, tokens, slot=target, start=len(shared)), yours, reference, tie, "in the copy")
+    expect(generate(backend, mine, tokens, slot=source, start=len(mine) - 1), mine, reference, tie, "in the source")
     backend.copy(source, target, 10)  # a shorter piece than the prefix, over the copy
     short = [*shared[:10], *prompt_of(backend, 5, seed + 504)]
     expect(generate(backend, short, tokens, slot=target, start=10), short, reference, tie, "after a shorter copy")
     generate(backend, prompt_of(backend, 20, seed + 505), 2, slot=source)  # the source is overwritten; the copy must live
-    assert generate(backend, short, tokens, slot=target, start=len(short) - 1) == reference(short, tokens), "after the source went"
+    expect(generate(backend, short, tokens, slot=target, start=len(short) - 1), short, reference, tie, "after the source went")
 
 
 def check_churn(

@@ -70,8 +70,10 @@ def test_contract(make: Make, name: str, unified: bool) -> None:
     ("weight_format", "settings"),
     [
         ("Q8_0", {}),
+        ("Q4_0", {}),
         ("Q4_0", {"options": {"repack": False}}),
-        ("F16", {"options": {"flash_attention": "off"}}),
+        ("F16", {"options": {"flash_attention": "on"}}),
+        ("F16", {"kv_tokens": 1024}),
         ("F16", {"options": {"step_tokens": 48, "ubatch_tokens": 16}}),
         ("F16", {"threads": 2, "options": {"mmap": False, "prefill_threads": 1}}),
         ("F16", {"slots": 1}),
@@ -79,8 +81,16 @@ def test_contract(make: Make, name: str, unified: bool) -> None:
 )
 def test_contract_under_options(make: Make, weight_format: str, settings: dict[str, Any]) -> None:
     alone = {key: value for key, value in settings.items() if key != "slots"}
-    tie = None if weight_format == "F16" else near_tie(make(weight_format=weight_format, **alone), logits=0.02)
-    check_contract(make(weight_format=weight_format, **settings), greedy_alone(make(weight_format=weight_format, **alone)), tie=tie, seed=1)
+    check_contract(make(weight_format=weight_format, **settings), greedy_alone(make(weight_format=weight_format, **alone)), seed=1)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_contract_with_quantised_kv_up_to_near_ties(make: Make, unified: bool) -> None:
+    settings: dict[str, Any] = {"kv_dtype": "q8_0", "options": {"kv_unified": unified}}
+    reference, tie = greedy_alone(make(TINY_QWEN3, **settings)), near_tie(make(TINY_QWEN3, **settings), logits=0.2)
+    backend = make(TINY_QWEN3, **settings)
+    assert backend.info.details["flash_attention"] == "on"
+    check_contract(backend, reference, tie=tie)
 
 
 class _NeverTruncates(LlamaCppBackend):

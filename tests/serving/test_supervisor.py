@@ -388,7 +388,7 @@ def test_a_drain_has_a_limit_and_a_second_stop_aborts_it(config: Callable[..., E
             if abort:
                 await asyncio.sleep(0.1)
                 await supervisor.stop(drain=False)
-            await stopping
+            assert await stopping == 1
             assert time.monotonic() - started < 4.0
             result = await collect(stream)
             assert result.finish == "error" and "stopped" in (result.error or "")

@@ -1,0 +1,300 @@
+"""The campaign file: what to measure, and how. TOML -> Campaign -> cells.
+
+    name = "ladder"
+    models = ["135m", "1b", "3b"]            # x formats x backends x hardware = cells
+    formats = ["Q4_0"]
+    budget_seconds = 600                     # of measuring, for all cells together
+
+    [promise]
+    preset = "chat"                          # or ttft_seconds and tpot_seconds
+    target = 0.95
+
+    [workload]
+    preset = "chat"
+    max_prompt_tokens = 512
+
+or, for an endpoint that is there already, `[target]` with `url = "http://..."` in place of models. All keys: the structs below; an unknown one is refused with
+its path and the ones there are. Reading a campaign starts nothing and looks at no machine.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.arrivals import Arrivals, Poisson
+from loadtests.errors import BadCampaign
+from loadtests.plan import DEFAULT_WORKLOAD
+from loadtests.search import SearchConfig
+from loadtests.slo import PROMISES, Promise
+from loadtests.target import Target
+from loadtests.workload import Workload
+from models.errors import ModelError
+from models.hub import DEFAULT_FORMATS, weight_kind
+from models.ladder import is_rung, rung
+
+DEMO = Path(__file__).with_name("demo.toml")
+
+
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the runner starts the server of every cell; the options of `crossover serve` of the same names."""
+
+    policy: str = "auto"
+    slots: int = 16
+    context_tokens: int = 2048
+    kv_tokens: int | None = None
+    kv_dtype: str = "fp16"
+    prefill_tokens: int | None = None
+    prefix_reuse: bool = True
+    cache: str | None = None
+    options: dict[str, str | int | float | bool] = {}  # of the backend
+    ready_seconds: float = 1800.0  # how long loading may take, making the weights included
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One hardware budget: how much of this machine a cell may use."""
+
+    name: str = ""  # needed where there is more than one
+    cores: int | None = None  # physical cores of the engine; None: all but those of the API and the client
+    threads: int | None = None  # None: one for each of the cores
+    memory_gib: float | None = None  # a cell whose predicted need is above it is skipped
+
+
+class PromiseSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A preset with changes, or a promise of one's own."""
+
+    preset: str | None = None
+    name: str | None = None
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+    target: float | None = None
+    confidence: float | None = None
+
+
+class OneCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One combination, given by hand beside (or instead of) the product."""
+
+    model: str
+    format: str | None = None
+    backend: str = "llama_cpp"
+
+
+class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The file as it is written."""
+
+    name: str
+    models: list[str] = []
+    formats: list[str] = []  # empty: what each backend has by default
+    backends: list[str] = msgspec.field(default_factory=lambda: ["llama_cpp"])
+    hardware: list[Hardware] = msgspec.field(default_factory=lambda: [Hardware()])
+    cells: list[OneCell] = []
+    target: Target | None = None
+    server: Server = Server()
+    workload: Workload = DEFAULT_WORKLOAD
+    arrivals: Arrivals = Poisson()
+    promise: str | PromiseSpec = "chat"
+    search: SearchConfig = SearchConfig()
+    budget_seconds: float | None = None
+    seed: int = 1
+    sample_seconds: float = 1.0
+
+
+class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file with everything filled in; what a run's manifest keeps."""
+
+    name: str
+    promise: Promise
+    workload: Workload
+    arrivals: Arrivals
+    search: SearchConfig
+    server: Server
+    target: Target | None
+    budget_seconds: float | None  # of measuring, all cells together; None: `search.budget_seconds` for each
+    seed: int
+    sample_seconds: float
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is measured: a model in a format on a backend with a hardware budget, or an endpoint that is there already."""
+
+    key: str
+    model: str
+    weight_format: str
+    backend: str
+    hardware: Hardware = Hardware()
+    slots: int | None = None
+    context_tokens: int | None = None
+    kv_tokens: int | None = None
+    kv_dtype: str | None = None
+    synthetic: bool | None = None  # random weights; None: not known
+    url: str | None = None  # the endpoint, where the runner starts none
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A campaign, its cells in order, and the text they came from."""
+
+    campaign: Campaign
+    cells: list[Cell]
+    text: str
+
+
+def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
+    """The campaign in a TOML file; `budget_seconds` takes the place of the file's. Raises BadCampaign: file, path inside it, what is wrong."""
+    try:
+        text = path.read_text()
+    except OSError as problem:
+        raise BadCampaign(f"{path} cannot be read: {problem.strerror}") from problem
+    except UnicodeDecodeError as problem:
+        raise BadCampaign(f"{path} is no text: {problem.reason} at byte {problem.start}") from problem
+    try:
+        return parse_campaign(text, budget_seconds=budget_seconds)
+    except BadCampaign as problem:
+        raise BadCampaign(f"{path}: {problem}") from problem
+
+
+def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
+    """The campaign in a TOML text. Raises BadCampaign."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise BadCampaign(f"no TOML: {problem}") from problem
+    if budget_seconds is not None:
+        raw["budget_seconds"] = budget_seconds
+    try:
+        file = msgspec.convert(raw, CampaignFile)
+    except msgspec.ValidationError as problem:
+        raise BadCampaign(explain(problem)) from problem
+    _check(file)
+    campaign = Campaign(
+        name=file.name,
+        promise=promise_of(file.promise),
+        workload=file.workload,
+        arrivals=file.arrivals,
+        search=file.search,
+        server=file.server,
+        target=file.target,
+        budget_seconds=file.budget_seconds,
+        seed=file.seed,
+        sample_seconds=file.sample_seconds,
+    )
+    return Plan(campaign, cells_of(file), text)
+
+
+def promise_of(spec: str | PromiseSpec) -> Promise:
+    """The promise of a preset's name, a preset with changes, or limits of one's own. Raises BadCampaign."""
+    if isinstance(spec, str):
+        spec = PromiseSpec(preset=spec)
+    changes = {name: value for name in PromiseSpec.__struct_fields__ if name != "preset" and (value := getattr(spec, name)) is not None}
+    if spec.preset is not None:
+        if spec.preset not in PROMISES:
+            raise BadCampaign(f"promise {spec.preset!r} is not one of {', '.join(PROMISES)} - at `$.promise.preset`")
+        promise = msgspec.structs.replace(PROMISES[spec.preset], **changes)
+        if changes.keys() & {"ttft_seconds", "tpot_seconds"} and spec.name is None:
+            promise = msgspec.structs.replace(promise, name=f"{spec.preset} (changed)")
+    else:
+        limits = {"ttft_seconds": None, "tpot_seconds": None, "name": "own"}
+        promise = Promise(**{**limits, **changes})
+    for name in ("ttft_seconds", "tpot_seconds"):
+        value = getattr(promise, name)
+        if value is not None and not value > 0:
+            raise BadCampaign(f"{name} must be above 0, got {value} - at `$.promise.{name}`")
+    for name in ("target", "confidence"):
+        if not 0 < getattr(promise, name) < 1:
+            raise BadCampaign(f"{name} must be between 0 and 1, got {getattr(promise, name)} - at `$.promise.{name}`")
+    return promise
+
+
+def cells_of(file: CampaignFile) -> list[Cell]:
+    """models x formats x backends x hardware, then the cells given by hand, in this order. Raises BadCampaign for a combination that is none."""
+    if file.target is not None:
+        model = file.target.model or "default"
+        key = _plain(f"{model}@{file.target.url.split('://')[-1]}")
+        return [Cell(key=key, model=model, weight_format="", backend="external", url=file.target.url)]
+    wanted = [
+        OneCell(model=model, format=weight_format, backend=backend)
+        for model in file.models
+        for weight_format in (*file.formats, *(() if file.formats else (None,)))
+        for backend in file.backends
+    ] + file.cells
+    cells = [_cell(one, hardware, file) for one in wanted for hardware in file.hardware]
+    twice = next((cell.key for index, cell in enumerate(cells) if cell.key in {other.key for other in cells[:index]}), None)
+    if twice is not None:
+        raise BadCampaign(f"cell {twice} is there twice; hardware budgets need names, models and formats must differ")
+    return cells
+
+
+def explain(problem: msgspec.ValidationError) -> str:
+    """msgspec's message, with the keys there are where an unknown one was met."""
+    text = str(problem)
+    if "unknown field" not in text:
+        return text
+    place = text.partition("at `")[2].rstrip("`") or "$"
+    known = _keys_at(re.sub(r"\[\d+\]", "[...]", place.removeprefix("$").strip(".")))
+    return f"{text}; known here: {', '.join(known)}" if known else text
+
+
+def _keys_at(place: str) -> list[str]:
+    kinds: dict[str, Any] = {
+        "": CampaignFile,
+        "server": Server,
+        "workload": Workload,
+        "promise": PromiseSpec,
+        "search": SearchConfig,
+        "target": Target,
+        "hardware[...]": Hardware,
+        "cells[...]": OneCell,
+    }
+    kind = kinds.get(place)
+    return list(kind.__struct_fields__) if kind is not None else []
+
+
+def _check(file: CampaignFile) -> None:
+    if file.target is not None and (file.models or file.cells):
+        raise BadCampaign("`target` is an endpoint that is there already: it goes without models and cells - at `$.target`")
+    if file.target is None and not file.models and not file.cells:
+        raise BadCampaign("nothing to measure: give models, cells, or a target with a url - at `$`")
+    for name in ("budget_seconds", "sample_seconds"):
+        value = getattr(file, name)
+        if value is not None and not value > 0:
+            raise BadCampaign(f"{name} must be above 0, got {value} - at `$.{name}`")
+    for name in ("slots", "context_tokens"):
+        if getattr(file.server, name) < 1:
+            raise BadCampaign(f"{name} must be at least 1, got {getattr(file.server, name)} - at `$.server.{name}`")
+    if file.server.policy not in ("auto", "gpu-only", "cpu-only"):
+        raise BadCampaign(f"policy must be auto, gpu-only or cpu-only, got {file.server.policy!r} - at `$.server.policy`")
+    if not file.hardware:
+        raise BadCampaign("hardware is empty: leave it out, or give at least one budget - at `$.hardware`")
+    if len(file.hardware) > 1 and not all(hardware.name for hardware in file.hardware):
+        raise BadCampaign("each of several hardware budgets needs a name - at `$.hardware`")
+    prompt, output = file.workload.max_prompt_tokens or file.workload.prompt_tokens, file.workload.max_output_tokens or file.workload.output_tokens
+    if file.target is None and prompt and output and prompt + output > file.server.context_tokens:
+        raise BadCampaign(
+            f"prompts of {prompt} and outputs of {output} tokens do not fit in a context of {file.server.context_tokens}: "
+            "raise server.context_tokens or lower the workload's caps - at `$.server.context_tokens`"
+        )
+
+
+def _cell(one: OneCell, hardware: Hardware, file: CampaignFile) -> Cell:
+    try:
+        known = is_rung(one.model)
+        is_elsewhere = any(mark in one.model for mark in ("/", ".gguf"))  # a file, a folder or a hub id
+        model = one.model if is_elsewhere and not known else rung(one.model).spec.name
+        kind, weight_format = weight_kind(one.backend, one.format)
+    except ModelError as problem:
+        raise BadCampaign(f"{problem} - at `$.models`, `$.formats` or `$.backends`") from problem
+    name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace("--", "-")
+    key = _plain(f"{name}-{hardware.name}" if hardware.name else name)
+    server = file.server
+    return Cell(
+        key=key, model=model, weight_format=weight_format, backend=one.backend, hardware=hardware, slots=server.slots,
+        context_tokens=server.context_tokens, kv_tokens=server.kv_tokens, kv_dtype=server.kv_dtype, synthetic=True if known else None,
+    )  # fmt: skip
+
+
+def _plain(text: str) -> str:
+    """As a file name."""
+    return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")

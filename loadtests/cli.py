@@ -1,0 +1,128 @@
+"""The verbs `campaign run | resume | show` and `load`: options in, lines and an exit status out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from loadtests.campaign import Plan
+
+campaign = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Measure a ladder of models: how much load each keeps the promise under. A run can be killed at any moment and gone on with.",
+    epilog="A campaign file:  name = 'mine'  models = ['135m', '1b']  budget_seconds = 600  [promise] preset = 'chat'.  "
+    "loadtests/demo.toml is one with comments; loadtests/campaign.py lists all keys.",
+)
+
+
+@campaign.command("run")
+def run_campaign(
+    file: Annotated[Path | None, typer.Argument(help="The campaign file (TOML). Default: the demo campaign, four rungs in ten minutes.")] = None,
+    out: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, on what and for how long; start nothing.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Seconds of measuring for all cells together, in place of the file's.")] = None,
+) -> None:
+    """Measure every cell of a campaign, and write all of it into one folder below --out.
+
+    For each cell: start the server, wait for it, measure lone requests, then search for the highest rate that keeps the promise.
+    Kill it as you like: `crossover campaign resume FOLDER` goes on, and nothing is measured twice.
+    """
+    from loadtests.campaign import DEMO, read_campaign
+    from loadtests.progress import Progress
+    from loadtests.runner import run
+
+    plan = read_campaign(file or DEMO, budget_seconds=budget)
+    if dry_run:
+        _say_plan(plan)
+        return
+    with Progress() as progress:
+        folder = run(plan, out, progress)
+    show(folder)
+    typer.echo(f"\nThe report: crossover report {folder}")
+
+
+@campaign.command("resume")
+def resume_campaign(folder: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None:
+    """Go on with a run that was stopped, killed or cut off. Finished levels are kept; the one that was running is measured anew."""
+    from loadtests.progress import Progress
+    from loadtests.runner import resume
+
+    with Progress() as progress:
+        resume(folder, progress)
+    show(folder)
+    typer.echo(f"\nThe report: crossover report {folder}")
+
+
+@campaign.command("show")
+def show(folder: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None:
+    """Cells, levels, verdicts and capacities of a run, finished or not."""
+    from loadtests.show import show_run
+
+    show_run(folder)
+
+
+def load(
+    url: Annotated[str, typer.Argument(help="An OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000")],
+    rate: Annotated[float | None, typer.Option(help="Requests per second, sent when due whatever comes back (open loop).")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="So many users, each sending when its last answer ended (closed loop).")] = None,
+    seconds: Annotated[float, typer.Option("--duration", help="Seconds that count.")] = 30.0,
+    workload: Annotated[str, typer.Option(help="chat, code, sharegpt, summarise; with caps: chat:512:64; fixed: 256x64.")] = "chat:1024:256",
+    arrivals: Annotated[str, typer.Option(help="poisson, constant, gamma:cv=2, on_off:on_seconds=5:off_seconds=15 ...")] = "poisson",
+    promise: Annotated[str, typer.Option(help="chat, interactive, reading, batch ...: what a good request is.")] = "chat",
+    target: Annotated[float | None, typer.Option(help="Share of good requests that the promise asks for. Default: the preset's.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the first that the endpoint lists.")] = None,
+    api: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment variable that holds the API key.")] = None,
+    verify_tls: Annotated[bool, typer.Option(help="Check the endpoint's certificate.")] = True,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and texts.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Keep the run in a folder below this one; else nothing is kept.")] = None,
+) -> None:
+    """Send one level of load to a URL and say what came back: TTFT, TPOT, goodput, and whether the promise held.
+
+    \b
+    crossover load http://127.0.0.1:8000 --rate 2
+    crossover load http://127.0.0.1:8000 --concurrency 8 --workload 256x64 --duration 60
+    crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
+    """
+    from loadtests.errors import LoadError
+    from loadtests.oneoff import one_level
+    from loadtests.progress import Progress
+
+    if (rate is None) == (concurrency is None):
+        raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
+    with Progress() as progress:
+        one_level(
+            url, rate=rate, concurrency=concurrency, seconds=seconds, workload=workload, arrivals=arrivals, promise=promise, target=target,
+            model=model, api=api, api_key_env=api_key_env, verify_tls=verify_tls, seed=seed, out=out, progress=progress,
+        )  # fmt: skip
+
+
+def _say_plan(plan: Plan) -> None:
+    from loadtests.progress import duration
+    from loadtests.runner import layout_of, why_not
+    from serving.cores import cores_text
+    from serving.hardware import allowed_cores, hardware_facts
+
+    facts, usable = hardware_facts(), allowed_cores()
+    settings = plan.campaign
+    limits = [f"TTFT {settings.promise.ttft_seconds:g} s" if settings.promise.ttft_seconds is not None else ""]
+    limits.append(f"TPOT {settings.promise.tpot_seconds * 1000:g} ms" if settings.promise.tpot_seconds is not None else "")
+    held = ", ".join(filter(None, limits)) or "no limits"
+    typer.echo(f"{settings.name}: {len(plan.cells)} cells; promise {settings.promise.name} ({held}) for {settings.promise.target:.4g} of requests")
+    runnable = 0
+    for cell in plan.cells:
+        why = why_not(cell, settings, facts)
+        layout = layout_of(cell, usable)
+        runnable += why is None
+        place = f"engine on {cores_text(layout.engine)}, API {cores_text(layout.api)}, client {cores_text(layout.client)}" if layout else cell.url
+        typer.echo(f"  {cell.key}: " + (f"skipped, {why}" if why else f"{place}"))
+        for line in layout.shared if layout is not None and why is None else ():
+            typer.echo(f"    note: {line}")
+    each = settings.search.budget_seconds
+    whole = settings.budget_seconds if settings.budget_seconds is not None else each * runnable
+    typer.echo(f"at most {duration(whole)} of measuring, beside making and loading the models; nothing was started")

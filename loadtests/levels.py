@@ -1,0 +1,340 @@
+"""One level of load, measured and on record: a Locust child for a rate or a concurrency, this process for lone requests.
+
+    level = open_level(site, Measure(rate=2.0, duration_seconds=30, purpose="bracket"), name="cell#2.1", seed=7, attempt=1)
+
+A level is whole or it does not count: when the engine was restarted within it, when the load generator ended early or its account and the records
+on disk differ, LevelInterrupted is raised and the level is the caller's to abandon and measure again. A level whose verdict is sure before its time is over
+(slo.is_hopeless) is cut short, and its window with it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from loadtests.arrivals import due_times
+from loadtests.campaign import Campaign, Cell
+from loadtests.children import Child, wait_for_file
+from loadtests.errors import LevelInterrupted
+from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome, Prompts, Share
+from loadtests.progress import Progress
+from loadtests.records import RequestRecord, ResourceSample
+from loadtests.resources import Sampler, family
+from loadtests.search import Level, Measure
+from loadtests.servers import Server, client_environment
+from loadtests.slo import Promise, is_hopeless
+from loadtests.store import REQUESTS, LevelStarted, RunFolder
+from loadtests.streaming import Ask, Pool, clock, stream
+from loadtests.summary import Summary, Window, summarise
+from loadtests.target import TargetFacts
+from loadtests.timings import is_good
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+START_SECONDS = 120.0  # that a load generator may take to make its prompts
+POLL_SECONDS = 0.1
+LEAST_WARMUP_SECONDS = 1.0
+
+
+class LevelFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """The `detail` of a level_finished event: counts, and how the window came out."""
+
+    due: int  # requests on record, those of the warm-up included
+    good: int  # within the window
+    failed: int
+    window_due: int
+    window_seconds: float  # as it came out: shorter than asked where the level was cut short
+    cut_short: str | None  # why
+    gave_up: int  # requests that were ended at the end of the drain time
+    spent_seconds: float  # of the budget: start of the load generator, warm-up, window and drain
+    verdict: str
+    is_valid: bool
+    doubts: list[str]
+
+
+@dataclass
+class Site:
+    """Where levels of one cell are measured."""
+
+    run: RunFolder
+    cell: Cell
+    campaign: Campaign
+    server: Server
+    facts: TargetFacts
+    pool: Pool
+    progress: Progress
+    sampler: Sampler = field(init=False)  # set once it runs
+    samples: list[ResourceSample] = field(default_factory=list)  # of the level that runs now
+    generator: Child | None = None  # the load generator that runs now
+
+    def keep_sample(self, sample: ResourceSample) -> None:
+        self.run.sample(sample)
+        self.samples.append(sample)
+
+    def client_pids(self) -> list[int]:
+        """The load generator's processes; this one where lone requests are sent from here."""
+        generator = self.generator
+        return family(generator.pid) if generator is not None else [os.getpid()]
+
+
+@dataclass
+class Measured:
+    """A level as it came out."""
+
+    name: str
+    summary: Summary
+    level: Level
+    cut_short: str | None = None
+
+
+def judge(
+    records: Sequence[RequestRecord], samples: Sequence[ResourceSample], started: LevelStarted, window_seconds: float, promise: Promise
+) -> tuple[Summary, Level]:
+    """The numbers of a level and what the search makes of it: the same from memory and from disk."""
+    window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
+    summary = summarise(
+        records, samples, window, promise, rate=started.rate_per_second, started_unix_seconds=started.started_unix_seconds
+    )
+    return summary, Level(
+        rate=started.rate_per_second,
+        due=summary.due,
+        good=summary.good,
+        duration_seconds=window.seconds,
+        batches=summary.batches,
+        mean_e2e_seconds=summary.e2e.mean,
+        is_valid=summary.is_valid,
+    )
+
+
+def lone_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:
+    """One request at a time on an idle server, from this process: what the engine does when nobody else wants anything."""
+    began = time.monotonic()
+    plan = _plan(site, step, name, seed)
+    prompts = Prompts(plan, site.facts, site.pool, Share(0, 1))
+    mark = site.server.mark()
+    started = _started(site, plan, "lone", attempt, time.time())
+    origin = clock()
+    site.samples.clear()
+    site.sampler.level = name
+    site.run.event("level_started", cell=site.cell.key, level=name, detail=started)
+    try:
+        records, cut_short = _ask_alone(site, step, plan, prompts, origin)
+    finally:
+        site.sampler.level = None
+    if site.server.mark() != mark:
+        raise LevelInterrupted("the engine was restarted")
+    return _finish(site, name, records, started, clock() - origin, cut_short, 0, time.monotonic() - began)
+
+
+def _ask_alone(site: Site, step: Measure, plan: LoadPlan, prompts: Prompts, origin: float) -> tuple[list[RequestRecord], str | None]:
+    """The records of lone requests, and why there are fewer than were wanted."""
+    records: list[RequestRecord] = []
+    wanted, cut_short, bad = step.requests or 1, None, 0
+    while len(records) < wanted and clock() - origin < step.duration_seconds and cut_short is None:
+        request = prompts.fresh()
+        ask = Ask(
+            cell=plan.cell, level=plan.level, index=len(records), due_seconds=clock() - origin, asked_prompt_tokens=request.prompt_tokens,
+            asked_output_tokens=request.output_tokens, session=request.session, turn=request.turn, worker=0,
+        )  # fmt: skip
+        timeout = min(plan.target.timeout_seconds, max(60.0, 2 * step.duration_seconds))
+        record = stream(site.pool, request.wire, ask, origin=origin, timeout_seconds=timeout)
+        site.run.request(record)
+        records.append(record)
+        bad += not is_good(record, site.campaign.promise)
+        trouble = site.server.trouble()
+        if trouble is not None:
+            raise LevelInterrupted(trouble)
+        if is_hopeless(bad, wanted, site.campaign.promise):
+            cut_short = f"{bad} of {wanted} requests are bad: no more are needed to know"
+        site.progress.tick(f"{plan.cell}: lone requests, {len(records)} of {wanted}", fraction=len(records) / wanted)
+    return records, cut_short
+
+
+def loaded_level(
+    site: Site, step: Measure, name: str, seed: int, attempt: int, *, concurrency: int | None = None, purpose: str = "search"
+) -> Measured:
+    """A rate (or, with `concurrency`, so many users in a closed loop) from a Locust child on the client's cores."""
+    began = time.monotonic()
+    plan = _plan(site, step, name, seed, concurrency=concurrency)
+    folder = site.run.folder / "levels"
+    plan_file, started_file, outcome_file, stop_file = (folder / f"{name}.{part}.json" for part in ("plan", "started", "outcome", "stop"))
+    for file in (started_file, outcome_file, stop_file):
+        file.unlink(missing_ok=True)
+    plan = msgspec.structs.replace(
+        plan, requests_file=str((site.run.folder / REQUESTS).absolute()), started_file=str(started_file.absolute()),
+        outcome_file=str(outcome_file.absolute()), stop_file=str(stop_file.absolute()),
+    )  # fmt: skip
+    plan_file.write_bytes(msgspec.json.encode(plan))
+    users = str(concurrency or 1)
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "--loglevel", "WARNING"]
+    environment = client_environment() | {PLAN_VARIABLE: str(plan_file.absolute())}
+    mark = site.server.mark()
+    tail = Tail(site.run.folder / REQUESTS, name)
+    cores = site.server.layout.client if site.server.layout is not None else ()
+    log = site.run.folder / "logs" / f"{site.cell.key}.locust.log"
+    site.progress.tick(f"{name}: starting the load generator")
+    with Child([*command, "-u", users, "-r", users], cores=cores, log=log, environment=environment, urgent=True) as child:
+        if not wait_for_file(started_file, child, START_SECONDS):
+            raise LevelInterrupted(f"the load generator did not start ({child.how_it_ended()}); all it said is in {log}")
+        announced = msgspec.json.decode(started_file.read_bytes(), type=Outcome)
+        started = _started(site, plan, purpose, attempt, announced.started_unix_seconds)
+        site.samples.clear()
+        site.generator = child
+        site.sampler.level = name
+        site.run.event("level_started", cell=site.cell.key, level=name, detail=started)
+        try:
+            cut_short = _watch(site, plan, started, child, tail, outcome_file, stop_file)
+        finally:
+            site.generator = site.sampler.level = None
+        outcome = msgspec.json.decode(outcome_file.read_bytes(), type=Outcome)
+        child.wait(15)
+    records = tail.read()
+    if not len(records) == outcome.recorded == outcome.due == len({record.index for record in records}):
+        counts = f"{outcome.due} were due, {outcome.recorded} ended, {len(records)} are on record"
+        raise LevelInterrupted(f"the load generator's account does not match the records: {counts}")
+    if site.server.mark() != mark:
+        raise LevelInterrupted("the engine was restarted")
+    end = outcome.stopped_seconds if outcome.stopped_seconds is not None else plan.duration_seconds
+    window = max(0.0, min(end, plan.duration_seconds) - plan.warmup_seconds)
+    if outcome.stopped_seconds is None:
+        cut_short = None
+    return _finish(site, name, records, started, window, cut_short, outcome.gave_up, time.monotonic() - began)
+
+
+def _watch(
+    site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail: Tail, outcome_file: Path, stop_file: Path
+) -> str | None:
+    """Stays with a level until its outcome is there. Returns why it was cut short, None when it was not. Raises LevelInterrupted."""
+    promise = site.campaign.promise
+    start, end = plan.warmup_seconds, plan.duration_seconds
+    planned = 0
+    if plan.rate_per_second is not None:
+        due = due_times(plan.arrivals, plan.rate_per_second, plan.duration_seconds, plan.seed)
+        planned = int(((due >= start) & (due < end)).sum())
+    engines = site.server.engine_pids()
+    cut_short: str | None = None
+    over = end + plan.drain_seconds + plan.target.timeout_seconds + START_SECONDS
+    looked = 0.0
+    while not outcome_file.exists():
+        if child.poll() is not None and not outcome_file.exists():
+            raise LevelInterrupted(f"the load generator ended early ({child.how_it_ended()})")
+        now = time.time() - started.started_unix_seconds
+        if now > over:
+            raise LevelInterrupted(f"the load generator did not end within {over:.0f} s")
+        if now - looked > 0.5:
+            looked = now
+            if (trouble := site.server.trouble()) is not None:
+                raise LevelInterrupted(trouble)
+            if site.server.engine_pids() != engines:
+                raise LevelInterrupted("the engine was restarted")
+            if site.sampler.failure is not None:
+                raise site.sampler.failure
+        tail.read()
+        counted = [record for record in tail.records if start <= record.due_seconds < end]
+        bad = sum(not is_good(record, promise) for record in counted)
+        if cut_short is None and planned and now < end and is_hopeless(bad, planned, promise):
+            cut_short = f"{bad} requests were bad, too many for the {planned} of the level to keep the promise"
+            stop_file.touch()
+        site.progress.tick(_words(site, plan, now, len(tail.records), len(counted) - bad, len(counted)), fraction=min(1.0, now / end))
+        time.sleep(POLL_SECONDS)
+    return cut_short
+
+
+def _words(site: Site, plan: LoadPlan, now: float, ended: int, good: int, counted: int) -> str:
+    load = f"{plan.rate_per_second:.3g} requests/s" if plan.rate_per_second is not None else f"{plan.concurrency} users"
+    if now > plan.duration_seconds:
+        phase = "draining"
+    else:
+        phase = "warming up" if now < plan.warmup_seconds else f"{plan.duration_seconds - now:.0f} s left"
+    return f"{site.cell.key} at {load}: {ended} answers, {good} of {counted} good, {phase}"
+
+
+def _finish(
+    site: Site, name: str, records: list[RequestRecord], started: LevelStarted, window_seconds: float, cut_short: str | None, gave_up: int, spent: float
+) -> Measured:
+    summary, level = judge(records, list(site.samples), started, window_seconds, site.campaign.promise)
+    detail = LevelFinished(
+        due=len(records), good=summary.good, failed=sum(summary.failed.values()), window_due=summary.due, window_seconds=round(window_seconds, 6),
+        cut_short=cut_short, gave_up=gave_up, spent_seconds=round(spent, 3), verdict=summary.verdict, is_valid=summary.is_valid,
+        doubts=[doubt.code for doubt in summary.doubts],
+    )  # fmt: skip
+    site.run.event("level_finished", cell=site.cell.key, level=name, detail=detail)
+    return Measured(name, summary, level, cut_short)
+
+
+def _plan(site: Site, step: Measure, name: str, seed: int, *, concurrency: int | None = None) -> LoadPlan:
+    campaign = site.campaign
+    if step.rate is None and concurrency is None:
+        warmup, drain = 0.0, 0.0
+    else:
+        warmup = max(LEAST_WARMUP_SECONDS, min(10.0, 0.1 * step.duration_seconds))
+        drain = drain_seconds(campaign)
+    return LoadPlan(
+        target=site.server.target,
+        workload=campaign.workload,
+        arrivals=campaign.arrivals,
+        rate_per_second=step.rate,
+        concurrency=concurrency if step.rate is None else None,
+        warmup_seconds=warmup,
+        window_seconds=step.duration_seconds,
+        drain_seconds=drain,
+        seed=seed,
+        cell=site.cell.key,
+        level=name,
+        facts=site.facts,
+        quiet=True,
+    )
+
+
+def drain_seconds(campaign: Campaign) -> float:
+    """How long after the last due time answers may come: twice what a good one may take, since later ones are bad whatever they bring."""
+    promise, workload = campaign.promise, campaign.workload
+    if promise.ttft_seconds is None or promise.tpot_seconds is None:
+        return 300.0
+    longest = workload.max_output_tokens or workload.output_tokens or 256
+    return max(10.0, min(300.0, 2 * (promise.ttft_seconds + promise.tpot_seconds * longest)))
+
+
+def _started(site: Site, plan: LoadPlan, purpose: str, attempt: int, unix_seconds: float) -> LevelStarted:
+    return LevelStarted(
+        purpose=purpose,
+        rate_per_second=plan.rate_per_second,
+        concurrency=1 if purpose == "lone" else plan.concurrency,
+        arrivals=msgspec.to_builtins(plan.arrivals) if plan.is_open else {"kind": "closed"},
+        warmup_seconds=plan.warmup_seconds,
+        window_seconds=plan.window_seconds,
+        seed=plan.seed,
+        attempt=attempt,
+        started_unix_seconds=unix_seconds,
+        target=site.campaign.promise.target,
+    )
+
+
+class Tail:
+    """The records of one level, as they are appended to a file that other processes write."""
+
+    def __init__(self, path: Path, level: str) -> None:
+        self.records: list[RequestRecord] = []
+        self._level = level
+        self._path = path
+        self._position = path.stat().st_size
+        self._decoder = msgspec.json.Decoder(RequestRecord)
+
+    def read(self) -> list[RequestRecord]:
+        """All of them so far."""
+        with open(self._path, "rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            record = self._decoder.decode(line)
+            if record.level == self._level:
+                self.records.append(record)
+        return self.records
+

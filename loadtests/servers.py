@@ -1,0 +1,208 @@
+"""The server of a cell: started as a real child process on cores of its own, or an endpoint that is there already.
+
+    with Local(cell, campaign, layout, folder / "logs") as server:
+        server.wait_ready(say)
+        server.target, server.ready_detail(), server.mark()
+
+`mark()` says which engine serves: two marks that differ mean that the level between them was not served by one engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from loadtests.campaign import Campaign, Cell
+from loadtests.children import Child, Layout, last_line
+from loadtests.errors import ServerFailed, TargetUnusable
+from loadtests.resources import api_pids, engine_pids
+from loadtests.streaming import connect, fetch, get_bytes
+from loadtests.target import Target
+from serving.cores import cores_text
+from serving.probe import python_path
+
+Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
+SLOW_SECONDS = 120.0  # of one request, before the lone level has shown how slow the engine is
+
+
+class Server(Protocol):
+    """What the runner knows of whoever serves a cell."""
+
+    target: Target
+
+    @property
+    def layout(self) -> Layout | None: ...
+
+    def wait_ready(self, say: Say) -> None: ...
+    def ready_detail(self) -> dict[str, Any]: ...
+    def mark(self) -> tuple[Any, ...]: ...
+    def trouble(self) -> str | None: ...
+    def engine_pids(self) -> list[int]: ...
+    def api_pids(self) -> list[int]: ...
+    def stop(self) -> None: ...
+
+
+class External:
+    """An endpoint that somebody else runs."""
+
+    layout: Layout | None = None
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def wait_ready(self, say: Say) -> None:
+        """Waits until it answers at all; what it can is the probe's to find out. Raises TargetUnusable after `ready_seconds`."""
+        until = time.monotonic() + self.target.ready_seconds
+        with connect(self.target.url, verify_tls=self.target.verify_tls) as pool:
+            while True:
+                try:
+                    fetch(pool, get_bytes(pool, "/v1/models"), timeout_seconds=10)
+                    return
+                except TargetUnusable:
+                    if time.monotonic() > until:
+                        raise
+                say(f"waiting for {self.target.url}", None)
+                time.sleep(0.5)
+
+    def ready_detail(self) -> dict[str, Any]:
+        return {"url": self.target.url}
+
+    def mark(self) -> tuple[Any, ...]:
+        return ()
+
+    def trouble(self) -> str | None:
+        return None
+
+    def engine_pids(self) -> list[int]:
+        return []
+
+    def api_pids(self) -> list[int]:
+        return []
+
+    def stop(self) -> None:
+        return
+
+
+class Local:
+    """A `crossover serve` of our own."""
+
+    layout: Layout
+
+    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
+        self.layout = layout
+        self.log = logs / f"{cell.key}.server.log"
+        self._synthetic = cell.synthetic
+        self._ready_seconds = campaign.server.ready_seconds
+        self._ready_file = logs / f"{cell.key}.ready.json"
+        self._ready_file.unlink(missing_ok=True)
+        command = serve_command(cell, campaign, layout, self._ready_file)
+        environment = {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"}
+        # The engine takes its own cores; what the server may use must hold both.
+        cores = tuple(sorted({*layout.engine, *layout.api}))
+        self._child = Child(command, cores=cores, log=self.log, environment=environment)
+        self.target = Target(url="")
+
+    def wait_ready(self, say: Say) -> None:
+        """Raises ServerFailed when the server ends before it is ready, or takes longer than `server.ready_seconds`."""
+        until = time.monotonic() + self._ready_seconds
+        while not self._ready_file.exists():
+            if self._child.poll() is not None:
+                raise ServerFailed(f"the server did not start ({self._child.how_it_ended()}); all it said is in {self.log}")
+            if time.monotonic() > until:
+                self.stop()
+                raise ServerFailed(f"the server was not ready within {self._ready_seconds:g} s; all it said is in {self.log}")
+            say(last_line(self.log) or "starting the server", None)
+            time.sleep(0.05)
+        self.target = Target(url=msgspec.json.decode(self._ready_file.read_bytes())["url"])
+
+    def ready_detail(self) -> dict[str, Any]:
+        """The detail of the cell_ready event: what /v1/placement says, in BackendInfo's words, and where everything runs."""
+        seen = self._placement()
+        engine, memory = seen.get("engine") or {}, seen.get("memory") or {}
+        info = {
+            "name": engine.get("backend"),
+            "device_name": seen.get("device_name"),
+            "predicted": memory.get("predicted"),
+            "measured": memory.get("measured"),
+            "details": seen.get("details"),
+            **{key: engine.get(key) for key in ("device", "weight_format", "slots", "context_tokens", "kv_tokens", "threads")},
+        }
+        return {
+            "info": info,
+            "load_seconds": seen.get("load_seconds"),
+            "rss_bytes": memory.get("rss_bytes"),
+            "peak_rss_bytes": memory.get("peak_rss_bytes"),
+            "synthetic": self._synthetic,
+            "url": self.target.url,
+            "layout": msgspec.to_builtins(self.layout),
+            "placement": seen.get("explanation"),
+        }
+
+    def mark(self) -> tuple[Any, ...]:
+        """Which engine process serves, and how often the server has changed it."""
+        seen = self._placement()
+        return (self.engine_pids(), seen.get("restarts"), seen.get("fallbacks"), seen.get("returns"), seen.get("state"))
+
+    def trouble(self) -> str | None:
+        """Why a level cannot go on; None when all is well."""
+        if self._child.poll() is not None:
+            return f"the server ended ({self._child.how_it_ended()})"
+        return None
+
+    def engine_pids(self) -> list[int]:
+        return engine_pids(self._child.pid)
+
+    def api_pids(self) -> list[int]:
+        return api_pids(self._child.pid)
+
+    def stop(self) -> None:
+        self._child.stop()
+
+    def _placement(self) -> dict[str, Any]:
+        with connect(self.target.url) as pool:
+            status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
+        if status != 200:
+            raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
+        found: dict[str, Any] = msgspec.json.decode(body)
+        return found
+
+
+def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:
+    """`crossover serve` as the cell wants it."""
+    server = campaign.server
+    options: dict[str, Any] = {
+        "--backend": cell.backend,
+        "--format": cell.weight_format or None,
+        "--policy": server.policy,
+        "--port": 0,
+        "--cores": cores_text(layout.engine),
+        "--api-cores": cores_text(layout.api),
+        "--threads": cell.hardware.threads or layout.engine_threads,
+        "--slots": server.slots,
+        "--context": server.context_tokens,
+        "--kv-tokens": server.kv_tokens,
+        "--kv-dtype": server.kv_dtype,
+        "--prefill-tokens": server.prefill_tokens,
+        "--cache": server.cache,
+        "--ready-file": ready_file.absolute(),
+    }
+    command = [sys.executable, "-m", "crossover", "serve", cell.model]
+    for name, value in options.items():
+        if value is not None:
+            command += [name, str(value)]
+    if not server.prefix_reuse:
+        command.append("--no-prefix-reuse")
+    for key, value in server.options.items():
+        command += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    return command
+
+
+def client_environment() -> dict[str, str]:
+    """For load generators: our packages first, and one thread for whatever numpy does."""
+    return {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1")}

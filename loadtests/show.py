@@ -1,0 +1,114 @@
+"""A run folder, or a level, as tables for the terminal: values in, text out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from loadtests.levels import LevelFinished, judge
+from loadtests.progress import duration
+from loadtests.records import Event
+from loadtests.runner import campaign_of, in_words
+from loadtests.search import Capacity
+from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
+from loadtests.summary import Distribution, Summary
+
+
+def show_run(folder: Path, console: Console | None = None) -> None:
+    """Prints cells, levels, verdicts and capacities of a run, finished or not. Raises BadRunFolder."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    manifest = read_manifest(folder)
+    campaign, cells = campaign_of(manifest)
+    events, requests, samples = read_events(folder).records, read_requests(folder).records, read_samples(folder).records
+    finished, started = completed_levels(events), started_levels(events)
+    state = "complete" if any(event.kind == "run_finished" for event in events) else "not complete"
+    interruptions = sum(event.kind == "interrupted" for event in events)
+    abandoned = sum(event.kind == "level_abandoned" for event in events)
+    console.print(f"run {manifest.run_id}: {state}, {len(finished)} levels, {len(requests)} requests, {interruptions} interruptions")
+    if abandoned:
+        console.print(f"{abandoned} levels were begun and abandoned; their requests are on record and count for nothing")
+    for cell in cells:
+        console.print(f"\n{cell.key}: {cell_state(cell.key, events)}", style="bold", markup=False)
+        table = Table("load", "due", "good", "TTFT p50", "TPOT p50", "tokens/s", "in flight", "verdict", "doubts", box=None, pad_edge=False)
+        for name, event in finished.items():
+            if event.cell == cell.key:
+                detail = msgspec.convert(event.detail, LevelFinished)
+                start = msgspec.convert(started[name].detail, LevelStarted)
+                of_level = [record for record in requests if record.level == name]
+                summary, _ = judge(of_level, [s for s in samples if s.level == name], start, detail.window_seconds, campaign.promise)
+                table.add_row(*level_row(load_in_words(start), summary, detail.cut_short is not None))
+        if table.row_count:
+            console.print(table)
+
+
+def cell_state(key: str, events: list[Event]) -> str:
+    """What became of a cell, for people."""
+    own = [event for event in events if event.cell == key]
+    for event in reversed(own):
+        if event.kind == "cell_skipped":
+            return f"skipped: {event.detail.get('reason')}"
+        if event.kind == "cell_finished" and "capacity" not in event.detail:
+            return "one level"
+        if event.kind == "cell_finished":
+            return in_words(msgspec.convert(event.detail["capacity"], Capacity))
+    return "not finished" if own else "not begun"
+
+
+def load_in_words(start: LevelStarted) -> str:
+    if start.rate_per_second is not None:
+        return f"{start.rate_per_second:.3g}/s"
+    return "lone" if start.purpose == "lone" else f"{start.concurrency} users"
+
+
+def level_row(load: str, summary: Summary, cut_short: bool) -> list[str]:
+    """One level as table cells."""
+    tokens = summary.output_tokens_per_second
+    return [
+        load,
+        str(summary.due),
+        f"{summary.good}" + (f" ({summary.attainment:.0%})" if summary.attainment is not None else ""),
+        typical(summary.ttft),
+        typical(summary.tpot),
+        f"{tokens:.1f}" if tokens is not None else "-",
+        f"{summary.mean_in_flight:.1f}",
+        ("not valid" if not summary.is_valid else summary.verdict) + (", cut short" if cut_short else ""),
+        ", ".join(doubt.code for doubt in summary.doubts),
+    ]
+
+
+def typical(times: Distribution) -> str:
+    """The median, or the mean of a few."""
+    value = times.p50 if times.p50 is not None else times.mean if "p50" not in times.never else None
+    return "never" if "p50" in times.never else time_in_words(value)
+
+
+def time_in_words(seconds: float | None) -> str:
+    """0.0123 -> "12.3 ms"; None -> "-"."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+
+
+def show_level(summary: Summary, console: Console) -> None:
+    """Prints what one level showed."""
+    asked = f"{summary.asked_rate:.3g} asked, " if summary.asked_rate is not None else ""
+    console.print(f"{summary.due} requests in {duration(summary.window.seconds)} ({asked}{summary.offered_rate:.3g} requests/s came out)")
+    if summary.failed:
+        console.print("failed: " + ", ".join(f"{count} {kind}" for kind, count in summary.failed.items()), style="red")
+    table = Table("", "mean", "p50", "p90", "p95", "p99", box=None, pad_edge=False)
+    for name, times in (("TTFT", summary.ttft), ("TPOT", summary.tpot), ("ITL", summary.itl), ("E2E", summary.e2e), ("send lag", summary.send_lag)):
+        parts = ["never" if p in times.never else time_in_words(getattr(times, p)) for p in ("p50", "p90", "p95", "p99")]
+        table.add_row(name, time_in_words(times.mean), *parts)
+    console.print(table)
+    console.print("-: too few requests to say", style="dim")
+    if summary.output_tokens_per_second is not None:
+        prompt = f", {summary.prompt_tokens_per_second:.1f} prompt tokens/s" if summary.prompt_tokens_per_second is not None else ""
+        console.print(f"{summary.output_tokens_per_second:.1f} output tokens/s{prompt}; {summary.mean_in_flight:.1f} requests in flight on average")
+    share = f"{summary.attainment:.1%}" if summary.attainment is not None else "none"
+    low, high = summary.attainment_low, summary.attainment_high
+    console.print(f"promise {summary.promise}: {share} good ({low:.1%}-{high:.1%}), goodput {summary.goodput:.3g} requests/s: {summary.verdict}", style="bold")
+    for doubt in summary.doubts:
+        console.print(f"doubt {doubt.code}: {doubt.text}; {doubt.advice}", style="red" if doubt.invalidates else "yellow", markup=False)

@@ -1,0 +1,277 @@
+"""A supervisor without an engine, for tests of the HTTP side: answers are scripted, and everything that was asked is kept.
+
+It keeps the interface of serving.service.EngineLike, streams are the real serving.streams.Stream, and `push` plays the engine. By default
+each sequence is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes the deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from models.chat import CHATML, ChatTemplate
+from models.errors import BadChat
+from serving.access import Limits
+from serving.app import create_app
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Sampling
+from serving.listener import server_options
+from serving.messages import Delta, Ready, StepStats, Submit, TokenDetail
+from serving.streams import Stream
+from serving.supervisor import Overloaded, Unavailable
+
+INFO = BackendInfo(
+    name="fake",
+    device="cpu",
+    device_name="no device",
+    slots=4,
+    context_tokens=256,
+    kv_tokens=1024,
+    vocabulary=300,
+    weight_format="none",
+    step_tokens=64,
+    predicted=MemoryParts(1000, 2000),
+    measured=MemoryParts(1100, 2000),
+    capabilities=frozenset(CAPABILITIES) - {"grammar", "prompt_logprobs"},
+    details={"library": "/opt/secret/libfake.so"},
+)
+
+
+class ByteTokenizer:
+    """Each byte is a token; 256 ends a text, 257 and 258 are the marks of a chat."""
+
+    vocabulary = 259
+    eos_ids = frozenset({256})
+    special_ids = frozenset({256, 257, 258})
+    _marks = {"<|im_start|>": 257, "<|im_end|>": 258}
+
+    def __init__(self, bos_id: int | None = None, template: str | None = CHATML) -> None:
+        self.bos_id, self.chat_template = bos_id, template
+        self._template = None if template is None else ChatTemplate(template)
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        ids: list[int] = []
+        while parse_special and text:
+            at, mark = min(((text.find(m), m) for m in self._marks if m in text), default=(-1, ""))
+            if at < 0:
+                break
+            ids += [*text[:at].encode(), self._marks[mark]]
+            text = text[at + len(mark) :]
+        return [*ids, *text.encode()]
+
+    def token_bytes(self) -> list[bytes]:
+        return [bytes([byte]) for byte in range(256)] + [b"", b"", b""]
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        if self._template is None:
+            raise BadChat("this model has no chat template; send the prompt to /v1/completions")
+        return self._template.render(messages, add_generation_prompt)
+
+
+class FakeSupervisor:
+    """See the module's docstring."""
+
+    def __init__(self, words: Sequence[str] = ("Hello", ", ", "world"), *, by_hand: bool = False, info: BackendInfo = INFO) -> None:
+        self.words, self.by_hand = list(words), by_hand
+        self.state = "ready"
+        self.reason: str | None = None
+        self.ready: Ready | None = Ready(info, 1.5, 10_000, 20_000)
+        self.stats: StepStats | None = StepStats(1, 2, 100, 0.01, 0.008, 1, 0, 3)
+        self.config = EngineConfig("fake", "/models/secret.gguf", "m", context_tokens=info.context_tokens, slots=info.slots)
+        self.restarts = self.fallbacks = 0
+        self.on_step: Any = None
+        self.submitted: list[Submit] = []
+        self.whole: list[bool] = []
+        self.streams: dict[int, Stream] = {}
+        self.cancelled: list[int] = []
+        self.refuse_after: int | None = None
+        self.refusal: Unavailable | Overloaded = Overloaded("the queue is full", 2.4, "queue_requests")
+        self.calls: list[str] = []
+        self.pause_seconds = 0.0  # before each word
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop
+
+    @property
+    def label(self) -> str:
+        return f"{self.config.backend}/{self.config.device}"
+
+    def retry_after_seconds(self) -> float:
+        return 2.5
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        deadline_seconds: float | None = None,
+        include_stop: bool = False,
+        whole: bool = False,
+    ) -> Stream:
+        if self.state != "ready":
+            raise Unavailable(self.reason or self.state, 2.5)
+        if self.refuse_after is not None and len(self.submitted) >= self.refuse_after:
+            raise self.refusal
+        submit = Submit(
+            len(self.submitted) + 1,
+            prompt,
+            max_tokens,
+            sampling,
+            list(stop),
+            list(stop_token_ids),
+            min_tokens,
+            ignore_eos,
+            deadline_seconds,
+            include_stop,
+        )
+        self._loop = asyncio.get_running_loop()
+        self.submitted.append(submit)
+        self.whole.append(whole)
+        stream = Stream(submit, self._cancel, 0.0, whole)
+        self.streams[submit.id] = stream
+        if not self.by_hand:
+            task = asyncio.ensure_future(self._answer(stream))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return stream
+
+    def push(self, sequence: int, text: str, finish: str | None = None, tokens: int = 1, **more: Any) -> None:
+        """Play the engine: one delta of one sequence. From the event loop's thread."""
+        self.streams[sequence].push(Delta(sequence, tokens, text, finish, **more))
+
+    def push_soon(self, sequence: int, text: str, finish: str | None = None, tokens: int = 1, **more: Any) -> None:
+        """The same from the test's thread, once the sequence has been submitted."""
+        wait_until(lambda: sequence in self.streams)
+        self._loop.call_soon_threadsafe(lambda: self.push(sequence, text, finish, tokens, **more))
+
+    async def _answer(self, stream: Stream) -> None:
+        words = self.words[: stream.submit.max_tokens]
+        for place, word in enumerate(words):
+            await asyncio.sleep(self.pause_seconds)
+            finish = None if place + 1 < len(words) else "stop" if len(words) == len(self.words) else "length"
+            first: dict[str, Any] = {"cached_tokens": 2, "queue_seconds": 0.001, "prefill_seconds": 0.002} if place == 0 else {}
+            self.push(stream.id, word, finish, details=_details(word, stream.submit.sampling), **first)
+
+    def _cancel(self, sequence: int) -> None:
+        self.cancelled.append(sequence)
+        self.push(sequence, "", "cancelled", 0)
+
+    async def start(self) -> None:
+        self.calls.append("start")
+
+    async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
+        self.calls.append(f"stop drain={drain}")
+        return 0
+
+
+def _details(word: str, sampling: Sampling) -> list[TokenDetail]:
+    if sampling.logprobs is None:
+        return []
+    token = word.encode()[0]
+    return [TokenDetail(token, -0.5, [token, 256][: sampling.logprobs], [-0.5, float("-inf")][: sampling.logprobs])]
+
+
+@contextmanager
+def served(app: Any, limits: Limits | None = None) -> Iterator[int]:
+    """The app behind a real uvicorn on a port of this machine, in a thread of its own; gives the port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(256)
+        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **server_options(limits or Limits())))
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                server.run(sockets=[listener])
+            except BaseException as problem:  # shown by the test, not by the thread
+                failure.append(problem)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            while not server.started and thread.is_alive():
+                thread.join(0.005)
+            if failure:
+                raise failure[0]
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(15)
+            assert not thread.is_alive()
+
+
+def app_on(supervisor: Any, **options: Any) -> Any:
+    """The app over a fake supervisor and a byte tokenizer."""
+    tokenizer = options.pop("tokenizer", None) or ByteTokenizer()
+    return create_app(supervisor, tokenizer, served_name="m", **options)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for what another thread does; fails the test when it never does."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it never happened"
+        time.sleep(0.002)
+
+
+@dataclass
+class Answer:
+    """One HTTP answer, read to its end. Header names are lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found = self.json
+        assert set(found) == {"error"} and {"message", "type", "param", "code"} <= set(found["error"])
+        detail: dict[str, Any] = found["error"]
+        return detail
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of each server-sent event; "[DONE]" as it is."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        found = [part.removeprefix(b"data: ") for part in self.body.split(b"\n\n") if part]
+        return ["[DONE]" if part == b"[DONE]" else json.loads(part) for part in found]
+
+
+def ask(port: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+    """One request on a connection of its own. `body`: bytes as they are, anything else as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(method, path, data, {**kind, **(headers or {})})
+        response = connection.getresponse()
+        return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+    finally:
+        connection.close()
+
+
+def chat(port: int, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
+    """A chat of one user turn, unless `messages` says otherwise."""
+    return ask(port, "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields}, headers)
+
+
+def complete(port: int, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
+    return ask(port, "POST", "/v1/completions", {"prompt": "hi", **fields}, headers)

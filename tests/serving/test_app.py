@@ -1,0 +1,446 @@
+"""The routes over a real port: answers in OpenAI's shapes, errors that say what, headers on everything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from serving.access import Limits
+from serving.openapi import document
+from serving.supervisor import Event, Overloaded
+from tests.serving.fakes import INFO, Answer, ByteTokenizer, FakeSupervisor, app_on, ask, chat, complete, served
+
+SECRET = "s3cret-key"
+
+
+@pytest.fixture
+def supervisor() -> FakeSupervisor:
+    return FakeSupervisor()
+
+
+@pytest.fixture
+def port(supervisor: FakeSupervisor) -> Iterator[int]:
+    with served(app_on(supervisor)) as port:
+        yield port
+
+
+def test_a_chat_is_answered_whole(port: int, supervisor: FakeSupervisor) -> None:
+    answer = chat(port)
+    assert answer.status == 200
+    body = answer.json
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{24}", body["id"])
+    assert body["object"] == "chat.completion" and body["model"] == "m"
+    choice = body["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "Hello, world", "refusal": None}
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
+    prompt = bytes(token for token in supervisor.submitted[0].prompt if token < 256)
+    assert prompt == b"user\nhi\nassistant\n"
+    assert supervisor.submitted[0].prompt[0] == 257  # the template's mark is one token, not its letters
+    assert body["usage"] == {
+        "prompt_tokens": len(supervisor.submitted[0].prompt),
+        "completion_tokens": 3,
+        "total_tokens": len(supervisor.submitted[0].prompt) + 3,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert supervisor.whole == [True]  # so that it can begin anew on another engine
+
+
+def test_a_chat_is_streamed_in_openais_order(port: int, supervisor: FakeSupervisor) -> None:
+    answer = chat(port, stream=True, stream_options={"include_usage": True})
+    assert answer.status == 200 and answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *chunks, done = answer.events
+    assert done == "[DONE]"
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hello"},
+        {"content": ", "},
+        {"content": "world"},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * 4 + ["stop"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 3
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert supervisor.whole == [False]
+
+
+def test_without_asking_there_is_no_usage_in_a_stream(port: int) -> None:
+    assert all("usage" not in chunk for chunk in complete(port, stream=True).events[:-1])
+
+
+def test_continuous_usage_counts_along(port: int) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chat(port, stream=True, stream_options=options).events[:-1]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 3, 3]
+
+
+def test_a_text_is_continued(port: int, supervisor: FakeSupervisor) -> None:
+    body = complete(port, max_tokens=2).json
+    assert body["object"] == "text_completion" and body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": "Hello, ", "logprobs": None, "finish_reason": "length"}]
+    assert supervisor.submitted[0].prompt == [*b"hi"]
+    complete(port)
+    assert supervisor.submitted[1].max_tokens == 16
+
+
+def test_what_is_asked_reaches_the_engine(port: int, supervisor: FakeSupervisor) -> None:
+    complete(
+        port,
+        max_tokens=9,
+        min_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=11,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias={"5": -3.5},
+        stop=["END", "STOP"],
+        stop_token_ids=[7],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        deadline_seconds=5,
+    )
+    submit = supervisor.submitted[0]
+    assert (submit.max_tokens, submit.min_tokens, submit.stop, submit.stop_token_ids) == (9, 3, ["END", "STOP"], [7])
+    assert (submit.include_stop, submit.ignore_eos, submit.deadline_seconds) == (True, True, 5.0)
+    drawn = submit.sampling
+    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p, drawn.seed) == (0.5, 0.9, 40, 0.05, 11)
+    assert (drawn.presence_penalty, drawn.frequency_penalty, drawn.repetition_penalty) == (0.1, 0.2, 1.1)
+    assert drawn.logit_bias == {5: -3.5}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_several_prompts_and_answers_are_numbered_and_counted(port: int, supervisor: FakeSupervisor, streamed: bool) -> None:
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+    answer = complete(port, prompt=[[1, 2, 3], [4]], n=2, seed=5, echo=False, **options)
+    if streamed:
+        chunks = answer.events[:-1]
+        texts = ["", "", "", ""]
+        for chunk in chunks[:-1]:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        usage = chunks[-1]["usage"]
+    else:
+        texts = [choice["text"] for choice in answer.json["choices"]]
+        assert [choice["index"] for choice in answer.json["choices"]] == [0, 1, 2, 3]
+        usage = answer.json["usage"]
+    assert texts == ["Hello, world"] * 4
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 12)  # a prompt counts once, whatever n is
+    assert [submit.prompt for submit in supervisor.submitted] == [[1, 2, 3], [1, 2, 3], [4], [4]]
+    seeds = [submit.sampling.seed for submit in supervisor.submitted]
+    assert seeds[0] == seeds[2] == 5 and seeds[1] == seeds[3] != 5
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("prompt", ["hé", [*"hé".encode()]])
+def test_echo_puts_the_prompt_first(port: int, streamed: bool, prompt: Any) -> None:
+    answer = complete(port, prompt=prompt, echo=True, stream=streamed)
+    if streamed:
+        assert "".join(chunk["choices"][0]["text"] for chunk in answer.events[:-1]) == "héHello, world"
+    else:
+        assert answer.json["choices"][0]["text"] == "héHello, world"
+
+
+def test_log_probabilities_in_both_shapes(port: int) -> None:
+    content = chat(port, logprobs=True, top_logprobs=2).json["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["H", ",", "w"]
+    assert content[0] == {
+        "token": "H",
+        "logprob": -0.5,
+        "bytes": [72],
+        "top_logprobs": [
+            {"token": "H", "logprob": -0.5, "bytes": [72]},
+            {"token": "token_id:256", "logprob": -9999.0, "bytes": None},  # JSON has no -inf
+        ],
+    }
+    found = complete(port, logprobs=1).json["choices"][0]["logprobs"]
+    assert found["tokens"] == ["H", ",", "w"] and found["token_logprobs"] == [-0.5] * 3
+    assert found["top_logprobs"][0] == {"H": -0.5} and found["text_offset"] == [0, 1, 2]
+    streamed = complete(port, logprobs=1, stream=True).events[:-2]
+    assert [chunk["choices"][0]["logprobs"]["tokens"] for chunk in streamed] == [["H"], [","], ["w"]]
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in streamed] == [[0], [5], [7]]
+
+
+def test_a_bos_goes_before_a_text_but_not_before_ids_or_a_chat() -> None:
+    supervisor = FakeSupervisor()
+    with served(app_on(supervisor, tokenizer=ByteTokenizer(bos_id=0))) as port:
+        complete(port, prompt="a")
+        complete(port, prompt="a", add_special_tokens=False)
+        complete(port, prompt=[97])
+        chat(port)
+        assert ask(port, "POST", "/tokenize", {"prompt": "a"}).json["tokens"] == [0, 97]
+    assert [submit.prompt[0] for submit in supervisor.submitted] == [0, 97, 97, 257]
+
+
+def test_a_long_text_is_tokenised_beside_the_loop_and_a_hopeless_one_not_at_all(port: int, supervisor: FakeSupervisor) -> None:
+    text = "x" * 5000  # more than inline_characters, certainly more than a byte tokenizer's 256 tokens
+    error = complete(port, prompt=text).error
+    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 5000, 256)
+    error = complete(port, prompt="x" * 100_000).error
+    assert error["code"] == "context_length_exceeded" and "at least" in error["message"]
+    assert not supervisor.submitted
+
+
+# --- around the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_models_lists_the_one_that_is_served(port: int) -> None:
+    listed = ask(port, "GET", "/v1/models").json
+    assert listed["object"] == "list" and len(listed["data"]) == 1
+    card = listed["data"][0]
+    assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == ("m", "model", "crossover", 256)
+    assert ask(port, "GET", "/v1/models/m").json == card
+    assert ask(port, "GET", "/v1/models/other/one").error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+def test_another_model_is_a_404(port: int, path: str) -> None:
+    body = {"model": "gpt-4", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1]}
+    wanted = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/tokenize": "prompt", "/detokenize": "tokens"}[path]
+    answer = ask(port, "POST", path, {key: body[key] for key in ("model", wanted)})
+    assert answer.status == 404
+    assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
+    found = ask(port, "POST", "/tokenize", {"prompt": "hé"}).json
+    assert found == {"tokens": [*"hé".encode()], "count": 3, "max_model_len": 256}
+    assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
+    messages = [{"role": "user", "content": "hi"}]
+    assert ask(port, "POST", "/tokenize", {"messages": messages}).json["count"] == chat(port).json["usage"]["prompt_tokens"]
+    bare = ask(port, "POST", "/tokenize", {"messages": messages, "add_generation_prompt": False}).json
+    assert bytes(token for token in bare["tokens"] if token < 256) == b"user\nhi\n"
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}])
+def test_tokenize_wants_one_of_two(port: int, body: dict[str, Any]) -> None:
+    assert ask(port, "POST", "/tokenize", body).status == 400
+
+
+def test_detokenize_refuses_ids_that_are_not_there(port: int) -> None:
+    assert ask(port, "POST", "/detokenize", {"tokens": [300]}).error["param"] == "tokens"
+
+
+def test_health_and_ready(port: int, supervisor: FakeSupervisor) -> None:
+    assert ask(port, "GET", "/health").json == {"status": "ok"}
+    ready = ask(port, "GET", "/ready")
+    assert ready.status == 200 and ready.json["state"] == "ready" and ready.json["backend"] == "fake/cpu"
+    supervisor.state, supervisor.reason = "restarting", "engine_died: killed while reading /srv/models/x.gguf"
+    answer = ask(port, "GET", "/ready")
+    assert answer.status == 503 and answer.json["state"] == "restarting"
+    assert answer.json["reason"] == "engine_died: killed while reading <path>"
+    assert answer.json["error"]["code"] == "restarting" and answer.headers["retry-after"] == "3"
+    assert ask(port, "GET", "/health").status == 200
+
+
+def test_placement_says_what_runs_where_and_shows_no_path(supervisor: FakeSupervisor) -> None:
+    supervisor.events = [Event(0.0, "fell_back", "fake/cpu", "cannot map /dev/nvidia0/x", "load_oom")]  # type: ignore[attr-defined]
+    with served(app_on(supervisor, placement={"reasons": ["no GPU", "see /etc/crossover/plan.toml"]})) as port:
+        answer = ask(port, "GET", "/v1/placement")
+    found = answer.json
+    assert found["explanation"] == {"reasons": ["no GPU", "see <path>"]}
+    assert found["engine"]["backend"] == "fake" and found["engine"]["device"] == "cpu" and "logprobs" in found["engine"]["capabilities"]
+    assert found["memory"]["predicted"]["weight_bytes"] == 1000 and found["memory"]["measured"]["weight_bytes"] == 1100
+    assert (found["events"][0]["kind"], found["events"][0]["cause"]) == ("fell_back", "load_oom")
+    assert b"secret" not in answer.body and b"nvidia0" not in answer.body
+
+
+def test_placement_before_an_engine_is_there(supervisor: FakeSupervisor) -> None:
+    supervisor.state, supervisor.ready = "loading", None
+    with served(app_on(supervisor)) as port:
+        found = ask(port, "GET", "/v1/placement").json
+        assert ask(port, "POST", "/tokenize", {"prompt": "a"}).json["count"] == 1
+        assert ask(port, "GET", "/v1/models").status == 200
+        assert ask(port, "GET", "/metrics").status == 200
+    assert found["state"] == "loading" and found["memory"] is None and found["explanation"] is None
+
+
+def test_the_document_describes_every_route_and_resolves(port: int) -> None:
+    answer = ask(port, "GET", "/openapi.json")
+    found = answer.json
+    assert found == msgspec.json.decode(msgspec.json.encode(document("m", Limits())))
+    assert found["openapi"] == "3.1.0"
+    for path, operations in found["paths"].items():
+        for method in ("get", "post"):
+            status = ask(port, method.upper(), path.replace("{name}", "m"), {} if method == "post" else None).status
+            assert (status != 405) == (method in operations), (method, path)
+    references = set(re.findall(rb'"\$ref":"#/components/schemas/(\w+)"', answer.body))
+    assert {name.decode() for name in references} <= set(found["components"]["schemas"])
+    assert found["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/models/../../etc/passwd", 404, "model_not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/completions", 405, "method_not_allowed"),
+    ],
+)
+def test_wrong_addresses_have_openais_error_body_too(port: int, method: str, path: str, status: int, code: str) -> None:
+    answer = ask(port, method, path)
+    assert (answer.status, answer.error["code"], answer.error["type"]) == (status, code, "invalid_request_error")
+    if status == 405:
+        assert answer.headers["allow"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp"])
+def test_a_body_that_is_not_json_by_its_type_is_a_415(port: int, kind: str) -> None:
+    answer = complete(port, {"Content-Type": kind})
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"])
+def test_json_has_several_names(port: int, kind: str) -> None:
+    assert complete(port, {"Content-Type": kind}).status == 200
+
+
+def test_a_body_without_a_type_is_a_415(port: int) -> None:
+    answer = ask(port, "POST", "/v1/completions", b'{"prompt": "x"}', {"Content-Type": ""})
+    assert answer.status == 415
+
+
+def test_an_error_names_the_field(port: int, supervisor: FakeSupervisor) -> None:
+    answer = chat(port, temperatur=1)
+    assert answer.status == 400
+    assert answer.error == {"message": "unknown field 'temperatur'", "type": "invalid_request_error", "param": "temperatur", "code": None}
+    assert not supervisor.submitted
+
+
+def test_a_template_that_refuses_is_a_400(supervisor: FakeSupervisor) -> None:
+    strict = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('begin with a system turn') }}{% endif %}ok"
+    with served(app_on(supervisor, tokenizer=ByteTokenizer(template=strict))) as port:
+        answer = chat(port)
+        assert answer.status == 400 and "begin with a system turn" in answer.error["message"]
+    with served(app_on(supervisor, tokenizer=ByteTokenizer(template=None))) as port:
+        assert chat(port).status == 400 and complete(port).status == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("kind", ["queue_requests", "queue_tokens", "queue_wait"])
+def test_a_full_queue_is_a_429_with_the_time_to_come_back(port: int, supervisor: FakeSupervisor, streamed: bool, kind: str) -> None:
+    supervisor.refuse_after, supervisor.refusal = 0, Overloaded("the queue is full", 2.4, kind)
+    answer = chat(port, stream=streamed)
+    assert answer.status == 429
+    assert (answer.error["type"], answer.error["code"]) == ("rate_limit_error", kind)
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("3", "2400")
+
+
+def test_a_request_is_admitted_whole_or_not_at_all(port: int, supervisor: FakeSupervisor) -> None:
+    supervisor.by_hand, supervisor.refuse_after = True, 2
+    assert complete(port, n=4).status == 429
+    assert supervisor.cancelled == [1, 2]
+
+
+@pytest.mark.parametrize("state", ["loading", "restarting", "failed", "draining", "stopped"])
+def test_without_an_engine_it_is_a_503_with_the_reason(port: int, supervisor: FakeSupervisor, state: str) -> None:
+    supervisor.state, supervisor.reason = state, "load_failed: cannot open /srv/models/x.gguf"
+    answer = chat(port)
+    assert answer.status == 503
+    assert (answer.error["type"], answer.error["code"]) == ("service_unavailable_error", state)
+    assert "load_failed: cannot open <path>" in answer.error["message"]
+    assert answer.headers["retry-after"] == "3"
+
+
+def test_a_bug_is_a_500_that_tells_nothing(port: int, supervisor: FakeSupervisor, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("/srv/secret/state is inconsistent at 0x7fff00001111")
+
+    supervisor.submit = broken  # type: ignore[method-assign]
+    answer = chat(port)
+    assert (answer.status, answer.error["code"], answer.error["type"]) == (500, "internal_error", "server_error")
+    assert "secret" not in answer.body.decode()
+    assert "is inconsistent" in caplog.text  # in the log, with its traceback
+
+
+# --- headers, key, limits -----------------------------------------------------------------------------------------------------
+
+
+def every_kind(port: int) -> list[Answer]:
+    return [chat(port), chat(port, stream=True), chat(port, bad=1), ask(port, "GET", "/nothing"), ask(port, "PUT", "/health")]
+
+
+def test_every_answer_says_who_made_it_and_has_an_identity(port: int) -> None:
+    answers = every_kind(port)
+    assert {answer.headers["x-crossover-backend"] for answer in answers} == {"fake/cpu"}
+    identities = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(identities)) == len(answers) and all(re.fullmatch(r"req-[0-9a-f]{24}", identity) for identity in identities)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("trace-1:a.b/c", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ("\x85", False)]
+)
+def test_a_clients_identity_is_kept_where_it_is_harmless(port: int, given: str, kept: bool) -> None:
+    assert (ask(port, "GET", "/health", None, {"X-Request-Id": given}).headers["x-request-id"] == given) is kept
+
+
+def test_a_key_is_asked_for_everywhere_but_by_probes(supervisor: FakeSupervisor) -> None:
+    with served(app_on(supervisor, api_key=SECRET)) as port:
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": f"Basic {SECRET}"},
+            {"Authorization": f"Bearer {SECRET}x"},
+        ):
+            answer = chat(port, headers)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer" and SECRET not in answer.body.decode()
+        for path in ("/metrics", "/v1/placement", "/openapi.json", "/v1/models", "/nothing"):
+            assert ask(port, "GET", path).status == 401
+        assert ask(port, "GET", "/health").status == ask(port, "GET", "/ready").status == 200
+        assert chat(port, {"Authorization": f"Bearer {SECRET}"}).status == 200
+        assert chat(port, {"Authorization": f"bearer {SECRET}"}).status == 200
+
+
+def test_an_empty_key_is_refused(supervisor: FakeSupervisor) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        app_on(supervisor, api_key=" ")
+
+
+def test_large_bodies_and_heads_are_refused(supervisor: FakeSupervisor) -> None:
+    limits = Limits(body_bytes=1000, header_bytes=2000)
+    with served(app_on(supervisor, limits=limits), limits) as port:
+        answer = complete(port, prompt="x" * 1000)
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        assert complete(port, prompt="x" * 100).status == 200
+        answer = ask(port, "GET", "/health", None, {"X-Long": "x" * 1990})
+        assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
+
+
+def test_log_lines_are_json(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="crossover.http"):
+        identity = chat(port).headers["x-request-id"]
+        ask(port, "GET", "/nothing")
+    first, second = (msgspec.json.decode(record.getMessage()) for record in caplog.records if record.name == "crossover.http")
+    assert (first["request_id"], first["method"], first["status"]) == (identity, "POST", 200)
+    assert second["path"] == "/nothing" and second["status"] == 404 and second["backend"] == "fake/cpu"
+
+
+def test_a_managed_supervisor_starts_and_stops_with_the_app(supervisor: FakeSupervisor) -> None:
+    with served(app_on(supervisor, manage=True)) as port:
+        assert ask(port, "GET", "/ready").status == 200
+        assert supervisor.calls == ["start"]
+    assert supervisor.calls == ["start", "stop drain=True"]
+    with served(app_on(supervisor)):
+        pass
+    assert supervisor.calls == ["start", "stop drain=True"]
+
+
+def test_a_backend_that_cannot_is_a_400() -> None:
+    plain = FakeSupervisor(info=msgspec.structs.replace(INFO, capabilities=frozenset()))
+    with served(app_on(plain)) as port:
+        answer = chat(port, response_format={"type": "json_object"})
+        assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "response_format", "unsupported_parameter")
+        assert chat(port).status == 200
