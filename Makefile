@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 RUNS ?= runs
+DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
@@ -19,7 +20,9 @@ help:
 	@echo "make lint   ruff and mypy"
 
 demo: $(STAMP)
-	$(BIN)/python -m loadtests.demo --out $(RUNS)
+	$(BIN)/crossover models make $(DEMO_MODELS) --format Q4_0
+	$(BIN)/crossover campaign run loadtests/demo.toml --out $(RUNS)
+	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float64]
 CAPACITY_POINTS = 1200
 SLOPES = np.geomspace(2.0, 100.0, 20)
 SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior; queues near capacity show 5 to 30
-CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 40.0, 3.0
+CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 60.0, 6.0
 NEAR = 2.5
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
 

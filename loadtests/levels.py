@@ -30,14 +30,15 @@ from loadtests.search import Level, Measure
 from loadtests.servers import Server, client_environment
 from loadtests.slo import Promise, is_hopeless
 from loadtests.store import REQUESTS, LevelStarted, RunFolder
-from loadtests.streaming import Ask, Pool, clock, stream
+from loadtests.streaming import Ask, Pool, clock, post_bytes, stream
 from loadtests.summary import Summary, Window, summarise
-from loadtests.target import TargetFacts
+from loadtests.target import TargetFacts, body_of, path_of
 from loadtests.timings import is_good
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 START_SECONDS = 120.0  # that a load generator may take to make its prompts
 POLL_SECONDS = 0.1
+SETTLE_SECONDS = 300.0
 LEAST_WARMUP_SECONDS = 1.0
 
 
@@ -90,6 +91,7 @@ class Measured:
     summary: Summary
     level: Level
     cut_short: str | None = None
+    gave_up: int = 0  # requests that the client ended: the server may be at work on them still
 
 
 def judge(
@@ -264,7 +266,7 @@ def _finish(
         doubts=[doubt.code for doubt in summary.doubts],
     )  # fmt: skip
     site.run.event("level_finished", cell=site.cell.key, level=name, detail=detail)
-    return Measured(name, summary, level, cut_short)
+    return Measured(name, summary, level, cut_short, gave_up)
 
 
 def _plan(site: Site, step: Measure, name: str, seed: int, *, concurrency: int | None = None) -> LoadPlan:
@@ -313,6 +315,29 @@ def _started(site: Site, plan: LoadPlan, purpose: str, attempt: int, unix_second
         started_unix_seconds=unix_seconds,
         target=site.campaign.promise.target,
     )
+
+
+def quick_seconds(site: Site) -> float:
+    """How long a tiny request takes now."""
+    wire = post_bytes(site.pool, path_of(site.server.target), body_of(site.server.target, site.facts, "Say yes.", 2))
+    timeout = site.server.target.timeout_seconds
+    record = stream(site.pool, wire, Ask(cell="", level="", index=0, due_seconds=0.0), origin=clock(), timeout_seconds=timeout)
+    return record.ended_seconds or timeout
+
+
+def settle(site: Site, alone_seconds: float) -> None:
+    """Waits until the server has left behind what the last level gave up: not every server stops when its client has gone.
+
+    Idle is when a tiny request takes about as long as it did alone. Raises LevelInterrupted when that does not come.
+    """
+    until = time.monotonic() + SETTLE_SECONDS
+    while quick_seconds(site) > 2 * alone_seconds + 0.05:
+        if (trouble := site.server.trouble()) is not None:
+            raise LevelInterrupted(trouble)
+        if time.monotonic() > until:
+            raise LevelInterrupted(f"the server was still busy {SETTLE_SECONDS:.0f} s after the level")
+        site.progress.tick(f"{site.cell.key}: waiting until the server is idle")
+        time.sleep(0.1)
 
 
 class Tail:

@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from loadtests.campaign import Campaign, Cell, Plan, PromiseSpec, Server, promise_of
 from loadtests.errors import Incomplete, LevelInterrupted, LoadError
@@ -18,7 +17,7 @@ from loadtests.resources import Sampler
 from loadtests.runner import manifest_of, new_folder, seed_of
 from loadtests.search import Measure, SearchConfig
 from loadtests.servers import External
-from loadtests.show import show_level
+from loadtests.show import show_level, wide_console
 from loadtests.store import RunFolder
 from loadtests.target import Target, pool_for, probe
 from serving.hardware import hardware_facts
@@ -71,7 +70,7 @@ def one_level(
         run.event("cell_finished", cell=cell.key, detail={})
         run.event("run_finished")
         progress.quiet()
-        console = Console(highlight=False, soft_wrap=True)
+        console = wide_console()
         show_level(measured.summary, console)
         if out is not None:
             console.print(f"records: {folder}")

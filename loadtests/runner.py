@@ -28,7 +28,7 @@ import msgspec
 from loadtests.campaign import Campaign, Cell, Plan
 from loadtests.children import Layout, divide_cores
 from loadtests.errors import BadCampaign, BadRunFolder, Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed
-from loadtests.levels import LevelFinished, Measured, Site, judge, loaded_level, lone_level
+from loadtests.levels import LevelFinished, Measured, Site, judge, loaded_level, lone_level, quick_seconds, settle
 from loadtests.progress import Progress, duration
 from loadtests.records import FORMAT_VERSION, Event, RunManifest
 from loadtests.resources import Sampler
@@ -207,10 +207,13 @@ class _Runner:
             with Sampler(cell.key, groups, site.keep_sample, interval_seconds=self.campaign.sample_seconds, local_server=local) as sampler:
                 site.sampler = sampler
                 levels = levels_on_record(self.run.folder, cell.key, self.campaign)
+                alone = quick_seconds(site)
                 while isinstance(step := next_step(levels, config, self.campaign.promise, self._spent(cell.key)), Measure):
                     measured = self._level(site, step, len(levels) + 1)
                     levels.append(measured.level)
                     self.progress.say(f"  {level_in_words(measured)}")
+                    if measured.gave_up:
+                        settle(site, alone)
                 return step.capacity
 
     def _level(self, site: Site, step: Measure, number: int) -> Measured:

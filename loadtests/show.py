@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from loadtests.summary import Distribution, Summary
 
 def show_run(folder: Path, console: Console | None = None) -> None:
     """Prints cells, levels, verdicts and capacities of a run, finished or not. Raises BadRunFolder."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or wide_console()
     manifest = read_manifest(folder)
     campaign, cells = campaign_of(manifest)
     events, requests, samples = read_events(folder).records, read_requests(folder).records, read_samples(folder).records
@@ -42,6 +43,11 @@ def show_run(folder: Path, console: Console | None = None) -> None:
                 table.add_row(*level_row(load_in_words(start), summary, detail.cut_short is not None))
         if table.row_count:
             console.print(table)
+
+
+def wide_console() -> Console:
+    """Standard output; where it is no terminal, as wide as the tables are."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def cell_state(key: str, events: list[Event]) -> str:

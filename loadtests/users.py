@@ -184,6 +184,7 @@ class Roles:
         runner = environment.runner
         if isinstance(runner, MasterRunner):
             runner.register_message("crossover_prepared", lambda environment, msg, **kw: self._one_prepared(environment))
+            runner.register_message("crossover_failed", lambda environment, msg, **kw: _abort(environment, LoadError(msg.data["problem"])))
             runner.register_message("crossover_drained", lambda environment, msg, **kw: self._one_drained(environment, msg.data))
         elif isinstance(runner, WorkerRunner):
             runner.register_message("crossover_prepare", lambda environment, msg, **kw: self._prepare(environment, msg.data), concurrent=True)
@@ -194,7 +195,11 @@ class Roles:
         if isinstance(runner, WorkerRunner):
             return
         self._prepared, self._outcomes = 0, []
-        plan = self._plan = _plan(environment)
+        try:
+            plan = self._plan = _plan(environment)
+        except Exception as problem:
+            _abort(environment, problem)
+            return
         if isinstance(runner, MasterRunner):
             self._workers = runner.worker_count
             for index, client in enumerate(sorted(runner.clients)):
@@ -215,7 +220,7 @@ class Roles:
             started = time.time() + 0.01
             self._announce(plan, started)
             outcome = self.generator.run(started)
-        except (LoadError, OSError) as problem:
+        except Exception as problem:  # in a greenlet: nobody else would hear of it, and Locust would run on for ever
             _abort(environment, problem)
             return
         self._finish(environment, [outcome])
@@ -224,8 +229,8 @@ class Roles:
         try:
             plan = msgspec.json.decode(data["plan"], type=LoadPlan)
             self.generator = Generator(environment, plan, data["index"], data["workers"])
-        except (LoadError, OSError) as problem:
-            _abort(environment, problem)
+        except Exception as problem:
+            self._fail(environment, problem)
             return
         environment.runner.send_message("crossover_prepared")
 
@@ -238,8 +243,17 @@ class Roles:
 
     def _begin(self, environment: Environment, data: dict[str, Any]) -> None:
         assert self.generator is not None
-        outcome = self.generator.run(data["started"])
+        try:
+            outcome = self.generator.run(data["started"])
+        except Exception as problem:
+            self._fail(environment, problem)
+            return
         environment.runner.send_message("crossover_drained", msgspec.to_builtins(outcome))
+
+    def _fail(self, environment: Environment, problem: Exception) -> None:
+        """In a worker: the level is lost, and the master must end it for all."""
+        log.error("%s", problem, exc_info=not isinstance(problem, LoadError))
+        environment.runner.send_message("crossover_failed", {"problem": f"{problem}"})
 
     def _one_drained(self, environment: Environment, data: dict[str, Any]) -> None:
         self._outcomes.append(msgspec.convert(data, Outcome))
@@ -275,9 +289,13 @@ def _plan(environment: Environment) -> LoadPlan:
 
 
 def _abort(environment: Environment, problem: Exception) -> None:
-    log.error("%s", problem)
+    """Ends the level, and Locust with it where nobody watches its page."""
+    log.error("%s", problem, exc_info=not isinstance(problem, LoadError | OSError))
     environment.process_exit_code = 2
-    environment.runner.quit()
+    if environment.web_ui is None:
+        gevent.spawn(environment.runner.quit)  # not from here: this may be a listener that quit() waits for
+    else:
+        environment.runner.stop()
 
 
 def _tell_locust(environment: Environment, plan: LoadPlan, record: RequestRecord) -> None:

@@ -31,6 +31,7 @@ from models.ladder import LADDER, OVERHEAD_BYTES, Rung, fits, is_rung, rung
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
+KIND_BACKENDS = {"gguf": "llama_cpp", "hf": "torch", "onnx": "onnx"}  # for whom a kind of file is made
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The ladder of models: list, make, plan.")
@@ -78,7 +79,7 @@ def list_models(cache: Path | None = _CACHE, as_json: bool = _JSON) -> None:
 @app.command("make")
 def make(
     names: list[str] | None = _NAMES,
-    weight_format: str | None = typer.Option(None, "--format", help="Weight format [default: the backend's]."),
+    weight_format: str | None = typer.Option(None, "--format", help="Weight format, or gguf, hf, onnx [default: the backend's]."),
     backend: str = typer.Option("llama_cpp", "--backend", help="Whose kind of weights: llama_cpp, torch, onnx."),
     cache: Path | None = _CACHE,
     everything: bool = typer.Option(False, "--all", help="Every rung that fits in this machine's memory."),
@@ -86,6 +87,10 @@ def make(
     verify: bool = typer.Option(False, "--verify", help="Compare checksums even of files that were checked before."),
 ) -> None:
     """Make weights in the cache, or check those that are there. Synthetic ones that turn out damaged are made again."""
+    if weight_format in KIND_BACKENDS:
+        backend, weight_format = KIND_BACKENDS[weight_format], None
+    if exporter == "optimum" and weight_format is None:
+        weight_format = "fp32"  # optimum exports floats; quantised ones are asked for by name
     kind, chosen = hub.weight_kind(backend, weight_format)
     root = hub.cache_dir(cache)
     if exporter != "genai" and kind != "onnx":

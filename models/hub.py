@@ -34,7 +34,7 @@ from models.manifest import Manifest, Progress, atomic_folder, making, read_mani
 from models.safetensors_header import check_tensors
 from models.spec import ModelSpec
 from models.synthesis import GENERATOR, write_gguf, write_hf_folder
-from models.tokenizer import shipped, shipped_mark, tokenizer_config
+from models.tokenizer import shipped_files, shipped_mark
 
 # Backend -> kind of weights. Another backend ("package.module:Class") gets the kind that the weight format belongs to.
 KINDS = {"llama_cpp": "gguf", "torch": "hf", "onnx": "onnx", "fake": "none"}
@@ -124,7 +124,9 @@ def resolve(
         known = ", ".join(one.spec.name for one in LADDER)
         raise UnknownModel(f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name or org/name:file.gguf")
     path = _download(name, match["repository"], match["file"], progress)
-    return _local(path, name, kind, chosen if weight_format else None, root, progress, full_check, exporter)
+    found = _local(path, name, kind, chosen if weight_format else None, root, progress, full_check, exporter)
+    called = path.stem if match["file"] else match["repository"].partition("/")[2]  # the hub's folder is named by its commit
+    return msgspec.structs.replace(found, name=called, spec=msgspec.structs.replace(found.spec, name=called))
 
 
 def _fake(name: str, root: Path) -> ResolvedModel:
@@ -202,18 +204,18 @@ def _is_current(path: Path, spec: ModelSpec, weight_format: str) -> bool:
 
 def _tokenizer_folder(spec: ModelSpec, root: Path) -> Path:
     """The shipped tokenizer at the model's vocabulary, in the cache. The folder's name carries the shipped file's checksum."""
-    folder = root / "synthetic" / "tokenizers" / f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
+    folder = root / "synthetic" / "tokenizers" / f"v1-{spec.vocabulary}-{spec.context}-{shipped_mark()}"
     if not folder.is_dir():
         with making(folder):
             if not folder.is_dir():
                 with atomic_folder(folder) as temporary:
-                    (temporary / "tokenizer.json").write_text(json.dumps(shipped(spec.vocabulary), ensure_ascii=False), encoding="utf-8")
-                    (temporary / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(spec.context)), encoding="utf-8")
+                    for name, content in shipped_files(spec.vocabulary, spec.context).items():
+                        (temporary / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     return folder
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or (":" not in name and Path(name).exists())
+    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or (name != "" and ":" not in name and Path(name).exists())
 
 
 def _local(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import secrets
@@ -175,10 +176,15 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` while it is being made, so that two processes do not make the same weights; the kernel frees it on death."""
+    """Hold the lock of `path` while it is being made, so that two processes do not make the same weights.
+
+    The kernel frees the lock when its holder dies; what the holder left half-written is removed by the next one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f".{path.name}.lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield
 
 

@@ -28,7 +28,7 @@ from models.formats import BLOCKS, GGUF_FORMATS, GgufTensor
 from models.gguf_write import Vocabulary, write_file
 from models.manifest import FileFacts, HashedFile, Manifest, Progress, atomic_file, atomic_folder, file_facts, manifest_path, write_manifest
 from models.spec import ModelSpec, RopeScaling, TensorShape
-from models.tokenizer import shipped, shipped_mark, tokenizer_config
+from models.tokenizer import shipped, shipped_files, shipped_mark
 from models.train_tokenizer import SPECIAL_TOKENS
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
@@ -91,12 +91,7 @@ def write_hf_folder(
         raise UnsupportedModel(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     with atomic_folder(folder) as temporary:
         files = _write_safetensors(spec, temporary, dtype, Weights(seed, _largest(spec)), initializer_range, progress)
-        texts: dict[str, Any] = {
-            "config.json": hf_config(spec, dtype, initializer_range),
-            "generation_config.json": {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0},
-            "tokenizer.json": shipped(spec.vocabulary),
-            "tokenizer_config.json": tokenizer_config(spec.context),
-        }
+        texts = {"config.json": hf_config(spec, dtype, initializer_range), **shipped_files(spec.vocabulary, spec.context)}
         for name, content in texts.items():
             indent = None if name == "tokenizer.json" else 2
             (temporary / name).write_text(json.dumps(content, ensure_ascii=False, indent=indent) + "\n", encoding="utf-8")

@@ -75,9 +75,9 @@ class HfTokenizer:
 
     def __init__(self, file: Path) -> None:
         try:
-            self._raw = file.read_text(encoding="utf-8")
-            self._special_parsing = HfFile.from_str(self._raw)
-            self._plain = HfFile.from_str(self._raw)
+            raw = file.read_text(encoding="utf-8")
+            self._special_parsing = HfFile.from_str(raw)
+            self._plain = HfFile.from_str(raw)
         except Exception as problem:  # the library raises bare Exception
             raise BrokenWeights(f"{str(file)!r} is no readable tokenizer: {problem}") from problem
         # `encode_special_tokens` is a setting of the object, not of the call, so there are two objects.
@@ -85,7 +85,7 @@ class HfTokenizer:
         for one in (self._plain, self._special_parsing):
             one.no_truncation()
             one.no_padding()
-        self._description = json.loads(self._raw)
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(raw).get("decoder"))
         self._config = _read_json(file.parent / "tokenizer_config.json")
         added = self._special_parsing.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -98,11 +98,12 @@ class HfTokenizer:
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         chosen = self._special_parsing if parse_special else self._plain
-        return list(chosen.encode(text, add_special_tokens=False).ids)
+        whole = text.encode(errors="replace").decode()  # JSON can carry half a surrogate pair, which is no text
+        return list(chosen.encode(whole, add_special_tokens=False).ids)
 
     def token_bytes(self) -> list[bytes]:
         table = [b""] * self.vocabulary
-        to_bytes = _byte_level if '"ByteLevel"' in json.dumps(self._description.get("decoder")) else _sentencepiece
+        to_bytes = _byte_level if self._byte_level else _sentencepiece
         for token, index in self._special_parsing.get_vocab(with_added_tokens=False).items():
             table[index] = to_bytes(token)
         for index, added in self._special_parsing.get_added_tokens_decoder().items():
@@ -161,9 +162,9 @@ def shipped(vocabulary: int) -> dict[str, Any]:
     return table
 
 
-def tokenizer_config(context: int) -> dict[str, Any]:
-    """tokenizer_config.json of the shipped tokenizer, for a model of `context` tokens."""
-    return {
+def shipped_files(vocabulary: int, context: int) -> dict[str, dict[str, Any]]:
+    """The shipped tokenizer as a Hugging Face folder holds it: file name -> content, for a model of `context` tokens."""
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL_TOKENS[0],
         "eos_token": SPECIAL_TOKENS[2],
@@ -172,6 +173,8 @@ def tokenizer_config(context: int) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }
+    generation = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
+    return {"tokenizer.json": shipped(vocabulary), "tokenizer_config.json": config, "generation_config.json": generation}
 
 
 @cache

@@ -107,17 +107,23 @@ def numbers_of_cells(run: RunRecords, promise: Promise) -> Iterable[CellNumbers]
         key = str(cell.get("key"))
         own = [event for event in run.events if event.cell == key]
         levels = tuple(
-            level_numbers(starts[name], requests[name], [s for s in samples[key] if s.level == name], promise)
+            level_numbers(starts[name], ends[name], requests[name], [s for s in samples[key] if s.level == name], promise)
             for name in ends
             if name in starts and starts[name].cell == key
         )
         yield cell_numbers(run.manifest.run_id, cell, own, levels, samples[key], promise, config)
 
 
-def level_numbers(start: Event, records: Sequence[RequestRecord], samples: Sequence[ResourceSample], promise: Promise) -> LevelNumbers:
-    """One finished level. `records` are all of the level's, `samples` all that were taken during it."""
+def level_numbers(
+    start: Event, end: Event, records: Sequence[RequestRecord], samples: Sequence[ResourceSample], promise: Promise
+) -> LevelNumbers:
+    """One finished level. `records` are all of the level's, `samples` all that were taken during it.
+
+    The window is as long as asked, or as it came out where the level was cut short: its level_finished event says so.
+    """
     said = msgspec.convert(start.detail, LevelStarted)
-    window = Window(said.warmup_seconds, said.warmup_seconds + said.window_seconds)
+    lasted = float(end.detail.get("window_seconds") or said.window_seconds)
+    window = Window(said.warmup_seconds, said.warmup_seconds + lasted)
     inside = sorted(
         (r for r in records if window.start_seconds <= r.due_seconds < window.end_seconds), key=lambda r: (r.due_seconds, r.index)
     )
@@ -139,6 +145,7 @@ def level_numbers(start: Event, records: Sequence[RequestRecord], samples: Seque
             started_unix_seconds=said.started_unix_seconds,
             client_processes=max(1, len({r.worker for r in records if r.worker is not None})),
         ),
+        cut_short=end.detail.get("cut_short"),
         answers=tuple(_answer(record) for record in inside),
     )
 
@@ -164,10 +171,10 @@ def cell_numbers(
     info: Mapping[str, Any] = ready.get("info") or {}
     model = str(cell.get("model", "unknown"))
     spec = _spec(model)
-    weight_format = str(info.get("weight_format") or cell.get("weight_format") or cell.get("format") or "")
-    slots = info.get("slots", cell.get("slots"))
-    context = info.get("context_tokens", cell.get("context_tokens", cell.get("context")))
-    kv_tokens = info.get("kv_tokens", cell.get("kv_tokens"))
+    weight_format = str(info.get("weight_format") or cell.get("weight_format") or "")
+    slots = info.get("slots") or cell.get("slots")
+    context = info.get("context_tokens") or cell.get("context_tokens")
+    kv_tokens = info.get("kv_tokens") or cell.get("kv_tokens")
     if kv_tokens is None and slots and context:
         kv_tokens = slots * context
     kv_dtype = str(cell.get("kv_dtype") or "fp16")
@@ -187,6 +194,7 @@ def cell_numbers(
         weight_format=weight_format,
         backend=str(info.get("name") or cell.get("backend") or ""),
         device=str(info.get("device") or cell.get("device") or "cpu"),
+        url=cell.get("url"),
         hardware=str((cell.get("hardware") or {}).get("name") or ""),
         slots=slots,
         context_tokens=context,

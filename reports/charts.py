@@ -102,14 +102,11 @@ def latency(cell: CellNumbers, which: str, limit_seconds: float | None) -> Chart
     lines_across = alt.Chart(data(rules))
     colour = alt.Color("kind:N", scale=alt.Scale(domain=["promise", "alone"], range=[theme.PROMISE, theme.MUTED]), legend=None)
     across = lines_across.mark_rule(strokeDash=[2, 2], strokeWidth=1.2).encode(y=y, color=colour)
-    texts = [  # the one above its line at the left, the other below at the right: lines of data pass between
-        lines_across.transform_filter(f"datum.kind == '{kind}'")
-        .mark_text(align=align, baseline=baseline, dx=dx, dy=dy, fontSize=11)
-        .encode(x=at, y=y, text="text:N", color=colour)
-        for kind, align, baseline, dx, dy, at in (
-            ("promise", "left", "bottom", 2, -2, alt.value(0)),
-            ("alone", "right", "top", -2, 3, alt.value("width")),
-        )
+    promised = lines_across.transform_filter("datum.kind == 'promise'").mark_text(align="left", baseline="bottom", dx=2, dy=-2, fontSize=11)
+    lonely = lines_across.transform_filter("datum.kind == 'alone'").mark_text(align="right", baseline="top", dx=-2, dy=3, fontSize=11)
+    texts = [
+        promised.encode(x=alt.value(0), y=y, text="text:N", color=colour),
+        lonely.encode(x=alt.value("width"), y=y, text="text:N", color=colour),
     ]
     return finish(alt.layer(across, *texts, lines, dots, *ends).resolve_scale(color="independent"), height=190)
 
@@ -225,7 +222,7 @@ def _lines(rows: list[Row], y: Any, title: str, number_format: str) -> Chart:
     return alt.layer(
         base.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
         base.mark_point(size=62, strokeWidth=2, opacity=1).encode(x=x, y=y, stroke=_series(models, "stroke"), fill=fill, tooltip=tips),
-        _haloed(alt.Chart(data(last)), align="left", dx=10, fontWeight=600).encode(x=x, y=y, text="model:N"),
+        haloed(alt.Chart(data(last)), align="left", dx=10, fontWeight=600).encode(x=x, y=y, text="model:N"),
         alt.Chart(data(last)).mark_text(align="left", dx=10, fontWeight=600).encode(x=x, y=y, text="model:N", color=colour),
     )
 
@@ -305,7 +302,7 @@ def memory(rows: Sequence[Row], ram_bytes: int | None, card_sizes_gib: Sequence[
         rules.transform_filter("datum.kind == 'ram'")
         .mark_text(align="left", baseline="top", dx=3, dy=4, fontSize=11)
         .encode(x=alt.value(0), y=line_y, text="text:N", color=line_colour),
-        _haloed(alt.Chart(data(totals)), dy=-9, fontSize=11).encode(x=x, y=alt.Y("total:Q", scale=scale), text="text:N"),
+        haloed(alt.Chart(data(totals)), dy=-9, fontSize=11).encode(x=x, y=alt.Y("total:Q", scale=scale), text="text:N"),
         alt.Chart(data(totals))
         .mark_text(dy=-9, fontSize=11, color=theme.MUTED)
         .encode(x=x, y=alt.Y("total:Q", scale=scale), text="text:N"),
@@ -357,10 +354,10 @@ def _seconds_axis(values: Sequence[float], most: int) -> alt.Axis:
     return alt.Axis(title=None, labelExpr=_SECONDS_LABEL, values=log_ticks(min(values) / 1.8, max(values) * 1.8, most))
 
 
-def _haloed(chart: alt.Chart, **mark: Any) -> alt.Chart:
+def haloed(chart: alt.Chart, **mark: Any) -> alt.Chart:
     """White behind a text, so that it is read where it crosses a line."""
-    haloed: alt.Chart = chart.mark_text(color="white", stroke="white", strokeWidth=4, strokeJoin="round", opacity=0.9, **mark)
-    return haloed
+    behind: alt.Chart = chart.mark_text(color="white", stroke="white", strokeWidth=4, strokeJoin="round", opacity=0.9, **mark)
+    return behind
 
 
 def _rate_scale(rates: Sequence[float], room: float = 1.15) -> alt.Scale:

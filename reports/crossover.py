@@ -128,6 +128,15 @@ def machine_words(facts: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def place_words(run: RunNumbers) -> str:
+    """Where it was served: `On this machine (...)`, or the endpoint's address where the machine behind it is not known."""
+    urls = list(dict.fromkeys(cell.url for cell in run.cells if cell.url))
+    if urls and all(cell.url for cell in run.cells):
+        return f"At {formatting.listing(urls)}"
+    words = machine_words(run.facts)
+    return f"On this machine ({words})" if words else "On this machine"
+
+
 def promise_words(promise: Promise) -> str:
     """`first token within 2.0 s, then 100 ms per token, for 90 % of requests`."""
     limits = []
@@ -165,8 +174,7 @@ def rate_words(capacity: CapacityNumbers) -> str:
 def headline(run: RunNumbers, largest: CellNumbers | None, first_not: CellNumbers | None) -> str:
     """The first line of a report: what holds up to which rate, and what does not."""
     promise = f"the {run.promise.name} promise"
-    words = machine_words(run.facts)
-    where = f"On this machine ({words})" if words else "On this machine"
+    where = place_words(run)
     if largest is not None:
         capacity = largest.capacity
         up_to = rate_words(capacity)
@@ -241,9 +249,10 @@ def _sentences(
     usable = usable_bytes(run.facts)
     outgrown = next((r for r in rungs if r.fits is False), None)
     if outgrown is not None and usable is not None:
+        models = f"{_common_format(run)} models".strip()
         out.append(
-            f"By memory (predicted): from {model_title(outgrown.spec.name)} on, {f'{_common_format(run)} models'.strip()} no longer fit in the "
-            f"{formatting.size(usable)} that this machine can spare: it needs {formatting.size(outgrown.memory.predicted_bytes)} with its KV cache."
+            f"By memory (predicted): from {model_title(outgrown.spec.name)} on, {models} no longer fit in the {formatting.size(usable)} "
+            f"that this machine can spare: it needs {formatting.size(outgrown.memory.predicted_bytes)} with its KV cache."
         )
     for found in takeovers:
         if found.cell is first_not or (first_not is None and found.cell is largest):
@@ -295,12 +304,12 @@ def machines(cell: CellNumbers, asked_rate: float) -> int | None:
 
 
 def ladder(run: RunNumbers) -> tuple[Rung, ...]:
-    """The campaign's models and those of the ladder beyond the largest measured, with the memory they take in its format, slots, context."""
+    """The campaign's models and those of the ladder beyond the largest measured, with the memory each takes at its format and slots."""
     cells = [cell for cell in run.cells if cell.spec is not None]
     if not cells:
         return ()
     usual = max(cells, key=_size)
-    usable = usable_bytes(run.facts)
+    usable = usable_bytes(run.facts) if usual.url is None else None
     out = []
     smallest, biggest = min(map(_size, cells)), max((_size(cell) for cell in cells if cell.levels), default=0)
     specs = {cell.spec.name: cell.spec for cell in cells if cell.spec is not None}
@@ -319,7 +328,7 @@ def ladder(run: RunNumbers) -> tuple[Rung, ...]:
 
 
 def usable_bytes(facts: Mapping[str, Any]) -> int | None:
-    """Memory that an engine may take here: what was free when the run began, cut down by the control group."""
+    """Memory in bytes that an engine may take here: what was free when the run began, cut down by the control group."""
     known = [int(facts[name]) for name in ("memory_available_bytes", "cgroup_memory_bytes") if facts.get(name)]
     return min(known, default=None)
 

@@ -1,7 +1,7 @@
 """The crossover map: model size x request rate; where the CPU suffices, the interval, and where a GPU takes over with how much memory.
 
-Its data are named (`columns`, `points`), so that the page can put others in when the promise is moved. A log axis holds no zero: a rung that
-holds at no rate is drawn as a whole column, not as a point at the bottom.
+Its data are named (`columns`, `points`), so that the page can put others in when the promise is moved. A log axis holds no zero: a rung
+that holds at no rate is drawn as a whole column, not as a point at the bottom.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import altair as alt
 
 from reports import formatting, theme
-from reports.charts import VERDICTS, Chart, Row, data, finish, log_ticks, lookup
+from reports.charts import VERDICTS, Chart, Row, data, finish, haloed, log_ticks, lookup
 from reports.formatting import model_title
 from reports.numbers import CellNumbers
 
@@ -160,7 +160,8 @@ def crossover_map(cells: Sequence[CellNumbers], gpu_texts: dict[str, str], asked
     base = alt.Chart(alt.NamedData(name="columns"))
     labels = (
         base.transform_calculate(
-            at="datum.estimate != null ? datum.estimate : datum.high == null || datum.low == null ? datum.low : sqrt(datum.low * datum.high)"
+            at="datum.estimate != null ? datum.estimate : datum.high == null || datum.low == null ? datum.low : "
+            "sqrt(datum.low * datum.high)"
         )
         .mark_text(
             fontWeight=700,
@@ -189,10 +190,8 @@ def crossover_map(cells: Sequence[CellNumbers], gpu_texts: dict[str, str], asked
     if asked_rate:
         asked = alt.Chart(data([{"rate": asked_rate, "text": f"your rate: {formatting.rate(asked_rate)}"}]))
         layers.append(asked.mark_rule(color=theme.INK, strokeDash=[5, 4]).encode(y=alt.Y("rate:Q", scale=y_scale)))
-        layers.append(
-            asked.mark_text(align="left", dx=4, dy=-8, fontWeight=600).encode(
-                x=alt.value(0), y=alt.Y("rate:Q", scale=y_scale), text="text:N"
-            )
-        )
+        at: dict[str, Any] = {"x": alt.value(0), "y": alt.Y("rate:Q", scale=y_scale), "text": "text:N"}
+        layers.append(haloed(asked, align="left", dx=4, dy=-8, fontWeight=600).encode(**at))
+        layers.append(asked.mark_text(align="left", dx=4, dy=-8, fontWeight=600).encode(**at))
     chart = alt.layer(*layers).properties(datasets={"columns": columns, "points": points})
     return finish(chart, height=380)

@@ -88,6 +88,18 @@ def _journal(run: RunRecords) -> Iterable[Doubt]:
             "A writer was killed; what it was about to write is lost.",
             "note",
         )
+    ready = [event for event in run.events if event.kind == "cell_ready"]
+    shared = list(dict.fromkeys(line for event in ready for line in (event.detail.get("layout") or {}).get("shared") or ()))
+    if shared:
+        yield Doubt(
+            "SharedCores",
+            f"{_sentence('; '.join(shared))}",
+            "More cores, or a load generator on another machine, take this away.",
+            "warning",
+        )
+    notes = list(dict.fromkeys(note for event in ready for note in (event.detail.get("target") or {}).get("notes") or ()))
+    if notes:
+        yield Doubt("EndpointLacks", f"{_sentence('; '.join(notes))}", "What an endpoint does not tell is shown as not measured.", "note")
     changed = [sample for sample in run.samples if any("engine process" in reason for reason in sample.reasons)]
     if changed:
         cells = tuple(dict.fromkeys(sample.cell for sample in changed))
@@ -102,6 +114,13 @@ def _journal(run: RunRecords) -> Iterable[Doubt]:
 
 def _capacities(numbers: RunNumbers) -> Iterable[Doubt]:
     """What speaks against a capacity that the report states."""
+    wide = [cell for cell in numbers.cells if cell.capacity.state == "interval" and not cell.capacity.is_narrow]
+    if wide:
+        parts = [f"{model_title(cell.model)} {formatting.interval(cell.capacity.low, cell.capacity.high)}" for cell in wide]
+        text = f"Some intervals are wider than the campaign asked for, in requests/s: {formatting.listing(parts)}."
+        yield Doubt(
+            "WideInterval", text, "Give the campaign more time: more levels, and longer ones.", "note", tuple(cell.key for cell in wide)
+        )
     for cell in numbers.cells:
         capacity, name = cell.capacity, model_title(cell.model)
         if cell.state == "measured" and cell.reason:
@@ -112,10 +131,6 @@ def _capacities(numbers: RunNumbers) -> Iterable[Doubt]:
                 "warning",
                 (cell.key,),
             )
-        if capacity.state == "interval" and not capacity.is_narrow and capacity.low and capacity.high:
-            within = formatting.interval(capacity.low, capacity.high)
-            text = f"The capacity of {name} lies within {within} requests/s, which is wider than the campaign asked for."
-            yield Doubt("WideInterval", text, "Give the campaign more time: more levels, and longer ones.", "note", (cell.key,))
         if capacity.state == "at_least":
             yield Doubt(
                 "OpenEnded",
@@ -186,14 +201,11 @@ def _machine(run: RunRecords, numbers: RunNumbers) -> Iterable[Doubt]:
     cores = facts.get("logical_cores")
     others = _others(run.samples, cores) if cores else None
     if others is not None and others > OTHERS_SHARE:
-        yield Doubt(
-            "NoisyMachine", f"Other processes used {formatting.significant(others)} cores on average while load ran.", "Stop them and measure again; capacity is too low by about that much.",
-            "warning",
-        )  # fmt: skip
+        text = f"Other processes used {formatting.significant(others)} cores on average while load ran."
+        yield Doubt("NoisyMachine", text, "Stop them and measure again; capacity is too low by about that much.", "warning")
     if facts.get("virtualisation"):
-        yield Doubt(
-            "Virtualised", f"The machine is virtual ({facts['virtualisation']}): neighbours may take CPU time that is not seen from inside.", "Repeat the run at another hour and compare.", "note"
-        )  # fmt: skip
+        text = f"The machine is virtual ({facts['virtualisation']}): neighbours may take CPU time that is not seen from inside."
+        yield Doubt("Virtualised", text, "Repeat the run at another hour and compare.", "note")
     if run.samples and (invalid := sum(not sample.valid for sample in run.samples)) > 0.05 * len(run.samples):
         yield Doubt(
             "BadSamples",

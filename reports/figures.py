@@ -107,8 +107,8 @@ def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
         "attainment",
         "attainment",
         "How many requests keep the promise",
-        f"Share of good requests among all that were due, with its {formatting.share(promise.confidence)} bounds (Wilson). Failed and refused "
-        "requests are not good.",
+        f"Share of good requests among all that were due, with its {formatting.share(promise.confidence)} bounds (Wilson). Failed and "
+        "refused requests are not good.",
         ("measured here",),
     )
     yield from _figure(

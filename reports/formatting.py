@@ -108,7 +108,7 @@ def share(value: float | None, digits: int = 3) -> str:
     percent = value * 100
     if abs(percent - round(percent)) < 1e-9:
         return f"{round(percent)} %"
-    text = significant(percent, digits)
+    text = significant(percent, digits if percent >= 10 else digits - 1)
     return ">99.9 %" if text == "100" else f"{text} %"
 
 

@@ -87,7 +87,7 @@ def cpus() -> tuple[Device, ...]:
 
 
 def gpu_need(spec: ModelSpec, weight_format: str, kv_tokens: int, kv_dtype: str = "fp16") -> Need:
-    """Weights as their file has them, KV for `kv_tokens` tokens of all requests together, overhead. Raises KeyError for an unknown format."""
+    """Weights as their file has them, KV for `kv_tokens` tokens of all requests, overhead. Raises KeyError for an unknown format."""
     weights = weight_bytes(spec, weight_format)
     return Need(
         weight_format=weight_format,

@@ -1,7 +1,7 @@
 """What a report is made of: one LevelNumbers per measured level, one CellNumbers per (model, format, backend), one RunNumbers per run.
 
-Plain values, computed by reports.capacity from records; charts, page, markdown and tables show them. Times are seconds, sizes bytes, rates per
-second. Missing is None and is shown as "not measured".
+Plain values, computed by reports.capacity from records; charts, page, markdown and tables show them. Times are seconds, sizes bytes, rates
+per second. Missing is None and is shown as "not measured".
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     seed: int
     started_unix_seconds: float
+    cut_short: str | None  # why the level ended before its time: its verdict was sure
     summary: Summary
     # (TTFT, TPOT) of each request due in the window, in the order due; TTFT None: no good answer came; TPOT None: an answer of one chunk.
     answers: tuple[tuple[float | None, float | None], ...]
@@ -94,6 +95,7 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     backend: str
     device: str  # "cpu" or "gpu"; what in fact served
+    url: str | None  # an endpoint that the campaign did not start; None: it ran on the machine of the manifest
     hardware: str  # the name of its hardware budget; "" where the campaign has one
     slots: int | None
     context_tokens: int | None

@@ -227,7 +227,7 @@ def machine_facts(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of what is known of a machine; what is not known is left out."""
     allowed = facts.get("allowed_cores")
     gpus = [f"{gpu.get('name')} ({formatting.size(gpu.get('total_bytes'))})" for gpu in facts.get("gpus") or []]
-    rows: list[tuple[str, Any]] = [
+    rows: list[tuple[str, str | None]] = [
         ("Machine", machine_words(facts)),
         (
             "Cores",

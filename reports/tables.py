@@ -93,7 +93,7 @@ def level_table(run: RunNumbers) -> Table:
 def load_words(level: LevelNumbers) -> str:
     if level.rate_per_second is not None:
         return formatting.rate(level.rate_per_second)
-    return "one at a time" if level.is_lone else f"{level.concurrency} at a time"
+    return "alone" if level.is_lone else f"{level.concurrency} at a time"
 
 
 def percentile(times: Any, name: str) -> str:
@@ -121,7 +121,9 @@ def _level_row(cell: CellNumbers, level: LevelNumbers) -> list[str]:
         formatting.NOT_MEASURED if summary.output_tokens_per_second is None else formatting.significant(summary.output_tokens_per_second),
         ", ".join(f"{count} {kind}" for kind, count in summary.failed.items()) or "0",
         *(text or formatting.NOT_MEASURED for text in cpu),
-        "yes" if summary.is_valid else "no: " + ", ".join(doubt.code for doubt in summary.doubts if doubt.invalidates),
+        ("yes, cut short" if level.cut_short else "yes")
+        if summary.is_valid
+        else "no: " + ", ".join(doubt.code for doubt in summary.doubts if doubt.invalidates),
     ]
 
 
@@ -236,6 +238,7 @@ def level_records(run: RunNumbers) -> list[Record]:
                 "rate_per_second": level.rate_per_second,
                 "concurrency": level.concurrency,
                 "window_seconds": summary.window.seconds,
+                "cut_short": level.cut_short,
                 "due": summary.due,
                 "ok": summary.ok,
                 "good": summary.good,

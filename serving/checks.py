@@ -188,6 +188,8 @@ def prompts_of(request: CompletionRequest, facts: Facts, limits: Limits) -> list
     found: list[str | list[int]]
     if isinstance(prompt, str):
         found = [prompt]
+    elif prompt and isinstance(prompt[0], int) and len(prompt) > facts.context_tokens:  # before a walk through a million ids
+        raise context_overflow(len(prompt), None, facts.context_tokens, "prompt")
     elif all(isinstance(item, int) for item in prompt):
         found = [[item for item in prompt if isinstance(item, int)]]
     else:

@@ -21,6 +21,7 @@ prefill: these the engine measured.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,6 +60,9 @@ class Served(Protocol):
 
     @property
     def config(self) -> EngineConfig: ...
+
+    @property
+    def engine_pid(self) -> int | None: ...
 
 
 class Histogram:
@@ -197,12 +201,24 @@ class Metrics(Collector):
                     memory.add_metric([*self._labels.values(), part, said], size)
         memory.add_metric([*self._labels.values(), "rss_when_loaded", "measured"], ready.rss_bytes)
         memory.add_metric([*self._labels.values(), "peak_rss_when_loaded", "measured"], ready.peak_rss_bytes)
+        rss = _rss_bytes(served.engine_pid) if served.engine_pid is not None else None
+        if rss is not None:
+            memory.add_metric([*self._labels.values(), "rss", "measured"], rss)
         yield memory
 
     def _one(self, kind: Any, name: str, value: float, text: str) -> Metric:
         family: Metric = kind(PREFIX + name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)  # type: ignore[attr-defined]
         return family
+
+
+def _rss_bytes(pid: int) -> int | None:
+    """Resident memory of a process; None where there is none any more. (Not smaps: walking a big engine's pages takes long.)"""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return None
 
 
 def _only(counts: Counter[str], keys: Sequence[str]) -> dict[str, int]:

@@ -93,7 +93,7 @@ def try_again(status: int, message: str, code: str, retry_after_seconds: float) 
     return ApiError(status, message, code=code, headers=headers)
 
 
-_PATH = re.compile(r"(?<![\w:/.])(?:~|\.{1,2})?(?:/[\w.@+%=-]+){2,}/?|\b[A-Za-z]:\\[^\s'\"]+")
+_PATH = re.compile(r"(?<![\w:/.])(?!/v1/)(?:~|\.{1,2})?(?:/[\w.@+%=-]+){2,}/?|\b[A-Za-z]:\\[^\s'\"]+")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 
 
@@ -146,7 +146,8 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 class Generation(Wire, kw_only=True, frozen=True):
     """What both ways of asking for text have in common.
 
-    The fields after the line are taken because common clients send them, and only with values that cannot change the answer.
+    user, metadata, store, service_tier, safety_identifier and prompt_cache_key are taken because clients send them, and only with values
+    that cannot change the answer: they have no effect.
     """
 
     model: Annotated[str, Meta(description="As /v1/models names it; left out: the model that is served.")] | None = None
@@ -172,7 +173,6 @@ class Generation(Wire, kw_only=True, frozen=True):
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, Meta(description="GBNF, where the backend can.")] | None = None
     deadline_seconds: Annotated[float, Meta(gt=0, le=86400, description="From arrival; past it the answer is an error.")] | None = None
-    # Taken, and without effect on the answer:
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None

@@ -45,6 +45,9 @@ class EngineLike(Protocol):
     @property
     def label(self) -> str: ...
 
+    @property
+    def engine_pid(self) -> int | None: ...
+
     def retry_after_seconds(self) -> float: ...
 
     def submit(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import time
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Truth:
     refuse: tuple[str, ...] = ()  # body fields that are answered with 400
     tokenizer: str | None = "vllm"
     key: str | None = None
+    cancels: bool = True  # a request whose client has gone gives its slot back; else it is served to its end
+    case: str = ""  # nothing but a name: servers of different cases share no log
     headers_first: bool = False  # send the headers at once, the first chunk at its time
 
 
@@ -42,6 +45,7 @@ class Server:
     requests: int = 0
 
     def __post_init__(self) -> None:
+        logging.disable(logging.WARNING)  # asyncio warns of each write to a client that has gone
         self.slots = asyncio.Semaphore(self.truth.slots)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,6 +92,8 @@ class Server:
         if truth.fail == "slam":
             return False
         async with self.slots:
+            if truth.cancels and writer.transport.is_closing():
+                return False
             return await self.stream(writer, path, body, truth, name, entry)
 
     async def stream(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any], truth: Truth, name: str, entry: Any) -> bool:
@@ -110,6 +116,8 @@ class Server:
             index = len(entry["chunks"])
             if index:
                 await asyncio.sleep(truth.gap + (truth.stall if index == truth.stall_at else 0.0))
+            if truth.cancels and writer.transport.is_closing():
+                return False
             sent += min(truth.chunk_tokens, asked - sent)
             usage = {"prompt_tokens": prompt, "completion_tokens": sent}
             chunk = _choice(chat, "ab " * truth.chunk_tokens)

@@ -15,15 +15,14 @@ from models.synthesis import write_gguf
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 
 # Row lengths of the ladder's narrow rungs, an odd number of layers, the 80 layers that mark a 70B, a width no block divides.
+SMALL = msgspec.structs.replace(TINY_LLAMA, vocabulary=512)
+reshaped = msgspec.structs.replace
 SHAPES = [
-    msgspec.structs.replace(spec, vocabulary=512, **changes)
-    for spec, changes in (
-        (TINY_LLAMA, dict(name="narrow", hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, layers=10)),
-        (TINY_LLAMA, dict(name="wide", hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, layers=17, tied=False)),
-        (TINY_QWEN2, dict(name="qwen", hidden=896, heads=14, kv_heads=2, head_dim=64, intermediate=768, layers=3, tied=True)),
-        (TINY_LLAMA, dict(name="80-layers", hidden=256, heads=8, kv_heads=1, head_dim=32, intermediate=256, layers=80, tied=False)),
-        (TINY_LLAMA, dict(name="odd", hidden=48, heads=4, kv_heads=2, head_dim=12, intermediate=80, layers=3, tied=False)),
-    )
+    reshaped(SMALL, name="narrow", hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, layers=10),
+    reshaped(SMALL, name="wide", hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, layers=17, tied=False),
+    reshaped(TINY_QWEN2, name="qwen", hidden=896, heads=14, kv_heads=2, head_dim=64, intermediate=768, layers=3, tied=True),
+    reshaped(SMALL, name="80-layers", hidden=256, heads=8, kv_heads=1, head_dim=32, intermediate=256, layers=80, tied=False),
+    reshaped(SMALL, name="odd", hidden=48, heads=4, kv_heads=2, head_dim=12, intermediate=80, layers=3, tied=False),
 ]
 
 

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from models.convert_tokenizer import PROBES
 from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
 from models.synthesis import write_gguf
-from models.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, tokenizer_config
+from models.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
 from models.train_tokenizer import DATA, train
 from tests.shapes import TINY_LLAMA
 
@@ -25,16 +25,14 @@ VOCABULARY = 4000
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
     """The same tokenizer from a folder and from a GGUF file."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_folder(folder, shipped(VOCABULARY), tokenizer_config(2048))
+    write_files(folder, shipped_files(VOCABULARY, 2048))
     write_gguf(msgspec.structs.replace(TINY_LLAMA, vocabulary=VOCABULARY), folder / "x.gguf")
     return load_tokenizer(folder), load_tokenizer(folder / "x.gguf")
 
 
-def write_folder(folder: Path, tokenizer: dict[str, Any], config: dict[str, Any] | None = None) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+def write_files(folder: Path, files: dict[str, dict[str, Any]]) -> Path:
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
     return folder
 
 
@@ -71,6 +69,11 @@ def test_any_text_is_cut_alike_and_comes_back(text: str, pair: tuple[Tokenizer, 
     assert decode(folder, ids) == text
 
 
+def test_half_a_surrogate_pair_is_read_as_a_question_mark(pair: tuple[Tokenizer, Tokenizer]) -> None:
+    for tokenizer in pair:
+        assert decode(tokenizer, tokenizer.encode("a\ud800b")) == "a?b"
+
+
 def test_both_readers_know_the_same_facts(pair: tuple[Tokenizer, Tokenizer]) -> None:
     folder, file = pair
     for name in ("vocabulary", "eos_ids", "bos_id", "special_ids", "chat_template"):
@@ -92,7 +95,7 @@ def test_control_tokens_in_text_are_text_unless_asked_for(pair: tuple[Tokenizer,
 
 @pytest.mark.parametrize("vocabulary", [512, 640, 3000, 49152, 152064])
 def test_every_vocabulary_is_filled(vocabulary: int, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path, shipped(vocabulary)))
+    tokenizer = load_tokenizer(write_files(tmp_path, {"tokenizer.json": shipped(vocabulary)}))
     table = tokenizer.token_bytes()
     assert tokenizer.vocabulary == len(table) == vocabulary
     assert len(set(table[3:])) == vocabulary - 3
@@ -157,7 +160,7 @@ def test_sentencepiece_tables(tmp_path: Path) -> None:
 
 
 def test_eos_comes_from_all_of_the_configuration_files(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, shipped(600), {"eos_token": "<|im_end|>"})
+    folder = write_files(tmp_path, {"tokenizer.json": shipped(600), "tokenizer_config.json": {"eos_token": "<|im_end|>"}})
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
     (folder / "config.json").write_text('{"eos_token_id": 9}')
     assert load_tokenizer(folder).eos_ids == {0, 2, 7}
@@ -167,7 +170,8 @@ def test_eos_comes_from_all_of_the_configuration_files(tmp_path: Path) -> None:
 
 def test_a_template_file_goes_before_the_configuration(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
-    folder = write_folder(tmp_path, shipped(600), {"bos_token": "<|endoftext|>", "chat_template": named})
+    config = {"bos_token": "<|endoftext|>", "chat_template": named}
+    folder = write_files(tmp_path, {"tokenizer.json": shipped(600), "tokenizer_config.json": config})
     assert load_tokenizer(folder).render_chat([{"role": "user", "content": "x"}]) == "<|endoftext|>x"
     (folder / "chat_template.jinja").write_text("{{ messages | length }}")
     assert load_tokenizer(folder).render_chat([{"role": "user", "content": "x"}]) == "1"

@@ -1,7 +1,7 @@
 """A run folder for tests: four rungs under a small simulation of continuous batching, written in the format of a real run.
 
-Nothing in it was measured. Step time is base + per row x decoding rows + per prompt token x prompt tokens, one step after the other, sixteen
-slots; requests come as a Poisson process. 135M, 360M and 1B hold the chat promise up to a rate, 3B breaks it with a lone request.
+Nothing in it was measured. Step time is base + per row x decoding rows + per prompt token x prompt tokens, one step after the other, on
+sixteen slots; requests come as a Poisson process. 135M, 360M and 1B hold the chat promise up to a rate, 3B breaks it with a lone request.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def poisson(rate: float, seconds: float, seed: int) -> list[tuple[float, int, in
 
 
 def write_example_run(folder: Path, rungs: dict[str, tuple[Law, tuple[float, ...]]] = RUNGS, **changes: Any) -> Path:
-    """Writes the run and returns its folder. `changes`: seed, facts, promise, window, skipped (model -> reason), tweak (a record -> it or None)."""
+    """Writes the run and returns its folder. `changes`: the keyword arguments of _Writer."""
     return _Writer(folder, rungs, **changes).write()
 
 

@@ -96,6 +96,7 @@ class FakeSupervisor:
         self.refuse_after: int | None = None
         self.refusal: Unavailable | Overloaded = Overloaded("the queue is full", 2.4, "queue_requests")
         self.calls: list[str] = []
+        self.engine_pid: int | None = None
         self.pause_seconds = 0.0  # before each word
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
@@ -191,25 +192,34 @@ def served(app: Any, limits: Limits | None = None) -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(256)
         server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **server_options(limits or Limits())))
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        failure: list[BaseException] = []
+        started, asked = threading.Event(), asyncio.Event()
+        loops: list[asyncio.AbstractEventLoop] = []
+        failures: list[BaseException] = []
+
+        async def until_asked() -> None:  # uvicorn's own loop looks ten times a second whether it shall end: too slow for tests
+            loops.append(asyncio.get_running_loop())
+            started.set()
+            await asked.wait()
 
         def run() -> None:
             try:
                 server.run(sockets=[listener])
             except BaseException as problem:  # shown by the test, not by the thread
-                failure.append(problem)
+                failures.append(problem)
+            started.set()
 
+        server.main_loop = until_asked  # type: ignore[method-assign]
         thread = threading.Thread(target=run)
         thread.start()
+        started.wait(20)
         try:
-            while not server.started and thread.is_alive():
-                thread.join(0.005)
-            if failure:
-                raise failure[0]
+            if failures:
+                raise failures[0]
+            assert loops, "the server did not start"
             yield listener.getsockname()[1]
         finally:
-            server.should_exit = True
+            if loops:
+                loops[0].call_soon_threadsafe(asked.set)
             thread.join(15)
             assert not thread.is_alive()
 

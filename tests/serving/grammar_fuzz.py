@@ -1,4 +1,4 @@
-"""Throws random grammars at serving.grammar and walks those that are let through: python -m tests.serving.grammar_fuzz MODEL.gguf SEED COUNT.
+"""Throws random grammars at serving.grammar and walks those it lets through: python -m tests.serving.grammar_fuzz MODEL.gguf SEED COUNT.
 
 Run in a process of its own, because what it looks for is a crash, a hang, or memory without end in llama.cpp. Prints how many grammars were
 let through.

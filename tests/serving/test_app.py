@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from serving.access import Limits
 from serving.openapi import document
+from serving.protocol import ChatRequest, CompletionRequest
 from serving.supervisor import Event, Overloaded
 from tests.serving.fakes import INFO, Answer, ByteTokenizer, FakeSupervisor, app_on, ask, chat, complete, served
 
@@ -444,3 +448,44 @@ def test_a_backend_that_cannot_is_a_400() -> None:
         answer = chat(port, response_format={"type": "json_object"})
         assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "response_format", "unsupported_parameter")
         assert chat(port).status == 200
+
+
+NUMBERS = st.sampled_from([0, 1, -1, 2, 16, 128, 129, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.5, 1e-300, 1e300])
+VALUES = NUMBERS | st.sampled_from(
+    [None, True, False, "", "x", "\x00", "é" * 9, [], [1], ["x"], [[1]], [300], {}, {"1": 1}, {"type": "text"}]
+)
+FIELDS = sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__} - {"stream", "n"})
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize"]), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3)
+)
+def test_no_body_makes_a_5xx(path: str, fields: dict[str, Any]) -> None:
+    """Near-valid requests straight into the app: each is answered, or refused with a 4xx whose error is complete."""
+    needed = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    sent: list[dict[str, Any]] = []
+    body = msgspec.json.encode({**needed, **fields})
+
+    async def call() -> None:
+        app, gone = app_on(FakeSupervisor()), asyncio.Event()
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            for message in messages:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": ""}
+        await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+
+    asyncio.run(call())
+    status, answer = sent[0]["status"], msgspec.json.decode(sent[1]["body"])
+    assert status in (200, 400, 404), answer
+    assert ("error" in answer) == (status != 200)
+    if status != 200:
+        assert answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"

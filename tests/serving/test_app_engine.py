@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from models.tokenizer import Tokenizer, load_tokenizer, shipped, tokenizer_config
+from models.tokenizer import Tokenizer, load_tokenizer, shipped_files
 from serving.admission import QueueBounds
 from serving.app import create_app
 from serving.backends.base import EngineConfig
@@ -34,8 +35,8 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 @pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "tokenizer.json").write_text(json.dumps(shipped(VOCABULARY)))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(CONTEXT)))
+    for name, content in shipped_files(VOCABULARY, CONTEXT).items():
+        (folder / name).write_text(json.dumps(content))
     return folder
 
 
@@ -282,3 +283,23 @@ def test_while_it_drains_it_finishes_what_it_has_and_refuses_the_rest(tokenizer_
         assert answer.status == 503 and answer.error["code"] == "draining"
         assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
         assert ending.result(10) == 0
+
+
+def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(tokenizer_path: Path) -> None:
+    draw = random.Random(3)
+    with serving(engine(tokenizer_path, step_seconds=0.001)) as (port, supervisor):
+        complete(port, max_tokens=2)
+        time.sleep(0.1)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            with ExitStack() as crowd:
+                for _ in range(20):
+                    crowd.enter_context(connected(port, post(stream=draw.random() < 0.5, n=draw.choice([1, 2]))[: draw.choice([40, 9999])]))
+                time.sleep(draw.random() * 0.02)
+        wait_until(lambda: supervisor.in_flight == 0)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        found = scraped(ask(port, "GET", "/metrics").body)
+        assert found["http_requests_open",] == 1 and found["num_requests_running",] == found["num_requests_waiting",] == 0
+        assert found["kv_cache_usage_perc",] == 0
+        assert not any(status.startswith("5") for key in found if key[0] == "http_responses_total" for status in key[2:])
+        assert complete(port, max_tokens=2).status == 200

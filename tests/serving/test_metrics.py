@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -102,6 +103,10 @@ def test_the_engines_state_is_shown_and_what_is_not_known_is_not(port: int, supe
     assert found["engine_memory_bytes", "weight", "measured"] == 1100
     assert ("engine_memory_bytes", "compute", "measured") not in found
     assert found["process_resident_memory_bytes",] > 0
+    supervisor.engine_pid = os.getpid()
+    assert scraped(ask(port, "GET", "/metrics").body)["engine_memory_bytes", "rss", "measured"] > 1 << 20
+    supervisor.engine_pid = 2**22 + 1  # just died
+    assert ("engine_memory_bytes", "rss", "measured") not in scraped(ask(port, "GET", "/metrics").body)
     supervisor.ready, supervisor.stats, supervisor.state = None, None, "failed"
     found = scraped(ask(port, "GET", "/metrics").body)
     assert found["engine_state", "failed"] == 1 and ("kv_cache_usage_perc",) not in found

@@ -193,7 +193,7 @@ def test_no_json_raises_anything_but_an_api_error(body: dict[str, Any]) -> None:
         ("segfault at 0x7f00deadbeef in run", "segfault at <address> in run"),
         ("connect to 10.1.2.3:8000 refused", "connect to <address> refused"),
         (r"file C:\Users\me\model.gguf is broken", "file <path> is broken"),
-        ("llama_cpp/cpu falls back: 3/4 of 1.5 GiB, see /v1", "llama_cpp/cpu falls back: 3/4 of 1.5 GiB, see /v1"),
+        ("llama_cpp/cpu falls back: 3/4 of 1.5 GiB, see /v1/placement", "llama_cpp/cpu falls back: 3/4 of 1.5 GiB, see /v1/placement"),
     ],
 )
 def test_paths_and_addresses_are_not_shown(message: str, shown: str) -> None:
@@ -217,3 +217,64 @@ def test_a_content_frame_with_its_text_is_the_encoded_chunk(text: str) -> None:
     assert data == event(chunk(text))
     assert data.startswith(b"data: ") and data.count(b"\n") == 2 and data.endswith(b"\n\n")
     assert msgspec.json.decode(data[6:])["choices"][0]["delta"] == {"content": text}
+
+
+# What known clients send, as read in their sources: nothing of it may be refused.
+CLIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "vllm bench serve, completions": (
+        COMPLETION,
+        {
+            "model": "m",
+            "prompt": "x",
+            "repetition_penalty": 1.0,
+            "max_tokens": 8,
+            "logprobs": None,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "temperature": 0.0,
+        },
+    ),
+    "vllm bench serve, chat": (
+        CHAT,
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "max_completion_tokens": 8,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "guidellm": (
+        COMPLETION,
+        {
+            "prompt": "x",
+            "model": "m",
+            "stream": True,
+            "stop": None,
+            "ignore_eos": True,
+            "max_tokens": 8,
+            "max_completion_tokens": 8,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
+    "aiperf": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "name": "", "content": "x"}],
+            "model": "m",
+            "stream": True,
+            "max_completion_tokens": 8,
+            "min_tokens": 8,
+        },
+    ),
+    "sglang bench": (COMPLETION, {"model": "m", "prompt": "x", "temperature": 0.0, "best_of": 1, "max_tokens": 8, "ignore_eos": True}),
+    "langchain": (CHAT, {"messages": [TURN], "model": "m", "n": 1, "stream": False, "temperature": 0.7, "max_completion_tokens": 8}),
+    "open-webui": (CHAT, {"messages": [TURN], "model": "m", "stream": True, "stream_options": {"include_usage": True}, "user": "u"}),
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_known_clients_send_is_taken(client: str) -> None:
+    decoder, body = CLIENTS[client]
+    decode(decoder, json.dumps(body).encode())

@@ -1,0 +1,102 @@
+"""The command line as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.cli import parse_bytes, size_text
+from models.errors import ModelError
+from models.ladder import LADDER, OVERHEAD_BYTES
+
+ROOT = Path(__file__).parents[2]
+
+
+def crossover(*arguments: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **({"CROSSOVER_CACHE": str(cache)} if cache else {})}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "crossover.py"), "models", *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_make_then_list(tmp_path: Path) -> None:
+    done = crossover("make", "135m", cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "smollm2-135m: 134,515,008 parameters, Q4_0" in done.stdout
+    assert "writing smollm2-135m-Q4_0.gguf" in done.stderr
+    rows = {row["name"]: row for row in json.loads(crossover("list", "--json", cache=tmp_path).stdout)}
+    assert list(rows) == [one.spec.name for one in LADDER]
+    assert rows["smollm2-135m"]["cached"] == ["Q4_0"]
+    assert rows["smollm2-360m"]["cached"] == []
+    shown = crossover("list", cache=tmp_path).stdout
+    assert all(one.spec.name in shown and f"{one.spec.parameters:,}" in shown for one in LADDER)
+
+
+def test_make_repairs_what_it_made_itself(tmp_path: Path) -> None:
+    assert crossover("make", "135m", cache=tmp_path).returncode == 0
+    (file,) = tmp_path.glob("synthetic/smollm2-135m/*.gguf")
+    os.truncate(file, 5000)
+    done = crossover("make", "135m", "--verify", cache=tmp_path)
+    assert done.returncode == 0
+    assert "5000 bytes" in done.stderr
+    assert "making it again" in done.stderr
+    assert file.stat().st_size > 80_000_000
+
+
+def test_plan_adds_up() -> None:
+    done = crossover("plan", "1b", "--format", "Q8_0", "--slots", "4", "--context", "1024", "--memory", "2GiB", "--vram", "1GB", "--json")
+    (plan,) = json.loads(done.stdout)
+    assert plan["kv_bytes"] == 4 * 1024 * 32_768
+    assert plan["overhead_bytes"] == OVERHEAD_BYTES
+    assert plan["total_bytes"] == plan["weight_bytes"] + plan["kv_bytes"] + plan["overhead_bytes"]
+    assert (plan["memory_bytes"], plan["fits_memory"]) == (2 << 30, True)
+    assert (plan["vram_bytes"], plan["fits_vram"]) == (10**9, False)
+
+
+def test_plan_says_its_formula_in_words() -> None:
+    shown = crossover("plan", "8b", "--memory", "8GiB", "--context", "2048").stdout
+    assert "16 slots x 2,048 tokens x 131,072 bytes a token (32 layers x 2 for key and value x 8 heads x 128 x 2 bytes) = 4 GiB" in shown
+    assert "does not fit in 8 GiB of RAM" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["make"], "name the models to make, or give --all"),
+        (["make", "1b", "--all"], "not both"),
+        (["make", "9b"], "'9b' is no rung"),
+        (["make", "1b", "--format", "Q9"], "'llama_cpp' has no weight format 'Q9'"),
+        (["make", "1b", "--backend", "tpu"], "unknown backend 'tpu'"),
+        (["make", "1b", "--exporter", "optimum"], "--exporter optimum is for --backend onnx"),
+        (["plan", "8b", "--context", "999999"], "--context 999999 is more than the 131072 tokens"),
+        (["plan", "8b", "--memory", "lots"], "'lots' is no size"),
+        (["plan", "8b", "--format", "Q9"], "unknown format 'Q9'"),
+        (["plan", "8b", "--kv-dtype", "int2"], "unknown KV dtype 'int2'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    done = crossover(*arguments, cache=tmp_path)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 << 30), ("1.5G", 3 << 29), ("24GB", 24 * 10**9), ("7", 7), ("512 MiB", 512 << 20)])
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "5 apples", "1PiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ModelError, match="is no size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (400 << 20, "400 MiB"), (1023 << 20, "1023 MiB"), (3 << 39, "1.5 TiB")]
+)
+def test_sizes_are_shown(size: int, text: str) -> None:
+    assert size_text(size) == text

@@ -1,0 +1,120 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.errors import BrokenWeights, ModelError
+from models.manifest import Manifest, atomic_file, atomic_folder, file_facts, making, manifest_path, read_manifest, verify, write_manifest
+from tests.shapes import TINY_LLAMA
+
+
+def finished(file: Path, content: bytes = b"weights" * 100) -> Manifest:
+    file.write_bytes(content)
+    manifest = Manifest("gguf", TINY_LLAMA, "Q4_0", "synthetic", {file.name: file_facts(file)}, "test", 0)
+    write_manifest(file, manifest)
+    return manifest
+
+
+def test_manifest_comes_back(tmp_path: Path) -> None:
+    manifest = finished(tmp_path / "x.gguf")
+    assert read_manifest(tmp_path / "x.gguf") == manifest
+    assert read_manifest(tmp_path / "other.gguf") is None
+
+
+def test_a_cut_file_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    manifest = finished(tmp_path / "x.gguf")
+    os.truncate(tmp_path / "x.gguf", 699)
+    with pytest.raises(BrokenWeights, match="699 bytes.*700"):
+        verify(tmp_path / "x.gguf", manifest)
+
+
+def test_a_flipped_bit_is_found_at_the_first_read_and_on_demand(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    manifest = finished(file)
+    flipped = bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]
+    file.write_bytes(flipped)
+    with pytest.raises(BrokenWeights, match="checksum"):
+        verify(file, manifest)
+    file.write_bytes(b"weights" * 100)
+    verify(file, manifest)
+    facts = file.stat()
+    file.write_bytes(flipped)
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # damage that leaves size and time as they were
+    verify(file, manifest)
+    with pytest.raises(BrokenWeights, match="checksum"):
+        verify(file, manifest, full=True)
+
+
+def test_a_missing_file_of_a_folder_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with atomic_folder(folder) as temporary:
+        (temporary / "a").write_bytes(b"1")
+        write_manifest(temporary, Manifest("hf", TINY_LLAMA, "bf16", "synthetic", {"a": file_facts(temporary / "a")}, "test"))
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    verify(folder, manifest)
+    (folder / "a").unlink()
+    with pytest.raises(BrokenWeights, match="missing"):
+        verify(folder, manifest)
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    finished(tmp_path / "x.gguf")
+    manifest_path(tmp_path / "x.gguf").write_text('{"kind": 3}')
+    with pytest.raises(BrokenWeights, match=r"x\.gguf\.crossover\.json.*kind"):
+        read_manifest(tmp_path / "x.gguf")
+
+
+def test_atomic_writers_replace_whole_or_not_at_all(tmp_path: Path) -> None:
+    with atomic_file(tmp_path / "file") as temporary:
+        temporary.write_text("one")
+    with atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "old").write_text("one")
+    with pytest.raises(RuntimeError), atomic_file(tmp_path / "file") as temporary:
+        temporary.write_text("two")
+        raise RuntimeError
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "new").write_text("two")
+        raise RuntimeError
+    assert (tmp_path / "file").read_text() == "one"
+    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["old"]
+    with atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "new").write_text("two")
+    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["new"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_the_lock_keeps_others_out_and_dies_with_its_holder(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from models.manifest import making\n"
+        "with making(Path(sys.argv[1])):\n    Path(sys.argv[1]).with_name('.x.0123.part').write_text('half')\n"
+        "    print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        import fcntl
+
+        with (tmp_path / ".x.lock").open("w") as stream, pytest.raises(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert (tmp_path / ".x.0123.part").exists()
+    with making(tmp_path / "x"):
+        assert [file.name for file in tmp_path.iterdir()] == [".x.lock"]
+
+
+def test_work_aside_brings_back_results_errors_and_deaths(tmp_path: Path) -> None:
+    from models.aside import run_aside
+
+    seen: list[tuple[str, float | None]] = []
+    assert run_aside("tests.models.aside_work:double", lambda *what: seen.append(what), 21) == 42
+    assert seen == [("doubling", 0.5)]
+    with pytest.raises(BrokenWeights, match="on purpose"):
+        run_aside("tests.models.aside_work:fail", None)
+    with pytest.raises(ModelError, match="died with status -9, most likely for want of memory"):
+        run_aside("tests.models.aside_work:die", None)

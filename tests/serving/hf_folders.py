@@ -1,0 +1,90 @@
+"""Hugging Face and ONNX folders of the tiny shapes, made once for all tests that ask, and what transformers generates from them.
+
+ONNX folders take some seconds each, so that those which any test in this run wants are made two at a time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from models.convert_onnx import make_onnx
+from models.synthesis import write_hf_folder
+from tests.serving.backend_contract import Reference
+from tests.shapes import TINY
+
+# name -> (shape, precision, exporter). Large random weights (initializer_range 0.1), so that greedy tokens are far from ties.
+ONNX = {
+    "llama-fp32": ("tiny-llama", "fp32", "genai"),
+    "llama3-fp32": ("tiny-llama3", "fp32", "genai"),
+    "qwen2-fp32": ("tiny-qwen2", "fp32", "genai"),
+    "qwen3-fp32": ("tiny-qwen3", "fp32", "genai"),
+    "llama-int8": ("tiny-llama", "int8", "genai"),
+    "qwen3-int4": ("tiny-qwen3", "int4", "genai"),
+    "llama3-dynamic": ("tiny-llama3", "dynamic-int8", "genai"),
+    "qwen3-growing": ("tiny-qwen3", "fp32", "optimum"),
+}
+
+
+@functools.cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="crossover-tests-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@functools.cache
+def hf_folder(shape: str, dtype: str = "fp32") -> Path:
+    """A folder of one of tests.shapes with seeded weights."""
+    folder = _root() / f"{shape}-{dtype}"
+    write_hf_folder(TINY[shape], folder, dtype=dtype, seed=5, initializer_range=0.1)
+    return folder
+
+
+@functools.cache
+def _builders() -> dict[str, Future[Path]]:
+    from transformers import AutoModelForCausalLM  # noqa: F401 - its lazy import is not safe in two threads at once
+
+    pool = ThreadPoolExecutor(2)
+    for shape, _, _ in ONNX.values():
+        hf_folder(shape)
+    return {
+        name: pool.submit(make_onnx, hf_folder(shape), _root() / "onnx" / name, precision, spec=TINY[shape], exporter=exporter)
+        for name, (shape, precision, exporter) in ONNX.items()
+    }
+
+
+def onnx_folder(name: str) -> Path:
+    """One of ONNX, converted by the product's own converter."""
+    return _builders()[name].result()
+
+
+def onnx_source(name: str) -> Path:
+    """The folder that an ONNX folder was made of."""
+    return hf_folder(ONNX[name][0])
+
+
+@functools.cache
+def generated(folder: Path) -> Reference:
+    """What transformers' `generate` adds greedily to a prompt, in float32; answers are remembered."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def reference(prompt: Sequence[int], count: int) -> list[int]:
+        key = tuple(prompt)
+        if len(known.get(key, ())) < count:
+            ids = torch.tensor([key])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+            known[key] = out[0, len(key) :].tolist()
+        return known[key][:count]
+
+    return reference
