@@ -23,7 +23,8 @@ Array = npt.NDArray[np.float64]
 CAPACITY_POINTS = 1200
 SLOPES = np.geomspace(2.0, 100.0, 20)
 SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior; queues near capacity show 5 to 30
-CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 60.0, 6.0
+CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 60.0, 3.0
+CORRELATED = 1.2
 NEAR = 2.5
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
 
@@ -34,6 +35,7 @@ class Observation(msgspec.Struct, frozen=True):
     rate: float
     good: int
     due: int
+    correlated: float | None = None
     runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... requests in order of their due times
 
 
@@ -96,8 +98,8 @@ def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, tar
         log_weights = log_prior.copy()
         for o, share, b in zip(seen, shares, bad, strict=True):
             near = nearness(b, target)
-            by_curve = _log_likelihood(o, share) / dispersion(b, clump)
-            log_weights += near * by_curve + (1 - near) * _by_order(o, capacities, target)[:, None] / dispersion(1 - target, clump)
+            by_curve = _log_likelihood(o, share) / max(dispersion(b, clump), CORRELATED * (o.correlated or 0.0))
+            log_weights += near * by_curve + (1 - near) * _by_order(o, capacities, target)[:, None] / max(dispersion(1 - target, clump), CORRELATED * (o.correlated or 0.0))
         weights: Array = np.exp(log_weights - log_weights.max())
         weights /= weights.sum()
         bad = [1.0 - float((weights * share).sum()) for share in shares]

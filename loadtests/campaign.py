@@ -189,23 +189,16 @@ def promise_of(spec: str | PromiseSpec) -> Promise:
     if isinstance(spec, str):
         spec = PromiseSpec(preset=spec)
     changes = {name: value for name in PromiseSpec.__struct_fields__ if name != "preset" and (value := getattr(spec, name)) is not None}
-    if spec.preset is not None:
-        if spec.preset not in PROMISES:
-            raise BadCampaign(f"promise {spec.preset!r} is not one of {', '.join(PROMISES)} - at `$.promise.preset`")
-        promise = msgspec.structs.replace(PROMISES[spec.preset], **changes)
-        if changes.keys() & {"ttft_seconds", "tpot_seconds"} and spec.name is None:
-            promise = msgspec.structs.replace(promise, name=f"{spec.preset} (changed)")
-    else:
-        limits = {"ttft_seconds": None, "tpot_seconds": None, "name": "own"}
-        promise = Promise(**{**limits, **changes})
-    for name in ("ttft_seconds", "tpot_seconds"):
-        value = getattr(promise, name)
-        if value is not None and not value > 0:
-            raise BadCampaign(f"{name} must be above 0, got {value} - at `$.promise.{name}`")
-    for name in ("target", "confidence"):
-        if not 0 < getattr(promise, name) < 1:
-            raise BadCampaign(f"{name} must be between 0 and 1, got {getattr(promise, name)} - at `$.promise.{name}`")
-    return promise
+    if spec.preset is not None and spec.preset not in PROMISES:
+        raise BadCampaign(f"promise {spec.preset!r} is not one of {', '.join(PROMISES)} - at `$.promise.preset`")
+    try:
+        if spec.preset is None:
+            return Promise(**{"ttft_seconds": None, "tpot_seconds": None, "name": "own", **changes})
+        if changes.keys() & {"ttft_seconds", "tpot_seconds"}:
+            changes.setdefault("name", f"{spec.preset} (changed)")
+        return msgspec.structs.replace(PROMISES[spec.preset], **changes)
+    except ValueError as problem:
+        raise BadCampaign(f"{problem} - at `$.promise`") from problem
 
 
 def cells_of(file: CampaignFile) -> list[Cell]:

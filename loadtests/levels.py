@@ -164,17 +164,17 @@ def loaded_level(
     began = time.monotonic()
     plan = _plan(site, step, name, seed, concurrency=concurrency)
     folder = site.run.folder / "levels"
-    plan_file, started_file, outcome_file, stop_file = (folder / f"{name}.{part}.json" for part in ("plan", "started", "outcome", "stop"))
-    for file in (started_file, outcome_file, stop_file):
-        file.unlink(missing_ok=True)
+    plan_file, started_file, outcome_file, stop_file, late_file = (
+        (folder / f"{name}.{part}.json").absolute() for part in ("plan", "started", "outcome", "stop", "late")
+    )
     plan = msgspec.structs.replace(
-        plan, requests_file=str((site.run.folder / REQUESTS).absolute()), started_file=str(started_file.absolute()),
-        outcome_file=str(outcome_file.absolute()), stop_file=str(stop_file.absolute()),
+        plan, requests_file=str((site.run.folder / REQUESTS).absolute()), started_file=str(started_file), outcome_file=str(outcome_file),
+        stop_file=str(stop_file), late_file=str(late_file), late_seconds=site.campaign.promise.ttft_seconds,
     )  # fmt: skip
     plan_file.write_bytes(msgspec.json.encode(plan))
     users = str(concurrency or 1)
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "--loglevel", "WARNING"]
-    environment = client_environment() | {PLAN_VARIABLE: str(plan_file.absolute())}
+    environment = client_environment() | {PLAN_VARIABLE: str(plan_file)}
     mark = site.server.mark()
     tail = Tail(site.run.folder / REQUESTS, name)
     cores = site.server.layout.client if site.server.layout is not None else ()
@@ -190,7 +190,7 @@ def loaded_level(
         site.sampler.level = name
         site.run.event("level_started", cell=site.cell.key, level=name, detail=started)
         try:
-            cut_short = _watch(site, plan, started, child, tail, outcome_file, stop_file)
+            cut_short = _watch(site, plan, started, child, tail)
         finally:
             site.generator = site.sampler.level = None
         outcome = msgspec.json.decode(outcome_file.read_bytes(), type=Outcome)
@@ -208,16 +208,15 @@ def loaded_level(
     return _finish(site, name, records, started, window, cut_short, outcome.gave_up, time.monotonic() - began)
 
 
-def _watch(
-    site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail: Tail, outcome_file: Path, stop_file: Path
-) -> str | None:
+def _watch(site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail: Tail) -> str | None:
     """Stays with a level until its outcome is there. Returns why it was cut short, None when it was not. Raises LevelInterrupted."""
     promise = site.campaign.promise
     start, end = plan.warmup_seconds, plan.duration_seconds
-    planned = 0
+    counting: set[int] = set()  # indices of the requests that are due in the window
     if plan.rate_per_second is not None:
         due = due_times(plan.arrivals, plan.rate_per_second, plan.duration_seconds, plan.seed)
-        planned = int(((due >= start) & (due < end)).sum())
+        counting = {index for index, at in enumerate(due.tolist()) if start <= at < end}
+    outcome_file, late_file = Path(plan.outcome_file or ""), Path(plan.late_file or "")
     engines = site.server.engine_pids()
     cut_short: str | None = None
     over = end + plan.drain_seconds + plan.target.timeout_seconds + START_SECONDS
@@ -238,11 +237,14 @@ def _watch(
                 raise site.sampler.failure
         tail.read()
         counted = [record for record in tail.records if start <= record.due_seconds < end]
-        bad = sum(not is_good(record, promise) for record in counted)
-        if cut_short is None and planned and now < end and is_hopeless(bad, planned, promise):
-            cut_short = f"{bad} requests were bad, too many for the {planned} of the level to keep the promise"
-            stop_file.touch()
-        site.progress.tick(_words(site, plan, now, len(tail.records), len(counted) - bad, len(counted)), fraction=min(1.0, now / end))
+        bad = {record.index for record in counted if not is_good(record, promise)}
+        late = set(msgspec.json.decode(late_file.read_bytes())) if late_file.exists() else set()
+        hopeless = len(bad | (late & counting))
+        if cut_short is None and counting and is_hopeless(hopeless, len(counting), promise):
+            cut_short = f"{hopeless} requests were bad, too many for the {len(counting)} of the level to keep the promise"
+            Path(plan.stop_file or "").touch()
+        words = _words(site, plan, now, len(tail.records), len(counted) - len(bad), len(counted))
+        site.progress.tick(words, fraction=min(1.0, now / end))
         time.sleep(POLL_SECONDS)
     return cut_short
 

@@ -46,6 +46,8 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     started_file: str | None = None  # written when the level starts: its wall-clock time
     outcome_file: str | None = None  # written when all requests have ended
     stop_file: str | None = None  # once it exists, nothing more is sent: the level is decided
+    late_file: str | None = None  # now and then: the indices of requests that have waited longer than `late_seconds` and still wait
+    late_seconds: float | None = None
     quiet: bool = False  # nobody looks at Locust's own statistics
 
     @property

@@ -41,7 +41,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lone_requests: int = 5
     lone_seconds: float = 60.0  # after this no further lone request is begun
     batching_gain: float = 2.0  # first guess without a prediction: this many times what one stream at a time would do
-    confidence: float = 0.975  # of each side of the interval
+    confidence: float = 0.95  # of each side of the interval
     overhead: float = 0.25  # warm-up and draining of a level, as a share of its duration, for the budget
 
     def __post_init__(self) -> None:
@@ -77,6 +77,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     duration_seconds: float
     batches: tuple[tuple[int, int], ...] = ()
     runs: tuple[int, ...] = ()
+    correlated: float | None = None
     mean_e2e_seconds: float | None = None
     is_valid: bool = True
 
@@ -225,7 +226,7 @@ def _pooled_verdict(levels: Sequence[Level], rate: float, promise: Promise) -> s
 
 def _belief(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> Posterior:
     seen = [
-        Observation(level.due / level.duration_seconds, level.good, level.due, level.runs)
+        Observation(level.due / level.duration_seconds, level.good, level.due, level.correlated, level.runs)
         for level in levels
         if level.rate is not None and level.is_valid and level.due
     ]

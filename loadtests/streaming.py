@@ -18,6 +18,7 @@ from __future__ import annotations
 import socket as plain_socket
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -235,15 +236,17 @@ class _Seen:
     error_message: str | None = None
     backend: str | None = None
     request_id: str | None = None
-    text: list[str] = field(default_factory=list)
+    on_first: Callable[[], None] | None = None
 
 
-def stream(pool: Pool, wire: bytes, ask: Ask, *, origin: float, timeout_seconds: float, text: list[str] | None = None) -> RequestRecord:
+def stream(
+    pool: Pool, wire: bytes, ask: Ask, *, origin: float, timeout_seconds: float, on_first: Callable[[], None] | None = None
+) -> RequestRecord:
     """Sends `wire` now and reads its stream to the end. Never raises for what the server or the network does: that is the record's `error`.
 
-    `origin` is the moment on `clock` that all times of the record count from. Text is gathered into `text` where it is given.
+    `origin` is the moment on `clock` that all times of the record count from. `on_first` is called when the first content is here.
     """
-    seen = _Seen()
+    seen = _Seen(on_first=on_first)
     sent = clock()
     response: Response | None = None
     try:
@@ -253,7 +256,7 @@ def stream(pool: Pool, wire: bytes, ask: Ask, *, origin: float, timeout_seconds:
             seen.backend = _header(response, "x-crossover-backend")
             seen.request_id = _header(response, "x-request-id")
             if seen.status == 200:
-                _read_events(response, seen, keep_text=text is not None)
+                _read_events(response, seen)
             else:
                 _read_refusal(response, seen)
     except gevent.Timeout:
@@ -267,25 +270,23 @@ def stream(pool: Pool, wire: bytes, ask: Ask, *, origin: float, timeout_seconds:
     finally:
         if response is not None:
             response.release()
-    if text is not None:
-        text.extend(seen.text)
     return _record(ask, seen, sent - origin, clock() - origin, origin)
 
 
-def _read_events(response: Response, seen: _Seen, keep_text: bool) -> None:
+def _read_events(response: Response, seen: _Seen) -> None:
     while line := response.readline(b"\n"):
         if line.startswith(b"data:"):
-            _read_data(line[5:].strip(), response.received, seen, keep_text)
+            _read_data(line[5:].strip(), response.received, seen)
         elif line.startswith(b"event: error"):
             _fail(seen, "stream_error", "the stream ended in an error event")
     rest = response.read()
     if rest.startswith(b"data:"):
-        _read_data(rest[5:].strip(), response.received, seen, keep_text)
+        _read_data(rest[5:].strip(), response.received, seen)
     if not seen.done and seen.finish_reason is None:
         _fail(seen, "cut_off", "the stream ended without [DONE] and without a finish reason")
 
 
-def _read_data(data: bytes, now: float, seen: _Seen, keep_text: bool) -> None:
+def _read_data(data: bytes, now: float, seen: _Seen) -> None:
     if data == b"[DONE]":
         seen.done = True
         return
@@ -308,13 +309,12 @@ def _read_data(data: bytes, now: float, seen: _Seen, keep_text: bool) -> None:
     for choice in chunk.choices:
         seen.finish_reason = choice.finish_reason or seen.finish_reason
         piece = choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning_content or choice.delta.reasoning))
-        if piece or (choice.delta is not None and choice.delta.tool_calls is not None):
-            has_text = True
-            if keep_text and piece:
-                seen.text.append(piece)
+        has_text = has_text or bool(piece) or (choice.delta is not None and choice.delta.tool_calls is not None)
     if has_text or (count is not None and count > seen.counted):
         if not seen.contents:
             seen.first_chunk_tokens = count
+            if seen.on_first is not None:
+                seen.on_first()
         seen.contents.append(now)
     seen.counted = count if count is not None else seen.counted
 

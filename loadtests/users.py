@@ -61,6 +61,7 @@ class Generator:
         self.out: Appender[RequestRecord] | None = Appender(Path(plan.requests_file)) if plan.requests_file else None
         self.began = gevent.event.Event()
         self.running: set[Any] = set()
+        self.waiting: dict[int, float] = {}  # index -> due seconds of requests without a first answer
         self.outcome = Outcome(worker=index)
         self.origin = 0.0
         self.over = False  # nothing more is sent
@@ -74,15 +75,15 @@ class Generator:
         self.origin = clock() + (started_unix_seconds - time.time())
         self._cpu_seconds = time.process_time()
         self.outcome.started_unix_seconds = started_unix_seconds
-        watcher = gevent.spawn(self._watch_stop_file)
+        watcher = gevent.spawn(self._stay_in_touch)
         self.began.set()
         if self.plan.is_open:
             self._dispatch()
         while not self.over and clock() < self.origin + self.plan.duration_seconds:
             gevent.sleep(0.02)
         self.over = True
-        watcher.kill()
         self._drain()
+        watcher.kill()
         gc.set_threshold(700, 10, 10)
         gc.unfreeze()
         self.outcome.cpu_seconds = time.process_time() - self._cpu_seconds
@@ -102,7 +103,14 @@ class Generator:
             asked_prompt_tokens=request.prompt_tokens, asked_output_tokens=request.output_tokens,
             session=request.session, turn=request.turn, worker=self.share.index,
         )  # fmt: skip
-        record = stream(self.pool, request.wire, ask, origin=self.origin, timeout_seconds=self.plan.target.timeout_seconds)
+        self.waiting[request.index] = due_seconds
+
+        def answered() -> None:
+            self.waiting.pop(request.index, None)
+
+        timeout = self.plan.target.timeout_seconds
+        record = stream(self.pool, request.wire, ask, origin=self.origin, timeout_seconds=timeout, on_first=answered)
+        answered()
         self.running.discard(me)
         if self.out is not None:
             self.out.append(record)
@@ -116,18 +124,26 @@ class Generator:
                 return
             gevent.spawn(self.send, request, request.due_seconds)
 
-    def _watch_stop_file(self) -> None:
-        while self.plan.stop_file and not self.over:
-            if os.path.exists(self.plan.stop_file):
+    def _stay_in_touch(self) -> None:
+        """With the runner, by files: who waits too long already, and whether the level is decided."""
+        plan = self.plan
+        while plan.stop_file or plan.late_file:
+            if plan.stop_file and self.outcome.stopped_seconds is None and os.path.exists(plan.stop_file):
                 self.outcome.stopped_seconds = clock() - self.origin
                 self.over = True
-            gevent.sleep(0.1)
+            if plan.late_file and plan.late_seconds is not None:
+                past = clock() - self.origin - plan.late_seconds
+                part = f"{plan.late_file}.part"
+                with open(part, "w") as file:
+                    file.write(str([index for index, due in self.waiting.items() if due < past]))
+                os.replace(part, plan.late_file)
+            gevent.sleep(0.25)
 
     def _drain(self) -> None:
         """Waits for what is on its way; what is late by the drain time is ended, and on record as a timeout."""
-        patience = 0.0 if self.outcome.stopped_seconds is not None else self.plan.drain_seconds
+        patience = self.plan.drain_seconds
         until = clock() + patience
-        while self.running and clock() < until:
+        while self.running and clock() < until and self.outcome.stopped_seconds is None:
             gevent.sleep(0.02)
         late = list(self.running)
         if late:

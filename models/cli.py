@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from models import hub
+from models.cache import Wish, delete_synthetic, finished_formats
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.formats import known_formats, weight_bytes
 from models.gguf_header import read_header
@@ -89,7 +90,7 @@ def make(
     """Make weights in the cache, or check those that are there. Synthetic ones that turn out damaged are made again."""
     if weight_format in KIND_BACKENDS:
         backend, weight_format = KIND_BACKENDS[weight_format], None
-    if exporter == "optimum" and weight_format is None:
+    if exporter == "optimum" and backend == "onnx" and weight_format is None:
         weight_format = "fp32"  # optimum exports floats; quantised ones are asked for by name
     kind, chosen = hub.weight_kind(backend, weight_format)
     root = hub.cache_dir(cache)
@@ -104,7 +105,7 @@ def make(
             try:
                 found = resolve(name, progress=progress, full_check=verify)
             except BrokenWeights as problem:
-                if not (is_rung(name) and hub.delete_synthetic(rung(name).spec, kind, chosen, root, exporter)):
+                if not (is_rung(name) and delete_synthetic(rung(name).spec, Wish(kind, chosen, root, exporter=exporter))):
                     raise
                 typer.echo(f"{problem}; making it again", err=True)
                 found = resolve(name, progress=progress)
@@ -207,17 +208,6 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def cached_formats(spec: ModelSpec, root: Path) -> list[str]:
-    """The formats of a rung that are finished in the cache."""
-    found = []
-    for kind, formats in hub.FORMATS.items():
-        for name in formats:
-            path = hub.synthetic_path(spec, kind, name, root)
-            if path.is_dir() or (path.is_file() and path.with_name(path.name + ".crossover.json").is_file()):
-                found.append(name if kind != "onnx" else f"onnx-{name}")
-    return found
-
-
 def _listed(one: Rung, root: Path) -> dict[str, Any]:
     spec = one.spec
     return {
@@ -228,7 +218,7 @@ def _listed(one: Rung, root: Path) -> dict[str, Any]:
         "context": spec.context,
         "weight_bytes": {name: weight_bytes(spec, name) for name in LISTED_FORMATS},
         "kv_bytes_per_1000_tokens": 1000 * spec.kv_bytes_per_token(),
-        "cached": cached_formats(spec, root),
+        "cached": finished_formats(spec, root),
         "source": one.source,
     }
 

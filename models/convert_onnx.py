@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "genai": ("fp32", "int8", "int4", "dynamic-int8"),
     "optimum": ("fp32", "dynamic-int8"),
 }
+# transformers loads a model under process-wide switches (default dtype, meta device): one thread at a time, and no forward pass beside it.
+TRANSFORMERS_LOCK = threading.RLock()
 # Greatest distance |graph - source| / |source - its mean| (root mean squares over all logits) that is let through. Unrelated logits are at about
 # 1.4. Random weights magnify rounding far more than trained ones, so that the quantised limits only catch a graph that computes something else.
 LIMITS: dict[str, float] = {"fp32": 1e-4, "int8": 0.35, "dynamic-int8": 0.9, "int4": 1.1}
@@ -171,10 +174,11 @@ def reference_logits(hf_folder: Path, ids: npt.NDArray[np.int64]) -> Floats:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager")
-    model.eval()
-    with torch.inference_mode():
-        logits = [model(torch.from_numpy(row[None])).logits[0].float().numpy() for row in ids]
+    with TRANSFORMERS_LOCK:
+        model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager")
+        model.eval()
+        with torch.inference_mode():
+            logits = [model(torch.from_numpy(row[None])).logits[0].float().numpy() for row in ids]
     return np.stack(logits)
 
 

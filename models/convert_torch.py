@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models.convert_onnx import Comparison, distance_of, fixed_sequences
+from models.convert_onnx import TRANSFORMERS_LOCK, Comparison, distance_of, fixed_sequences
 from models.errors import BrokenWeights, UnsupportedModel
 from models.hf_config import read_config, spec_of, v4_config
 from models.manifest import Manifest, Progress, atomic_folder, file_facts, read_manifest, write_manifest
@@ -118,6 +118,11 @@ def unpacked(module: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _compare(source: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], spec: ModelSpec) -> Comparison:
     """transformers in float32 with the source's weights against the same with the packed ones."""
+    with TRANSFORMERS_LOCK:
+        return _compare_alone(source, config, tensors, spec)
+
+
+def _compare_alone(source: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], spec: ModelSpec) -> Comparison:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -14,6 +14,7 @@ import altair as alt
 
 from reports import formatting, theme
 from reports.charts import VERDICTS, Chart, Row, data, finish, haloed, log_ticks, lookup
+from reports.crossover import does_not_fit
 from reports.formatting import model_title
 from reports.numbers import CellNumbers
 
@@ -37,7 +38,7 @@ def map_rows(cells: Sequence[CellNumbers], gpu_texts: dict[str, str], asked_rate
                 "size": cell.parameters,
                 "left": (cell.parameters or 1) / half,
                 "right": (cell.parameters or 1) * half,
-                "state": cell.state if cell.state != "measured" else capacity.state,
+                "state": "skipped" if cell.state == "skipped" and does_not_fit(cell) else capacity.state,
                 "low": capacity.low,
                 "estimate": capacity.estimate,
                 "high": capacity.high,
@@ -64,7 +65,7 @@ def column_label(cell: CellNumbers) -> str:
     """What stands in a cell's column: its capacity, or why there is none."""
     capacity = cell.capacity
     if cell.state == "skipped":
-        return "does not fit" if "fit" in cell.reason or "memory" in cell.reason.lower() else "skipped"
+        return "does not fit" if does_not_fit(cell) else "skipped"
     if capacity.state == "interval":
         return formatting.rate(capacity.estimate)
     if capacity.state == "at_least":

@@ -152,6 +152,8 @@ def _failure(call: Call, delta: Delta) -> Exception:
         text = f"the answer was not complete after {call.wishes.deadline_seconds:g} s"
         return ApiError(504, text, code="deadline_exceeded", headers={"X-Should-Retry": "false"})
     text = scrubbed(delta.error or "the request was cancelled by the server")
+    if delta.finish == "refused":
+        return ApiError(400, text, code="unsupported_parameter")
     if supervisor.state != "ready":
         return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
     return ApiError(500, text, code="engine_failed")

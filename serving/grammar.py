@@ -1,46 +1,49 @@
-"""Grammars and JSON schemas for models that llama.cpp loaded: what may come next, kept per request in Row.state.
+"""Grammars and JSON schemas for models in GGUF files: what may come next, kept per request in Row.state.
 
-A schema becomes a grammar by llama-cpp-python's converter, a grammar is matched by llama.cpp. Both see only what serving.gbnf let through.
+A schema becomes a grammar by llama-cpp-python's converter. serving.gbnf refuses what can be seen to be wrong, with a reason; the rest is
+matched by llama.cpp in a process of its own (serving.grammar_helper), started with the first grammar. A grammar that is too slow or too
+big there loses its own request and nobody else's: the process is killed, and other requests' states are replayed in the next one.
 """
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import json
+import os
+import select
+import subprocess
+import sys
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from serving.backends.base import Sampling
 from serving.errors import Unsupported
 from serving.gbnf import check_grammar, check_schema
+from serving.grammar_helper import Accept, Allows, Close, Mask, Open, Request, encode
+from serving.messages import FRAME
 from serving.sampling import Logits
 
-MASK_SECONDS = 2.0  # a grammar whose mask takes longer is given up: ambiguous ones get slower exponentially
-ACCEPT_SECONDS = 0.2
-_CHUNK = 2048  # candidates between two looks at the clock
+START_SECONDS = 30.0
+ANSWER_SECONDS = 1.0  # a whole mask of 152k tokens takes 0.03 s
 
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+
+class TooSlow(Exception):
+    """The grammar process did not answer in time, or died of the request."""
 
 
 class Grammars:
-    """Makes grammar states for one vocabulary."""
+    """Makes grammar states for the vocabulary of one GGUF file; owns the process that matches them."""
 
-    def __init__(self, llama: Any, vocab: Any, vocabulary: int) -> None:
-        self.llama, self.vocab, self.vocabulary = llama, vocab, vocabulary
-        self.one = _Candidates(llama, 1)
-        self._all: _Candidates | None = None
-        ends = [token for token in (llama.llama_vocab_eos(vocab), llama.llama_vocab_eot(vocab)) if token >= 0]
-        self.end_token: int = ends[0] if ends else 0
-
-    @property
-    def all(self) -> _Candidates:
-        """Every token as a candidate; made when the first mask is needed."""
-        if self._all is None:
-            self._all = _Candidates(self.llama, self.vocabulary)
-        return self._all
+    def __init__(self, model_path: str, end_token: int, is_end: Callable[[int], bool]) -> None:
+        self.end_token, self.is_end = end_token, is_end
+        self.generation = 0  # of the process; a state opened in an earlier one must be opened again
+        self._model_path = model_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count(1)
+        self._forgotten: list[int] = []
 
     def open(self, sampling: Sampling) -> GrammarState | None:
         """A new state for a request; None where it asks for no grammar. Raises Unsupported saying what is wrong with it."""
@@ -55,82 +58,125 @@ class Grammars:
     def _state(self, text: str, parameter: str) -> GrammarState:
         try:
             check_grammar(text)
+            state = GrammarState(self, text, next(self._numbers))
+            reason = state.ask(Open(state.number, text)).decode()
         except Unsupported as problem:
             raise Unsupported(str(problem), parameter) from problem
-        sampler = self.llama.llama_sampler_init_grammar(self.vocab, text.encode(), b"root")
-        if not sampler:
-            raise Unsupported("the grammar cannot be used: llama.cpp does not accept it", parameter)
-        return GrammarState(self, sampler)
+        except TooSlow as problem:
+            raise Unsupported(f"the grammar cannot be used: {problem}", parameter) from problem
+        if reason:
+            raise Unsupported(f"the grammar cannot be used: {reason}", parameter)
+        weakref.finalize(state, self._forgotten.append, state.number)
+        return state
+
+    def ask(self, request: Request) -> bytes:
+        """The grammar process's answer. Raises TooSlow after killing it."""
+        if self._process is None:
+            self._start()
+        while self._forgotten:
+            number = self._forgotten.pop()
+            self._exchange(Close(number))
+        return self._exchange(request)
+
+    def close(self) -> None:
+        """End the process; another one starts with the next request."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+            self.generation += 1
+            self._forgotten.clear()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "serving.grammar_helper", self._model_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # llama.cpp prints every grammar that it cannot parse
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        try:
+            self._read(START_SECONDS)
+        except TooSlow as problem:
+            raise TooSlow("the process that matches grammars does not start") from problem
+
+    def _exchange(self, request: Request) -> bytes:
+        assert self._process is not None and self._process.stdin is not None
+        body = encode(request)
+        try:
+            self._process.stdin.write(FRAME.pack(len(body)) + body)
+            self._process.stdin.flush()
+        except OSError:
+            self.close()
+            raise TooSlow("the process that matches grammars has ended") from None
+        return self._read(ANSWER_SECONDS)
+
+    def _read(self, seconds: float) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        source, deadline, data = self._process.stdout.fileno(), time.monotonic() + seconds, b""
+        size = FRAME.size
+        while len(data) < size:
+            ready, _, _ = select.select([source], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(source, 1 << 16) if ready else b""
+            if not piece:
+                self.close()
+                raise TooSlow("it is too ambiguous: matching it takes too long" if not ready else "matching it takes too much memory")
+            data += piece
+            if len(data) >= FRAME.size:
+                size = FRAME.size + int(FRAME.unpack_from(data)[0])
+        return data[FRAME.size :]
 
 
 class GrammarState:
     """A serving.sampling.Constraint: one request's place in its grammar.
 
-    `error` says why a grammar was given up; such a state allows nothing more, so that the sequence ends.
+    `error` says why a grammar was given up; such a state allows nothing more, so that its sequence ends.
     """
 
-    def __init__(self, grammars: Grammars, sampler: Any) -> None:
+    def __init__(self, grammars: Grammars, text: str, number: int) -> None:
         self.end_token = grammars.end_token
         self.error: str | None = None
-        self._grammars, self._sampler = grammars, sampler
+        self.number = number
+        self._grammars, self._text = grammars, text
+        self._accepted: list[int] = []
+        self._generation = -1
         self._ended = False
-        weakref.finalize(self, grammars.llama.llama_sampler_free, sampler)
 
     def allows(self, token: int) -> bool:
-        if self._ended:
-            return False
-        one = self._grammars.one
-        one.data["id"][0], one.data["logit"][0] = token, 0.0
-        self._grammars.llama.llama_sampler_apply(self._sampler, one.pointer)
-        return bool(np.isfinite(one.data["logit"][0]))
+        return self._answer(Allows(self.number, token)) == b"1"
 
     def mask(self, logits: Logits) -> None:
-        if self._ended:
+        bits = self._answer(Mask(self.number))
+        if not bits:
             logits[:] = -np.inf
             return
-        every = self._grammars.all
-        every.data["logit"] = 0.0
-        started = time.perf_counter()
-        for part in every.parts:
-            self._grammars.llama.llama_sampler_apply(self._sampler, part)
-            if time.perf_counter() - started > MASK_SECONDS:
-                self._give_up(MASK_SECONDS, "a mask")
-                logits[:] = -np.inf
-                return
-        logits[: len(every.data)][~np.isfinite(every.data["logit"])] = -np.inf
-        logits[len(every.data) :] = -np.inf
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8)).view(bool)
+        known = min(len(allowed), len(logits))
+        logits[:known][~allowed[:known]] = -np.inf
+        logits[known:] = -np.inf
 
     def accept(self, token: int) -> None:
-        """`token` must be allowed: llama.cpp aborts the process otherwise."""
-        llama, vocab = self._grammars.llama, self._grammars.vocab
-        if llama.llama_vocab_is_eog(vocab, token):
+        if self._grammars.is_end(token):
             self._ended = True
-            return
-        started = time.perf_counter()
-        llama.llama_sampler_accept(self._sampler, token)
-        if time.perf_counter() - started > ACCEPT_SECONDS:
-            self._give_up(ACCEPT_SECONDS, "a token")
+        elif self._answer(Accept(self.number, token)) == b"1":
+            self._accepted.append(token)
 
-    def _give_up(self, seconds: float, what: str) -> None:
-        self._ended = True
-        self.error = f"the grammar is too ambiguous: {what} took more than {seconds} s"
+    def ask(self, request: Request) -> bytes:
+        """The answer to a request about this state, which is opened again first where its process was lost."""
+        if self._generation != -1 and self._generation != self._grammars.generation:
+            self._grammars.ask(Open(self.number, self._text, self._accepted))
+        answer = self._grammars.ask(request)
+        self._generation = self._grammars.generation
+        return answer
 
-
-class _Candidates:
-    """llama_token_data_arrays over a numpy array of ours, _CHUNK candidates each."""
-
-    def __init__(self, llama: Any, count: int) -> None:
-        self.data = np.zeros(count, _CANDIDATE)
-        self.data["id"] = np.arange(count)
-        kind = ctypes.POINTER(llama.llama_token_data)
-        self._arrays = [
-            llama.llama_token_data_array(
-                data=self.data[begin:].ctypes.data_as(kind), size=min(_CHUNK, count - begin), selected=-1, sorted=False
-            )
-            for begin in range(0, count, _CHUNK)
-        ]
-        self.parts = [ctypes.byref(array) for array in self._arrays]
-        self.pointer = self.parts[0]
+    def _answer(self, request: Request) -> bytes:
+        if self._ended:
+            return b""
+        try:
+            return self.ask(request)
+        except TooSlow as problem:
+            self._ended, self.error = True, f"the grammar was given up: {problem}"
+            return b""
 
 
 def schema_to_gbnf(text: str) -> str:

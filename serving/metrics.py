@@ -153,7 +153,7 @@ class Metrics(Collector):
             yield self._one(CounterMetricFamily, name, value, text)
         for name, label, counts, text in (
             ("request_success", "finished_reason", _only(self.finished, ("stop", "length")), "Sequences that ended as they should"),
-            ("request_failure", "finished_reason", _only(self.finished, ("cancelled", "deadline", "error")), "Sequences that did not"),
+            ("request_failure", "finished_reason", _only(self.finished, ("cancelled", "deadline", "error", "refused")), "Sequences that did not"),
             ("request_rejected", "reason", dict(self.rejected), "Requests answered with an error, by its code"),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=[*self._labels, label])

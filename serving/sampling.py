@@ -260,28 +260,33 @@ def _kept(work: Logits, best: float, sampling: Sampling, scratch: Logits) -> Ids
     if 0 < sampling.top_k < vocabulary:
         kept = top_ids(work, sampling.top_k)
         kept = kept[work[kept] >= floor]
-        return _nucleus(work, best, kept, sampling, mass=None)
+        return _nucleus(work, best, kept, sampling)
     if sampling.top_p >= 1.0:  # top_k is the whole vocabulary
         return np.flatnonzero(work >= floor)
+    kept = top_ids(work, FIRST_CANDIDATES)
+    kept = kept[work[kept] >= floor]
+    held = np.exp((work[kept] - np.float64(best)) / sampling.temperature)
+    below = vocabulary - FIRST_CANDIDATES if len(kept) == FIRST_CANDIDATES else 0  # how many more there may be, none of them better
+    least, most = float(held.sum()), float(held.sum()) + below * float(held[-1])
+    count = _head(held, sampling.top_p * least)
+    if sampling.top_p * most <= least and count == _head(held, sampling.top_p * most):
+        return kept[:count]  # whatever the others weigh, the nucleus ends here
     _exponentials(work, sampling.temperature, scratch)
     weights = scratch[:vocabulary]
     if sampling.min_p > 0:
         weights[work < floor] = 0
-    mass = _total(scratch)
-    kept = top_ids(work, FIRST_CANDIDATES)
-    kept = kept[work[kept] >= floor]
-    if len(kept) < FIRST_CANDIDATES or float(weights[kept].sum(dtype=np.float64)) >= sampling.top_p * mass:
-        return _nucleus(work, best, kept, sampling, mass)
-    return _wide_nucleus(weights, sampling.top_p * mass)
+    wanted = sampling.top_p * _total(scratch)
+    if least >= wanted:
+        return kept[: _head(held, wanted)]
+    return _wide_nucleus(weights, wanted)
 
 
-def _nucleus(work: Logits, best: float, kept: Ids, sampling: Sampling, mass: float | None) -> Ids:
-    """The shortest head of `kept` (best first) that holds top_p of `mass`, or of its own sum where `mass` is None."""
+def _nucleus(work: Logits, best: float, kept: Ids, sampling: Sampling) -> Ids:
+    """The shortest head of `kept` (best first) that holds top_p of its sum."""
     if sampling.top_p >= 1.0:
         return kept
     weights = np.exp((work[kept] - np.float64(best)) / sampling.temperature)
-    total = float(weights.sum()) if mass is None else mass
-    return kept[: _head(weights, sampling.top_p * total)]
+    return kept[: _head(weights, sampling.top_p * float(weights.sum()))]
 
 
 def _head(weights: npt.NDArray[np.float64], wanted: float) -> int:

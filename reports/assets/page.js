@@ -142,11 +142,11 @@ function update() {
     return row;
   }));
   for (const [slug, spec] of Object.entries(specs)) {
-    if (!spec.datasets || !views[slug]) continue;
+    if (!spec.datasets?.columns || !views[slug]) continue;
     const byKey = new Map(all.map((one) => [one.cell.key, one]));
     const columns = spec.datasets.columns.map((column) => {
       const { cell, found } = byKey.get(column.key);
-      return { ...column, low: found.low, estimate: found.estimate, high: found.high, state: cell.state === "measured" ? found.state : cell.state, label: label(cell, found) };
+      return { ...column, low: found.low, estimate: found.estimate, high: found.high, state: cell.state === "measured" ? found.state : column.state, label: label(cell, found) };
     });
     const points = columns.flatMap((column) => byKey.get(column.key).levels.filter((level) => level.rate !== null)
       .map((level) => ({ key: column.key, model: column.model, size: column.size, rate: level.rate, verdict: level.verdict, good: level.good / level.due })));

@@ -60,6 +60,7 @@ class LlamaCppBackend:
         self._model: Any = None
         self._context: Any = None
         self._batch: _Batch | None = None
+        self._grammars: Grammars | None = None
         self._llama = llama = library(self._options.wait_policy)
         _check(config, self._options, llama)
         self._threads = config.threads or len(allowed_cores())
@@ -77,7 +78,7 @@ class LlamaCppBackend:
             self._batch = _Batch(llama, step_tokens)
             self._lengths = [0] * config.slots
             self._logits = _LogitsView(llama, self._context, config.slots, self._vocabulary)
-            self._grammars = Grammars(llama, llama.llama_model_get_vocab(self._model), self._vocabulary)
+            self._grammars = self._make_grammars(config)
             self.info = self._describe(config, predicted, measured, step_tokens)
             if self._options.warm_up:
                 progress("first step", None)
@@ -109,6 +110,7 @@ class LlamaCppBackend:
     def begin(self, sampling: Sampling) -> Any:
         """The state that rows of a request carry: its grammar, or None. Raises Unsupported for a grammar that does not work; a
         scheduler that calls this when a request comes in can refuse it there."""
+        assert self._grammars is not None, "begin() after close()"
         return self._grammars.open(sampling)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -137,13 +139,15 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
         if self._batch is not None:
             self._batch.free()
         if self._context is not None:
             self._llama.llama_free(self._context)
         if self._model is not None:
             self._llama.llama_model_free(self._model)
-        self._batch = self._context = self._model = None
+        self._grammars = self._batch = self._context = self._model = None
 
     # --- loading ------------------------------------------------------------------------------------------------------------
 
@@ -235,6 +239,11 @@ class LlamaCppBackend:
         if "unknown model architecture" in reason:
             raise UnsupportedModel(f"llama.cpp does not know the architecture of {name}: {reason}")
         raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
+
+    def _make_grammars(self, config: EngineConfig) -> Grammars:
+        llama, vocab = self._llama, self._llama.llama_model_get_vocab(self._model)
+        ends = [token for token in (llama.llama_vocab_eos(vocab), llama.llama_vocab_eot(vocab)) if token >= 0]
+        return Grammars(config.model_path, ends[0] if ends else 0, lambda token: bool(llama.llama_vocab_is_eog(vocab, token)))
 
     def _warm_up(self) -> None:
         self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])

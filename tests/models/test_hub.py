@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models import hub
+from models import cache
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.hub import ResolvedModel, cache_dir, resolve, weight_kind
 from models.ladder import rung
@@ -37,6 +37,8 @@ def test_the_backend_decides_the_kind_of_file() -> None:
     assert weight_kind("fake") == ("none", "")
     assert weight_kind("mine.module:Mine", "Q8_0") == ("gguf", "Q8_0")
     assert weight_kind("mine.module:Mine") == ("hf", "bf16")
+    assert weight_kind("mine.module:Mine", "fp32") == ("hf", "fp32")
+    assert weight_kind("mine.module:Mine", "dynamic-int8") == ("onnx", "dynamic-int8")
     with pytest.raises(UnsupportedModel, match="'torch' has no weight format 'Q4_0'; it has bf16"):
         weight_kind("torch", "Q4_0")
     with pytest.raises(UnsupportedModel, match="unknown backend 'llama'"):
@@ -207,6 +209,6 @@ def test_a_repository_of_the_hubs_own_cache_is_used(tmp_path: Path, monkeypatch:
 
 
 def test_a_disk_that_is_too_small_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "SPARE_DISK_BYTES", 1 << 60)
+    monkeypatch.setattr(cache, "SPARE_DISK_BYTES", 1 << 60)
     with pytest.raises(ModelError, match="needs 89.* bytes of disk"):
         resolve("135m", backend="llama_cpp", cache=tmp_path)

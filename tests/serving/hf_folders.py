@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from models.convert_onnx import make_onnx
+from models.convert_onnx import TRANSFORMERS_LOCK, make_onnx
 from models.synthesis import write_hf_folder
 from tests.serving.backend_contract import Reference
 from tests.shapes import TINY
@@ -75,7 +75,8 @@ def generated(folder: Path) -> Reference:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with TRANSFORMERS_LOCK:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     known: dict[tuple[int, ...], list[int]] = {}
 
@@ -83,7 +84,8 @@ def generated(folder: Path) -> Reference:
         key = tuple(prompt)
         if len(known.get(key, ())) < count:
             ids = torch.tensor([key])
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+            with TRANSFORMERS_LOCK:
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
             known[key] = out[0, len(key) :].tolist()
         return known[key][:count]
 

@@ -1,0 +1,169 @@
+"""The cache: weights that this project made itself, synthetic ones and converted ones, made once, whole, and checked when read.
+
+<cache>/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf      a rung, by models.synthesis
+<cache>/synthetic/smollm2-135m/smollm2-135m-onnx-int4/     converted from the synthetic folder beside it
+<cache>/synthetic/tokenizers/...                           the shipped tokenizer at a rung's vocabulary
+<cache>/converted/<fingerprint>/...                        from somebody's folder; the fingerprint changes when the folder does
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from models.aside import run_aside
+from models.errors import ModelError, UnsupportedModel
+from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, weight_bytes
+from models.manifest import Manifest, Progress, atomic_folder, making, manifest_path, read_manifest, verify
+from models.spec import ModelSpec
+from models.synthesis import GENERATOR, write_gguf, write_hf_folder
+from models.tokenizer import shipped_files, shipped_mark
+
+# What can be made, by kind of file. int8 and int4 folders for torch are packed offline from a folder of floats.
+PACKED_FORMATS = ("int8", "int4")
+FORMATS: dict[str, tuple[str, ...]] = {
+    "gguf": tuple(GGUF_FORMATS),
+    "hf": (*HF_FORMATS, *PACKED_FORMATS),
+    "onnx": (*ONNX_FORMATS, "dynamic-int8"),
+    "none": (),
+}
+CONVERTERS = {"gguf": "models.convert:make_gguf", "hf": "models.convert_torch:make_torch", "onnx": "models.convert_onnx:make_onnx"}
+SPARE_DISK_BYTES = 256 << 20
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What is wanted: kind of file and weight format, where the cache is, and how to go about it."""
+
+    kind: str  # a key of FORMATS
+    weight_format: str
+    cache: Path
+    progress: Progress | None = None
+    full_check: bool = False
+    exporter: str = "genai"  # of ONNX graphs
+
+    @property
+    def is_converted(self) -> bool:
+        """True where this is made from a folder of float safetensors, also for a rung."""
+        return self.kind == "onnx" or (self.kind == "hf" and self.weight_format in PACKED_FORMATS)
+
+    def file_name(self, name: str) -> str:
+        """The file or folder for a model of this name."""
+        if self.kind == "none":
+            raise UnsupportedModel("the fake backend has no weights")
+        made_by = f"-{self.exporter}" if self.kind == "onnx" and self.exporter != "genai" else ""
+        return f"{name}-{'onnx-' if self.kind == 'onnx' else ''}{self.weight_format}{made_by}{'.gguf' if self.kind == 'gguf' else ''}"
+
+
+def cache_dir(override: str | Path | None = None) -> Path:
+    """Where weights live: `override`, else $CROSSOVER_CACHE, else $XDG_CACHE_HOME/crossover, else ~/.cache/crossover."""
+    if override is not None:
+        return Path(override).expanduser().absolute()
+    if own := os.environ.get("CROSSOVER_CACHE"):
+        return Path(own).expanduser().absolute()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "crossover"
+
+
+def synthetic_path(spec: ModelSpec, wish: Wish) -> Path:
+    """Where a rung's weights lie in the cache."""
+    return wish.cache / "synthetic" / spec.name / wish.file_name(spec.name)
+
+
+def synthetic(spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
+    """A rung's weights, made if they are not there yet. Raises BrokenWeights where those that are there are damaged."""
+    path = synthetic_path(spec, wish)
+    if wish.is_converted:
+        folder, _ = synthetic(spec, msgspec.structs.replace(wish, kind="hf", weight_format="bf16"))
+        return path, _convert(folder, path, spec, wish)
+    with making(path):
+        manifest = read_manifest(path) if path.exists() else None
+        if manifest is None or not _is_current(manifest, spec, wish):
+            _check_disk(path, weight_bytes(spec, wish.weight_format))
+            write = write_gguf if wish.kind == "gguf" else write_hf_folder
+            manifest = write(spec, path, wish.weight_format, progress=wish.progress)
+        verify(path, manifest, full=wish.full_check, progress=wish.progress)
+    return path, manifest
+
+
+def converted(folder: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
+    """Somebody's folder of safetensors in another format, made if it is not there yet."""
+    path = wish.cache / "converted" / _fingerprint(folder) / wish.file_name(folder.name)
+    return path, _convert(folder, path, spec, wish)
+
+
+def delete_synthetic(spec: ModelSpec, wish: Wish) -> bool:
+    """Remove a rung's weights from the cache, so that they are made anew; False where there are none."""
+    path = synthetic_path(spec, wish)
+    if path.is_dir():
+        shutil.rmtree(path)
+        return True
+    was_there = path.is_file()
+    path.unlink(missing_ok=True)
+    manifest_path(path).unlink(missing_ok=True)
+    return was_there
+
+
+def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:
+    """The shipped tokenizer at the model's vocabulary. The folder's name carries the shipped file's checksum."""
+    folder = cache / "synthetic" / "tokenizers" / f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
+    if not folder.is_dir():
+        with making(folder):
+            if not folder.is_dir():
+                with atomic_folder(folder) as temporary:
+                    for name, content in shipped_files(spec.vocabulary, spec.context).items():
+                        (temporary / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return folder
+
+
+def finished_formats(spec: ModelSpec, cache: Path) -> list[str]:
+    """The formats of a rung that are finished in the cache; ONNX ones as "onnx-int4", packed ones for torch as "torch-int4"."""
+    found = []
+    for kind, formats in FORMATS.items():
+        for name in formats:
+            wish = Wish(kind, name, cache)
+            path = synthetic_path(spec, wish)
+            if path.exists() and manifest_path(path).is_file():
+                found.append(f"{'torch' if kind == 'hf' else kind}-{name}" if wish.is_converted else name)
+    return found
+
+
+def _convert(folder: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
+    with making(path):
+        manifest = read_manifest(path) if path.exists() else None
+        if manifest is None or msgspec.structs.replace(manifest.spec, name=spec.name) != spec:
+            _check_disk(path, weight_bytes(spec, "fp32" if wish.kind == "onnx" else "fp16") + weight_bytes(spec, wish.weight_format))
+            settings = {"exporter": wish.exporter} if wish.kind == "onnx" else {}
+            run_aside(CONVERTERS[wish.kind], wish.progress, folder, path, wish.weight_format, spec=spec, **settings)
+            manifest = read_manifest(path)
+            assert manifest is not None
+        verify(path, manifest, full=wish.full_check, progress=wish.progress)
+    return manifest
+
+
+def _is_current(manifest: Manifest, spec: ModelSpec, wish: Wish) -> bool:
+    """True where the cache holds this very model as this version makes it."""
+    wanted = Manifest(manifest.kind, spec, wish.weight_format, "synthetic", manifest.files, GENERATOR, 0)
+    return manifest == wanted
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes when the folder's config or weights do: names, sizes and times of its files."""
+    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8)
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".jinja"):
+            found = file.stat()
+            digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _check_disk(path: Path, need: int) -> None:
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < need + SPARE_DISK_BYTES:
+        raise ModelError(f"making {path.name} needs {need} bytes of disk, {str(folder)!r} has {free} free; choose another with --cache")

@@ -1,0 +1,184 @@
+"""The campaign file: what it means, and that everything wrong with it is said with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from loadtests.arrivals import Gamma
+from loadtests.campaign import DEMO, Campaign, Cell, parse_campaign, promise_of, read_campaign
+from loadtests.children import divide_cores
+from loadtests.errors import BadCampaign
+from loadtests.runner import layout_of, seed_of, why_not
+from loadtests.servers import serve_command
+from loadtests.slo import PROMISES
+from serving.hardware import hardware_facts
+
+
+def test_the_product_of_models_formats_and_backends() -> None:
+    plan = parse_campaign('name = "x"\nmodels = ["135m", "1b"]\nformats = ["Q4_0", "Q8_0"]\nbackends = ["llama_cpp"]')
+    assert [cell.key for cell in plan.cells] == [
+        "smollm2-135m-Q4_0-llama_cpp",
+        "smollm2-135m-Q8_0-llama_cpp",
+        "llama-3.2-1b-Q4_0-llama_cpp",
+        "llama-3.2-1b-Q8_0-llama_cpp",
+    ]
+    assert {(cell.slots, cell.context_tokens, cell.kv_dtype, cell.synthetic) for cell in plan.cells} == {(16, 2048, "fp16", True)}
+
+
+def test_each_backend_has_its_format_where_none_is_given() -> None:
+    plan = parse_campaign('name = "x"\nmodels = ["135m"]\nbackends = ["llama_cpp", "torch", "onnx", "fake"]')
+    assert [cell.weight_format for cell in plan.cells] == ["Q4_0", "bf16", "int4", ""]
+    assert len({cell.key for cell in plan.cells}) == 4
+
+
+def test_hardware_budgets_multiply_and_cells_can_be_given_by_hand() -> None:
+    plan = parse_campaign(
+        """
+        name = "x"
+        models = ["135m"]
+        hardware = [{ name = "one", cores = 1 }, { name = "all" }]
+        cells = [{ model = "1b", format = "Q8_0" }]
+        """
+    )
+    assert [cell.key for cell in plan.cells] == [
+        "smollm2-135m-Q4_0-llama_cpp-one",
+        "smollm2-135m-Q4_0-llama_cpp-all",
+        "llama-3.2-1b-Q8_0-llama_cpp-one",
+        "llama-3.2-1b-Q8_0-llama_cpp-all",
+    ]
+    assert [cell.hardware.cores for cell in plan.cells] == [1, None, 1, None]
+
+
+def test_an_endpoint_that_is_there_already_is_one_cell() -> None:
+    plan = parse_campaign('name = "x"\n[target]\nurl = "http://10.0.0.7:8000/v1"\nmodel = "big"\napi_key_env = "KEY"')
+    (cell,) = plan.cells
+    assert (cell.key, cell.model, cell.backend, cell.url) == ("big@10.0.0.7-8000-v1", "big", "external", "http://10.0.0.7:8000/v1")
+    assert plan.campaign.target is not None and plan.campaign.target.api_key_env == "KEY"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = ", "no TOML"),
+        ('models = ["135m"]', "missing required field `name`"),
+        ('name = "x"', "nothing to measure"),
+        ('name = "x"\nmodles = ["135m"]', "unknown field `modles`; known here: name, models, formats"),
+        ('name = "x"\nmodels = ["135m"]\n[server]\nslotz = 1', r"unknown field `slotz` - at `\$.server`; known here: policy, slots"),
+        ('name = "x"\nmodels = ["135m"]\n[[hardware]]\ncpus = 1', r"unknown field `cpus` - at `\$.hardware\[0\]`; known here: name, cores"),
+        ('name = "x"\nmodels = ["135m"]\n[search]\nprecison = 0.1', r"at `\$.search`; known here: min_rate"),
+        ('name = "x"\nmodels = ["135m"]\n[server]\nslots = "many"', r"Expected `int`, got `str` - at `\$.server.slots`"),
+        ('name = "x"\nmodels = ["135m"]\n[server]\nslots = 0', r"slots must be at least 1, got 0 - at `\$.server.slots`"),
+        ('name = "x"\nmodels = ["135m"]\n[server]\npolicy = "fast"', "policy must be auto, gpu-only or cpu-only, got 'fast'"),
+        ('name = "x"\nmodels = ["135m"]\n[workload]\npreset = "tea"', r"preset 'tea' is not one of chat, .* at `\$.workload`"),
+        ('name = "x"\nmodels = ["135m"]\npromise = "quick"', r"promise 'quick' is not one of chat, .* at `\$.promise.preset`"),
+        ('name = "x"\nmodels = ["135m"]\n[promise]\npreset = "chat"\ntarget = 1.5', r"target must be between 0 and 1, got 1.5"),
+        ('name = "x"\nmodels = ["135m"]\n[promise]\nttft_seconds = -1', r"ttft_seconds must be above 0.* got -1.0 - at `\$.promise`"),
+        ('name = "x"\nmodels = ["135m"]\narrivals = { kind = "gama" }', r"'gama' - at `\$.arrivals.kind`"),
+        ('name = "x"\nmodels = ["135m"]\nbudget_seconds = 0', "budget_seconds must be above 0, got 0"),
+        ('name = "x"\nmodels = ["99b"]', "'99b' is no rung of the ladder; there are smollm2-135m or 135m"),
+        ('name = "x"\nmodels = ["135m"]\nbackends = ["llama"]', "unknown backend 'llama'; known: llama_cpp"),
+        ('name = "x"\nmodels = ["135m"]\nformats = ["Q9"]', "no weight format 'Q9'; it has"),
+        ('name = "x"\nmodels = ["135m", "smollm2-135m"]', "smollm2-135m-Q4_0-llama_cpp is there twice"),
+        ('name = "x"\nmodels = ["135m"]\nhardware = [{ cores = 1 }, { cores = 2 }]', "each of several hardware budgets needs a name"),
+        ('name = "x"\nmodels = ["135m"]\n[target]\nurl = "http://x"', "goes without models and cells"),
+        (
+            'name = "x"\nmodels = ["135m"]\n[server]\ncontext_tokens = 128\n[workload]\nprompt_tokens = 100\noutput_tokens = 100',
+            "prompts of 100 and outputs of 100 tokens do not fit in a context of 128",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(BadCampaign, match=message):
+        parse_campaign(text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadCampaign, match="nowhere.toml cannot be read"):
+        read_campaign(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("name = 1")
+    with pytest.raises(BadCampaign, match=r"bad.toml: Expected `str`, got `int` - at `\$.name`"):
+        read_campaign(tmp_path / "bad.toml")
+
+
+def test_a_promise_by_name_with_changes_or_of_ones_own() -> None:
+    assert promise_of("chat") == PROMISES["chat"]
+    text = 'name = "x"\nmodels = ["135m"]\n[promise]\n'
+    changed = parse_campaign(text + 'preset = "chat"\ntarget = 0.9').campaign.promise
+    assert (changed.name, changed.ttft_seconds, changed.target) == ("chat", 2.0, 0.9)
+    assert parse_campaign(text + 'preset = "chat"\nttft_seconds = 1.0').campaign.promise.name == "chat (changed)"
+    own = parse_campaign(text + 'name = "mine"\ntpot_seconds = 0.05').campaign.promise
+    assert (own.name, own.ttft_seconds, own.tpot_seconds, own.target) == ("mine", None, 0.05, 0.99)
+
+
+def test_a_campaign_survives_the_manifest() -> None:
+    """A run goes on with the campaign as its manifest keeps it, whatever became of the file."""
+    plan = parse_campaign('name = "x"\nmodels = ["135m"]\narrivals = { kind = "gamma", cv = 3.0 }\n[server.options]\nflash = true')
+    again = msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.campaign)), Campaign)
+    assert again == plan.campaign and again.arrivals == Gamma(cv=3.0)
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.cells)), list[Cell]) == plan.cells
+
+
+def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
+    plan = read_campaign(DEMO)
+    assert [cell.model for cell in plan.cells] == ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b"]
+    assert {cell.weight_format for cell in plan.cells} == {"Q4_0"}
+    promise = plan.campaign.promise
+    assert (promise.name, promise.ttft_seconds, promise.tpot_seconds) == ("chat", 2.0, 0.1)
+    assert plan.campaign.budget_seconds is not None and plan.campaign.budget_seconds <= 660
+    assert read_campaign(DEMO, budget_seconds=5.0).campaign.budget_seconds == 5.0
+
+
+def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m"]\nhardware = [{ threads = 3 }]\n'
+        "[server]\nslots = 4\nprefix_reuse = false\n[server.options]\nflash = true\nn_batch = 64"
+    )
+    layout = divide_cores((0, 1))
+    command = serve_command(plan.cells[0], plan.campaign, layout, tmp_path / "ready")
+    text = " ".join(command)
+    for part in ("serve smollm2-135m", "--backend llama_cpp", "--format Q4_0", "--threads 3", "--slots 4", "--cores 0", "--api-cores 1",
+                 "--no-prefix-reuse", "--option flash=true", "--option n_batch=64", "--port 0"):  # fmt: skip
+        assert part in text, part
+
+
+@pytest.mark.parametrize("cores", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(16))])
+def test_nobody_sits_on_the_engines_cores(monkeypatch: pytest.MonkeyPatch, cores: tuple[int, ...]) -> None:
+    monkeypatch.setattr("loadtests.children._physical_cores", lambda usable: [(core,) for core in usable])
+    layout = divide_cores(cores)
+    apart = not set(layout.engine) & {*layout.api, *layout.client}
+    assert apart == (len(cores) > 1)
+    assert layout.engine_threads == len(layout.engine) == max(1, len(cores) - (2 if len(cores) >= 4 else 1))
+    assert bool(layout.shared) == (len(cores) < 4), "what shares a core is said"
+
+
+def test_threads_of_one_core_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtests.children._physical_cores", lambda usable: [(core, core + 4) for core in range(4)])
+    layout = divide_cores(tuple(range(8)), 1)
+    assert (layout.engine, layout.engine_threads, layout.api, layout.client) == ((0, 4), 1, (2, 6), (3, 7))
+
+
+def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
+    plan = parse_campaign('name = "x"\nmodels = ["135m", "8b"]\nhardware = [{ name = "small", memory_gib = 1.5 }]\n[server]\nslots = 1')
+    facts = hardware_facts()
+    assert why_not(plan.cells[0], plan.campaign, facts) is None
+    why = why_not(plan.cells[1], plan.campaign, facts)
+    assert why is not None and "weights" in why and "KV of 2048 tokens" in why and "the budget is 1.5 GiB" in why
+    small: Any = msgspec.structs.replace(facts, memory_available_bytes=2 << 30)
+    plan = parse_campaign('name = "x"\nmodels = ["8b"]')
+    why = why_not(plan.cells[0], plan.campaign, small)
+    assert why is not None and "llama-3.1-8b" in why and "GiB" in why
+
+
+def test_more_cores_than_there_are() -> None:
+    plan = parse_campaign('name = "x"\nmodels = ["135m"]\nhardware = [{ name = "huge", cores = 4096 }]')
+    with pytest.raises(BadCampaign, match="'huge': 4096 cores for the engine, and this machine can give it 1 to"):
+        layout_of(plan.cells[0], (0, 1))
+
+
+def test_no_two_attempts_share_a_seed() -> None:
+    seeds = {seed_of(1, f"c#{number}.{attempt}") for number in range(20) for attempt in range(5)}
+    assert len(seeds) == 100 and seed_of(1, "c#1.1") == seed_of(1, "c#1.1") != seed_of(2, "c#1.1")
