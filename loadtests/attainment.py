@@ -24,8 +24,8 @@ CAPACITY_POINTS = 1200
 SLOPES = np.geomspace(2.0, 100.0, 20)
 SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior; queues near capacity show 5 to 30
 CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 60.0, 3.0
-CORRELATED = 1.2
-NEAR = 2.5
+CORRELATED = 1.6
+NEAR = 1.5
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
 
 

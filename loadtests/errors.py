@@ -29,5 +29,9 @@ class LevelInterrupted(LevelFailed):
     """Something happened within the level that makes its records those of no one thing; measuring again may do."""
 
 
+class ServerLost(LevelFailed):
+    """The server process that the runner started is gone; another one has to be started."""
+
+
 class Incomplete(LoadError):
     """The run ended before all cells were measured; what there is is good, and `crossover campaign resume` goes on."""

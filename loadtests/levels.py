@@ -319,21 +319,21 @@ def _started(site: Site, plan: LoadPlan, purpose: str, attempt: int, unix_second
     )
 
 
-def quick_seconds(site: Site) -> float:
-    """How long a tiny request takes now."""
+def quick_seconds(site: Site) -> float | None:
+    """How long a tiny request takes now; None when it failed."""
     wire = post_bytes(site.pool, path_of(site.server.target), body_of(site.server.target, site.facts, "Say yes.", 2))
     timeout = site.server.target.timeout_seconds
     record = stream(site.pool, wire, Ask(cell="", level="", index=0, due_seconds=0.0), origin=clock(), timeout_seconds=timeout)
-    return record.ended_seconds or timeout
+    return record.ended_seconds if record.error is None else None
 
 
-def settle(site: Site, alone_seconds: float) -> None:
+def settle(site: Site, alone_seconds: float | None) -> None:
     """Waits until the server has left behind what the last level gave up: not every server stops when its client has gone.
 
     Idle is when a tiny request takes about as long as it did alone. Raises LevelInterrupted when that does not come.
     """
     until = time.monotonic() + SETTLE_SECONDS
-    while quick_seconds(site) > 2 * alone_seconds + 0.05:
+    while (now := quick_seconds(site)) is None or (alone_seconds is not None and now > 2 * alone_seconds + 0.05):
         if (trouble := site.server.trouble()) is not None:
             raise LevelInterrupted(trouble)
         if time.monotonic() > until:

@@ -27,7 +27,7 @@ import msgspec
 
 from loadtests.campaign import Campaign, Cell, Plan
 from loadtests.children import Layout, divide_cores
-from loadtests.errors import BadCampaign, BadRunFolder, Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed
+from loadtests.errors import BadCampaign, BadRunFolder, Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed, ServerLost
 from loadtests.levels import LevelFinished, Measured, Site, judge, loaded_level, lone_level, quick_seconds, settle
 from loadtests.progress import Progress, duration
 from loadtests.records import FORMAT_VERSION, Event, RunManifest
@@ -44,7 +44,8 @@ from loadtests.store import (
     read_samples,
     started_levels,
 )
-from loadtests.target import pool_for, probe
+from loadtests.streaming import Pool
+from loadtests.target import TargetFacts, pool_for, probe
 from models.formats import weight_bytes
 from models.ladder import OVERHEAD_BYTES, is_rung, rung
 from serving.errors import ServingError
@@ -52,6 +53,8 @@ from serving.hardware import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement import Policy, gib, plan
 
 MOST_ATTEMPTS = 5  # of one level in one sitting
+RECOVERY_SECONDS = 300.0  # that a server gets to bring its engine back
+MOST_SERVERS = 3  # of one cell in one sitting
 PACKAGES = (
     "llm-crossover", "locust", "gevent", "geventhttpclient", "numpy", "llama-cpp-python", "onnxruntime", "torch", "transformers",
     "tokenizers", "uvicorn", "starlette", "msgspec",
@@ -158,8 +161,7 @@ class _Runner:
         for line in layout.shared if layout is not None else ():
             self.progress.say(f"  note: {line}")
         try:
-            with self._server(cell, layout) as server:
-                capacity = self._search(cell, server.server, server.detail, budget)
+            capacity = self._measure(cell, layout, budget)
         except ServerFailed as problem:
             self.run.event("cell_skipped", cell=cell.key, detail={"reason": str(problem)})
             self.progress.say(f"{place}: skipped, {problem}", style="red")
@@ -172,6 +174,18 @@ class _Runner:
         self.run.event("cell_finished", cell=cell.key, detail=found)
         self.progress.say(f"{place}: {in_words(capacity)}", style="bold")
         return True
+
+    def _measure(self, cell: Cell, layout: Layout | None, budget_seconds: float) -> Capacity:
+        """The search of one cell, with a new server where one was lost. Raises ServerFailed, LevelFailed."""
+        for _ in range(MOST_SERVERS - 1):
+            try:
+                with self._server(cell, layout) as ready:
+                    return self._search(cell, ready.server, ready.detail, budget_seconds)
+            except ServerLost as problem:
+                self.run.event("interrupted", cell=cell.key, detail={"reason": str(problem)})
+                self.progress.say(f"  {problem}; starting another one", style="yellow")
+        with self._server(cell, layout) as ready:
+            return self._search(cell, ready.server, ready.detail, budget_seconds)
 
     @contextlib.contextmanager
     def _server(self, cell: Cell, layout: Layout | None) -> Iterator[_Ready]:
@@ -197,7 +211,7 @@ class _Runner:
         """Levels until the search has its answer."""
         config = msgspec.structs.replace(self.campaign.search, budget_seconds=budget_seconds)
         with pool_for(server.target) as pool:
-            facts = probe(server.target, pool)
+            facts = self._well(server, pool)
             self.run.event("cell_ready", cell=cell.key, detail=detail | {"target": msgspec.to_builtins(facts)})
             for note in facts.notes:
                 self.progress.say(f"  note: {note}")
@@ -218,7 +232,8 @@ class _Runner:
 
     def _level(self, site: Site, step: Measure, number: int) -> Measured:
         """One level, tried again where something else broke it. Raises LevelFailed when that does not help."""
-        began = len([e for e in started_levels(read_events(self.run.folder).records) if e.startswith(f"{site.cell.key}#{number}.")])
+        known = {str(event.level) for event in read_events(self.run.folder).records if event.cell == site.cell.key}
+        began = sum(name.startswith(f"{site.cell.key}#{number}.") for name in known)
         for attempt in range(began + 1, began + 1 + MOST_ATTEMPTS):
             name = f"{site.cell.key}#{number}.{attempt}"
             seed = seed_of(self.campaign.seed, name)
@@ -233,20 +248,22 @@ class _Runner:
                 self.run.event("level_abandoned", cell=site.cell.key, level=name, detail=detail)
                 self.run.event("interrupted", cell=site.cell.key, level=name, detail={"reason": str(problem)})
                 self.progress.say(f"  {name}: {problem}; measuring it again", style="yellow")
-                self._wait_well(site)
+                self._well(site.server, site.pool)
         raise LevelFailed(f"level {number} was interrupted {MOST_ATTEMPTS} times")
 
-    def _wait_well(self, site: Site) -> None:
-        """After an interruption: until the server serves again."""
-        until = time.monotonic() + site.campaign.server.ready_seconds
-        while time.monotonic() < until:
-            if (trouble := site.server.trouble()) is not None:
-                raise LevelFailed(trouble)
-            with contextlib.suppress(LoadError):
-                probe(site.server.target, site.pool)
-                return
+    def _well(self, server: Server, pool: Pool) -> TargetFacts:
+        """What the endpoint can, once it serves: an engine that died meanwhile gets the time to come back. Raises ServerLost, TargetUnusable."""
+        until = time.monotonic() + (RECOVERY_SECONDS if server.layout is not None else 0.0)
+        while True:
+            if (trouble := server.trouble()) is not None:
+                raise ServerLost(trouble)
+            try:
+                return probe(server.target, pool)
+            except LoadError:
+                if time.monotonic() > until:
+                    raise
+            self.progress.tick("waiting until the server serves again")
             time.sleep(0.2)
-        raise LevelFailed("the server did not come back")
 
     def _budget(self, events: Sequence[Event]) -> float:
         """Seconds of measuring for a cell: as it was said when the cell was first begun, else an equal share of what is left."""

@@ -146,7 +146,10 @@ class Local:
 
     def mark(self) -> tuple[Any, ...]:
         """Which engine process serves, and how often the server has changed it."""
-        seen = self._placement()
+        try:
+            seen = self._placement()
+        except TargetUnusable:
+            return ("no answer", time.monotonic())  # equal to no other mark
         return (self.engine_pids(), seen.get("restarts"), seen.get("fallbacks"), seen.get("returns"), seen.get("state"))
 
     def trouble(self) -> str | None:

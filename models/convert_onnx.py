@@ -161,8 +161,9 @@ def distance_of(reference: Floats, candidate: Floats) -> Comparison:
     a, b = (values.reshape(-1, values.shape[-1]).astype(np.float64) for values in (reference, candidate))
     centred = a - a.mean(-1, keepdims=True)
     p, q = _log_softmax(a), _log_softmax(b)
+    error, scale = np.mean((a - b) ** 2), np.mean(centred**2)
     return Comparison(
-        distance=float(np.sqrt(np.mean((a - b) ** 2) / np.mean(centred**2))),
+        distance=float(np.sqrt(error / scale)) if scale > 0 else (0.0 if error == 0 else float("inf")),
         kl_nats=float(np.mean(np.sum(np.exp(p) * (p - q), -1))),
         agreement=float(np.mean(a.argmax(-1) == b.argmax(-1))),
         positions=a.shape[0],

@@ -1,7 +1,7 @@
 """tokenizer.json -> the tokenizer part of a GGUF file.
 
-Two kinds: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and SentencePiece BPE with byte tokens (Llama 2, Mistral). llama.cpp knows the rules
-that cut text into words by name only, so the file's rule must be one of those below; what was written is then compared with the source
+Two kinds: byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and SentencePiece BPE with byte tokens (Llama 2, Mistral). llama.cpp knows the
+rules that cut text into words by name only, so the file's rule must be one of those below; the result is then compared with the source
 on PROBES (`models.convert`), since a wrong rule would give other ids in silence.
 """
 
@@ -38,7 +38,7 @@ PROBES: tuple[str, ...] = (
 
 
 def gguf_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """The folder's tokenizer, padded to the model's vocabulary `size`. Raises UnsupportedModel for a kind llama.cpp has no name for here."""
+    """The folder's tokenizer, padded to the model's vocabulary `size`. Raises UnsupportedModel for a kind that is not known."""
     tokenizer = HfTokenizer(folder / "tokenizer.json")
     description: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     model = description["model"]

@@ -171,7 +171,7 @@ def cell_numbers(
     info: Mapping[str, Any] = ready.get("info") or {}
     model = str(cell.get("model", "unknown"))
     spec = _spec(model)
-    weight_format = str(info.get("weight_format") or cell.get("weight_format") or "")
+    weight_format = str(info.get("weight_format") or cell.get("weight_format") or "").replace("none", "")
     slots = info.get("slots") or cell.get("slots")
     context = info.get("context_tokens") or cell.get("context_tokens")
     kv_tokens = info.get("kv_tokens") or cell.get("kv_tokens")

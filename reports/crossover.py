@@ -147,6 +147,13 @@ def promise_words(promise: Promise) -> str:
     return f"{', '.join(limits) or 'an answer without error'}, for {formatting.share(promise.target)} of requests"
 
 
+def promise_source(promise: Promise) -> str:
+    """Where the limits are from; "" for limits of one's own."""
+    if not promise.source:
+        return ""
+    return f"changed from {promise.source}" if promise.name.endswith("(changed)") else promise.source
+
+
 def capacity_words(capacity: CapacityNumbers) -> str:
     """A capacity for a table or a sentence."""
     match capacity.state:
@@ -155,7 +162,7 @@ def capacity_words(capacity: CapacityNumbers) -> str:
                 "" if capacity.is_narrow else ", wider than asked"
             )
         case "at_least":
-            return f"more than {formatting.significant(capacity.low or 0)} requests/s"
+            return f"at least {formatting.significant(capacity.low or 0)} requests/s"
         case "none":
             return "at no rate"
         case "unresolved":
@@ -168,7 +175,7 @@ def rate_words(capacity: CapacityNumbers) -> str:
     """A capacity that is known, without its reservations: for `holds the promise up to ...`."""
     if capacity.state == "interval":
         return formatting.rate_with_interval(capacity.estimate, capacity.low, capacity.high)
-    return f"more than {formatting.significant(capacity.low or 0)} requests/s"
+    return f"at least {formatting.significant(capacity.low or 0)} requests/s"
 
 
 def headline(run: RunNumbers, largest: CellNumbers | None, first_not: CellNumbers | None) -> str:
@@ -322,7 +329,7 @@ def ladder(run: RunNumbers) -> tuple[Rung, ...]:
         memory = cell.memory if cell is not None else predicted_memory(spec, like.weight_format, like.kv_tokens, like.kv_dtype)
         total = memory.predicted_bytes
         fits = None if total is None or usable is None else total <= usable
-        if spec.parameters >= smallest:
+        if spec.parameters >= smallest and (cell is not None or total is not None):
             out.append(Rung(spec, memory, True if cell is not None and cell.state == "measured" else fits, cell))
     return tuple(out)
 

@@ -183,9 +183,9 @@ def _setting(run: RunRecords, numbers: RunNumbers) -> Iterable[Doubt]:
             level.summary.client_cpu_share for cell in numbers.cells for level in cell.levels if level.summary.client_cpu_share is not None
         ]
         used = (
-            f" It used up to {formatting.significant(max(shares))} of a core."
+            f" The former used up to {formatting.significant(max(shares))} of a core."
             if shares and max(shares) > 0
-            else " What it used was not measured."
+            else " What the former used was not measured."
         )
         yield Doubt(
             "OneMachine",

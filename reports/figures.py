@@ -74,7 +74,7 @@ def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
             f"alone-{which}",
             "alone",
             f"{name}, one request alone",
-            "Median of requests sent one at a time. A model above the line keeps the promise at no rate.",
+            "Median of requests sent one at a time (the mean where there are few). A model above the line keeps the promise at no rate.",
             ("measured here",),
             half=True,
         )

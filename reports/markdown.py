@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reports import formatting, tables
-from reports.crossover import Crossover, promise_words
+from reports.crossover import Crossover, promise_source, promise_words
 from reports.figures import Figure
 from reports.numbers import RunNumbers
 from reports.page import commands, counts_words, machine_facts, software
@@ -16,10 +16,10 @@ from reports.page import commands, counts_words, machine_facts, software
 
 def markdown(run: RunNumbers, found: Crossover, figures: Sequence[Figure] = (), images: Mapping[str, str] | None = None) -> str:
     """`images`: figure slug -> the file it was drawn to, relative to the Markdown file."""
-    promise = run.promise
+    promise, source = run.promise, promise_source(run.promise)
     parts = [
         f"# {found.headline}",
-        f"The **{promise.name}** promise: {promise_words(promise)}{f' ({promise.source})' if promise.source else ''}.",
+        f"The **{promise.name}** promise: {promise_words(promise)}{f' ({source})' if source else ''}.",
         "\n".join(f"- {sentence}" for sentence in found.sentences),
         "## Capacity (measured here)",
         table_text(tables.capacity_table(run, found)),

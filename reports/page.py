@@ -12,9 +12,11 @@ import functools
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import resources
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -24,7 +26,7 @@ from markupsafe import Markup
 
 from reports import charts, crossover_map, formatting, tables
 from reports.capacity import search_config
-from reports.crossover import Crossover, capacity_words, machine_words, promise_words, title, why_at_no_rate
+from reports.crossover import Crossover, capacity_words, machine_words, promise_source, promise_words, title, why_at_no_rate
 from reports.figures import Figure
 from reports.formatting import model_title
 from reports.numbers import CellNumbers, RunNumbers
@@ -174,7 +176,7 @@ def _values(run: RunNumbers, found: Crossover, groups: Mapping[str, list[Figure]
         "created": _day(manifest.created),
         "promise_name": promise.name,
         "promise_words": promise_words(promise),
-        "promise_source": promise.source,
+        "promise_source": promise_source(promise),
         "confidence": formatting.share(search_config(manifest).confidence),
         "contents": [item for item in CONTENTS if item[0] != "gpu" or found.takeovers],
         "cards": cards(run, found),
@@ -217,10 +219,18 @@ def commands(run: RunNumbers, found: Crossover) -> str:
     asked = f" --rate {found.asked_rate:g}" if found.asked_rate is not None else ""
     lines = [
         "# measure again: the campaign below, saved as campaign.toml",
-        " ".join(run.manifest.command) or "crossover campaign run campaign.toml",
+        command_words(run.manifest.command),
     ]
     lines += ["", "# make this report again from the records", f"crossover report {run.folder}{asked}"]
     return "\n".join(lines)
+
+
+def command_words(command: Sequence[str]) -> str:
+    """The command line as one would type it, whatever way the program was started."""
+    if not command:
+        return "crossover campaign run campaign.toml"
+    program = "crossover" if Path(command[0]).name in ("crossover", "crossover.py", "__main__.py") else command[0]
+    return shlex.join([program, *command[1:]])
 
 
 def machine_facts(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -97,10 +97,12 @@ def load_words(level: LevelNumbers) -> str:
 
 
 def percentile(times: Any, name: str) -> str:
-    """A percentile as text: `never` where the request there never came, `too few` where there are not enough."""
+    """A percentile as text: `never` where it never came, `too few` (p50: the mean of the few) where there are not enough."""
     value = getattr(times, name)
     if value is not None:
         return formatting.seconds(value)
+    if name == "p50" and (mean := middle(times)) is not None:
+        return f"mean {formatting.seconds(mean)}"
     return "never" if name in times.never else "too few" if times.count else formatting.NOT_MEASURED
 
 

@@ -79,7 +79,7 @@ function words(found) {
     if (found.estimate === null) return `${significant(found.low, digits)} to ${significant(found.high, digits)} requests/s`;
     return `${significant(found.estimate, digits)} requests/s (${significant(found.low, digits)}–${significant(found.high, digits)})`;
   }
-  if (found.state === "at_least") return `more than ${significant(found.low)} requests/s`;
+  if (found.state === "at_least") return `at least ${significant(found.low)} requests/s`;
   if (found.state === "none") return "at no rate";
   if (found.state === "unresolved") return found.high ? `unresolved: below ${significant(found.high)} requests/s` : "unresolved";
   return data.missing;

@@ -36,8 +36,8 @@ def test_the_graph_is_compared_with_its_source_and_the_distance_kept(name: str) 
 def test_a_builder_that_takes_the_wrong_head_leaves_nothing_behind(tmp_path: Path) -> None:
     # onnxruntime-genai 0.15.2 takes another matrix for the head where intermediate_size equals vocab_size.
     spec = ModelSpec(
-        name="trap", family="llama", layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=320,
-        vocabulary=320, context=64, tied=False, rope_theta=10_000.0,
+        name="trap", family="llama", layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=512,
+        vocabulary=512, context=64, tied=False, rope_theta=10_000.0,
     )  # fmt: skip
     write_hf_folder(spec, tmp_path / "trap", dtype="fp32", initializer_range=0.1)
     out = tmp_path / "out"
@@ -89,6 +89,8 @@ def test_the_distance_of_logits_has_known_values() -> None:
     assert shifted.kl_nats == pytest.approx(0, abs=1e-9)
     unrelated = distance_of(logits, random.standard_normal(logits.shape).astype(np.float32))
     assert unrelated.distance == pytest.approx(2**0.5, rel=0.05)
+    flat = np.zeros((1, 4), np.float32)
+    assert distance_of(flat, flat).distance == 0 and distance_of(flat, flat + 1).distance == float("inf")
     two = distance_of(np.log(np.array([[0.5, 0.5]], np.float32)), np.log(np.array([[0.9, 0.1]], np.float32)))
     assert two.kl_nats == pytest.approx(0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1), rel=1e-6)
 

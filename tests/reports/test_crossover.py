@@ -90,7 +90,7 @@ def test_none_hold(tmp_path: Path) -> None:
 def test_nothing_was_seen_to_be_too_much(tmp_path: Path) -> None:
     run = read_small(tmp_path / "run", {"smollm2-135m": (RUNGS["smollm2-135m"][0], (0.5, 1.0))})
     assert run.cells[0].capacity.state == "at_least" and run.cells[0].capacity.high is None
-    assert "up to more than" in crossover(run).headline
+    assert "up to at least" in crossover(run).headline
     assert "OpenEnded" in {doubt.name for doubt in run.doubts}
 
 
