@@ -182,7 +182,7 @@ def loaded_level(
     site.progress.tick(f"{name}: starting the load generator")
     with Child([*command, "-u", users, "-r", users], cores=cores, log=log, environment=environment, urgent=True) as child:
         if not wait_for_file(started_file, child, START_SECONDS):
-            raise LevelInterrupted(f"the load generator did not start ({child.how_it_ended()}); all it said is in {log}")
+            raise LevelInterrupted(f"the load generator did not start ({child.how_it_ended()}); all it said is in logs/{log.name}")
         announced = msgspec.json.decode(started_file.read_bytes(), type=Outcome)
         started = _started(site, plan, purpose, attempt, announced.started_unix_seconds)
         site.samples.clear()

@@ -177,15 +177,16 @@ class _Runner:
 
     def _measure(self, cell: Cell, layout: Layout | None, budget_seconds: float) -> Capacity:
         """The search of one cell, with a new server where one was lost. Raises ServerFailed, LevelFailed."""
-        for _ in range(MOST_SERVERS - 1):
+        for number in range(1, MOST_SERVERS + 1):
             try:
                 with self._server(cell, layout) as ready:
                     return self._search(cell, ready.server, ready.detail, budget_seconds)
             except ServerLost as problem:
                 self.run.event("interrupted", cell=cell.key, detail={"reason": str(problem)})
-                self.progress.say(f"  {problem}; starting another one", style="yellow")
-        with self._server(cell, layout) as ready:
-            return self._search(cell, ready.server, ready.detail, budget_seconds)
+                self.progress.say(f"  {problem}", style="yellow")
+                if number == MOST_SERVERS:
+                    raise ServerFailed(f"lost {MOST_SERVERS} servers; the last one: {problem}") from problem
+        raise AssertionError("not reached")
 
     @contextlib.contextmanager
     def _server(self, cell: Cell, layout: Layout | None) -> Iterator[_Ready]:

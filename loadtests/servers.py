@@ -20,7 +20,7 @@ import msgspec
 
 from loadtests.campaign import Campaign, Cell
 from loadtests.children import Child, Layout, last_line
-from loadtests.errors import ServerFailed, TargetUnusable
+from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.resources import api_pids, engine_pids
 from loadtests.streaming import connect, fetch, get_bytes
 from loadtests.target import Target
@@ -109,14 +109,17 @@ class Local:
         self.target = Target(url="")
 
     def wait_ready(self, say: Say) -> None:
-        """Raises ServerFailed when the server ends before it is ready, or takes longer than `server.ready_seconds`."""
+        """Raises ServerFailed when the server gives up or takes longer than `server.ready_seconds`, ServerLost when something killed it."""
         until = time.monotonic() + self._ready_seconds
         while not self._ready_file.exists():
-            if self._child.poll() is not None:
-                raise ServerFailed(f"the server did not start ({self._child.how_it_ended()}); all it said is in {self.log}")
+            status = self._child.poll()
+            if status is not None:
+                said = f"({self._child.how_it_ended()}); all it said is in logs/{self.log.name}"
+                if status < 0:
+                    raise ServerLost(f"the server was killed while it started {said}")
+                raise ServerFailed(f"the server did not start {said}")
             if time.monotonic() > until:
-                self.stop()
-                raise ServerFailed(f"the server was not ready within {self._ready_seconds:g} s; all it said is in {self.log}")
+                raise ServerFailed(f"the server was not ready within {self._ready_seconds:g} s; all it said is in logs/{self.log.name}")
             say(last_line(self.log) or "starting the server", None)
             time.sleep(0.05)
         self.target = Target(url=msgspec.json.decode(self._ready_file.read_bytes())["url"])

@@ -62,7 +62,7 @@ def _all(run: RunNumbers, found: Crossover) -> Iterable[Figure]:
             "crossover",
             "Crossover map" + (f": {series}" if many else ""),
             f"Blue: the CPU keeps the promise ({words}). Pale blue: the interval of the capacity. Orange: a GPU takes over, with the "
-            "memory it needs. Marks are measured levels: circle held, cross failed, diamond too few requests to say.",
+            "memory it needs. Grey: not measured. Marks are measured levels: circle held, cross failed, diamond too few requests to say.",
             ("measured here", "predicted"),
         )
     for which, name, limit in (

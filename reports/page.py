@@ -89,7 +89,7 @@ def cards(run: RunNumbers, found: Crossover) -> list[Card]:
             )
         )
         capacity = cell.capacity
-        value = formatting.rate(capacity.estimate) if capacity.estimate is not None else f"> {formatting.rate(capacity.low)}"
+        value = formatting.rate(capacity.estimate) if capacity.estimate is not None else f"≥ {formatting.rate(capacity.low)}"
         interval = (
             f"requests per second; interval {formatting.interval(capacity.low, capacity.high)}"
             if capacity.high is not None
