@@ -1,12 +1,19 @@
 """The share of good requests against the rate, as one curve with its uncertainty: what the levels measured so far say about the capacity.
 
-The odds of a bad request grow as a power of the rate: odds(r) = odds(target) * (r / capacity) ** slope, with capacity and slope unknown.
-It is the logistic curve in ln(rate); near the capacity of a queue ln P(late) is close to straight in the rate, and levels far from it
-weigh little. The posterior is computed on a grid, flat in ln(capacity) and broad in the slope, so there is no fit to fail with three
+Two things are known without any model: below the capacity the share of good requests is at least the target, above it at most. Near the
+capacity more is: the odds of a bad request grow about as a power of the rate,
+
+    odds(rate) = odds(target) * (rate / capacity) ** slope,
+
+the logistic curve in ln(rate), with capacity and slope unknown. A level near the target (in log odds) speaks by the curve, one far from it
+only by the order. The posterior is computed on a grid, flat in ln(capacity) and broad in the slope, so there is no fit to fail with three
 levels or with none bad.
 
-Requests of one level share their fate (a busy period makes many of them late), so their number counts less than it is: the likelihood is
-divided by the dispersion of good requests among consecutive batches (quasi-likelihood; McCullagh & Nelder 1989, section 4.5).
+Requests of one level share their fate (a busy period makes many of them late), so they count for less than their number: the likelihood
+is divided by the dispersion, var / mean of the count of bad ones over that of a binomial (quasi-likelihood, McCullagh & Nelder 1989,
+section 4.5). Two estimates of it, and the larger counts: from the clusters of bad requests, and from how long latencies remember (the
+dispersion of TTFT means), which speaks up even where no request was bad. The constants were chosen on M/D/4 and continuous batching with
+known capacity (tests/loadtests/test_search.py holds them to it).
 """
 
 from __future__ import annotations
@@ -20,23 +27,24 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-CAPACITY_POINTS = 1200
-SLOPES = np.geomspace(2.0, 100.0, 20)
-SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior; queues near capacity show 5 to 30
-CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 60.0, 3.0
-CORRELATED = 1.6
-NEAR = 1.5
+CAPACITY_POINTS = 800
+SLOPES = np.geomspace(2.0, 100.0, 16)
+SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior: queues near capacity show 5 to 40
+NEAR = 2.0  # distance in log odds from the target at which curve and order weigh the same
+CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 60.0, 3.0  # as many clusters, of this size over the root of the bad share
+CORRELATED = 1.6  # batches of a tenth of a level see about this part less than the whole memory of a queue
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
+ROUNDS = 3
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One level: rate in requests/s, counts, and (good, due) of consecutive batches."""
+    """One level: rate in requests/s, counts, and what shows how far neighbours share their fate (see search.Level)."""
 
     rate: float
     good: int
     due: int
     correlated: float | None = None
-    runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... requests in order of their due times
+    runs: tuple[int, ...] = ()
 
 
 class Posterior:
@@ -51,8 +59,7 @@ class Posterior:
 
     def quantile(self, q: float) -> float:
         """The rate below which the capacity lies with probability q."""
-        cumulative = np.cumsum(self._marginal)
-        return float(np.exp(np.interp(q, cumulative, np.log(self.capacities))))
+        return float(np.exp(np.interp(q, np.cumsum(self._marginal), np.log(self.capacities))))
 
     def most_telling_rate(self, seconds: float) -> float:
         """The rate at which a level of this length is expected to narrow the capacity most.
@@ -60,13 +67,11 @@ class Posterior:
         Share of the variance of the outcome that the capacity explains, over candidates around what is believed: far below it nothing fails
         whatever the capacity is, far above everything does.
         """
-        low, high = self.quantile(0.02), self.quantile(0.98)
-        candidates = np.geomspace(low * 0.97, high * 1.03, 25)
         best, best_score = self.quantile(0.5), -1.0
-        for rate in candidates:
+        for rate in np.geomspace(self.quantile(0.02) * 0.97, self.quantile(0.98) * 1.03, 25):
             good = share_good(float(rate), self.capacities[:, None], SLOPES[None, :], self.target)
-            by_capacity = (self.weights * good).sum(axis=1) / np.maximum(self._marginal, 1e-300)
             mean = float((self.weights * good).sum())
+            by_capacity = (self.weights * good).sum(axis=1) / np.maximum(self._marginal, 1e-300)
             explained = float((self._marginal * (by_capacity - mean) ** 2).sum())
             total = float((self.weights * (good - mean) ** 2).sum())
             counted = max(1.0, rate * seconds / dispersion(1.0 - mean, self.clump))
@@ -77,6 +82,31 @@ class Posterior:
         return best
 
 
+def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, target: float) -> Posterior:
+    """What the levels say. With none: the prior, flat in the logarithm of the capacity from min_rate to max_rate."""
+    rates = [o.rate for o in seen]
+    # The grid is laid where the answer can be, so that its step is far below any precision asked.
+    low, high = (max(min_rate, min(rates) / 4), min(max_rate, max(rates) * 4)) if seen else (min_rate, max_rate)
+    capacities = np.geomspace(min(low, high / 2), max(high, low * 2), CAPACITY_POINTS)
+    prior = np.tile(-0.5 * ((np.log(SLOPES) - math.log(SLOPE_MEDIAN)) / SLOPE_SPREAD) ** 2, (CAPACITY_POINTS, 1))
+    shares = [share_good(o.rate, capacities[:, None], SLOPES[None, :], target) for o in seen]
+    by_curve = [_log_likelihood(o, share) for o, share in zip(seen, shares, strict=True)]
+    by_order = [_by_order(o, capacities, target)[:, None] for o in seen]
+    clump = clumping(seen)
+    bad = [(o.due - o.good + 0.5) / (o.due + 1.0) for o in seen]
+    for _ in range(ROUNDS):  # a level's weight depends on its share by the curve, and the curve on the weights; settled after three
+        log_weights = prior.copy()
+        for i, o in enumerate(seen):
+            near = nearness(bad[i], target)
+            remembered = CORRELATED * (o.correlated or 0.0)
+            log_weights += near * by_curve[i] / max(dispersion(bad[i], clump), remembered)
+            log_weights += (1 - near) * by_order[i] / max(dispersion(1 - target, clump), remembered)
+        weights: Array = np.exp(log_weights - log_weights.max())
+        weights /= weights.sum()
+        bad = [1.0 - float((weights * share).sum()) for share in shares]
+    return Posterior(capacities, weights, target, clump)
+
+
 def share_good(rate: float, capacity: Array, slope: Array, target: float) -> Array:
     """The curve: the share of good requests at `rate`."""
     log_odds_bad = math.log((1 - target) / target) + slope * (math.log(rate) - np.log(capacity))
@@ -84,48 +114,13 @@ def share_good(rate: float, capacity: Array, slope: Array, target: float) -> Arr
     return share
 
 
-def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, target: float) -> Posterior:
-    """What the levels say. With none: the prior, flat in the logarithm of the capacity from min_rate to max_rate."""
-    capacities = np.geomspace(min_rate, max_rate, CAPACITY_POINTS)
-    if seen:  # the grid is laid where the answer can be, so that its step is far below any precision asked
-        rates = [o.rate for o in seen]
-        capacities = np.geomspace(max(min_rate, min(rates) / 4), min(max_rate, max(rates) * 4), CAPACITY_POINTS)
-    log_prior = np.tile(-0.5 * ((np.log(SLOPES) - math.log(SLOPE_MEDIAN)) / SLOPE_SPREAD) ** 2, (CAPACITY_POINTS, 1))
-    shares = [share_good(o.rate, capacities[:, None], SLOPES[None, :], target) for o in seen]
-    clump = clumping(seen)
-    bad = [(o.due - o.good + 0.5) / (o.due + 1.0) for o in seen]
-    for _ in range(3):  # the weight of a level depends on its share by the curve, and the curve on the weights: settled after three rounds
-        log_weights = log_prior.copy()
-        for o, share, b in zip(seen, shares, bad, strict=True):
-            near = nearness(b, target)
-            by_curve = _log_likelihood(o, share) / max(dispersion(b, clump), CORRELATED * (o.correlated or 0.0))
-            log_weights += near * by_curve + (1 - near) * _by_order(o, capacities, target)[:, None] / max(dispersion(1 - target, clump), CORRELATED * (o.correlated or 0.0))
-        weights: Array = np.exp(log_weights - log_weights.max())
-        weights /= weights.sum()
-        bad = [1.0 - float((weights * share).sum()) for share in shares]
-    return Posterior(capacities, weights, target, clump)
-
-
 def dispersion(bad_share: float, clump: float) -> float:
-    """How many requests of a level count as one, at this share of bad ones."""
+    """How many requests of a level count as one, at this share of bad ones: about the root of the share in queues, and at least 1."""
     return max(1.0, clump * math.sqrt(max(bad_share, 0.0)))
 
 
-def _log_likelihood(o: Observation, share: Array) -> Array:
-    result: Array = o.good * np.log(share) + (o.due - o.good) * np.log1p(-share + 1e-12)
-    return result
-
-
-def _by_order(o: Observation, capacities: Array, target: float) -> Array:
-    """What a level says of each capacity without the curve: below the capacity the share is at least the target, above it at most."""
-    share = o.good / o.due
-    below = _log_likelihood(o, np.array([max(share, target)]))[0]  # o.rate is below the capacity
-    above = _log_likelihood(o, np.array([max(min(share, target), 1e-12)]))[0]
-    return np.where(capacities >= o.rate, below, above)
-
-
 def nearness(bad_share: float, target: float) -> float:
-    """Weight of a level by how far its share is from the target's, in log odds: the curve is only straight near by."""
+    """Weight of the curve for a level, by how far its share is from the target's in log odds; the rest of its weight is the order's."""
     share = min(max(bad_share, LAPSE), 1 - LAPSE)
     distance = math.log(share / (1 - share)) - math.log((1 - target) / target)
     return 1.0 / (1.0 + (distance / NEAR) ** 2)
@@ -140,12 +135,10 @@ def clumping(seen: Sequence[Observation]) -> float:
     total = CLUMP_PRIOR * CLUMP_PRIOR_WEIGHT
     for o in seen:
         bad = o.due - o.good
-        if not 0 < bad < o.due or not o.runs:
-            continue
-        scale = math.sqrt(bad / o.due)
-        sizes = [size / scale for size in clusters(o.runs)]
-        squares += sum(size * size for size in sizes)
-        total += sum(sizes)
+        if 0 < bad < o.due and o.runs:
+            sizes = np.array(clusters(o.runs)) / math.sqrt(bad / o.due)
+            squares += float(np.dot(sizes, sizes))
+            total += float(sizes.sum())
     return squares / total
 
 
@@ -155,34 +148,46 @@ def clusters(runs: Sequence[int]) -> list[int]:
     How many there are is estimated by the extremal index from the gaps between bad requests, and the longest gaps part them: the
     intervals estimator and its declustering (Ferro & Segers 2003), which need no length of a gap to be chosen.
     """
-    gaps: list[int] = []  # requests from one bad one to the next
-    for position in range(1, len(runs), 2):
-        if runs[position] and gaps_begun(gaps, runs, position):
-            gaps.append(runs[position - 1] + 1)
-        gaps += [1] * (runs[position] - 1)
+    found: list[int] = []  # from one bad request to the next
+    since_bad: int | None = None
+    for position, length in enumerate(runs):
+        if position % 2 == 0:
+            since_bad = None if since_bad is None else since_bad + length
+        elif length:
+            if since_bad is not None:
+                found.append(since_bad + 1)
+            found += [1] * (length - 1)
+            since_bad = 0
     bad = sum(runs[1::2])
-    if bad == 0:
-        return []
-    if not gaps:
-        return [bad]
-    found = np.array(gaps, dtype=np.float64)
-    if found.max() > 2:
-        index = 2 * (found - 1).sum() ** 2 / (len(found) * max(1e-9, ((found - 1) * (found - 2)).sum()))
+    if len(found) == 0:
+        return [bad] if bad else []
+    gaps = np.array(found, dtype=np.float64)
+    if gaps.max() > 2:
+        index = 2 * (gaps - 1).sum() ** 2 / (len(gaps) * max(1e-9, ((gaps - 1) * (gaps - 2)).sum()))
     else:
-        index = 2 * found.sum() ** 2 / (len(found) * (found**2).sum())
-    parts = max(1, math.floor(min(1.0, index) * bad))
-    if parts == 1:
+        index = 2 * gaps.sum() ** 2 / (len(gaps) * (gaps**2).sum())
+    count = max(1, math.floor(min(1.0, index) * bad))
+    if count == 1:
         return [bad]
-    threshold = max(2, int(np.sort(found)[-(parts - 1)]))
+    parting = max(2.0, float(np.sort(gaps)[-(count - 1)]))
     sizes = [1]
     for gap in gaps:
-        if gap >= threshold:
+        if gap >= parting:
             sizes.append(1)
         else:
             sizes[-1] += 1
     return sizes
 
 
-def gaps_begun(gaps: Sequence[int], runs: Sequence[int], position: int) -> bool:
-    """True when a bad request came before this run."""
-    return any(runs[before] for before in range(1, position, 2))
+def _log_likelihood(o: Observation, share: Array) -> Array:
+    result: Array = o.good * np.log(share) + (o.due - o.good) * np.log1p(-np.minimum(share, 1 - 1e-12))
+    return result
+
+
+def _by_order(o: Observation, capacities: Array, target: float) -> Array:
+    """Without the curve: where the rate is below the capacity the share is at least the target, above it at most."""
+    share = o.good / o.due
+    below = _log_likelihood(o, np.array([max(share, target)]))[0]
+    above = _log_likelihood(o, np.array([max(min(share, target), 1e-12)]))[0]
+    by_order: Array = np.where(capacities >= o.rate, below, above)
+    return by_order

@@ -85,7 +85,7 @@ def resume(folder: Path, progress: Progress) -> Path:
         if open_level is not None:
             reason = "the runner ended within it"
             opened.event("level_abandoned", cell=open_level.cell, level=open_level.level, detail={"reason": reason})
-        if not events or events[-1].kind != "interrupted":
+        if not (events and events[-1].kind == "interrupted" and events[-1].cell is None):  # its own last word says so
             opened.event("interrupted", detail={"reason": "the runner was killed", "last_event": events[-1].kind if events else None})
         opened.event("run_resumed", detail={"dropped_bytes": dropped})
         done = sum(event.kind in ("cell_finished", "cell_skipped") for event in events)

@@ -22,6 +22,7 @@ import msgspec
 
 from loadtests.attainment import Observation, Posterior, posterior
 from loadtests.slo import Promise, requests_to_hold, verdict
+from loadtests.summary import Summary
 
 Purpose = Literal["lone", "bracket", "narrow"]
 Status = Literal["resolved", "unresolved", "none", "at_least"]
@@ -65,10 +66,12 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished level, as the search sees it: `Level.of(summary)` in loadtests.summary's words.
+    """One finished level, as the search sees it (`level_of` makes one of a Summary).
 
-    `rate` None is the lone level (one request at a time). `batches` are (good, due) in consecutive parts of the window: they show how far
-    neighbours share their fate. An invalid level is kept for the record and not counted.
+    `rate` None is the lone level (one request at a time). How far neighbouring requests share their fate show `runs`, the lengths of runs
+    of good, bad, good, ... requests in order of their due times, and `correlated`, how many consecutive latencies count as one; both may
+    be missing, and are then assumed as in a queue of a few servers. `batches` are (good, due) in consecutive parts of the window, for
+    reports. An invalid level is kept for the record and not counted.
     """
 
     rate: float | None
@@ -80,6 +83,21 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     correlated: float | None = None
     mean_e2e_seconds: float | None = None
     is_valid: bool = True
+
+
+def level_of(summary: Summary) -> Level:
+    """A level's summary as the search sees it. A level without an asked rate is a lone one."""
+    return Level(
+        rate=summary.asked_rate,
+        due=summary.due,
+        good=summary.good,
+        duration_seconds=summary.window.seconds,
+        batches=summary.batches,
+        runs=summary.runs,
+        correlated=summary.correlated,
+        mean_e2e_seconds=summary.e2e.mean,
+        is_valid=summary.is_valid,
+    )
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
@@ -196,9 +214,10 @@ def pooled(levels: Sequence[Level]) -> list[tuple[float, int, int]]:
             counts = merged.setdefault(level.rate, [0, 0])
             counts[0] += level.good
             counts[1] += level.due
-    blocks: list[tuple[list[float], int, int]] = []
+    blocks: list[tuple[list[float], int, int]] = []  # rates, good, due
     for rate in sorted(merged):
-        blocks.append(([rate], *merged[rate]))
+        good, due = merged[rate]
+        blocks.append(([rate], good, due))
         while len(blocks) > 1 and blocks[-2][1] * blocks[-1][2] < blocks[-1][1] * blocks[-2][2]:
             last = blocks.pop()
             before = blocks.pop()
@@ -248,7 +267,7 @@ def _next_rate(levels: Sequence[Level], config: SearchConfig, promise: Promise) 
         if lowest <= max(config.min_rate * 1.001, 0.15 * _lone_rate(levels, config)):
             return None
         return max(config.min_rate, lowest / min(4.0, 1.5 + 0.5 * (len(broken) - 1))), "bracket"
-    return _belief(levels, config, promise).most_telling_rate(_narrow_seconds(config)), "narrow"
+    return _belief(levels, config, promise).most_telling_rate(config.level_seconds_max), "narrow"
 
 
 def _first_rate(levels: Sequence[Level], config: SearchConfig) -> float:
@@ -273,10 +292,6 @@ def _more_lone(lone: Sequence[Level], config: SearchConfig, promise: Promise, fo
     if left <= 0 or seconds < spent / max(1, due):
         return Finished(_because(found, f"the budget of {config.budget_seconds:.0f} s is used up"))
     return Measure(None, seconds, "lone", wanted)
-
-
-def _narrow_seconds(config: SearchConfig) -> float:
-    return config.level_seconds_max
 
 
 def _duration(rate: float, purpose: Purpose, config: SearchConfig, left_seconds: float) -> float | None:

@@ -81,7 +81,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     attainment_high: float
     goodput: float  # good requests/s
     verdict: Verdict
-    batches: tuple[tuple[int, int], ...]  # (good, due) in consecutive parts of the window: shows autocorrelation
+    batches: tuple[tuple[int, int], ...]  # (good, due) in consecutive parts of the window
+    runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... requests in order of their due times
+    correlated: float | None = None  # how many consecutive latencies count as one
     ttft: Distribution
     tpot: Distribution
     itl: Distribution
@@ -149,6 +151,10 @@ def summarise(
         goodput=sum(good) / window.seconds,
         verdict=verdict(sum(good), len(good), promise),
         batches=batch_counts([r.due_seconds for r in inside], good, window),
+        runs=runs_of(good),
+        correlated=max(
+            (c for c in (correlation([ttft_seconds(r) for r in oks]), correlation([tpot_seconds(r) for r in oks])) if c), default=None
+        ),
         ttft=distribution([ttft_seconds(r) for r in oks], late=late),
         tpot=distribution([tpot_seconds(r) for r in oks]),
         itl=distribution([gap for r in inside for gap in itl_seconds(r)]),
@@ -215,6 +221,30 @@ def batch_counts(due_seconds: Sequence[float], good: Sequence[bool], window: Win
         counts[part][0] += bool(is_it)
         counts[part][1] += 1
     return tuple((g, d) for g, d in counts)
+
+
+def runs_of(good: Iterable[bool]) -> tuple[int, ...]:
+    """Lengths of the runs of good, bad, good, ... requests; the first is 0 where the first request was bad."""
+    lengths, current = [0], True
+    for is_good_one in good:
+        if is_good_one != current:
+            lengths.append(0)
+            current = is_good_one
+        lengths[-1] += 1
+    return tuple(lengths)
+
+
+def correlation(values: Iterable[float | None]) -> float | None:
+    """How many consecutive values count as one: variance of batch means times batch length over the variance. 1: independent.
+
+    None below 20 values, or where all are the same.
+    """
+    known = np.array([value for value in values if value is not None], dtype=np.float64)
+    length = len(known) // BATCHES
+    if length < 2 or np.ptp(known) == 0:
+        return None
+    means = known[: length * BATCHES].reshape(BATCHES, length).mean(axis=1)
+    return float(length * means.var(ddof=1) / known.var())
 
 
 def output_throughput(records: Iterable[RequestRecord], window: Window) -> float | None:

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+_MOST = {"num_hidden_layers": 10_000}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -154,6 +155,7 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
 
 def _count(config: dict[str, Any], key: str, name: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"{name} has {key} {value!r} in its config.json; it must be a positive whole number")
+    most = _MOST.get(key, 1 << 31)  # a config.json from anywhere must not make us count to a billion
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UnsupportedModel(f"{name} has {key} {value!r} in its config.json; it must be a whole number from 1 to {most}")
     return value

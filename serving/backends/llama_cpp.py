@@ -61,9 +61,9 @@ class LlamaCppBackend:
         self._context: Any = None
         self._batch: _Batch | None = None
         self._grammars: Grammars | None = None
-        self._llama = llama = library(self._options.wait_policy)
-        _check(config, self._options, llama)
         self._threads = config.threads or len(allowed_cores())
+        self._llama = llama = _library(config, self._options, self._threads)
+        _check(config, self._options, llama)
         self._unified = _unified(config, self._options)
         self._flash = _flash_attention(config, self._options)
         try:
@@ -260,6 +260,7 @@ class LlamaCppBackend:
             "flash_attention": _flash_attention_said(LOG.lines, self._flash),
             "kv_unified": str(self._unified).lower(),
             "kv_dtype": config.kv_dtype,
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
             "ubatch_tokens": str(llama.llama_n_ubatch(self._context)),
             "repack": "yes" if any("REPACK model buffer" in line for line in LOG.lines) else "no",
             "model_file_type": ftype,
@@ -404,6 +405,13 @@ def _check_memory(parts: MemoryParts, name: str) -> None:
 def _is_memory(reason: str) -> bool:
     lower = reason.lower()
     return any(words in lower for words in ("failed to allocate", "unable to allocate", "out of memory", "bad_alloc", "cannot allocate"))
+
+
+def _library(config: EngineConfig, options: LlamaOptions, threads: int) -> Any:
+    if options.wait_policy != "auto":
+        return library(options.wait_policy)
+    shared = not config.cores and 1 < threads >= (os.cpu_count() or 1)  # someone else will want one of these cores
+    return library("passive" if shared else "default", must=False)
 
 
 def _unified(config: EngineConfig, options: LlamaOptions) -> bool:

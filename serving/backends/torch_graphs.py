@@ -59,9 +59,7 @@ class Captured:
 class DecodeGraphs:
     """The decode step by bucket. With `capture=False` the same code runs eagerly, on any device."""
 
-    def __init__(
-        self, model: SlotModel, rows: int, *, capture: bool, progress: Callable[[str, float | None], None] | None = None
-    ) -> None:
+    def __init__(self, model: SlotModel, rows: int, *, capture: bool, progress: Callable[[str, float | None], None] | None = None) -> None:
         self._model, self._device = model, model.device
         self.batches, self.contexts = batch_buckets(rows), context_buckets(model.width)
         self._columns = torch.arange(model.width, device=self._device)

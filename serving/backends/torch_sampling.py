@@ -111,8 +111,8 @@ def _philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, T
     k0, k1 = key
     for _ in range(10):
         first, second = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
-        c0, c1 = ((first >> 32) & _LOW) ^ c1 ^ k0, first & _LOW
-        c2, c3 = ((second >> 32) & _LOW) ^ c3 ^ k1, second & _LOW
+        c0, c1 = ((second >> 32) & _LOW) ^ c1 ^ k0, second & _LOW
+        c2, c3 = ((first >> 32) & _LOW) ^ c3 ^ k1, first & _LOW
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 

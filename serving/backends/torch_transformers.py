@@ -155,7 +155,7 @@ class TorchBackend:
         for place in places:
             self._rows.length[place] += 1
         wanted = [(row, place) for row, place in zip(rows, places, strict=True) if row.wants_token]
-        at = torch.tensor([place for _, place in wanted], device=self._device)
+        at = torch.tensor([place for _, place in wanted], dtype=torch.int64, device=self._device)
         return logits.index_select(0, at), [row for row, _ in wanted]
 
     def _run_mixed(self, model: SlotModel, decoding: list[Row], filling: list[Row]) -> tuple[Tensor, list[Row]]:
@@ -274,7 +274,11 @@ class TorchBackend:
         return max(0, torch.cuda.memory_reserved(self._device) - accounted) if self._device.type == "cuda" else None
 
     def _details(self, options: dict[str, Any], threads: int, dtype: torch.dtype, weight_format: str) -> dict[str, str]:
-        details = {"torch": torch.__version__, "compute_dtype": str(dtype).removeprefix("torch."), "kv_dtype": str(dtype).removeprefix("torch.")}
+        details = {
+            "torch": torch.__version__,
+            "compute_dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": str(dtype).removeprefix("torch."),
+        }
         if self._device.type == "cuda":
             details["graphs"] = str(options["graphs"]).lower()
             details["device_sampling"] = str(options["device_sampling"]).lower()
@@ -320,7 +324,9 @@ def _device(name: str) -> torch.device:
     if name != "gpu":
         raise Unsupported(f"device must be cpu or gpu, got {name!r}", "device")
     if not torch.cuda.is_available():
-        raise BackendUnavailable(f"torch {torch.__version__} finds no GPU (built for {torch.version.cuda or torch.version.hip or 'the CPU only'})")
+        raise BackendUnavailable(
+            f"torch {torch.__version__} finds no GPU (built for {torch.version.cuda or torch.version.hip or 'the CPU only'})"
+        )
     return torch.device("cuda", 0)
 
 
@@ -345,7 +351,8 @@ def _weight_format(wanted: str, stored: str, device: torch.device) -> str:
 def _check_config(config: EngineConfig, spec: ModelSpec) -> None:
     if config.slots < 1 or not 1 <= config.context_tokens <= spec.context:
         raise Unsupported(
-            f"slots is {config.slots} and context_tokens {config.context_tokens}; at least 1 slot and 1 to {spec.context} tokens", "context_tokens"
+            f"slots is {config.slots} and context_tokens {config.context_tokens}; at least 1 slot and 1 to {spec.context} tokens",
+            "context_tokens",
         )
     if config.kv_dtype not in ("fp16", "bf16", "fp32"):
         raise Unsupported(f"kv_dtype {config.kv_dtype!r} is not known to torch; the KV cache has the compute type", "kv_dtype")
@@ -361,14 +368,19 @@ def _check_memory(predicted: MemoryParts, device: torch.device, margin: float) -
     needed = predicted.total_bytes or 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        usable, what = free - int(margin * total), f"{free >> 20} MiB of the GPU's {total >> 20} MiB are free and {margin:.0%} are to stay so"
+        usable, what = (
+            free - int(margin * total),
+            f"{free >> 20} MiB of the GPU's {total >> 20} MiB are free and {margin:.0%} are to stay so",
+        )
     else:
         usable = psutil.virtual_memory().available
         needed = predicted.weight_bytes or 0  # pages of the KV cache count when they are written
         what = f"{usable >> 20} MiB are available"
     if needed > usable:
         weights, kv = (predicted.weight_bytes or 0) >> 20, (predicted.kv_bytes or 0) >> 20
-        raise OutOfMemory(f"weights of {weights} MiB and a KV cache of {kv} MiB do not fit: {what}; fewer slots or a shorter context need less")
+        raise OutOfMemory(
+            f"weights of {weights} MiB and a KV cache of {kv} MiB do not fit: {what}; fewer slots or a shorter context need less"
+        )
 
 
 class _memory_errors:

@@ -179,9 +179,7 @@ def compute_dtype(weight_format: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type != "cpu" or cpu_has_bf16() else torch.float32
 
 
-def load(
-    folder: Path, spec: ModelSpec, weight_format: str, device: torch.device, progress: Callable[[str, float | None], None]
-) -> Weights:
+def load(folder: Path, spec: ModelSpec, weight_format: str, device: torch.device, progress: Callable[[str, float | None], None]) -> Weights:
     """All weights, fused, as `weight_format` on `device`. Packed matrices stay packed (CPU only)."""
     dtype = compute_dtype(weight_format, device)
     checkpoint = Checkpoint(folder)

@@ -2,6 +2,8 @@
 
     python -m tests.bench.llama_cpp_steps model.gguf --threads 1 --rows 1 8 16 --set kv_unified=true,false --set flash_attention=on,off
 
+wait_policy is fixed when llama.cpp is loaded: compare its values in runs of their own.
+
 Each cell is measured in rounds that go through all variants in turn, so that a drifting machine hits all alike; the best and the median
 round are printed. With one thread the process's CPU time is measured and not wall time, which a busy neighbour cannot falsify much.
 """

@@ -72,6 +72,7 @@ def test_what_transformers_itself_writes_and_reads_agrees(spec: ModelSpec, tmp_p
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"num_hidden_layers": 20_000_000}, "1 to 10000"),
         ({"vocab_size": "many"}, "vocab_size 'many'"),
         ({"model_type": "mistral", "sliding_window": 512}, "sliding_window 512"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}, "sliding_window 512"),

@@ -148,7 +148,7 @@ def test_device_noise_is_the_hosts_noise(seed: int, position: int, lane: int, in
     host = gumbel_at(np.array([seed], np.uint64), np.array([position]), np.array([lane]), np.array([[index, 7]]))
     signed = torch.tensor([[(seed + 2**63) % 2**64 - 2**63]])
     device = gumbel(signed, torch.tensor([[position]]), torch.tensor([[lane]]), torch.tensor([[index, 7]]))
-    np.testing.assert_allclose(device.numpy(), host, rtol=1e-12)
+    np.testing.assert_allclose(device.numpy(), host, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,9 @@ def test_device_noise_is_the_hosts_noise(seed: int, position: int, lane: int, in
 @pytest.mark.parametrize("vocabulary", [300, 6000])
 def test_the_device_draws_what_the_host_draws(sampling: Sampling, vocabulary: int) -> None:
     logits = np.random.default_rng(1).normal(0, 3, (64, vocabulary)).astype(np.float32)
-    rows = [Row(0, np.array([1], np.int32), position, True, Sampling(**{**_fields(sampling), "seed": position * 31})) for position in range(64)]
+    rows = [
+        Row(0, np.array([1], np.int32), position, True, Sampling(**{**_fields(sampling), "seed": position * 31})) for position in range(64)
+    ]
     host = [result.token for result in sample(logits, rows)]
     tokens, good = draw(torch.from_numpy(logits), rows)
     assert good.all() and tokens.tolist() == host
@@ -188,7 +190,12 @@ def test_the_device_says_when_it_cannot_draw() -> None:
 def test_rows_that_the_device_cannot_draw_go_to_the_host(make: Make) -> None:
     backend, other = make(hf_folder("tiny-llama")), make(hf_folder("tiny-llama"))
     backend._device_sampling = True
-    samplings = [Sampling(temperature=1.0, seed=1), Sampling(logprobs=2), Sampling(temperature=1.0, seed=2, logit_bias={7: 30.0}), Sampling()]
+    samplings = [
+        Sampling(temperature=1.0, seed=1),
+        Sampling(logprobs=2),
+        Sampling(temperature=1.0, seed=2, logit_bias={7: 30.0}),
+        Sampling(),
+    ]
     rows = [row(slot, prompt_of(backend, 9, slot), 0, sampling=sampling) for slot, sampling in enumerate(samplings)]
     mixed, host = backend.step(rows), other.step(rows)
     assert [result.token for result in mixed] == [result.token for result in host]
@@ -345,7 +352,10 @@ def test_broken_folders_are_named(make: Make, tmp_path: Path) -> None:
 def test_foreign_architectures_are_refused_by_name(make: Make, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(hf_folder("tiny-llama"), tmp_path / "foreign"))
     config = json.loads((folder / "config.json").read_text())
-    for change, words in (({"model_type": "mixtral"}, "'mixtral'"), ({"model_type": "mistral", "sliding_window": 256}, "sliding_window 256")):
+    for change, words in (
+        ({"model_type": "mixtral"}, "'mixtral'"),
+        ({"model_type": "mistral", "sliding_window": 256}, "sliding_window 256"),
+    ):
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UnsupportedModel, match=words):
             make(folder)
@@ -370,7 +380,7 @@ def test_memory_is_what_was_predicted(make: Make, tmp_path: Path, shape: str, we
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(make: Make, tmp_path: Path) -> None:
     write_hf_folder(TINY_LLAMA, tmp_path / "huge", dtype="fp32")
     config = json.loads((tmp_path / "huge" / "config.json").read_text())
-    (tmp_path / "huge" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 20_000_000}))
+    (tmp_path / "huge" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 500, "intermediate_size": 100_000_000}))
     (tmp_path / "huge" / "crossover.json").unlink()
     with pytest.raises(OutOfMemory, match="MiB"):
         make(tmp_path / "huge")
