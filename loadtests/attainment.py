@@ -31,7 +31,7 @@ CAPACITY_POINTS = 800
 SLOPES = np.geomspace(2.0, 100.0, 16)
 SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior: queues near capacity show 5 to 40
 NEAR = 2.0  # distance in log odds from the target at which curve and order weigh the same
-CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 60.0, 3.0  # as many clusters, of this size over the root of the bad share
+CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 40.0, 3.0  # as many clusters, of this size over the root of the bad share
 CORRELATED = 1.6  # batches of a tenth of a level see about this part less than the whole memory of a queue
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
 ROUNDS = 3
@@ -61,14 +61,15 @@ class Posterior:
         """The rate below which the capacity lies with probability q."""
         return float(np.exp(np.interp(q, np.cumsum(self._marginal), np.log(self.capacities))))
 
-    def most_telling_rate(self, seconds: float) -> float:
-        """The rate at which a level of this length is expected to narrow the capacity most.
+    def most_telling_rate(self, seconds: float, low: float, high: float) -> float:
+        """The rate from low to high at which a level of this length is expected to narrow the capacity most.
 
         Share of the variance of the outcome that the capacity explains, over candidates around what is believed: far below it nothing fails
         whatever the capacity is, far above everything does.
         """
+        low, high = max(low, self.quantile(0.02) * 0.97), min(high, self.quantile(0.98) * 1.03)
         best, best_score = self.quantile(0.5), -1.0
-        for rate in np.geomspace(self.quantile(0.02) * 0.97, self.quantile(0.98) * 1.03, 25):
+        for rate in np.geomspace(min(low, high), max(low, high), 25):
             good = share_good(float(rate), self.capacities[:, None], SLOPES[None, :], self.target)
             mean = float((self.weights * good).sum())
             by_capacity = (self.weights * good).sum(axis=1) / np.maximum(self._marginal, 1e-300)
@@ -131,15 +132,14 @@ def clumping(seen: Sequence[Observation]) -> float:
 
     Clusters that arrive independently with K bad requests each give counts with variance / mean = E[K^2] / E[K] (compound Poisson).
     """
-    squares = CLUMP_PRIOR**2 * CLUMP_PRIOR_WEIGHT
-    total = CLUMP_PRIOR * CLUMP_PRIOR_WEIGHT
+    logs, weight = CLUMP_PRIOR_WEIGHT * math.log(CLUMP_PRIOR), CLUMP_PRIOR_WEIGHT
     for o in seen:
         bad = o.due - o.good
         if 0 < bad < o.due and o.runs:
-            sizes = np.array(clusters(o.runs)) / math.sqrt(bad / o.due)
-            squares += float(np.dot(sizes, sizes))
-            total += float(sizes.sum())
-    return squares / total
+            sizes = np.array(clusters(o.runs), dtype=np.float64)
+            logs += len(sizes) * math.log(float(np.dot(sizes, sizes) / sizes.sum()) / math.sqrt(bad / o.due))
+            weight += len(sizes)
+    return math.exp(logs / weight)
 
 
 def clusters(runs: Sequence[int]) -> list[int]:

@@ -13,8 +13,8 @@
     preset = "chat"
     max_prompt_tokens = 512
 
-or, for an endpoint that is there already, `[target]` with `url = "http://..."` in place of models. All keys: the structs below; an unknown one is refused with
-its path and the ones there are. Reading a campaign starts nothing and looks at no machine.
+or, for an endpoint that is there already, `[target]` with `url = "http://..."` in place of models. All keys: the structs below; an
+unknown one is refused with its path and the ones there are. Reading a campaign starts nothing and looks at no machine.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
-    """The campaign in a TOML file; `budget_seconds` takes the place of the file's. Raises BadCampaign: file, path inside it, what is wrong."""
+    """The campaign in a TOML file; `budget_seconds` takes the place of the file's.
+
+    Raises BadCampaign: file, path inside it, what is wrong.
+    """
     try:
         text = path.read_text()
     except OSError as problem:
@@ -202,7 +205,10 @@ def promise_of(spec: str | PromiseSpec) -> Promise:
 
 
 def cells_of(file: CampaignFile) -> list[Cell]:
-    """models x formats x backends x hardware, then the cells given by hand, in this order. Raises BadCampaign for a combination that is none."""
+    """models x formats x backends x hardware, then the cells given by hand, in this order.
+
+    Raises BadCampaign for a combination that is none.
+    """
     if file.target is not None:
         model = file.target.model or "default"
         key = _plain(f"{model}@{file.target.url.split('://')[-1]}")
@@ -263,7 +269,10 @@ def _check(file: CampaignFile) -> None:
         raise BadCampaign("hardware is empty: leave it out, or give at least one budget - at `$.hardware`")
     if len(file.hardware) > 1 and not all(hardware.name for hardware in file.hardware):
         raise BadCampaign("each of several hardware budgets needs a name - at `$.hardware`")
-    prompt, output = file.workload.max_prompt_tokens or file.workload.prompt_tokens, file.workload.max_output_tokens or file.workload.output_tokens
+    prompt, output = (
+        file.workload.max_prompt_tokens or file.workload.prompt_tokens,
+        file.workload.max_output_tokens or file.workload.output_tokens,
+    )
     if file.target is None and prompt and output and prompt + output > file.server.context_tokens:
         raise BadCampaign(
             f"prompts of {prompt} and outputs of {output} tokens do not fit in a context of {file.server.context_tokens}: "

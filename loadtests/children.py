@@ -1,8 +1,8 @@
 """Programs that the runner starts: on their cores, with their output in a file, and never alive without it; and who gets which core.
 
-    layout = divide_cores((0, 1))                  # engine on 0; API and client on 1
-    with Child(["locust", ...], cores=layout.client, log=path) as child:
-        child.wait(60)
+layout = divide_cores((0, 1))                  # engine on 0; API and client on 1
+with Child(["locust", ...], cores=layout.client, log=path) as child:
+    child.wait(60)
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
         if len(threads) == 1:
             return Layout(threads, threads, threads, 1, ("engine, API and client share one core",))
         # Two hardware threads of one core: apart for the scheduler, together for the execution units.
-        return Layout(threads[:1], threads[1:], threads[1:], 1, ("engine and client share one physical core", "API and client share a core"))
+        return Layout(
+            threads[:1], threads[1:], threads[1:], 1, ("engine and client share one physical core", "API and client share a core")
+        )
     api = physical[-spare]
     client = physical[-1]
     return Layout(engine, api, client, count, ("API and client share a core",) if spare == 1 else ())

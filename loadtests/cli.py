@@ -22,9 +22,13 @@ campaign = typer.Typer(
 
 @campaign.command("run")
 def run_campaign(
-    file: Annotated[Path | None, typer.Argument(help="The campaign file (TOML). Default: the demo campaign, four rungs in ten minutes.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The campaign file (TOML). Default: the demo campaign, four rungs in ten minutes.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, on what and for how long; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be measured, on what and for how long; start nothing.")
+    ] = False,
     budget: Annotated[float | None, typer.Option(help="Seconds of measuring for all cells together, in place of the file's.")] = None,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
@@ -69,9 +73,13 @@ def show(folder: Annotated[Path, typer.Argument(help="The run's folder.")]) -> N
 def load(
     url: Annotated[str, typer.Argument(help="An OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000")],
     rate: Annotated[float | None, typer.Option(help="Requests per second, sent when due whatever comes back (open loop).")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="So many users, each sending when its last answer ended (closed loop).")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="So many users, each sending when its last answer ended (closed loop).")
+    ] = None,
     seconds: Annotated[float, typer.Option("--duration", help="Seconds that count.")] = 30.0,
-    workload: Annotated[str, typer.Option(help="chat, code, sharegpt, summarise; with caps: chat:512:64; fixed: 256x64.")] = "chat:1024:256",
+    workload: Annotated[
+        str, typer.Option(help="chat, code, sharegpt, summarise; with caps: chat:512:64; fixed: 256x64.")
+    ] = "chat:1024:256",
     arrivals: Annotated[str, typer.Option(help="poisson, constant, gamma:cv=2, on_off:on_seconds=5:off_seconds=15 ...")] = "poisson",
     promise: Annotated[str, typer.Option(help="chat, interactive, reading, batch ...: what a good request is.")] = "chat",
     target: Annotated[float | None, typer.Option(help="Share of good requests that the promise asks for. Default: the preset's.")] = None,
@@ -113,13 +121,19 @@ def _say_plan(plan: Plan) -> None:
     limits = [f"TTFT {settings.promise.ttft_seconds:g} s" if settings.promise.ttft_seconds is not None else ""]
     limits.append(f"TPOT {settings.promise.tpot_seconds * 1000:g} ms" if settings.promise.tpot_seconds is not None else "")
     held = ", ".join(filter(None, limits)) or "no limits"
-    typer.echo(f"{settings.name}: {len(plan.cells)} cells; promise {settings.promise.name} ({held}) for {settings.promise.target:.4g} of requests")
+    typer.echo(
+        f"{settings.name}: {len(plan.cells)} cells; promise {settings.promise.name} ({held}) for {settings.promise.target:.4g} of requests"
+    )
     runnable = 0
     for cell in plan.cells:
         why = why_not(cell, settings, facts)
         layout = layout_of(cell, usable)
         runnable += why is None
-        place = f"engine on {cores_text(layout.engine)}, API {cores_text(layout.api)}, client {cores_text(layout.client)}" if layout else cell.url
+        place = (
+            f"engine on {cores_text(layout.engine)}, API {cores_text(layout.api)}, client {cores_text(layout.client)}"
+            if layout
+            else cell.url
+        )
         typer.echo(f"  {cell.key}: " + (f"skipped, {why}" if why else f"{place}"))
         for line in layout.shared if layout is not None and why is None else ():
             typer.echo(f"    note: {line}")

@@ -1,10 +1,11 @@
 """One level of load, measured and on record: a Locust child for a rate or a concurrency, this process for lone requests.
 
-    level = open_level(site, Measure(rate=2.0, duration_seconds=30, purpose="bracket"), name="cell#2.1", seed=7, attempt=1)
+    measured = loaded_level(site, Measure(2.0, 30.0, "bracket"), name="cell#2.1", seed=7, attempt=1)
+    measured.summary.verdict, measured.level
 
-A level is whole or it does not count: when the engine was restarted within it, when the load generator ended early or its account and the records
-on disk differ, LevelInterrupted is raised and the level is the caller's to abandon and measure again. A level whose verdict is sure before its time is over
-(slo.is_hopeless) is cut short, and its window with it.
+A level is whole or it does not count: when the engine was restarted within it, when the load generator ended early or its account and the
+records on disk differ, LevelInterrupted is raised and the level is the caller's to abandon and measure again. A level whose verdict is
+sure before its time is over (slo.is_hopeless) is cut short, and its window with it.
 """
 
 from __future__ import annotations
@@ -99,9 +100,7 @@ def judge(
 ) -> tuple[Summary, Level]:
     """The numbers of a level and what the search makes of it: the same from memory and from disk."""
     window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
-    summary = summarise(
-        records, samples, window, promise, rate=started.rate_per_second, started_unix_seconds=started.started_unix_seconds
-    )
+    summary = summarise(records, samples, window, promise, rate=started.rate_per_second, started_unix_seconds=started.started_unix_seconds)
     return summary, Level(
         rate=started.rate_per_second,
         due=summary.due,
@@ -259,11 +258,19 @@ def _words(site: Site, plan: LoadPlan, now: float, ended: int, good: int, counte
 
 
 def _finish(
-    site: Site, name: str, records: list[RequestRecord], started: LevelStarted, window_seconds: float, cut_short: str | None, gave_up: int, spent: float
+    site: Site,
+    name: str,
+    records: list[RequestRecord],
+    started: LevelStarted,
+    window_seconds: float,
+    cut_short: str | None,
+    gave_up: int,
+    spent: float,
 ) -> Measured:
     summary, level = judge(records, list(site.samples), started, window_seconds, site.campaign.promise)
     detail = LevelFinished(
-        due=len(records), good=summary.good, failed=sum(summary.failed.values()), window_due=summary.due, window_seconds=round(window_seconds, 6),
+        due=len(records), good=summary.good, failed=sum(summary.failed.values()), window_due=summary.due,
+        window_seconds=round(window_seconds, 6),
         cut_short=cut_short, gave_up=gave_up, spent_seconds=round(spent, 3), verdict=summary.verdict, is_valid=summary.is_valid,
         doubts=[doubt.code for doubt in summary.doubts],
     )  # fmt: skip
@@ -364,4 +371,3 @@ class Tail:
             if record.level == self._level:
                 self.records.append(record)
         return self.records
-

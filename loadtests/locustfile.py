@@ -9,7 +9,7 @@ import sys
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # also from a checkout that is not installed
 
-from loadtests.users import Traffic, register  # noqa: E402
+from loadtests.users import Traffic, register
 
 register()
 

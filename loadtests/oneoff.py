@@ -24,8 +24,8 @@ from serving.hardware import hardware_facts
 
 
 def one_level(
-    url: str, *, rate: float | None, concurrency: int | None, seconds: float, workload: str, arrivals: str, promise: str, target: float | None,
-    model: str | None, api: str, api_key_env: str | None, verify_tls: bool, seed: int, out: Path | None, progress: Progress,
+    url: str, *, rate: float | None, concurrency: int | None, seconds: float, workload: str, arrivals: str, promise: str,
+    target: float | None, model: str | None, api: str, api_key_env: str | None, verify_tls: bool, seed: int, out: Path | None, progress: Progress,
 ) -> None:  # fmt: skip
     """Measures, prints, and keeps the records below `out` where it is given. Raises LoadError for whatever was in the way."""
     for name, value in (("--rate", rate), ("--duration", seconds)):

@@ -2,8 +2,8 @@
 
     {"target": {"url": "http://127.0.0.1:8000"}, "workload": {"preset": "chat"}, "rate_per_second": 2.0, "window_seconds": 30}
 
-in a file that $CROSSOVER_LOAD names. Without it the same is made of Locust's command line (`--host`, `--rate`, `--workload`, ...). Nothing here imports
-Locust, and nothing here is done while the clock runs: all requests of an open level are bytes before it starts.
+in a file that $CROSSOVER_LOAD names. Without it the same is made of Locust's command line (`--host`, `--rate`, `--workload`, ...).
+Nothing here imports Locust, and nothing here is done while the clock runs: all requests of an open level are bytes before it starts.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def parse_arrivals(text: str) -> Arrivals:
 
 # Option of Locust's command line -> (its default, its help). `--host` is Locust's own.
 OPTIONS: dict[str, tuple[Any, str]] = {
-    "rate": (None, "requests per second, sent at their due times whatever comes back (open loop); without it each Locust user is a closed loop"),
+    "rate": (None, "requests per second, sent when due whatever comes back (open loop); without it each Locust user is a closed loop"),
     "workload": ("chat:1024:256", "chat, code, sharegpt or summarise; with caps: chat:512:64; or fixed: 256x64"),
     "arrivals": ("poisson", "poisson, constant, gamma:cv=2, on_off:on_seconds=5:off_seconds=15 ..."),
     "window": (30.0, "seconds that count"),

@@ -1,8 +1,8 @@
 """What is going on, for whoever waits: lines that stay, and one line that moves (on a terminal) or repeats now and then (elsewhere).
 
-    with Progress() as progress:
-        progress.say("smollm2-135m Q4_0: ready in 1.2 s")
-        progress.tick("level 3: 0.8 requests/s", fraction=0.4, left_seconds=12)
+with Progress() as progress:
+    progress.say("smollm2-135m Q4_0: ready in 1.2 s")
+    progress.tick("level 3: 0.8 requests/s", fraction=0.4, left_seconds=12)
 """
 
 from __future__ import annotations

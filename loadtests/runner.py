@@ -3,9 +3,9 @@
     folder = run(read_campaign(path), Path("runs"), progress)
     resume(folder, progress)
 
-Per cell: start the server, wait until it is ready, probe it, then ask the search what to measure until it has its answer. All state is the run folder:
-what a finished level showed is computed from its records, so a runner that goes on asks the same search the same question. A level that was not
-finished is abandoned, and measured anew under another name. Whatever this process starts ends with it.
+Per cell: start the server, wait until it is ready, probe it, then ask the search what to measure until it has its answer. All state is
+the run folder: what a finished level showed is computed from its records, so a runner that goes on asks the same search the same
+question. A level that was not finished is abandoned, and measured anew under another name. Whatever this process starts ends with it.
 """
 
 from __future__ import annotations
@@ -253,7 +253,10 @@ class _Runner:
         raise LevelFailed(f"level {number} was interrupted {MOST_ATTEMPTS} times")
 
     def _well(self, server: Server, pool: Pool) -> TargetFacts:
-        """What the endpoint can, once it serves: an engine that died meanwhile gets the time to come back. Raises ServerLost, TargetUnusable."""
+        """What the endpoint can, once it serves: an engine that died meanwhile gets the time to come back.
+
+        Raises ServerLost, TargetUnusable.
+        """
         until = time.monotonic() + (RECOVERY_SECONDS if server.layout is not None else 0.0)
         while True:
             if (trouble := server.trouble()) is not None:

@@ -267,7 +267,9 @@ def _next_rate(levels: Sequence[Level], config: SearchConfig, promise: Promise) 
         if lowest <= max(config.min_rate * 1.001, 0.15 * _lone_rate(levels, config)):
             return None
         return max(config.min_rate, lowest / min(4.0, 1.5 + 0.5 * (len(broken) - 1))), "bracket"
-    return _belief(levels, config, promise).most_telling_rate(config.level_seconds_max), "narrow"
+    # Within what held and what broke, and a little beyond: either may have been chance.
+    low, high = sorted((max(held), min(broken)))
+    return _belief(levels, config, promise).most_telling_rate(config.level_seconds_max, low / 1.25, high * 1.25), "narrow"
 
 
 def _first_rate(levels: Sequence[Level], config: SearchConfig) -> float:

@@ -211,4 +211,9 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
 
 def client_environment() -> dict[str, str]:
     """For load generators: our packages first, and one thread for whatever numpy does."""
-    return {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1")}
+    return {
+        "PYTHONPATH": python_path(),
+        "PYTHONSAFEPATH": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
+    }

@@ -105,16 +105,27 @@ def show_level(summary: Summary, console: Console) -> None:
     if summary.failed:
         console.print("failed: " + ", ".join(f"{count} {kind}" for kind, count in summary.failed.items()), style="red")
     table = Table("", "mean", "p50", "p90", "p95", "p99", box=None, pad_edge=False)
-    for name, times in (("TTFT", summary.ttft), ("TPOT", summary.tpot), ("ITL", summary.itl), ("E2E", summary.e2e), ("send lag", summary.send_lag)):
+    for name, times in (
+        ("TTFT", summary.ttft),
+        ("TPOT", summary.tpot),
+        ("ITL", summary.itl),
+        ("E2E", summary.e2e),
+        ("send lag", summary.send_lag),
+    ):
         parts = ["never" if p in times.never else time_in_words(getattr(times, p)) for p in ("p50", "p90", "p95", "p99")]
         table.add_row(name, time_in_words(times.mean), *parts)
     console.print(table)
     console.print("-: too few requests to say", style="dim")
     if summary.output_tokens_per_second is not None:
         prompt = f", {summary.prompt_tokens_per_second:.1f} prompt tokens/s" if summary.prompt_tokens_per_second is not None else ""
-        console.print(f"{summary.output_tokens_per_second:.1f} output tokens/s{prompt}; {summary.mean_in_flight:.1f} requests in flight on average")
+        console.print(
+            f"{summary.output_tokens_per_second:.1f} output tokens/s{prompt}; {summary.mean_in_flight:.1f} requests in flight on average"
+        )
     share = f"{summary.attainment:.1%}" if summary.attainment is not None else "none"
     low, high = summary.attainment_low, summary.attainment_high
-    console.print(f"promise {summary.promise}: {share} good ({low:.1%}-{high:.1%}), goodput {summary.goodput:.3g} requests/s: {summary.verdict}", style="bold")
+    console.print(
+        f"promise {summary.promise}: {share} good ({low:.1%}-{high:.1%}), goodput {summary.goodput:.3g} requests/s: {summary.verdict}",
+        style="bold",
+    )
     for doubt in summary.doubts:
         console.print(f"doubt {doubt.code}: {doubt.text}; {doubt.advice}", style="red" if doubt.invalidates else "yellow", markup=False)

@@ -8,8 +8,8 @@
     runs/<id>/levels/          one JSON file per level and process: plans and outcomes on their way between runner and Locust
 
 Every line leaves in one write() on a file opened with O_APPEND, so several processes may write to one file and a killed writer leaves at
-most one cut-off line, at the end. Readers drop that line and report it; a broken line anywhere else is an error. Records of a level that has
-no `level_finished` event stay in the file and are counted by nobody (`measured_records`).
+most one cut-off line, at the end. Readers drop that line and report it; a broken line anywhere else is an error. Records of a level that
+has no `level_finished` event stay in the file and are counted by nobody (`measured_records`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ when its bytes left the kernel, before anything is parsed, so that chunks which 
 take to read. A chunk is content when it carries text or, where the server counts as it goes, when its count has grown; role, usage
 and `[DONE]` are not content.
 
-Works inside Locust and outside it: gevent's sockets are used by name, nothing is monkey-patched. Every request is a single send of bytes that
-were made before; Locust's own `iter_lines` is not used, since it waits for blocks of 1024 bytes.
+Works inside Locust and outside it: gevent's sockets are used by name, nothing is monkey-patched. Every request is a single send of bytes
+that were made before; Locust's own `iter_lines` is not used, since it waits for blocks of 1024 bytes.
 """
 
 from __future__ import annotations

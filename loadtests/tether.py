@@ -1,10 +1,10 @@
 """Runs a command that ends with its parent, on given cores: `python -I -S tether.py PARENT_PID CORES URGENT command...`.
 
-The runner starts servers and load generators through this, so that a SIGKILL of the runner leaves none of them behind on the cores
-that the next measurement needs. A program of its own, not a `preexec_fn`: the runner has threads. CORES is "0,2,3", or "-" for all.
-URGENT is 1 for a load generator: where the kernel allows it, it is woken before anybody else on its cores, so that requests leave when they are due
-(measured on two cores with a load of 5: p99 of the send lag 0.7 ms, and 60 ms without).
-Imports nothing of ours, so that it costs some 15 ms.
+The runner starts servers and load generators through this, so that a SIGKILL of the runner leaves none of them behind on the cores that
+the next measurement needs. A program of its own, not a `preexec_fn`: the runner has threads. CORES is "0,2,3", or "-" for all. URGENT is
+1 for a load generator: where the kernel allows it, it is woken before anybody else on its cores, so that requests leave when they are due
+(measured on two cores with a load of 5: p99 of the send lag 0.7 ms, and 60 ms without). Imports nothing of ours, so that it costs some 15
+ms.
 """
 
 import ctypes

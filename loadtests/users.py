@@ -1,7 +1,7 @@
 """The Locust side: due times come from an arrival process, requests leave at them, records are written as they end.
 
-Open loop: one dispatcher greenlet per load generator sends every request at its due time, whether or not earlier ones have come back; Locust's users are
-only there because Locust wants one. Closed loop: each Locust user sends, waits for the end, thinks, and sends again.
+Open loop: one dispatcher greenlet per load generator sends every request at its due time, whether or not earlier ones have come back;
+Locust's users are only there because Locust wants one. Closed loop: each Locust user sends, waits for the end, thinks, and sends again.
 
     master, or the only process           each load generator (also the only process)
     test starts  -- prepare ------------> opens connections, makes the prompts, lays out the due times
@@ -10,8 +10,8 @@ only there because Locust wants one. Closed loop: each Locust user sends, waits 
                  <------------ drained -- every request has ended, or the drain time is over
     writes the outcome, ends Locust
 
-What is to be done stands in a LoadPlan: JSON in the file that $CROSSOVER_LOAD names, or made of Locust's command line. `import locust` patches the
-process, so only what runs inside Locust may import this module.
+What is to be done stands in a LoadPlan: JSON in the file that $CROSSOVER_LOAD names, or made of Locust's command line. `import locust`
+patches the process, so only what runs inside Locust may import this module.
 """
 
 from __future__ import annotations
@@ -203,7 +203,9 @@ class Roles:
             runner.register_message("crossover_failed", lambda environment, msg, **kw: _abort(environment, LoadError(msg.data["problem"])))
             runner.register_message("crossover_drained", lambda environment, msg, **kw: self._one_drained(environment, msg.data))
         elif isinstance(runner, WorkerRunner):
-            runner.register_message("crossover_prepare", lambda environment, msg, **kw: self._prepare(environment, msg.data), concurrent=True)
+            runner.register_message(
+                "crossover_prepare", lambda environment, msg, **kw: self._prepare(environment, msg.data), concurrent=True
+            )
             runner.register_message("crossover_begin", lambda environment, msg, **kw: self._begin(environment, msg.data), concurrent=True)
 
     def on_test_start(self, environment: Environment, **_: Any) -> None:

@@ -2,17 +2,20 @@
 
     make_onnx("SmolLM2-135M", "smollm2-135m-int4", "int4")
 
-Two exporters: `genai` (onnxruntime-genai's graph builder: GroupQueryAttention, fused, appends to its KV cache in place) and `optimum` (growing
-past_key_values, as the hub's ONNX repositories hold). Precisions: fp32; int8 and int4 (MatMulNBits, blocks of 32, integer arithmetic); dynamic-int8
-(optimum's ORTQuantizer: one activation scale per tensor, so that a row's logits depend on its batch mates; quickest prefill, not reproducible).
+Two exporters: `genai` (onnxruntime-genai's graph builder: GroupQueryAttention, fused, appends to its KV cache in place) and `optimum`
+(growing past_key_values, as the hub's ONNX repositories hold). Precisions: fp32; int8 and int4 (MatMulNBits, blocks of 32, integer
+arithmetic); dynamic-int8 (optimum's ORTQuantizer: one activation scale per tensor, so that a row's logits depend on its batch mates;
+quickest prefill, not reproducible).
 
-Both exporters run in a child process, offline, on a staged copy of the folder: config.json in the words of the transformers that is installed (see
-hf_config.py), the weights linked, a stand-in tokenizer. The builder ignores options that it does not know, so they are checked here.
+Both exporters run in a child process, offline, on a staged copy of the folder: config.json in the words of the transformers that is
+installed (see hf_config.py), the weights linked, a stand-in tokenizer. The builder ignores options that it does not know, so they are
+checked here.
 
-The finished graph's logits are then compared with those of transformers in float32 on fixed token sequences, position by position through the KV
-cache. Too far off (LIMITS) is an error and nothing is left behind: it catches a builder that takes the wrong layer for the head (it does where
-intermediate_size equals vocab_size) or reads a RoPE setting wrongly. The KL divergence to the float model is kept in the manifest (manifest.py) as
-the format's quality, and all that is known of the conversion in conversion.json. The folder appears whole or not at all.
+The finished graph's logits are then compared with those of transformers in float32 on fixed token sequences, position by position through
+the KV cache. Too far off (LIMITS) is an error and nothing is left behind: it catches a builder that takes the wrong layer for the head
+(it does where intermediate_size equals vocab_size) or reads a RoPE setting wrongly. The KL divergence to the float model is kept in the
+manifest (manifest.py) as the format's quality, and all that is known of the conversion in conversion.json. The folder appears whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
 }
 # transformers loads a model under process-wide switches (default dtype, meta device): one thread at a time, and no forward pass beside it.
 TRANSFORMERS_LOCK = threading.RLock()
-# Greatest distance |graph - source| / |source - its mean| (root mean squares over all logits) that is let through. Unrelated logits are at about
-# 1.4. Random weights magnify rounding far more than trained ones, so that the quantised limits only catch a graph that computes something else.
+# Greatest distance |graph - source| / |source - its mean| (root mean squares over all logits) that is let through. Unrelated logits are
+# at about 1.4. Random weights magnify rounding far more than trained ones, so that the quantised limits only catch a graph that computes
+# something else.
 LIMITS: dict[str, float] = {"fp32": 1e-4, "int8": 0.35, "dynamic-int8": 0.9, "int4": 1.1}
 # Builder options that change weights but not the graph's inputs and outputs, with the values it knows, by precision. Not for int8: any
 # algo_config but the default makes int4 of it without a word, and a shared embedding refers to a tensor that is not there (0.15.2).
@@ -87,9 +91,9 @@ def make_onnx(
 ) -> Path:
     """Convert a Hugging Face folder; returns `out_folder`, replaced whole if it was there.
 
-    `spec`: what the folder is believed to hold; another shape is an error. `sequences`: token ids to compare on, all of one length (real text of the
-    model's own kind gives a quality figure that means more than the seeded ids used otherwise). Raises UnsupportedModel (what cannot be converted),
-    BrokenWeights (the result is wrong, or the source cannot be read).
+    `spec`: what the folder is believed to hold; another shape is an error. `sequences`: token ids to compare on, all of one length (real
+    text of the model's own kind gives a quality figure that means more than the seeded ids used otherwise). Raises UnsupportedModel (what
+    cannot be converted), BrokenWeights (the result is wrong, or the source cannot be read).
     """
     say = progress or (lambda what, fraction: None)
     source, target = Path(hf_folder), Path(out_folder)
@@ -196,10 +200,13 @@ def graph_logits(graph: Path, ids: npt.NDArray[np.int64], spec: ModelSpec) -> Fl
     names = {item.name for item in session.get_inputs()}
     caches = sorted(name for name in names if name.startswith("past_key_values."))
     outputs = ["logits", *(name.replace("past_key_values", "present") for name in caches)]
-    past = [np.zeros((len(ids), spec.kv_heads, 0, spec.head_dim), np.float32) for _ in caches]
+    past: list[npt.NDArray[Any]] = [np.zeros((len(ids), spec.kv_heads, 0, spec.head_dim), np.float32) for _ in caches]
     out = []
     for position in range(ids.shape[1]):
-        feeds = {"input_ids": ids[:, position : position + 1], "attention_mask": np.ones((len(ids), position + 1), np.int64)}
+        feeds: dict[str, npt.NDArray[Any]] = {
+            "input_ids": ids[:, position : position + 1],
+            "attention_mask": np.ones((len(ids), position + 1), np.int64),
+        }
         if "position_ids" in names:
             feeds["position_ids"] = np.full((len(ids), 1), position, np.int64)
         feeds.update(zip(caches, past, strict=True))
@@ -256,9 +263,11 @@ def _export(staged: Path, made: Path) -> None:
 def _quantise(made: Path, out: Path) -> None:
     _require("optimum.onnxruntime", "optimum")
     code = (
-        "import sys; from optimum.onnxruntime import ORTQuantizer; from optimum.onnxruntime.configuration import AutoQuantizationConfig as A; "
-        "q = ORTQuantizer.from_pretrained(sys.argv[1], file_name='model.onnx'); "
-        "q.quantize(save_dir=sys.argv[2], quantization_config=getattr(A, sys.argv[3])(is_static=False, per_channel=True), file_suffix='')"
+        "import sys; from optimum.onnxruntime import ORTQuantizer; "
+        "from optimum.onnxruntime.configuration import AutoQuantizationConfig as Settings; "
+        "quantiser = ORTQuantizer.from_pretrained(sys.argv[1], file_name='model.onnx'); "
+        "settings = getattr(Settings, sys.argv[3])(is_static=False, per_channel=True); "
+        "quantiser.quantize(save_dir=sys.argv[2], quantization_config=settings, file_suffix='')"
     )
     _child(["-c", code, str(made), str(out), quantiser_target()], "optimum's quantiser")
 

@@ -2,10 +2,11 @@
 
     make_torch("SmolLM2-135M", "smollm2-135m-torch-int4", "int4")
 
-Packed offline, because quantising at load leaves the float original in the heap (a 1B model of 1.3 GB then peaks at 6.7 GB). Symmetric, rounded to
-nearest: int8 with one scale per output, int4 with one scale per 32 inputs of an output. Two int4 weights share a byte, the earlier one in the low half,
-each stored as weight + 8; the kernel's own layout depends on the CPU and is made at load. The embedding stays bfloat16, and a tied head is written
-apart, packed. The result is compared with the source in float32, as convert_onnx does, and the KL divergence kept in the manifest.
+Packed offline, because quantising at load leaves the float original in the heap (a 1B model of 1.3 GB then peaks at 6.7 GB). Symmetric,
+rounded to nearest: int8 with one scale per output, int4 with one scale per 32 inputs of an output. Two int4 weights share a byte, the
+earlier one in the low half, each stored as weight + 8; the kernel's own layout depends on the CPU and is made at load. The embedding
+stays bfloat16, and a tied head is written apart, packed. The result is compared with the source in float32, as convert_onnx does, and the
+KL divergence kept in the manifest.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 [out, in / 2] of two values + 8 each, and float32 scales [out, in / GROUP]."""
     import torch
 
-    grouped = weight.unflatten(1, (-1, GROUP))
+    grouped = weight.view(weight.shape[0], -1, GROUP)
     scale = grouped.abs().amax(2).clamp(min=1e-12) / 7
     values = ((grouped / scale[..., None]).round().clamp(-8, 7) + 8).to(torch.uint8).flatten(1)
     return values[:, 0::2] | (values[:, 1::2] << 4), scale
@@ -113,7 +114,7 @@ def unpacked(module: str, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors[f"{module}.int8"].float() * scale[:, None]
     nibbles = tensors[f"{module}.int4"]
     values = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1).float() - 8
-    return (values.unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
+    return (values.view(values.shape[0], -1, GROUP) * scale[..., None]).flatten(1)
 
 
 def _compare(source: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], spec: ModelSpec) -> Comparison:

@@ -232,7 +232,13 @@ class Scheduler:
             sequence.computed += len(row.tokens)
             sequence.state = row.state
             if row.wants_token:
-                deltas.append(self._append(sequence, next(drawn)))
+                one = next(drawn)
+                problem = getattr(row.state, "error", None)  # a grammar that was given up: the token is not what was asked for
+                if problem is None:
+                    deltas.append(self._append(sequence, one))
+                else:
+                    deltas.append(Delta(sequence.id, 0, sequence.text.finish(), "error", error=str(problem)))
+                    self._release(sequence)
 
     def _append(self, s: Running, drawn: Sampled) -> Delta:
         token = drawn.token

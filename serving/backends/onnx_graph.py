@@ -2,12 +2,13 @@
 
 Two kinds of graph are served (see onnx_slots.py and onnx_growing.py):
 
-  grouped  attention by the contrib operator GroupQueryAttention, which appends to a KV buffer in place (onnxruntime-genai's builder, and what
+  grouped  attention by the contrib operator GroupQueryAttention, which appends to a KV buffer in place (onnxruntime-genai's builder, and
+  what
            models.convert_onnx makes of it)
   growing  past_key_values in, longer present.* out (`optimum-cli export onnx`, most ONNX repositories on the hub)
 
-All of it is read from the session's inputs and outputs, from config.json or genai_config.json beside the graph, and from file sizes: neither
-torch nor the onnx package is imported, which saves the engine process about 250 MB.
+All of it is read from the session's inputs and outputs, from config.json or genai_config.json beside the graph, and from file sizes:
+neither torch nor the onnx package is imported, which saves the engine process about 250 MB.
 """
 
 from __future__ import annotations
@@ -140,12 +141,12 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
             f"{file.name} has a KV cache of {past.type} and logits of {logits.type}; float32, float16 and an int8 KV are served"
         )
     config = _shape_config(file)
-    heads = past.shape[1] if isinstance(past.shape[1], int) else config.get("kv_heads")
-    width = past.shape[3] if isinstance(past.shape[3], int) else config.get("head_dim")
-    vocabulary = logits.shape[2] if isinstance(logits.shape[2], int) else config.get("vocabulary")
+    heads: Any = past.shape[1] if isinstance(past.shape[1], int) else config.get("kv_heads")
+    width: Any = past.shape[3] if isinstance(past.shape[3], int) else config.get("head_dim")
+    vocabulary: Any = logits.shape[2] if isinstance(logits.shape[2], int) else config.get("vocabulary")
     for name, value in (("key-value heads", heads), ("head size", width), ("vocabulary", vocabulary)):
         if not isinstance(value, int) or value < 1:
-            raise UnsupportedModel(f"nothing beside {file.name} says its number of {name}; config.json or genai_config.json must be there")
+            raise UnsupportedModel(f"nothing beside {file.name} says its {name}; config.json or genai_config.json must be there")
     return GraphFacts(
         file=file.name,
         grouped=grouped,

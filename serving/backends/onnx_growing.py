@@ -1,9 +1,11 @@
-"""Serving a graph whose KV cache grows: past_key_values in, a longer present.* out, as `optimum` exports it and most hub repositories hold it.
+"""Serving a graph whose KV cache grows: past_key_values in, a longer present.* out, as `optimum` exports it and most hub repositories
+hold it.
 
 Such a graph cannot append in place, so each step copies the whole cache inside onnxruntime (two to four times slower than onnx_slots). What
-batching it allows is used: decode rows of different lengths go through one call, padded on the left, with a mask and position ids. The outputs
-of one step are the inputs of the next, untouched, for as long as the same rows decode; when a row joins or leaves, the batch is put together
-again. Graphs without position_ids count positions from the padded length, which padding would make wrong: those run row by row.
+batching it allows is used: decode rows of different lengths go through one call, padded on the left, with a mask and position ids. The
+outputs of one step are the inputs of the next, untouched, for as long as the same rows decode; when a row joins or leaves, the batch is
+put together again. Graphs without position_ids count positions from the padded length, which padding would make wrong: those run row by
+row.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ class GrowingGraph:
             mask = np.ones((1, start + ids.shape[1]), np.int64)
             out, past = self._call(ids, mask, np.arange(start, start + ids.shape[1], dtype=np.int64)[None], past)
         self._caches[row.slot] = [value.numpy()[0] for value in past]
-        return out[0, -1].astype(np.float32)
+        last: Logits = out[0, -1].astype(np.float32)
+        return last
 
     def _decode(self, rows: list[Row]) -> list[tuple[Logits, Row]]:
         batch = self._assemble(rows)

@@ -3,8 +3,8 @@
     config = EngineConfig(backend="onnx", model_path="smollm2-135m-int4/", model_name="smollm2-135m", slots=16, context_tokens=2048)
     backend = OnnxBackend(config, progress)
 
-Two kinds of graph are served: see onnx_graph.py for the difference, onnx_slots.py and onnx_growing.py for how. The class below checks options,
-predicts the memory, loads, and turns a step's rows into logits and these into tokens.
+Two kinds of graph are served: see onnx_graph.py for the difference, onnx_slots.py and onnx_growing.py for how. The class below checks
+options, predicts the memory, loads, and turns a step's rows into logits and these into tokens.
 
 Options (`--option key=value`):
   file            which .onnx file of the folder; default model.onnx
@@ -26,6 +26,7 @@ import psutil
 from models.errors import BrokenWeights
 from models.manifest import Manifest, read_manifest, verify
 from serving.backends.base import BackendInfo, EngineConfig, MemoryParts, Row, Sampled
+from serving.backends.kv_rows import rider_tokens
 from serving.backends.onnx_graph import (
     KV_NAMES,
     GraphFacts,
@@ -44,9 +45,6 @@ _OPTIMISATION = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "ba
 _OPTIONS = ("file", "spinning", "optimisation", "arena", "prefill_chunk")
 _CAPABILITIES = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
 _COMPUTE_BYTES = 150 << 20  # arena, thread pools and onnxruntime itself; measured 120 to 180 MB
-
-# What one row of dummy compute costs beside copying KV (onnx_rows): multiply-adds a second of one thread against bytes copied a second.
-_FLOPS_PER_THREAD, _COPY_BYTES_PER_SECOND = 40e9, 4e9
 
 
 class OnnxBackend:
@@ -80,9 +78,8 @@ class OnnxBackend:
         _check_memory(kv_needed, f"the KV cache of {kv_tokens} tokens")
         self._graph: SlotGraph | GrowingGraph | None
         if facts.grouped:
-            row_seconds = 2 * size / (_FLOPS_PER_THREAD * threads)
-            rider_tokens = row_seconds * _COPY_BYTES_PER_SECOND / facts.kv_bytes_per_token
-            self._graph = SlotGraph(self._session, facts, config.slots, config.context_tokens, rider_tokens)
+            price = rider_tokens(2 * size, threads, facts.kv_bytes_per_token)  # about a weight a byte
+            self._graph = SlotGraph(self._session, facts, config.slots, config.context_tokens, price)
             batching = "decode rows in one call over neighbouring KV rows, appended in place; prompts one call each"
         else:
             self._graph = GrowingGraph(self._session, facts, config.slots, config.context_tokens)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.backends.base import Row
+from serving.backends.kv_rows import RowMap
 from serving.backends.onnx_graph import KV_TYPES, GraphFacts
-from serving.backends.onnx_rows import RowMap
 from serving.errors import EngineFailed
 
 Logits = npt.NDArray[np.float32]
@@ -24,7 +24,7 @@ _MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees 
 
 
 class SlotGraph:
-    """A session, its KV rows and its bindings. `rider_tokens`: see onnx_rows."""
+    """A session, its KV rows and its bindings. `rider_tokens`: see kv_rows."""
 
     def __init__(self, session: Any, facts: GraphFacts, slots: int, context_tokens: int, rider_tokens: float) -> None:
         import onnxruntime

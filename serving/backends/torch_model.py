@@ -1,11 +1,11 @@
 """The forward pass of a Llama / Qwen2 / Qwen3 / Mistral model over a KV cache of fixed rows.
 
-A step is one pass over the weights, whatever is in it: the tokens of all decode rows and of all prompt pieces are laid end to end, every matrix
-is multiplied once, and only attention looks at them apart. Keys and values live in one tensor per layer, [rows, kv_heads, width, head_dim] (a list
-of tensors and not one big one: in-place writes to a slice of one big tensor make torch.compile copy all of it).
+A step is one pass over the weights, whatever is in it: the tokens of all decode rows and of all prompt pieces are laid end to end, every
+matrix is multiplied once, and only attention looks at them apart. Keys and values live in one tensor per layer, [rows, kv_heads, width,
+head_dim] (a list of tensors and not one big one: in-place writes to a slice of one big tensor make torch.compile copy all of it).
 
-Attention uses the group of query heads that share a key head as query length, so that keys and values are never expanded. The pass takes only tensors
-and fixed spans, and makes no decision on the device: it can be captured as a CUDA graph (torch_graphs.py).
+Attention uses the group of query heads that share a key head as query length, so that keys and values are never expanded. The pass takes
+only tensors and fixed spans, and makes no decision on the device: it can be captured as a CUDA graph (torch_graphs.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class DecodeSpan:
 
 @dataclass(slots=True)
 class PromptSpan:
-    """`count` tokens of one row from position `start`: tokens first..first + count of the step. `mask` [count, start + count] or None: causal."""
+    """`count` tokens of one row from position `start`: tokens first..first + count of the step. `mask` [count, start + count] or None:
+    causal."""
 
     first: int
     count: int
@@ -92,8 +93,8 @@ class SlotModel:
         self, index: int, layer: Layer, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, spans: list[DecodeSpan | PromptSpan]
     ) -> Tensor:
         spec = self.spec
-        q, k, v = layer.qkv(self._norm(x, layer.attention_norm)).split([self._queries, self._kv, self._kv], -1)
-        q, k, v = q.unflatten(-1, (spec.heads, -1)), k.unflatten(-1, (spec.kv_heads, -1)), v.unflatten(-1, (spec.kv_heads, -1))
+        q, k, v = torch.split(layer.qkv(self._norm(x, layer.attention_norm)), [self._queries, self._kv, self._kv], -1)
+        q, k, v = (part.view(len(x), -1, spec.head_dim) for part in (q, k, v))
         if layer.query_norm is not None and layer.key_norm is not None:
             q, k = self._norm(q, layer.query_norm), self._norm(k, layer.key_norm)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)

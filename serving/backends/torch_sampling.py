@@ -1,11 +1,13 @@
 """Drawing tokens on the device, so that a step sends a few integers to the host and not megabytes of logits.
 
 The same draws as serving.sampling, number for number: Gumbel-max with noise that is a function of (seed, position, lane, token). A request
-whose rows are sampled here in one step and on the host in the next (a ban for min_tokens, say) gets the tokens that it would have got on either.
-What this sampler does not do (penalties, bias, bans, grammars, log-probabilities) is left to the host: see `drawable`.
+whose rows are sampled here in one step and on the host in the next (a ban for min_tokens, say) gets the tokens that it would have got on
+either. What this sampler does not do (penalties, bias, bans, grammars, log-probabilities) is left to the host: see `drawable`.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -28,8 +30,8 @@ def drawable(row: Row) -> bool:
 def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
     """Tokens int64 [n] and whether each is good, bool [n]; a row that is not good must be drawn by the host from the same logits.
 
-    `logits` float32 [n, vocabulary] on any device; all rows `drawable`. A row is not good where its logits are no numbers or its top-p needs more
-    candidates than are looked at.
+    `logits` float32 [n, vocabulary] on any device; all rows `drawable`. A row is not good where its logits are no numbers or its top-p
+    needs more candidates than are looked at.
     """
     tokens = logits.argmax(-1)
     good = ~torch.isnan(logits.amax(-1))
@@ -101,7 +103,8 @@ def gumbel(seeds: Tensor, positions: Tensor, lanes: Tensor, indices: Tensor) -> 
     """serving.noise.gumbel_at on the device: float64 [n, m] for int64 seeds, positions, lanes [n, 1] and indices [n, m]."""
     counter = (indices >> 2, positions & _LOW, lanes & _LOW, (lanes >> 32) & _LOW)
     words = _philox(counter, (seeds & _LOW, (seeds >> 32) & _LOW))
-    word = torch.stack(torch.broadcast_tensors(*words), -1).gather(-1, (indices & 3)[..., None])[..., 0]
+    which = indices & 3
+    word = torch.where(which < 2, torch.where(which == 0, words[0], words[1]), torch.where(which == 2, words[2], words[3]))
     return -(-((word.double() + 0.5) * 2.0**-32).log()).log()
 
 
@@ -122,8 +125,6 @@ def _truncates(row: Row) -> bool:
 
 
 def _log_floor(min_p: float) -> float:
-    import math
-
     return math.log(min_p) if min_p > 0 else float("-inf")
 
 

@@ -3,9 +3,9 @@
     config = EngineConfig(backend="torch", model_path="Llama-3.2-1B/", model_name="llama-3.2-1b", device="gpu", weight_format="bf16")
     backend = TorchBackend(config, progress)
 
-Its own forward pass over a KV cache of fixed rows (torch_model.py) for the architectures that it knows (models/hf_config.py); any other is refused by
-name. Prompt pieces and decode rows of a step share one pass over the weights. A step with nothing but decode rows is a captured CUDA graph on a
-GPU (torch_graphs.py), and tokens are drawn there too (torch_sampling.py).
+Its own forward pass over a KV cache of fixed rows (torch_model.py) for the architectures that it knows (models/hf_config.py); any other
+is refused by name. Prompt pieces and decode rows of a step share one pass over the weights. A step with nothing but decode rows is a
+captured CUDA graph on a GPU (torch_graphs.py), and tokens are drawn there too (torch_sampling.py).
 
 Options (`--option key=value`):
   graphs          true | false; CUDA graphs. Default: true on a GPU
@@ -22,27 +22,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
-from models.errors import UnsupportedModel
 from models.hf_config import read_spec
 from models.manifest import read_manifest, verify
-from models.spec import ModelSpec
 from serving.backends.base import BackendInfo, EngineConfig, MemoryParts, Row, Sampled
-from serving.backends.onnx_rows import RowMap, Window
+from serving.backends.kv_rows import RowMap, Window, rider_tokens
 from serving.backends.torch_graphs import DecodeGraphs, bucket_of
 from serving.backends.torch_model import DecodeSpan, PromptSpan, SlotModel, additive_mask, cache_width, seen_width
 from serving.backends.torch_sampling import draw, drawable
-from serving.backends.torch_weights import DTYPES, compute_dtype, cpu_has_bf16, load, predicted_bytes, stored_format
-from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
+from serving.backends.torch_settings import check_config, check_memory, check_options, chosen_format, compute_bytes, device_of
+from serving.backends.torch_weights import compute_dtype, cpu_has_bf16, load, predicted_bytes, stored_format
+from serving.errors import EngineFailed, OutOfMemory
 from serving.sampling import sample
 
-_OPTIONS = ("graphs", "device_sampling", "margin", "prefill_chunk")
 _CAPABILITIES = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
-_PACKED = ("int8", "int4")
-_FLOPS_PER_THREAD, _COPY_BYTES_PER_SECOND = 40e9, 4e9  # what a dummy row costs beside copying KV, on a CPU (onnx_rows)
 
 
 class TorchBackend:
@@ -51,33 +46,32 @@ class TorchBackend:
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
         options = check_options(config.options, config.device)
         folder = Path(config.model_path)
-        self._device = _device(config.device)
+        self._device = device_of(config.device)
         spec = read_spec(folder, config.model_name)
-        _check_config(config, spec)
+        check_config(config, spec)
         manifest = read_manifest(folder)
         if manifest is not None:
             verify(folder, manifest, progress=progress)
-        weight_format = _weight_format(config.weight_format, stored_format(folder), self._device)
+        weight_format = chosen_format(config.weight_format, stored_format(folder), self._device)
         dtype = compute_dtype(weight_format, self._device)
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         if self._device.type == "cpu":
             torch.set_num_threads(threads)
         slots, context = config.slots, config.context_tokens
         kv_bytes = slots * cache_width(context) * spec.kv_bytes_per_token("bf16") * dtype.itemsize // 2
-        predicted = MemoryParts(predicted_bytes(spec, weight_format), kv_bytes, _compute_bytes(spec, slots, options["prefill_chunk"]))
-        _check_memory(predicted, self._device, options["margin"])
+        predicted = MemoryParts(predicted_bytes(spec, weight_format), kv_bytes, compute_bytes(spec, slots, options["prefill_chunk"]))
+        check_memory(predicted, self._device, options["margin"])
         self._spec, self._chunk, self._device_sampling = spec, options["prefill_chunk"], options["device_sampling"]
         with _memory_errors("loading the weights"), torch.inference_mode():
             weights = load(folder, spec, weight_format, self._device, progress)
             self._model: SlotModel | None = SlotModel(spec, weights, slots, context, dtype, self._device)
             graphed = self._device.type != "cpu"
             self._graphs = DecodeGraphs(self._model, slots, capture=options["graphs"], progress=progress) if graphed else None
-        rider_tokens = 0.0  # on a GPU a row more in a bucket costs next to nothing
+        price = 0.0  # on a GPU a row more in a bucket costs next to nothing
         if self._device.type == "cpu":
-            row_seconds = 2 * spec.matrix_parameters / (_FLOPS_PER_THREAD * threads)
-            rider_tokens = row_seconds * _COPY_BYTES_PER_SECOND / (kv_bytes / slots / cache_width(context))
+            price = rider_tokens(spec.flops_per_token(), threads, kv_bytes / slots / cache_width(context))
         # A full row has one more column for a dummy token (cache_width), so every row can ride along.
-        self._rows = RowMap(slots, context + 1, rider_tokens)
+        self._rows = RowMap(slots, context + 1, price)
         self._columns = torch.arange(self._model.width, device=self._device)
         self.info = BackendInfo(
             name="torch",
@@ -266,7 +260,8 @@ class TorchBackend:
         held = self._rows.length[self._rows.row_of[row.slot]]
         if row.start > held or row.start + len(row.tokens) > self.info.context_tokens:
             raise EngineFailed(
-                f"slot {row.slot} holds {held} of {self.info.context_tokens} tokens; a row of {len(row.tokens)} tokens cannot start at {row.start}"
+                f"slot {row.slot} holds {held} of {self.info.context_tokens} tokens; "
+                f"a row of {len(row.tokens)} tokens cannot start at {row.start}"
             )
 
     def _reserved(self, accounted: int) -> int | None:
@@ -291,98 +286,6 @@ class TorchBackend:
         return details
 
 
-def check_options(given: dict[str, Any], device: str) -> dict[str, Any]:
-    """All options with their values, defaults filled in. Raises Unsupported naming the key and the value."""
-    for key in given:
-        if key not in _OPTIONS:
-            raise Unsupported(f"the torch backend has no option {key!r}; it has {', '.join(_OPTIONS)}", key)
-    gpu = device == "gpu"
-    out: dict[str, Any] = {}
-    for key in ("graphs", "device_sampling"):
-        value = {"true": True, "1": True, "false": False, "0": False}.get(str(given.get(key, gpu)).lower())
-        if value is None or (value and key == "graphs" and not gpu):
-            raise Unsupported(f"option {key} is {given[key]!r}; it is true or false, and graphs need device gpu", key)
-        out[key] = value
-    out["margin"] = _number(given, "margin", 0.1, 0.0, 0.9)
-    out["prefill_chunk"] = int(_number(given, "prefill_chunk", 512, 1, 8192))
-    return out
-
-
-def _number(given: dict[str, Any], key: str, default: float, low: float, high: float) -> float:
-    try:
-        value = float(given.get(key, default))
-    except (TypeError, ValueError):
-        value = float("nan")
-    if not low <= value <= high:
-        raise Unsupported(f"option {key} must be a number from {low:g} to {high:g}, got {given[key]!r}", key)
-    return value
-
-
-def _device(name: str) -> torch.device:
-    if name == "cpu":
-        return torch.device("cpu")
-    if name != "gpu":
-        raise Unsupported(f"device must be cpu or gpu, got {name!r}", "device")
-    if not torch.cuda.is_available():
-        raise BackendUnavailable(
-            f"torch {torch.__version__} finds no GPU (built for {torch.version.cuda or torch.version.hip or 'the CPU only'})"
-        )
-    return torch.device("cuda", 0)
-
-
-def _weight_format(wanted: str, stored: str, device: torch.device) -> str:
-    """The compute format: what is asked for, else what is stored. Packed folders stay what they are, float ones are converted between floats."""
-    if not wanted:
-        return stored
-    if stored in _PACKED or wanted in _PACKED:
-        if wanted != stored:
-            raise Unsupported(
-                f"weight_format {wanted!r} was asked for and the folder holds {stored}; int8 and int4 are packed beforehand, not at load",
-                "weight_format",
-            )
-        return wanted
-    if wanted not in DTYPES:
-        raise Unsupported(f"the torch backend has no weight_format {wanted!r}; it has {', '.join([*DTYPES, *_PACKED])}", "weight_format")
-    if wanted == "fp16" and device.type == "cpu":
-        raise Unsupported("weight_format fp16 is for GPUs; on the CPU use bf16 or fp32", "weight_format")
-    return wanted
-
-
-def _check_config(config: EngineConfig, spec: ModelSpec) -> None:
-    if config.slots < 1 or not 1 <= config.context_tokens <= spec.context:
-        raise Unsupported(
-            f"slots is {config.slots} and context_tokens {config.context_tokens}; at least 1 slot and 1 to {spec.context} tokens",
-            "context_tokens",
-        )
-    if config.kv_dtype not in ("fp16", "bf16", "fp32"):
-        raise Unsupported(f"kv_dtype {config.kv_dtype!r} is not known to torch; the KV cache has the compute type", "kv_dtype")
-
-
-def _compute_bytes(spec: ModelSpec, slots: int, chunk: int) -> int:
-    """Working memory of the largest step, roughly: activations of the widest layer, logits, and the runtime itself."""
-    widest = max(2 * spec.intermediate, 3 * spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
-    return 4 * (chunk + slots) * widest * 3 + 4 * slots * spec.vocabulary + (256 << 20)
-
-
-def _check_memory(predicted: MemoryParts, device: torch.device, margin: float) -> None:
-    needed = predicted.total_bytes or 0
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        usable, what = (
-            free - int(margin * total),
-            f"{free >> 20} MiB of the GPU's {total >> 20} MiB are free and {margin:.0%} are to stay so",
-        )
-    else:
-        usable = psutil.virtual_memory().available
-        needed = predicted.weight_bytes or 0  # pages of the KV cache count when they are written
-        what = f"{usable >> 20} MiB are available"
-    if needed > usable:
-        weights, kv = (predicted.weight_bytes or 0) >> 20, (predicted.kv_bytes or 0) >> 20
-        raise OutOfMemory(
-            f"weights of {weights} MiB and a KV cache of {kv} MiB do not fit: {what}; fewer slots or a shorter context need less"
-        )
-
-
 class _memory_errors:
     """Turns torch's out-of-memory errors into OutOfMemory, and errors of a lost device into EngineFailed."""
 
@@ -404,6 +307,3 @@ class _memory_errors:
 def _host(values: list[int], device: torch.device) -> Tensor:
     """int64 on the host, page-locked where a GPU will copy it."""
     return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-
-__all__ = ["TorchBackend", "UnsupportedModel", "check_options"]

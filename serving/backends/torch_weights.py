@@ -1,10 +1,11 @@
 """Reading safetensors into the few fused matrices that the step multiplies with.
 
 Tensors are read one at a time from the memory-mapped files, by their Hugging Face names, and checked against the shapes that config.json
-implies: a missing, foreign or misshapen tensor is an error that names it, never a silent default. Query, key and value become one matrix, gate and
-up another. Peak memory is the weights plus the largest fused matrix.
+implies: a missing, foreign or misshapen tensor is an error that names it, never a silent default. Query, key and value become one matrix,
+gate and up another. Peak memory is the weights plus the largest fused matrix.
 
-int8 and int4 folders hold the matrices already quantised (models/convert_torch.py); they are loaded as they are, without a float copy in between.
+int8 and int4 folders hold the matrices already quantised (models/convert_torch.py); they are loaded as they are, without a float copy in
+between.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Dense:
 class Widened:
     """bfloat16 weights on a CPU without bfloat16 arithmetic: widened to float32 a block at a time, while the block is in the cache.
 
-    torch multiplies bfloat16 matrices there with scalar code, 5 to 50 times slower than float32. Its product with one or two vectors is quick, and
-    reads half the bytes: those go there. The scratch block is shared by all matrices.
+    torch multiplies bfloat16 matrices there with scalar code, 5 to 50 times slower than float32. Its product with one or two vectors is
+    quick, and reads half the bytes: those go there. The scratch block is shared by all matrices.
     """
 
     weight: Tensor  # bf16 [out, in]
@@ -132,7 +133,7 @@ class Checkpoint:
         for file in files:
             try:
                 opened = safe_open(str(file), framework="pt")
-                names = list(opened.keys())
+                names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
             except (SafetensorError, OSError) as problem:
                 raise BrokenWeights(f"{file.name} of {folder.name} cannot be read: {problem}; it may be cut off") from problem
             for name in names:

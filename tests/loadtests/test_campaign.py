@@ -124,7 +124,7 @@ def test_a_campaign_survives_the_manifest() -> None:
 
 def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
     plan = read_campaign(DEMO)
-    assert [cell.model for cell in plan.cells] == ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b"]
+    assert [cell.model for cell in plan.cells] == ["llama-3.2-3b", "llama-3.2-1b", "smollm2-360m", "smollm2-135m"]
     assert {cell.weight_format for cell in plan.cells} == {"Q4_0"}
     promise = plan.campaign.promise
     assert (promise.name, promise.ttft_seconds, promise.tpot_seconds) == ("chat", 2.0, 0.1)

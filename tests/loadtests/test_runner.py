@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -37,7 +36,6 @@ from loadtests.store import (
     read_samples,
     started_levels,
 )
-from loadtests.streaming import connect, fetch, get_bytes
 
 Start = Callable[..., str]
 
@@ -85,7 +83,9 @@ def check_folder(folder: Path) -> None:
         start = msgspec.convert(started[name].detail, LevelStarted)
         of_level = [sample for sample in read_samples(folder).records if sample.level == name]
         summary, _ = judge(own, of_level, start, detail.window_seconds, _promise(folder))
-        assert (summary.good, summary.due, summary.verdict) == (detail.good, detail.window_due, detail.verdict), "numbers follow from the records"
+        assert (summary.good, summary.due, summary.verdict) == (detail.good, detail.window_due, detail.verdict), (
+            "numbers follow from the records"
+        )
     assert len(measured_records(requests, events)) == sum(event.detail["due"] for event in finished.values())
 
 
@@ -306,7 +306,7 @@ def test_cpu_of_a_busy_process_is_one_core() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     seen: list[ResourceSample] = []
     try:
-        with Sampler("c", {"engine": lambda: [busy.pid], "client": lambda: []}, seen.append, interval_seconds=0.25) as sampler:
+        with Sampler("c", {"engine": lambda: [busy.pid], "client": list}, seen.append, interval_seconds=0.25) as sampler:
             sampler.level = "l"
             time.sleep(1.3)
     finally:
@@ -361,7 +361,15 @@ def test_processes_of_a_server_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_durations_for_people() -> None:
-    assert [duration(seconds) for seconds in (0, 0.4, 59, 60, 95, 660, 7300)] == ["0 s", "1 s", "59 s", "1 min", "1 min 35 s", "11 min", "2 h 1 min"]
+    assert [duration(seconds) for seconds in (0, 0.4, 59, 60, 95, 660, 7300)] == [
+        "0 s",
+        "1 s",
+        "59 s",
+        "1 min",
+        "1 min 35 s",
+        "11 min",
+        "2 h 1 min",
+    ]
 
 
 def test_progress_is_lines_where_there_is_no_terminal() -> None:

@@ -19,7 +19,9 @@ Start = Callable[..., str]
 STAMP_SECONDS = 0.002  # loopback, a wake-up, and a machine that others use too
 
 
-def _ask(url: str, tokens: int = 8, timeout_seconds: float = 10.0, api: Any = "completions", **truth: Any) -> tuple[RequestRecord, Any, float]:
+def _ask(
+    url: str, tokens: int = 8, timeout_seconds: float = 10.0, api: Any = "completions", **truth: Any
+) -> tuple[RequestRecord, Any, float]:
     """One request; returns its record, the server's own account of it, and the origin of the record's times."""
     target = Target(url=url, api=api, extra_body={"truth": truth})
     with pool_for(target) as pool:

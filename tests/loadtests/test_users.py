@@ -50,7 +50,9 @@ def locust(arguments: list[str], folder: Path, plan: LoadPlan | None = None) -> 
     return subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=40)
 
 
-def level(url: str, folder: Path, arguments: list[str] | None = None, **changes: Any) -> tuple[list[RequestRecord], Outcome, dict[str, Any]]:
+def level(
+    url: str, folder: Path, arguments: list[str] | None = None, **changes: Any
+) -> tuple[list[RequestRecord], Outcome, dict[str, Any]]:
     """One level; returns its records, the load generators' account, and what the server saw."""
     plan = LoadPlan(target=Target(url=url), workload=SMALL, requests_file=str(folder / "r.jsonl"), outcome_file=str(folder / "o.json"),
                     started_file=str(folder / "s.json"), seed=5)  # fmt: skip
@@ -64,7 +66,9 @@ def level(url: str, folder: Path, arguments: list[str] | None = None, **changes:
 
 def test_every_request_leaves_when_it_is_due_whatever_comes_back(truth_server: Start, tmp_path: Path) -> None:
     """One slot and answers of 0.3 s at 15/s: the queue grows to dozens, and not one request waits for another to be sent."""
-    records, outcome, log = level(truth_server(slots=1, ttft=0.25, case="open"), tmp_path, rate_per_second=15.0, window_seconds=3.0, drain_seconds=2.0)
+    records, outcome, log = level(
+        truth_server(slots=1, ttft=0.25, case="open"), tmp_path, rate_per_second=15.0, window_seconds=3.0, drain_seconds=2.0
+    )
     due = due_times(Poisson(), 15.0, 3.0, 5)
     assert sorted(record.index for record in records) == list(range(len(due))), "each once, none lost"
     by_index = sorted(records, key=lambda record: record.index)
@@ -73,7 +77,9 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(truth_server: S
     assert len(lags) == len(records) and min(lags) >= 0
     assert statistics.median(lags) < 0.003, "requests wait in the client"
     # The server agrees: requests arrived at their due times, not when slots became free.
-    arrived = sorted(entry["arrived"] for entry in log.values() if entry["body"]["max_tokens"] == 8 and entry["body"].get("min_tokens") == 8)[1:]
+    arrived = sorted(
+        entry["arrived"] for entry in log.values() if entry["body"]["max_tokens"] == 8 and entry["body"].get("min_tokens") == 8
+    )[1:]
     span = arrived[-1] - arrived[0]
     assert abs(span - (due[-1] - due[0])) < 0.5
     late = [record for record in records if record.error == "timeout"]
@@ -92,9 +98,11 @@ def test_times_are_right_under_load(truth_server: Start, tmp_path: Path) -> None
     )  # fmt: skip
     assert len(records) == 75 and all(record.error is None and record.output_tokens == 16 for record in records)
     assert {record.prompt_tokens for record in records} == {16}, "prompts have the asked length by the server's own count"
-    origin = statistics.median(log[r.request_id]["arrived"] - r.sent_seconds for r in records if r.request_id and r.sent_seconds is not None)
+    origin = statistics.median(
+        log[r.request_id]["arrived"] - r.sent_seconds for r in records if r.request_id and r.sent_seconds is not None
+    )
     errors = [
-        abs((seen - log[record.request_id]["chunks"][k] + origin))
+        abs(seen - log[record.request_id]["chunks"][k] + origin)
         for record in records
         if record.request_id
         for k, seen in enumerate(record.content_seconds)
@@ -137,7 +145,9 @@ def test_failures_are_records_and_the_level_still_ends_well(truth_server: Start,
 
 def test_plain_locust_needs_only_a_host(truth_server: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    done = locust(["--host", truth_server(case="plain"), "--rate", "10", "--window", "1", "--workload", "16x4", "--requests-file", str(out)], tmp_path)
+    done = locust(
+        ["--host", truth_server(case="plain"), "--rate", "10", "--window", "1", "--workload", "16x4", "--requests-file", str(out)], tmp_path
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     records = read_lines(out, RequestRecord).records
     assert records and {record.output_tokens for record in records} == {4}

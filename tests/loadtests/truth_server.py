@@ -1,8 +1,8 @@
 """A streaming endpoint with known truth: it does what each request's `truth` field says and remembers when it did it.
 
-`python -m tests.loadtests.truth_server '{"slots": 4}'` prints its port. GET /truth returns, for each request id, when the request arrived and
-when each content chunk was written, on the clock that all processes of a machine share (CLOCK_MONOTONIC), so that a client's stamps can
-be held against them one by one. A process of its own, so that it does not share an interpreter with what it judges.
+`python -m tests.loadtests.truth_server '{"slots": 4}'` prints its port. GET /truth returns, for each request id, when the request arrived
+and when each content chunk was written, on the clock that all processes of a machine share (CLOCK_MONOTONIC), so that a client's stamps
+can be held against them one by one. A process of its own, so that it does not share an interpreter with what it judges.
 """
 
 from __future__ import annotations

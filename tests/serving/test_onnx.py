@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from serving.backends.base import EngineConfig, Row, Sampling
+from serving.backends.kv_rows import RowMap
 from serving.backends.onnx_graph import graph_file
-from serving.backends.onnx_rows import RowMap
 from serving.backends.onnx_runtime import OnnxBackend, check_options
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from tests.serving.backend_contract import check_churn, check_contract, generate, greedy_alone, prompt_of, row
@@ -104,8 +104,10 @@ def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make) -> None
 
     def draw(slot: int, mates: list[int]) -> list[int]:
         prompt = prompt_of(backend, 12, 6)
-        last = {mate: backend.step([row(mate, prompt_of(backend, 8 + mate, mate), 0, sampling=Sampling(temperature=1.0, seed=mate))])[0].token
-                for mate in mates}  # fmt: skip
+        last = {}
+        for mate in mates:
+            first = row(mate, prompt_of(backend, 8 + mate, mate), 0, sampling=Sampling(temperature=1.0, seed=mate))
+            last[mate] = backend.step([first])[0].token
         mine = [backend.step([row(slot, prompt, 0, sampling=sampling)])[0].token]
         for step in range(8):
             rows = [row(slot, mine[-1:], 12 + step, sampling=sampling)]

@@ -1,4 +1,5 @@
-"""The torch backend on tiny folders: held to the contract, to transformers' generate, and, for its GPU parts, to the same logic on the CPU."""
+"""The torch backend on tiny folders: held to the contract, to transformers' generate, and, for its GPU parts, to the same logic on the
+CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from serving.backends.base import EngineConfig, Row, Sampling
 from serving.backends.torch_graphs import DecodeGraphs, batch_buckets, bucket_of, context_buckets
 from serving.backends.torch_model import rope_tables
 from serving.backends.torch_sampling import draw, drawable, gumbel
-from serving.backends.torch_transformers import TorchBackend, check_options
+from serving.backends.torch_settings import check_options
+from serving.backends.torch_transformers import TorchBackend
 from serving.backends.torch_weights import WIDEN_ELEMENTS, Widened
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.noise import gumbel_at

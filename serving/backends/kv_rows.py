@@ -1,14 +1,15 @@
 """Which KV row holds which slot: the bookkeeping that lets a decode step be one call over neighbouring rows.
 
-A graph with GroupQueryAttention runs over rows `lo..hi` of the KV buffers, all of them neighbours. The scheduler's slots come and go in any
-order, so slots are mapped to rows by a permutation which changes when that pays:
+A decode step of the onnx and torch backends runs over rows `lo..hi` of the KV buffers, all of them neighbours. The scheduler's slots come
+and go in any order, so slots are mapped to rows by a permutation which changes when that pays:
 
-  - a row inside the range that takes no part (it is being prefilled, or it is an idle prefix) can run along with a dummy token. Its KV entry lands
-    just behind the row's valid tokens, where the next real token overwrites it. This costs one row of compute a step;
+  - a row inside the range that takes no part (it is being prefilled, or it is an idle prefix) can run along with a dummy token. Its KV
+    entry lands just behind the row's valid tokens, where the next real token overwrites it. This costs one row of compute a step;
   - or rows swap places, which costs one copy of what they hold.
 
-Holes that close again within a step or two are the rule (a slot is refilled as soon as it is free), long ones happen when load falls. So the
-classical answer to rent-or-buy is used: run along until the rent paid equals the price of swapping, then swap. Never worse than twice the best.
+Holes that close again within a step or two are the rule (a slot is refilled as soon as it is free), long ones happen when load falls. So
+the classical answer to rent-or-buy is used: run along until the rent paid equals the price of swapping, then swap. Never worse than twice
+the best.
 
 Lengths and costs are in tokens of KV. Pure bookkeeping: nothing here touches a buffer, so all of it is tested without a model.
 """
@@ -27,6 +28,15 @@ class Window:
     hi: int
     swaps: tuple[tuple[int, int], ...] = ()
     riders: tuple[int, ...] = ()
+
+
+# What a CPU thread multiplies and adds in a second, and what it copies: round figures of a server core, to weigh one against the other.
+FLOPS_PER_THREAD, COPY_BYTES_PER_SECOND = 40e9, 4e9
+
+
+def rider_tokens(flops_per_token: float, threads: int, kv_bytes_per_token: float) -> float:
+    """What one row of dummy compute costs on a CPU, as the number of KV tokens that could be copied in that time."""
+    return flops_per_token / (FLOPS_PER_THREAD * threads) * COPY_BYTES_PER_SECOND / kv_bytes_per_token
 
 
 class RowMap:
