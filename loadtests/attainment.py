@@ -31,8 +31,9 @@ CAPACITY_POINTS = 800
 SLOPES = np.geomspace(2.0, 100.0, 16)
 SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior: queues near capacity show 5 to 40
 NEAR = 2.0  # distance in log odds from the target at which curve and order weigh the same
-CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 40.0, 3.0  # as many clusters, of this size over the root of the bad share
+CLUMP_PRIOR, CLUMP_PRIOR_WEIGHT = 90.0, 4.0
 CORRELATED = 1.6  # batches of a tenth of a level see about this part less than the whole memory of a queue
+SAFETY = 1.3
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
 ROUNDS = 3
 
@@ -90,7 +91,7 @@ def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, tar
     low, high = (max(min_rate, min(rates) / 4), min(max_rate, max(rates) * 4)) if seen else (min_rate, max_rate)
     capacities = np.geomspace(min(low, high / 2), max(high, low * 2), CAPACITY_POINTS)
     prior = np.tile(-0.5 * ((np.log(SLOPES) - math.log(SLOPE_MEDIAN)) / SLOPE_SPREAD) ** 2, (CAPACITY_POINTS, 1))
-    shares = [share_good(o.rate, capacities[:, None], SLOPES[None, :], target) for o in seen]
+    shares = [share_good(o.rate, capacities[:, None], SLOPES[None, :], target, o.due) for o in seen]
     by_curve = [_log_likelihood(o, share) for o, share in zip(seen, shares, strict=True)]
     by_order = [_by_order(o, capacities, target)[:, None] for o in seen]
     clump = clumping(seen)
@@ -100,7 +101,7 @@ def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, tar
         for i, o in enumerate(seen):
             near = nearness(bad[i], target)
             remembered = CORRELATED * (o.correlated or 0.0)
-            log_weights += near * by_curve[i] / max(dispersion(bad[i], clump), remembered)
+            log_weights += near * by_curve[i] / max(dispersion(max(bad[i], 1 - target), clump), remembered)
             log_weights += (1 - near) * by_order[i] / max(dispersion(1 - target, clump), remembered)
         weights: Array = np.exp(log_weights - log_weights.max())
         weights /= weights.sum()
@@ -108,16 +109,24 @@ def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, tar
     return Posterior(capacities, weights, target, clump)
 
 
-def share_good(rate: float, capacity: Array, slope: Array, target: float) -> Array:
-    """The curve: the share of good requests at `rate`."""
+def share_good(rate: float, capacity: Array, slope: Array, target: float, counted: int | None = None) -> Array:
+    """The curve: the share of good requests at `rate`.
+
+    With `counted`, `rate` is the one that this many arrivals came out at. The curve is of the asked rate, an average over rates that come out with a
+    relative variance of 1 / counted; where it bends upwards that average lies above the curve of the latter, by half the
+    variance times the bend.
+    """
     log_odds_bad = math.log((1 - target) / target) + slope * (math.log(rate) - np.log(capacity))
-    share: Array = np.maximum(1.0 / (1.0 + np.exp(np.clip(log_odds_bad, -50, 50))), LAPSE)
-    return share
+    share: Array = 1.0 / (1.0 + np.exp(np.clip(log_odds_bad, -50, 50)))
+    if counted is not None:
+        log_odds_bad = log_odds_bad - np.minimum(0.5 * slope**2 / counted, 1.0) * (2 * share - 1)
+        share = 1.0 / (1.0 + np.exp(np.clip(log_odds_bad, -50, 50)))
+    return np.maximum(share, LAPSE)
 
 
 def dispersion(bad_share: float, clump: float) -> float:
     """How many requests of a level count as one, at this share of bad ones: about the root of the share in queues, and at least 1."""
-    return max(1.0, clump * math.sqrt(max(bad_share, 0.0)))
+    return max(1.0, SAFETY * clump * math.sqrt(max(bad_share, 0.0)))
 
 
 def nearness(bad_share: float, target: float) -> float:

@@ -210,9 +210,7 @@ def cells_of(file: CampaignFile) -> list[Cell]:
     Raises BadCampaign for a combination that is none.
     """
     if file.target is not None:
-        model = file.target.model or "default"
-        key = _plain(f"{model}@{file.target.url.split('://')[-1]}")
-        return [Cell(key=key, model=model, weight_format="", backend="external", url=file.target.url)]
+        return [cell_of_target(file.target)]
     wanted = [
         OneCell(model=model, format=weight_format, backend=backend)
         for model in file.models
@@ -224,6 +222,13 @@ def cells_of(file: CampaignFile) -> list[Cell]:
     if twice is not None:
         raise BadCampaign(f"cell {twice} is there twice; hardware budgets need names, models and formats must differ")
     return cells
+
+
+def cell_of_target(target: Target) -> Cell:
+    """The one cell of an endpoint that is there already."""
+    model = target.model or "default"
+    key = _plain(f"{model}@{target.url.split('://')[-1]}")
+    return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
 
 
 def explain(problem: msgspec.ValidationError) -> str:

@@ -11,10 +11,10 @@ import msgspec
 from loadtests.campaign import Campaign, Cell, Plan, PromiseSpec, Server, promise_of
 from loadtests.errors import Incomplete, LevelInterrupted, LoadError
 from loadtests.levels import Site, loaded_level
+from loadtests.manifest import manifest_of, new_folder, seed_of
 from loadtests.plan import parse_arrivals, parse_workload
 from loadtests.progress import Progress
 from loadtests.resources import Sampler
-from loadtests.runner import manifest_of, new_folder, seed_of
 from loadtests.search import Measure, SearchConfig
 from loadtests.servers import External
 from loadtests.show import show_level, wide_console
@@ -25,7 +25,8 @@ from serving.hardware import hardware_facts
 
 def one_level(
     url: str, *, rate: float | None, concurrency: int | None, seconds: float, workload: str, arrivals: str, promise: str,
-    target: float | None, model: str | None, api: str, api_key_env: str | None, verify_tls: bool, seed: int, out: Path | None, progress: Progress,
+    target: float | None, model: str | None, api: str, api_key_env: str | None, verify_tls: bool, seed: int,
+    out: Path | None, progress: Progress,
 ) -> None:  # fmt: skip
     """Measures, prints, and keeps the records below `out` where it is given. Raises LoadError for whatever was in the way."""
     for name, value in (("--rate", rate), ("--duration", seconds)):

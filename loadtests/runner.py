@@ -11,26 +11,23 @@ question. A level that was not finished is abandoned, and measured anew under an
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib.metadata
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from loadtests.campaign import Campaign, Cell, Plan
+from loadtests.campaign import Campaign, Cell, Plan, cell_of_target
 from loadtests.children import Layout, divide_cores
 from loadtests.errors import BadCampaign, BadRunFolder, Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed, ServerLost
 from loadtests.levels import LevelFinished, Measured, Site, judge, loaded_level, lone_level, quick_seconds, settle
+from loadtests.manifest import manifest_of, new_folder, seed_of
 from loadtests.progress import Progress, duration
-from loadtests.records import FORMAT_VERSION, Event, RunManifest
+from loadtests.records import Event, RunManifest
 from loadtests.resources import Sampler
 from loadtests.search import Capacity, Level, Measure, next_step
 from loadtests.servers import External, Local, Server
@@ -39,13 +36,13 @@ from loadtests.store import (
     RunFolder,
     completed_levels,
     read_events,
-    read_manifest,
     read_requests,
     read_samples,
     started_levels,
 )
 from loadtests.streaming import Pool
 from loadtests.target import TargetFacts, pool_for, probe
+from loadtests.words import in_words, level_in_words
 from models.formats import weight_bytes
 from models.ladder import OVERHEAD_BYTES, is_rung, rung
 from serving.errors import ServingError
@@ -55,14 +52,11 @@ from serving.placement import Policy, gib, plan
 MOST_ATTEMPTS = 5  # of one level in one sitting
 RECOVERY_SECONDS = 300.0  # that a server gets to bring its engine back
 MOST_SERVERS = 3  # of one cell in one sitting
-PACKAGES = (
-    "llm-crossover", "locust", "gevent", "geventhttpclient", "numpy", "llama-cpp-python", "onnxruntime", "torch", "transformers",
-    "tokenizers", "uvicorn", "starlette", "msgspec",
-)  # fmt: skip
 
 
 def run(campaign: Plan, out: Path, progress: Progress, *, command: Sequence[str] = ()) -> Path:
     """A new run in a folder of its own below `out`; returns the folder. Raises Incomplete when cells are missing in the end."""
+    campaign = _named(campaign)
     facts = hardware_facts(bandwidth=campaign.campaign.target is None)
     folder = new_folder(out, campaign.campaign.name)
     with RunFolder.create(folder, manifest_of(campaign, folder.name, facts, command or sys.argv)) as opened:
@@ -95,6 +89,16 @@ def resume(folder: Path, progress: Progress) -> Path:
             progress.say("taken off, cut-off last lines: " + ", ".join(f"{cut} bytes of {name}" for name, cut in dropped.items()))
         _Runner(opened, campaign, cells, hardware_facts(), progress).go()
     return folder
+
+
+def _named(campaign: Plan) -> Plan:
+    """An endpoint's cell under the name of the model that it serves. Raises TargetUnusable when it does not answer."""
+    target = campaign.campaign.target
+    if target is None or target.model is not None:
+        return campaign
+    External(target).wait_ready(lambda what, fraction: None)
+    target = msgspec.structs.replace(target, model=probe(target).model)
+    return Plan(msgspec.structs.replace(campaign.campaign, target=target), [cell_of_target(target)], campaign.text)
 
 
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
@@ -351,70 +355,6 @@ def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
 
 
-def seed_of(seed: int, level: str) -> int:
-    """A seed for one attempt of one level: no two levels share prompts, so no prefix cache remembers an earlier one."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{level}".encode(), digest_size=6).digest(), "little")
-
-
-def new_folder(out: Path, name: str) -> Path:
-    """A folder name that is not taken: date, time, campaign."""
-    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
-    for number in range(1000):
-        folder = out / (f"{stamp}-{plain}" + (f"-{number}" if number else ""))
-        if not folder.exists():
-            return folder
-    raise BadRunFolder(f"{out} is full of runs of this second")
-
-
-def manifest_of(campaign: Plan, run_id: str, facts: HardwareFacts, command: Sequence[str]) -> RunManifest:
-    """What a run is, written once when it starts."""
-    machine = msgspec.to_builtins(facts)
-    remote = campaign.campaign.target is not None
-    return RunManifest(
-        format_version=FORMAT_VERSION,
-        run_id=run_id,
-        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        crossover_version=_version("llm-crossover") or "unknown",
-        git_commit=_git_commit(),
-        command=list(command),
-        campaign=msgspec.to_builtins(campaign.campaign),
-        campaign_text=campaign.text,
-        cells=[msgspec.to_builtins(cell) for cell in campaign.cells],
-        server_facts={"url": campaign.campaign.target.url} if remote and campaign.campaign.target else machine,
-        client_facts=machine,
-        versions={name: version for name in PACKAGES if (version := _version(name)) is not None},
-        seed=campaign.campaign.seed,
-    )
-
-
-def in_words(capacity: Capacity) -> str:
-    """A capacity for people."""
-    match capacity.status:
-        case "none":
-            return f"keeps the promise at no rate ({capacity.reason})"
-        case "at_least":
-            return f"keeps the promise up to at least {capacity.low:.3g} requests/s ({capacity.reason})"
-        case "resolved" if capacity.estimate is not None and capacity.high is not None:
-            return f"keeps the promise up to {capacity.estimate:.3g} requests/s ({capacity.low:.3g}-{capacity.high:.3g})"
-    high = f"{capacity.high:.3g}" if capacity.high is not None else "?"
-    return f"unresolved, between {capacity.low:.3g} and {high} requests/s ({capacity.reason})"
-
-
-def level_in_words(measured: Measured) -> str:
-    """A level for people."""
-    summary, level = measured.summary, measured.level
-    load = f"{level.rate:.3g} requests/s" if level.rate is not None else "lone requests"
-    typical = summary.ttft.p50 if summary.ttft.p50 is not None else summary.ttft.mean
-    ttft = f", TTFT {typical * 1000:.0f} ms" if typical is not None else ""
-    each = summary.tpot.p50 if summary.tpot.p50 is not None else summary.tpot.mean
-    tpot = f", TPOT {each * 1000:.1f} ms" if each is not None else ""
-    doubts = ", ".join(doubt.code for doubt in summary.doubts if doubt.invalidates)
-    word = f"not valid: {doubts}" if doubts else summary.verdict
-    short = ", cut short" if measured.cut_short else ""
-    return f"{load}: {summary.good} of {summary.due} good{ttft}{tpot} -> {word}{short}"
-
-
 def _open_level(events: Sequence[Event]) -> Event | None:
     """The level that was begun and neither finished nor abandoned."""
     closed = {event.level for event in events if event.kind in ("level_finished", "level_abandoned")}
@@ -434,27 +374,3 @@ def _signals_interrupt() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout that this file lies in; None outside one."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return asked.stdout.strip() or None if asked.returncode == 0 else None
-
-
-def show(folder: Path) -> tuple[RunManifest, list[Event]]:
-    """The manifest and the journal of a run, complete or not."""
-    return read_manifest(folder), read_events(folder).records

@@ -12,10 +12,11 @@ from rich.table import Table
 from loadtests.levels import LevelFinished, judge
 from loadtests.progress import duration
 from loadtests.records import Event
-from loadtests.runner import campaign_of, in_words
+from loadtests.runner import campaign_of
 from loadtests.search import Capacity
 from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
 from loadtests.summary import Distribution, Summary
+from loadtests.words import in_words
 
 
 def show_run(folder: Path, console: Console | None = None) -> None:

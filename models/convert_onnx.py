@@ -267,7 +267,7 @@ def _quantise(made: Path, out: Path) -> None:
         "from optimum.onnxruntime.configuration import AutoQuantizationConfig as Settings; "
         "quantiser = ORTQuantizer.from_pretrained(sys.argv[1], file_name='model.onnx'); "
         "settings = getattr(Settings, sys.argv[3])(is_static=False, per_channel=True); "
-        "quantiser.quantize(save_dir=sys.argv[2], quantization_config=settings, file_suffix='')"
+        "quantiser.quantize(save_dir=sys.argv[2], quantization_config=settings, file_suffix='', use_external_data_format=True)"
     )
     _child(["-c", code, str(made), str(out), quantiser_target()], "optimum's quantiser")
 

@@ -33,7 +33,7 @@ from serving.backends.onnx_graph import (
     graph_file,
     read_facts,
     read_json,
-    resident_factor,
+    resident_bytes,
     weight_bytes,
 )
 from serving.backends.onnx_growing import GrowingGraph
@@ -63,7 +63,7 @@ class OnnxBackend:
         if manifest is not None:
             verify(file.parent, manifest, progress=progress)
         size = weight_bytes(file)
-        resident = int(size * resident_factor(file))
+        resident = resident_bytes(file)
         _check_memory(resident + _COMPUTE_BYTES, f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)

@@ -139,7 +139,7 @@ def _lives(pid: int) -> bool:
 
 
 def test_what_a_run_knows_of_the_machine_and_the_engine(campaign: Path, tmp_path: Path) -> None:
-    """An engine killed in the middle of a level: that level is abandoned for this reason, and measured by one engine alone the second time."""
+    """An engine killed in the middle of a level: that level is abandoned for this reason, and measured again with one engine."""
     file = campaign.read_text().replace('"135m", "360m"', '"135m"').replace("budget_seconds = 14", "budget_seconds = 7")
     campaign.write_text(file)
     log = tmp_path / "log"

@@ -12,7 +12,8 @@ from loadtests.arrivals import Gamma
 from loadtests.campaign import DEMO, Campaign, Cell, parse_campaign, promise_of, read_campaign
 from loadtests.children import divide_cores
 from loadtests.errors import BadCampaign
-from loadtests.runner import layout_of, seed_of, why_not
+from loadtests.manifest import seed_of
+from loadtests.runner import layout_of, why_not
 from loadtests.servers import serve_command
 from loadtests.slo import PROMISES
 from serving.hardware import hardware_facts

@@ -19,7 +19,8 @@ import pytest
 
 from loadtests.campaign import Plan, parse_campaign
 from loadtests.children import Child, last_line, wait_for_file
-from loadtests.errors import BadRunFolder, Incomplete, TargetUnusable
+from loadtests.cli import load
+from loadtests.errors import BadRunFolder, Incomplete, LoadError, TargetUnusable
 from loadtests.levels import LevelFinished, judge
 from loadtests.progress import Progress, duration
 from loadtests.records import ResourceSample
@@ -100,7 +101,7 @@ def test_a_campaign_finds_the_capacity_of_a_known_server(truth_server: Start, tm
     out = StringIO()
     url = truth_server(slots=4, ttft=0.03, gap=0.005, case="capacity")
     with Progress(out, plain_every_seconds=1.0) as progress:
-        folder = run(campaign(url, budget=12.0), tmp_path, progress, command=["test"])
+        folder = run(campaign(url, budget=8.0), tmp_path, progress, command=["test"])
     check_folder(folder)
     events = read_events(folder).records
     capacity = msgspec.convert(next(e for e in events if e.kind == "cell_finished").detail["capacity"], Capacity)
@@ -108,6 +109,7 @@ def test_a_campaign_finds_the_capacity_of_a_known_server(truth_server: Start, tm
     assert capacity.high is None or capacity.high > 10
     rates = [event.detail["rate_per_second"] for event in events if event.kind == "level_started"]
     assert rates[0] is None and len(rates) >= 3, "lone requests first, then levels of load"
+    assert read_manifest(folder).cells[0]["model"] == "true-model", "the cell is called by the model that the endpoint serves"
     ready = next(event for event in events if event.kind == "cell_ready")
     assert ready.detail["target"]["model"] == "true-model" and ready.detail["target"]["tokenizer"] == "vllm"
     manifest = read_manifest(folder)
@@ -171,7 +173,7 @@ def test_a_killed_load_generator_costs_one_attempt(truth_server: Start, tmp_path
             time.sleep(0.05)
 
     threading.Thread(target=kill, daemon=True).start()
-    plan = campaign(truth_server(slots=4, case="killed"), budget=12.0)
+    plan = campaign(truth_server(slots=4, case="killed"), budget=7.0)
     search = msgspec.structs.replace(plan.campaign.search, level_seconds_min=3.0, level_seconds_max=3.0)
     folder = run(msgspec.structs.replace(plan, campaign=msgspec.structs.replace(plan.campaign, search=search)), tmp_path, quiet())
     assert len(killed) == 2
@@ -213,7 +215,7 @@ def only_folder(out: Path) -> Path | None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(truth_server: Start, tmp_path: Path, how: signal.Signals) -> None:
     file = tmp_path / "c.toml"
-    file.write_text(CAMPAIGN.format(url=truth_server(slots=4, case=f"resume{how}"), budget=10, ttft=0.3))
+    file.write_text(CAMPAIGN.format(url=truth_server(slots=4, case=f"resume{how}"), budget=6, ttft=0.3))
     runner = start(["run", str(file), "--out", str(tmp_path / "runs")], tmp_path / "log")
     folder = wait_for(lambda: only_folder(tmp_path / "runs"))
     wait_for(lambda: kinds(folder).count("level_started") >= 2)
@@ -239,7 +241,7 @@ def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(truth_server: Sta
     resumed = next(event for event in events if event.kind == "run_resumed")
     assert resumed.detail["dropped_bytes"] == {"requests.jsonl": 15}
     abandoned = [event for event in events if event.kind == "level_abandoned"]
-    assert [str(event.level)[-4:] for event in abandoned] == ["#2.1"[-4:]] and "default" in str(abandoned[0].cell or "")
+    assert [str(event.level)[-4:] for event in abandoned] == ["#2.1"[-4:]] and "true-model" in str(abandoned[0].cell or "")
     assert any(str(event.level).endswith("#2.2") for event in events if event.kind == "level_finished")
 
 
@@ -247,8 +249,7 @@ def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
     plan = parse_campaign('name = "x"\n[target]\nurl = "http://127.0.0.1:9"\nready_seconds = 0.5')
     with pytest.raises(TargetUnusable, match="127.0.0.1:9 cannot be reached"):
         run(plan, tmp_path, quiet())
-    (folder,) = tmp_path.glob("*")
-    assert kinds(folder)[-1] == "interrupted", "the reason is on record"
+    assert not list(tmp_path.glob("*")), "nothing was begun"
 
 
 def test_a_model_that_cannot_be_loaded_is_skipped_and_the_next_is_measured(tmp_path: Path) -> None:
@@ -260,6 +261,67 @@ def test_a_model_that_cannot_be_loaded_is_skipped_and_the_next_is_measured(tmp_p
     folder = run(plan, tmp_path, quiet())
     (skipped,) = [event for event in read_events(folder).records if event.kind == "cell_skipped"]
     assert "did not start" in skipped.detail["reason"] and kinds(folder)[-1] == "run_finished"
+
+
+def test_one_level_from_the_command_line(truth_server: Start, tmp_path: Path) -> None:
+    """`crossover load`: a table for people, a run folder where one is asked for, and clear words for what cannot be."""
+    url = truth_server(ttft=0.02, case="load")
+
+    def from_shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "crossover", "load", url, "--workload", "16x8", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    done = from_shell("--rate", "15", "--duration", "2", "--target", "0.8", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for part in ("TTFT", "TPOT", "send lag", "output tokens/s", "promise chat: 100.0% good", ": holds"):
+        assert part in done.stdout, part
+    (folder,) = tmp_path.glob("*")
+    check_folder(folder)
+    (started,) = started_levels(read_events(folder).records).values()
+    assert started.detail["purpose"] == "load" and started.detail["rate_per_second"] == 15.0
+    closed = from_shell("--concurrency", "2", "--duration", "1")
+    assert closed.returncode == 0 and "2.0 requests in flight" in closed.stdout
+    assert not list(Path.cwd().glob("load-*")) and len(list(tmp_path.glob("*"))) == 1, "nothing is kept that was not asked for"
+    refused = from_shell("--rate", "1", "--promise", "tea")
+    assert refused.returncode == 2 and "'tea' is not one of chat" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either --rate"),
+        ({"rate": 1.0, "concurrency": 1}, "give either --rate"),
+        ({"rate": -1.0}, "--rate must be above 0, got -1.0"),
+        ({"rate": 1.0, "seconds": 0.0}, "--duration must be above 0, got 0.0"),
+        ({"rate": 1.0, "api": "soap"}, "Invalid enum value 'soap'"),
+        ({"rate": 1.0, "workload": "tea"}, "'tea' is not one of chat"),
+        ({"rate": 1.0, "api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY'.*not set"),
+    ],
+)
+def test_a_level_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "rate": None,
+        "concurrency": None,
+        "seconds": 30.0,
+        "workload": "chat",
+        "arrivals": "poisson",
+        "promise": "chat",
+    }
+    given |= {"target": None, "model": None, "api": "completions", "api_key_env": None, "verify_tls": True, "seed": 1, "out": None}
+    with pytest.raises(LoadError, match=message):
+        load("http://127.0.0.1:9", **(given | arguments))
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('name = "x"\nmodels = ["135m", "70b"]\nbudget_seconds = 90\nhardware = [{ memory_gib = 4.0 }]')
+    command = [*RUNNER, "run", str(file), "--dry-run", "--out", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "smollm2-135m-Q4_0-llama_cpp: engine on" in done.stdout and "skipped, needs" in done.stdout and "the budget is 4 GiB" in done.stdout
+    )
+    assert "1 min 30 s of measuring" in done.stdout and not (tmp_path / "runs").exists()
 
 
 # The parts.
