@@ -4,6 +4,7 @@
 #   VENV        where the environment goes
 #   PIP_FLAGS   extra flags for pip; on a machine without a GPU, PyTorch's own CPU index saves several GB: PIP_FLAGS="--extra-index-url URL"
 
+SHELL = /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
@@ -44,8 +45,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== making the environment in $(VENV) (the first time, llama.cpp is compiled: 5 to 10 minutes on 2 cores; pip keeps the wheel)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	CMAKE_ARGS="-DLLAVA_BUILD=OFF $(CMAKE_ARGS)" $(BIN)/pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[dev]' | grep -v -E '^(Requirement already|  )' || true
-	@$(BIN)/python -c 'import llama_cpp, onnxruntime, torch, locust, altair' || { echo "crossover: the installation is not complete; see the messages above"; exit 1; }
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF $(CMAKE_ARGS)" $(BIN)/pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[dev]' 2>&1 \
+	  | tee $(VENV)/install.log | sed -u -n -E 's/^(Collecting|Downloading) ([^ ]*).*/   \1 \2/p; /^ *Building wheel/p; /^ERROR/p'; \
+	  test "$${PIPESTATUS[0]}" = 0 || { echo "crossover: the installation failed; the end of $(VENV)/install.log:"; tail -n 25 $(VENV)/install.log; exit 1; }
+	@$(BIN)/python -c 'import llama_cpp, onnxruntime, torch, altair, crossover'
 	@touch $(STAMP)
 
 clean:

@@ -217,8 +217,8 @@ def check(arrivals: Arrivals, times: Times, rate: float, duration_seconds: float
     as_asked: bool | None = None
     if known and against == "constant":
         as_asked = bool(np.max(np.abs(gaps * rate - 1.0)) < 0.01)
-    elif known and ks_p is not None and lag1_rescaled is not None:
-        as_asked = ks_p >= 0.001 and abs(lag1_rescaled) * math.sqrt(len(gaps)) < 3.3
+    elif known and ks_p is not None:
+        as_asked = ks_p >= 0.001 and abs(lag1_rescaled or 0.0) * math.sqrt(len(gaps)) < 3.3
     return ArrivalCheck(
         count=len(times),
         rate=len(times) / duration_seconds,

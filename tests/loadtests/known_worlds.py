@@ -66,9 +66,7 @@ def measure(world: World, step: Measure, rng: np.random.Generator, lone_seconds:
     if step.rate is None:
         count = step.requests or 1
         _, _, good = world(1e-4, count, rng)
-        return Level(
-            rate=None, due=count, good=int(good.sum()), duration_seconds=count * lone_seconds, mean_e2e_seconds=lone_seconds
-        )
+        return Level(rate=None, due=count, good=int(good.sum()), duration_seconds=count * lone_seconds, mean_e2e_seconds=lone_seconds)
     seconds = step.duration_seconds
     warm = WARM_UP * seconds
     due, latency, good = world(step.rate, int(step.rate * (seconds + warm) * 1.3 + 60), rng)

@@ -219,12 +219,13 @@ def test_a_busy_client_makes_a_level_invalid():
     assert summarise(records, busy, Window(10.0, 60.0), PROMISE, started_unix_seconds=0.0).client_cpu_share is None
 
 
-def test_late_sends_make_a_level_invalid_from_one_per_cent_of_the_ttft():
+def test_late_sends_are_doubted_from_one_per_cent_of_the_ttft_and_decide_from_one_of_the_promise():
     def level(lag):
         return summarise([request(i, float(i), lag=lag, ttft=0.5) for i in range(60)], [], Window(0.0, 60.0), PROMISE)
 
-    assert level(0.004).is_valid
-    assert "LateSends" in codes(level(0.006)) and not level(0.006).is_valid
+    assert codes(level(0.004)) == []
+    assert codes(level(0.006)) == ["LateSends"] and level(0.006).is_valid  # 6 ms cannot turn a promise of 2 s
+    assert codes(level(0.021)) == ["LateSends"] and not level(0.021).is_valid
 
 
 def test_a_millisecond_late_is_not_late():
