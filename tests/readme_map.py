@@ -1,15 +1,20 @@
-"""The map of the tree in the README, made from the files' own first lines: `python -m tests.readme_map` writes it anew.
+"""The parts of the README that are made from the code: `python -m tests.readme_map` writes them anew.
 
-A test compares the two, so the map stays true.
+The map of the tree is the files' own first lines, the table of engines is what the backends say they can. A test compares, so both stay true.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
+from serving.backends import BACKENDS
+from serving.backends.base import CAPABILITIES
+
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- map: made by python -m tests.readme_map -->", "<!-- end of map -->"
+MAP = "<!-- map: made by python -m tests.readme_map -->", "<!-- end of map -->"
+ENGINES = "<!-- engines: made by python -m tests.readme_map -->", "<!-- end of engines -->"
 PACKAGES = ("models", "serving", "loadtests", "reports")
 
 
@@ -32,13 +37,24 @@ def lines() -> list[str]:
     return out
 
 
+def engines() -> list[str]:
+    """The table of what a request may ask of which backend."""
+    can = {name: importlib.import_module(target.partition(":")[0]).CAN for name, target in BACKENDS.items()}
+    out = ["| a request asks for | " + " | ".join(f"`{name}`" for name in can) + " |", "|---" * (len(can) + 1) + "|"]
+    for name, what in CAPABILITIES.items():
+        out.append(f"| {what} | " + " | ".join("yes" if name in able else "no" for able in can.values()) + " |")
+    return out
+
+
 def replaced(readme: str) -> str:
-    """The README with the map as it must be. Raises ValueError where the marks are missing."""
-    before, start, rest = readme.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"README.md lacks the line {START!r} or {END!r}")
-    return before + START + "\n" + "\n".join(lines()) + "\n" + END + after
+    """The README with both parts as they must be. Raises ValueError where the marks are missing."""
+    for (start, end), content in ((MAP, lines()), (ENGINES, engines())):
+        before, found, rest = readme.partition(start)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"README.md lacks the line {start!r} or {end!r}")
+        readme = before + start + "\n" + "\n".join(content) + "\n" + end + after
+    return readme
 
 
 if __name__ == "__main__":

@@ -128,20 +128,20 @@ class BackendInfo(msgspec.Struct, frozen=True):
 
 
 # What a request may ask for beyond greedy decoding. A backend lists what it can; the rest is refused by name.
-CAPABILITIES: tuple[str, ...] = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "penalties",
-    "logit_bias",
-    "logprobs",
-    "grammar",
-    "json_schema",
-    "prefix_reuse",
-    "prompt_logprobs",
-)
+CAPABILITIES: dict[str, str] = {
+    "temperature": "`temperature` above 0",
+    "top_p": "`top_p`",
+    "top_k": "`top_k`",
+    "min_p": "`min_p`",
+    "seed": "`seed`: the same tokens whatever the batch mates",
+    "penalties": "`presence_penalty`, `frequency_penalty`, `repetition_penalty`",
+    "logit_bias": "`logit_bias`",
+    "logprobs": "`logprobs`, `top_logprobs`",
+    "grammar": "`grammar` (GBNF)",
+    "json_schema": "`response_format`: `json_object`, `json_schema`",
+    "prefix_reuse": "a conversation's history is not filled again",
+    "prompt_logprobs": "log-probabilities of the prompt",
+}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

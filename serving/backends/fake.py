@@ -43,7 +43,7 @@ _OPTIONS: dict[str, type] = {
     "fail_once_file": str,
 }
 _LOAD_FAILURES: dict[str, type[Exception]] = {"load_oom": OutOfMemory, "load_failed": EngineFailed, "backend_missing": BackendUnavailable}
-_CANNOT = {"grammar", "json_schema", "prompt_logprobs"}
+CAN = frozenset(CAPABILITIES) - {"grammar", "json_schema", "prompt_logprobs"}
 
 
 def _extend(state: int, token: int) -> int:
@@ -101,7 +101,7 @@ class FakeBackend:
             step_tokens=512,
             predicted=MemoryParts(0, 8 * kv_tokens),
             measured=MemoryParts(0, 8 * kv_tokens),
-            capabilities=frozenset(CAPABILITIES) - _CANNOT,
+            capabilities=CAN,
         )
 
     def begin(self, sampling: Sampling) -> None:

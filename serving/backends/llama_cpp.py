@@ -47,7 +47,7 @@ from serving.sampling import sample
 Progress = Callable[[str, float | None], None]
 
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
-_CAPABILITIES = frozenset(
+CAN = frozenset(
     ("temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "grammar", "json_schema", "prefix_reuse")
 )
 
@@ -282,7 +282,7 @@ class LlamaCppBackend:
             step_tokens=step_tokens,
             predicted=predicted,
             measured=measured,
-            capabilities=_CAPABILITIES,
+            capabilities=CAN,
             details=details,
         )
 

@@ -43,7 +43,7 @@ from serving.sampling import sample
 
 _OPTIMISATION = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC", "none": "ORT_DISABLE_ALL"}
 _OPTIONS = ("file", "spinning", "optimisation", "arena", "prefill_chunk")
-_CAPABILITIES = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
+CAN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
 _COMPUTE_BYTES = 150 << 20  # arena, thread pools and onnxruntime itself; measured 120 to 180 MB
 
 
@@ -101,7 +101,7 @@ class OnnxBackend:
             step_tokens=max(512, 2 * config.slots),
             predicted=MemoryParts(resident, kv_reserved, _COMPUTE_BYTES),
             measured=MemoryParts(loaded, self._graph.kv_bytes if facts.grouped else None),
-            capabilities=_CAPABILITIES,
+            capabilities=CAN,
             details=_details(onnxruntime, facts, manifest, read_json(file.parent / "conversion.json"), options, threads, batching),
         )
 

@@ -37,7 +37,7 @@ from serving.backends.torch_weights import compute_dtype, cpu_has_bf16, load, pr
 from serving.errors import EngineFailed, OutOfMemory
 from serving.sampling import sample
 
-_CAPABILITIES = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
+CAN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
 
 
 class TorchBackend:
@@ -85,7 +85,7 @@ class TorchBackend:
             step_tokens=max(512, 2 * slots, options["prefill_chunk"]),
             predicted=predicted,
             measured=MemoryParts(weights.bytes, self._model.kv_bytes, self._reserved(weights.bytes + self._model.kv_bytes)),
-            capabilities=_CAPABILITIES,
+            capabilities=CAN,
             details=self._details(options, threads, dtype, weight_format),
         )
 

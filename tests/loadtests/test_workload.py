@@ -66,7 +66,7 @@ def test_a_table_keeps_what_long_prompts_do_to_answers():
 def test_a_table_from_marginals_has_the_published_rank_correlation():
     from scipy import stats
 
-    quantiles = {0.05: 10, 0.5: 100, 0.95: 1000, 1.0: 2000}
+    quantiles = {level: round(100 * float(np.exp(0.8 * stats.norm.ppf(level)))) for level in (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)}
     table = table_from_marginals(quantiles, quantiles, -0.6, source="s", licence="l", tokenizer="t")
     pairs = table.sample(np.random.default_rng(0).random((20_000, 2)))
     assert stats.spearmanr(pairs).statistic == pytest.approx(-0.6, abs=0.03)

@@ -1,0 +1,254 @@
+"""The search against servers of known capacity on a simulated clock, and its behaviour at every edge."""
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtests.attainment import Observation, clusters, posterior
+from loadtests.search import Capacity, Finished, Level, Measure, SearchConfig, estimate, level_of, next_step, pooled
+from loadtests.simulate import Policy, predict
+from loadtests.slo import Promise
+from loadtests.steptime import StepLaw
+from loadtests.summary import runs_of
+from loadtests.workload import Workload, draw
+from tests.loadtests.known_worlds import batching, capacity, md4, search
+
+NINE = Promise("nine", 0.5, None, target=0.9)
+LONE = Level(rate=None, due=5, good=5, duration_seconds=2.55, mean_e2e_seconds=0.51)
+
+
+def level(rate, good, due, seconds=100.0, **changes):
+    return Level(rate=rate, good=good, due=due, duration_seconds=seconds, **changes)
+
+
+def coverage(world, config, promise, truth, lone_seconds, runs=100):
+    """(runs whose interval covers the truth, median estimate / truth, levels of the last)."""
+    covered, estimates = 0, []
+    for seed in range(runs):
+        found = search(world, config, promise, seed, lone_seconds)[0].capacity
+        covered += found.low <= truth and (found.high is None or truth <= found.high)
+        assert found.high is not None and found.estimate is not None  # an interval, not a shrug
+        assert found.high / max(found.low, 1e-9) < 2.0
+        estimates.append(found.estimate / truth)
+    return covered, float(np.median(estimates))
+
+
+def test_interval_covers_the_capacity_of_four_slots_in_ninety_of_a_hundred_runs():
+    world = md4(0.5)
+    truth = capacity(world, 0.9, 5.0, 7.5)
+    assert truth == pytest.approx(6.08, abs=0.05)  # of 7.84 that the slots could serve
+    covered, middle = coverage(world, SearchConfig(budget_seconds=900.0), NINE, truth, 0.51)
+    assert covered >= 90
+    assert middle == pytest.approx(1.0, abs=0.04)
+
+
+LAW = StepLaw(base_seconds=0.02, row_seconds=0.003, prompt_token_seconds=0.0005, kv_token_seconds=2e-7)
+PAIRS = np.array(
+    [(a.prompt_tokens, a.output_tokens) for a in draw(Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=64), 3000, 1)]
+)
+BOTH = Promise("both", 2.0, 0.1, target=0.9)
+
+
+def test_interval_covers_the_capacity_of_continuous_batching_in_ninety_of_a_hundred_runs():
+    world = batching(LAW, Policy(slots=16), PAIRS, BOTH)
+    truth = capacity(world, 0.9, 0.5, 3.0, n=40_000)
+    predicted = predict(LAW, Policy(slots=16), PAIRS, BOTH, seed=5).rate
+    assert predicted == pytest.approx(truth, rel=0.1)
+    covered, middle = coverage(world, SearchConfig(budget_seconds=600.0, start_rate=predicted * 0.8), BOTH, truth, 2.5)
+    assert covered >= 90
+    assert middle == pytest.approx(1.0, abs=0.06)
+
+
+def test_a_longer_budget_gives_a_narrower_interval():
+    world = md4(0.5)
+    widths = []
+    for budget in (200.0, 2000.0):
+        config = SearchConfig(budget_seconds=budget, precision=0.001)
+        found = [search(world, config, NINE, seed, 0.51)[0].capacity for seed in range(6)]
+        widths.append(np.median([(c.high - c.low) / c.estimate if c.high and c.estimate else 10.0 for c in found]))
+    assert widths[1] < 0.6 * widths[0]
+
+
+@pytest.mark.parametrize("hint", [0.05, 0.5, 50.0, 900.0])
+def test_a_hint_that_is_far_off_costs_a_few_levels(hint):
+    found, levels, elapsed = search(md4(0.5), SearchConfig(budget_seconds=900.0, start_rate=hint), NINE, 1, 0.51)
+    assert found.capacity.low < 6.08 < found.capacity.high
+    assert sum(level.rate is not None and not 3 < level.rate < 12 for level in levels) <= 8
+    assert elapsed <= 900.0 * 1.001
+
+
+def test_the_first_thing_asked_is_an_idle_server():
+    assert next_step([], SearchConfig(), NINE, 0.0) == Measure(None, 60.0, "lone", 5)
+
+
+def test_a_promise_that_lone_requests_break_holds_at_no_rate():
+    step = next_step([msgspec.structs.replace(LONE, good=1)], SearchConfig(), NINE, 5.0)
+    assert isinstance(step, Finished)
+    found = step.capacity
+    assert (found.status, found.low, found.high, found.holds_at_any_rate) == ("none", 0.0, 0.0, False)
+    assert "4 of 5 requests" in found.reason
+
+
+def test_one_slow_lone_request_is_not_enough_to_give_up():
+    step = next_step([msgspec.structs.replace(LONE, due=1, good=0)], SearchConfig(), Promise("half", 1.0, None, target=0.5), 5.0)
+    assert isinstance(step, Measure)
+
+
+def test_a_share_that_breaks_the_promise_at_any_rate_ends_in_asking_the_idle_server_again():
+    """A tenth of prompts is too long for the TTFT whatever the load: five lone requests do not show it, twenty do."""
+
+    def world(rate, n, rng):
+        return np.cumsum(rng.exponential(1 / rate, n)), rng.random(n), rng.random(n) > 0.2
+
+    found, levels, _ = search(world, SearchConfig(budget_seconds=3600.0), NINE, 3, 2.0)
+    assert found.capacity.status == "none" and found.capacity.holds_at_any_rate is False
+    assert levels[-1].rate is None and levels[-1].due > 5
+
+
+def test_a_server_that_is_never_full_holds_at_least_the_highest_rate():
+    def world(rate, n, rng):
+        return np.cumsum(rng.exponential(1 / rate, n)), rng.random(n), np.ones(n, dtype=bool)
+
+    found, levels, _ = search(world, SearchConfig(max_rate=40.0, budget_seconds=3600.0), NINE, 1, 0.5)
+    assert (found.capacity.status, found.capacity.low, found.capacity.high) == ("at_least", 40.0, None)
+    assert levels[-1].rate == 40.0
+
+
+def test_a_budget_that_is_gone_is_said_plainly():
+    found, levels, elapsed = search(md4(0.5), SearchConfig(budget_seconds=60.0), NINE, 1, 0.51)
+    assert found.capacity.status == "unresolved" and "budget of 60 s" in found.capacity.reason
+    assert elapsed <= 60.0
+    for spent in (600.0, 1e9):
+        step = next_step([LONE], SearchConfig(budget_seconds=600.0), NINE, spent)
+        assert isinstance(step, Finished) and step.capacity.status == "unresolved"
+
+
+def test_no_level_costs_more_than_is_left():
+    config = SearchConfig(budget_seconds=600.0, level_seconds_min=20.0, level_seconds_max=120.0)
+    for spent in range(0, 600, 7):
+        step = next_step([LONE, level(4.0, 400, 400), level(8.0, 100, 800)], config, NINE, float(spent))
+        if isinstance(step, Measure):
+            assert step.duration_seconds * 1.25 <= 600.0 - spent + 1e-9
+            assert 20.0 <= step.duration_seconds <= 120.0
+
+
+def test_invalid_levels_do_not_count():
+    good = [LONE, level(4.0, 400, 400), level(8.0, 300, 800)]
+    bad = level(5.0, 0, 500, is_valid=False)
+    assert estimate([*good, bad], SearchConfig(), NINE) == estimate(good, SearchConfig(), NINE)
+    step = next_step([*good, bad, bad, bad], SearchConfig(), NINE, 0.0)
+    assert isinstance(step, Finished) and "last three levels were not valid" in step.capacity.reason
+    lone = msgspec.structs.replace(LONE, is_valid=False)
+    assert isinstance(next_step([lone, lone], SearchConfig(), NINE, 0.0), Measure)
+    step = next_step([lone, lone, lone], SearchConfig(), NINE, 0.0)
+    assert isinstance(step, Finished) and "3 lone levels were not valid" in step.capacity.reason
+
+
+def test_a_level_that_is_plainly_broken_bounds_the_capacity():
+    found = estimate([LONE, level(4.0, 400, 400), level(8.0, 0, 800)], SearchConfig(), NINE)
+    assert 3.0 < found.low and found.high < 8.01
+    assert found.status == "unresolved"  # two levels so far apart do not say where between
+    only_broken = estimate([level(8.0, 0, 800)], SearchConfig(), NINE)
+    assert only_broken.low == 0.0 and only_broken.estimate is None and only_broken.holds_at_any_rate is None
+
+
+def test_requests_that_share_their_fate_count_for_less():
+    def width(bad_runs):
+        levels = [LONE] + [
+            level(rate, len(g) - g.count(False), len(g), runs=runs_of(g))
+            for rate, g in ((5.5, bad_runs(40)), (6.0, bad_runs(80)), (6.5, bad_runs(160)))
+        ]
+        found = estimate(levels, SearchConfig(), NINE)
+        return found.high - found.low
+
+    def together(bad):
+        return [True] * (400 - bad // 2) + [False] * bad + [True] * (400 - bad // 2)
+
+    def apart(bad):
+        return [(i * bad) // 800 == ((i + 1) * bad) // 800 for i in range(800)]
+
+    assert width(together) > 1.5 * width(apart)
+
+
+def test_clusters_of_bad_requests():
+    assert clusters((100,)) == [] and clusters((0, 7)) == [7] and clusters((5, 1, 5)) == [1]
+    assert clusters((50, 6, 200, 4, 300, 5, 50)) == [6, 4, 5]
+    rng = np.random.default_rng(0)
+    alone = clusters(runs_of((rng.random(5000) > 0.02).tolist()))
+    assert np.mean(alone) < 1.3
+    runs = [int(rng.geometric(1 / 400)) if i % 2 == 0 else int(rng.geometric(1 / 12)) for i in range(200)]
+    assert np.mean(clusters(runs)) == pytest.approx(12, rel=0.25)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 4.0, 8.0]), st.integers(1, 300), st.floats(0, 1)), min_size=1, max_size=12),
+    st.sampled_from([0.5, 0.9, 0.99]),
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_was_measured_there_is_a_next_step_that_makes_sense(shape, target):
+    promise = Promise("x", 1.0, None, target=target)
+    config = SearchConfig(min_rate=0.1, max_rate=100.0)
+    levels = [LONE] + [level(rate, int(share * due), due) for rate, due, share in shape]
+    step = next_step(levels, config, promise, 0.0)
+    if isinstance(step, Measure):
+        assert step.rate is None or (0.1 <= step.rate <= 100.0 and math.isfinite(step.rate))
+        assert step.duration_seconds > 0
+    else:
+        assert_sane(step.capacity)
+    assert_sane(estimate(levels, config, promise))
+
+
+def assert_sane(found: Capacity):
+    assert found.reason and math.isfinite(found.low) and found.low >= 0
+    if found.high is not None:
+        assert found.low <= found.high
+    if found.estimate is not None and found.high is not None:
+        assert found.low <= found.estimate <= found.high
+    if found.status == "resolved":
+        assert found.high is not None and found.low > 0
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 100), st.floats(0, 1)), min_size=1, max_size=15))
+@settings(max_examples=60, deadline=None)
+def test_pooled_shares_never_rise_with_the_rate_and_lose_no_request(shape):
+    levels = [level(rate, int(share * due), due) for rate, due, share in shape]
+    found = pooled(levels)
+    shares = [good / due for _, good, due in found]
+    assert all(a >= b - 1e-12 for a, b in zip(shares, shares[1:], strict=False))
+    assert [rate for rate, _, _ in found] == sorted({rate for rate, _, _ in shape})
+
+
+def test_order_of_levels_does_not_matter():
+    levels = [LONE, level(4.0, 400, 400), level(6.0, 520, 600), level(8.0, 300, 800)]
+    assert estimate(levels, SearchConfig(), NINE) == estimate(levels[::-1], SearchConfig(), NINE)
+
+
+def test_more_of_the_same_evidence_narrows():
+    few = posterior([Observation(5.5, 530, 550), Observation(6.5, 540, 650)], 0.01, 1000.0, 0.9)
+    many = posterior([Observation(5.5, 530, 550), Observation(6.5, 540, 650)] * 6, 0.01, 1000.0, 0.9)
+    assert many.quantile(0.95) - many.quantile(0.05) < 0.6 * (few.quantile(0.95) - few.quantile(0.05))
+    assert 5.5 < many.quantile(0.5) < 6.5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("min_rate", 0.0), ("max_rate", 0.001), ("precision", -1.0), ("level_seconds_max", 1.0), ("confidence", 0.4), ("start_rate", 0.0),
+     ("lone_requests", 0), ("batching_gain", 0.5), ("overhead", -0.1), ("budget_seconds", float("nan")), ("levels", 3)],
+)  # fmt: skip
+def test_a_search_that_cannot_be_is_refused_with_its_key(field, value):
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.convert({field: value}, SearchConfig)
+
+
+def test_a_summary_becomes_a_level():
+    from loadtests.summary import Window, summarise
+    from tests.loadtests.test_summary import request
+
+    summary = summarise([request(i, 0.5 * i, ttft=0.3 + 0.001 * i) for i in range(100)], [], Window(0.0, 50.0), NINE, rate=2.0)
+    found = level_of(summary)
+    assert (found.rate, found.due, found.good, found.duration_seconds, found.is_valid) == (2.0, 100, summary.good, 50.0, True)
+    assert found.runs == summary.runs and found.correlated == summary.correlated and found.mean_e2e_seconds == summary.e2e.mean
