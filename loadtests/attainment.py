@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-CAPACITY_POINTS = 800
+CAPACITY_POINTS = 500
 SLOPES = np.geomspace(2.0, 100.0, 16)
 SLOPE_MEDIAN, SLOPE_SPREAD = 10.0, 0.9  # lognormal prior: queues near capacity show 5 to 40
 NEAR = 2.0  # distance in log odds from the target at which curve and order weigh the same
@@ -61,6 +61,11 @@ class Posterior:
     def quantile(self, q: float) -> float:
         """The rate below which the capacity lies with probability q."""
         return float(np.exp(np.interp(q, np.cumsum(self._marginal), np.log(self.capacities))))
+
+    @property
+    def mean_slope(self) -> float:
+        """How steeply the odds of a bad request grow with the rate (an exponent)."""
+        return float((self.weights.sum(axis=0) * SLOPES).sum())
 
     def most_telling_rate(self, seconds: float, low: float, high: float) -> float:
         """The rate from low to high at which a level of this length is expected to narrow the capacity most.
@@ -112,8 +117,8 @@ def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, tar
 def share_good(rate: float, capacity: Array, slope: Array, target: float, counted: int | None = None) -> Array:
     """The curve: the share of good requests at `rate`.
 
-    With `counted`, `rate` is the one that this many arrivals came out at. The curve is of the asked rate, an average over rates that come out with a
-    relative variance of 1 / counted; where it bends upwards that average lies above the curve of the latter, by half the
+    With `counted`, `rate` is the one that this many arrivals came out at. The curve is of the asked rate, an average over rates that come
+    out with a relative variance of 1 / counted; where it bends upwards that average lies above the curve of the latter, by half the
     variance times the bend.
     """
     log_odds_bad = math.log((1 - target) / target) + slope * (math.log(rate) - np.log(capacity))

@@ -88,7 +88,7 @@ def _generator_busy(summary: Summary, client_processes: int) -> Doubt | None:
 
 
 def _late_sends(summary: Summary, inside: Sequence[RequestRecord], promise: Promise) -> Doubt | None:
-    """Times count from the due time, so a late send can only make an answer look later: below 1 % of the promised TTFT it decides nothing."""
+    """A late send can only make an answer look later, since times count from the due time: under 1 % of the promised TTFT it decides nothing."""
     lags = sorted(lag for r in inside if (lag := send_lag_seconds(r)) is not None)
     if not lags:
         return None

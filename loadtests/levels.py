@@ -40,6 +40,7 @@ LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 START_SECONDS = 120.0  # that a load generator may take to make its prompts
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 300.0
+LEAST_BAD = 5  # fewer may be a single unlucky meeting of requests
 LEAST_WARMUP_SECONDS = 1.0
 
 
@@ -239,7 +240,7 @@ def _watch(site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail
         bad = {record.index for record in counted if not is_good(record, promise)}
         late = set(msgspec.json.decode(late_file.read_bytes())) if late_file.exists() else set()
         hopeless = len(bad | (late & counting))
-        if cut_short is None and counting and is_hopeless(hopeless, len(counting), promise):
+        if cut_short is None and hopeless >= LEAST_BAD and is_hopeless(hopeless, len(counting), promise):
             cut_short = f"{hopeless} requests were bad, too many for the {len(counting)} of the level to keep the promise"
             Path(plan.stop_file or "").touch()
         words = _words(site, plan, now, len(tail.records), len(counted) - len(bad), len(counted))

@@ -21,11 +21,13 @@ from typing import Literal
 import msgspec
 
 from loadtests.attainment import Observation, Posterior, posterior
-from loadtests.slo import Promise, requests_to_hold, verdict
+from loadtests.slo import Promise, Verdict, requests_to_hold, verdict
 from loadtests.summary import Summary
 
 Purpose = Literal["lone", "bracket", "narrow"]
 Status = Literal["resolved", "unresolved", "none", "at_least"]
+
+FLAT_SLOPE = 4.0  # of the odds of a bad request against the rate; queues near their capacity show 5 to 40
 
 
 class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -145,65 +147,69 @@ def next_step(levels: Sequence[Level], config: SearchConfig, promise: Promise, e
         return Measure(None, config.lone_seconds, "lone", config.lone_requests)
     if sum(not level.is_valid for level in levels[-3:]) == 3:
         return Finished(_because(found, "the last three levels were not valid"))
-    wanted = _next_rate(levels, config, promise)
+    belief = _belief(levels, config, promise)
+    if _is_flat(belief, levels) and _verdict_of(lone, promise) == "unresolved":
+        more = _more_lone(lone, config, promise, min(left, 0.25 * config.budget_seconds))
+        if more is not None:
+            return more
+    wanted = _next_rate(levels, belief, config, promise)
     if wanted is None:
-        return _more_lone(lone, config, promise, found, left)
+        if _verdict_of(lone, promise) == "holds":
+            return Finished(_because(found, "lone requests keep the promise and the lowest rates tried do not"))
+        return _more_lone(lone, config, promise, left) or _out_of_budget(found, config)
     rate, purpose = wanted
     duration = _duration(rate, purpose, config, left)
-    if duration is None:
-        return Finished(_because(found, f"the budget of {config.budget_seconds:.0f} s is used up"))
-    return Measure(rate, duration, purpose)
+    return _out_of_budget(found, config) if duration is None else Measure(rate, duration, purpose)
 
 
 def estimate(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> Capacity:
     """What the levels say about the capacity, whatever order they were measured in: also for a promise that no search was run for."""
     lone = [level for level in levels if level.rate is None and level.is_valid]
-    lone_due, lone_good = sum(level.due for level in lone), sum(level.good for level in lone)
-    lone_verdict = verdict(lone_good, lone_due, promise)
+    lone_verdict = _verdict_of(lone, promise)
     if lone_verdict == "fails":
-        return Capacity(
-            low=0.0,
-            high=0.0,
-            estimate=0.0,
-            status="none",
-            holds_at_any_rate=False,
-            reason=f"{lone_due - lone_good} of {lone_due} requests broke the promise with nothing else running",
-        )
-    held, broken = _held_and_broken(levels, promise)
+        bad, due = sum(level.due - level.good for level in lone), sum(level.due for level in lone)
+        why = f"{bad} of {due} requests broke the promise with nothing else running"
+        return Capacity(low=0.0, high=0.0, estimate=0.0, status="none", holds_at_any_rate=False, reason=why)
     open_levels = [level for level in levels if level.rate is not None and level.is_valid and level.due]
     if not open_levels:
-        return Capacity(
-            low=0.0, high=None, estimate=None, status="unresolved", holds_at_any_rate=True if lone_verdict == "holds" else None,
-            reason="no level of open load was measured",
-        )  # fmt: skip
+        return _unresolved(0.0, None, None, True if lone_verdict == "holds" else None, "no level of open load was measured")
+    held, broken = _held_and_broken(levels, promise)
     belief = _belief(levels, config, promise)
     low, middle, high = (belief.quantile(q) for q in (1 - config.confidence, 0.5, config.confidence))
     if not broken:
-        top = max(level.rate or 0.0 for level in open_levels)
+        top = max(held)
         if top >= config.max_rate * 0.999 and _pooled_verdict(open_levels, top, promise) == "holds":
-            return Capacity(
-                low=top, high=None, estimate=None, status="at_least", holds_at_any_rate=True,
-                reason=f"the promise holds at {top:.4g} requests/s, the highest rate allowed",
-            )  # fmt: skip
-        return Capacity(
-            low=low, high=None, estimate=None, status="unresolved", holds_at_any_rate=True if held else None,
-            reason=f"no rate up to {top:.4g} requests/s was seen to break the promise",
-        )  # fmt: skip
-    if not held and not lone_good:
-        return Capacity(
-            low=0.0, high=high, estimate=None, status="unresolved", holds_at_any_rate=None, reason="no rate was seen to keep the promise"
+            why = f"the promise holds at {top:.4g} requests/s, the highest rate allowed"
+            return Capacity(low=top, high=None, estimate=None, status="at_least", holds_at_any_rate=True, reason=why)
+        return _unresolved(low, None, None, True, f"no rate up to {top:.4g} requests/s was seen to break the promise")
+    if not held:
+        return _unresolved(0.0, high, None, None, "no rate was seen to keep the promise")
+    if _is_flat(belief, levels) and lone_verdict != "holds":
+        why = (
+            "the share of good requests hardly depends on the rate, and too few lone requests were measured to say what it is without load"
         )
-    narrow = high - low <= 2 * config.precision * middle
-    return Capacity(
-        low=low if held else 0.0,
-        high=high,
-        estimate=middle if held else None,
-        status="resolved" if narrow and held else "unresolved",
-        holds_at_any_rate=True if held else None,
-        reason=f"{len(open_levels)} levels, {sum(level.due for level in open_levels)} requests"
-        if narrow and held
-        else "the interval is wider than asked" if held else "no rate was seen to keep the promise",
-    )  # fmt: skip
+        return _unresolved(0.0, high, middle, None, why)
+    if high - low > 2 * config.precision * middle:
+        return _unresolved(low, high, middle, True, "the interval is wider than asked")
+    why = f"{len(open_levels)} levels, {sum(level.due for level in open_levels)} requests"
+    return Capacity(low=low, high=high, estimate=middle, status="resolved", holds_at_any_rate=True, reason=why)
+
+
+def _unresolved(low: float, high: float | None, middle: float | None, holds_at_any_rate: bool | None, reason: str) -> Capacity:
+    return Capacity(low=low, high=high, estimate=middle, status="unresolved", holds_at_any_rate=holds_at_any_rate, reason=reason)
+
+
+def _out_of_budget(found: Capacity, config: SearchConfig) -> Finished:
+    return Finished(_because(found, f"the budget of {config.budget_seconds:.0f} s is used up"))
+
+
+def _verdict_of(levels: Sequence[Level], promise: Promise) -> Verdict:
+    return verdict(sum(level.good for level in levels), sum(level.due for level in levels), promise)
+
+
+def _is_flat(belief: Posterior, levels: Sequence[Level]) -> bool:
+    """Whether the rate hardly seems to matter: then there may be no capacity to find, and an idle server must be asked."""
+    return belief.mean_slope < FLAT_SLOPE and sum(level.rate is not None and level.is_valid for level in levels) >= 3
 
 
 def pooled(levels: Sequence[Level]) -> list[tuple[float, int, int]]:
@@ -252,24 +258,28 @@ def _belief(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> 
     return posterior(seen, config.min_rate, config.max_rate, promise.target)
 
 
-def _next_rate(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> tuple[float, Purpose] | None:
+def _next_rate(levels: Sequence[Level], belief: Posterior, config: SearchConfig, promise: Promise) -> tuple[float, Purpose] | None:
     """The rate to measure, or None where only an idle server is left to ask."""
     held, broken = _held_and_broken(levels, promise)
-    first = _first_rate(levels, config)
     if not held and not broken:
-        return first, "bracket"
+        return _first_rate(levels, config), "bracket"
     if not broken:
         # Faster and faster up: a hint that was far too low costs the logarithm of its error.
-        steps = len(held)
-        return min(config.max_rate, max(held) * min(4.0, 1.5 + 0.5 * (steps - 1))), "bracket"
+        return min(config.max_rate, max(held) * _stride(len(held))), "bracket"
     if not held:
         lowest = min(broken)
         if lowest <= max(config.min_rate * 1.001, 0.15 * _lone_rate(levels, config)):
             return None
-        return max(config.min_rate, lowest / min(4.0, 1.5 + 0.5 * (len(broken) - 1))), "bracket"
+        return max(config.min_rate, lowest / _stride(len(broken))), "bracket"
     # Within what held and what broke, and a little beyond: either may have been chance.
     low, high = sorted((max(held), min(broken)))
-    return _belief(levels, config, promise).most_telling_rate(config.level_seconds_max, low / 1.25, high * 1.25), "narrow"
+    rate = belief.most_telling_rate(config.level_seconds_max, low / 1.25, high * 1.25)
+    return min(max(rate, config.min_rate), config.max_rate), "narrow"
+
+
+def _stride(levels: int) -> float:
+    """The factor to the next rate, after this many levels on the same side."""
+    return min(4.0, 1.5 + 0.5 * (levels - 1))
 
 
 def _first_rate(levels: Sequence[Level], config: SearchConfig) -> float:
@@ -283,17 +293,13 @@ def _lone_rate(levels: Sequence[Level], config: SearchConfig) -> float:
     return 1.0 / (sum(lasted) / len(lasted)) if lasted else config.min_rate
 
 
-def _more_lone(lone: Sequence[Level], config: SearchConfig, promise: Promise, found: Capacity, left: float) -> Measure | Finished:
-    """Low rates break the promise as well: ask the idle server again, with enough requests to tell."""
+def _more_lone(lone: Sequence[Level], config: SearchConfig, promise: Promise, left_seconds: float) -> Measure | None:
+    """Ask the idle server again, with enough requests to tell. None where what is left does not pay for five."""
     due = sum(level.due for level in lone)
-    spent = sum(level.duration_seconds for level in lone)
-    if verdict(sum(level.good for level in lone), due, promise) == "holds":
-        return Finished(_because(found, "lone requests keep the promise and the lowest rates tried do not"))
+    each_seconds = sum(level.duration_seconds for level in lone) / max(1, due)
     wanted = max(config.lone_requests, min(requests_to_hold(promise), 4 * due))
-    seconds = min(left, wanted * spent / max(1, due))
-    if left <= 0 or seconds < spent / max(1, due):
-        return Finished(_because(found, f"the budget of {config.budget_seconds:.0f} s is used up"))
-    return Measure(None, seconds, "lone", wanted)
+    seconds = min(left_seconds, wanted * each_seconds * 1.1)
+    return None if seconds < 5 * each_seconds else Measure(None, seconds, "lone", wanted)
 
 
 def _duration(rate: float, purpose: Purpose, config: SearchConfig, left_seconds: float) -> float | None:

@@ -172,9 +172,20 @@ def test_quantised_stamps_are_spread_within_their_step():
     assert np.all(np.histogram(spread, 900, (0, 2700))[0] == np.histogram(raw + 1e-9, 900, (0, 2700))[0])
 
 
-@pytest.mark.parametrize("text", ['{"kind": "gamma", "cv": 0}', '{"kind": "on_off", "on_seconds": -1}', '{"kind": "piecewise", "steps": []}',
-    '{"kind": "piecewise", "steps": [[1, 0]]}', '{"kind": "ramp", "start": 0, "end": 0}', '{"kind": "poison"}', '{"kind": "poisson", "cv": 1}',
-    '{"kind": "diurnal", "profile": []}', '{"kind": "trace", "path": "x", "dither_seconds": -1}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "gamma", "cv": 0}',
+        '{"kind": "on_off", "on_seconds": -1}',
+        '{"kind": "piecewise", "steps": []}',
+        '{"kind": "piecewise", "steps": [[1, 0]]}',
+        '{"kind": "ramp", "start": 0, "end": 0}',
+        '{"kind": "diurnal", "profile": []}',
+        '{"kind": "trace", "path": "x", "dither_seconds": -1}',
+        '{"kind": "poison"}',
+        '{"kind": "poisson", "cv": 1}',
+    ],
+)
 def test_settings_that_cannot_be_are_refused(text):
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(text, type=Arrivals)

@@ -27,13 +27,14 @@ def level(rate, good, due, seconds=100.0, **changes):
 
 def coverage(world, config, promise, truth, lone_seconds, runs=100):
     """(runs whose interval covers the truth, median estimate / truth, levels of the last)."""
-    covered, estimates = 0, []
+    covered, estimates, widths = 0, [], []
     for seed in range(runs):
         found = search(world, config, promise, seed, lone_seconds)[0].capacity
         covered += found.low <= truth and (found.high is None or truth <= found.high)
         assert found.high is not None and found.estimate is not None  # an interval, not a shrug
-        assert found.high / max(found.low, 1e-9) < 2.0
+        widths.append((found.high - found.low) / found.estimate)
         estimates.append(found.estimate / truth)
+    assert np.median(widths) < 0.35 and max(widths) < 1.0
     return covered, float(np.median(estimates))
 
 
@@ -58,7 +59,7 @@ def test_interval_covers_the_capacity_of_continuous_batching_in_ninety_of_a_hund
     truth = capacity(world, 0.9, 0.5, 3.0, n=40_000)
     predicted = predict(LAW, Policy(slots=16), PAIRS, BOTH, seed=5).rate
     assert predicted == pytest.approx(truth, rel=0.1)
-    covered, middle = coverage(world, SearchConfig(budget_seconds=600.0, start_rate=predicted * 0.8), BOTH, truth, 2.5)
+    covered, middle = coverage(world, SearchConfig(budget_seconds=1200.0, start_rate=predicted * 0.8), BOTH, truth, 2.5)
     assert covered >= 90
     assert middle == pytest.approx(1.0, abs=0.06)
 
@@ -99,14 +100,15 @@ def test_one_slow_lone_request_is_not_enough_to_give_up():
 
 
 def test_a_share_that_breaks_the_promise_at_any_rate_ends_in_asking_the_idle_server_again():
-    """A tenth of prompts is too long for the TTFT whatever the load: five lone requests do not show it, twenty do."""
+    """A fifth of prompts is too long for the TTFT whatever the load: five lone requests may not show it."""
 
     def world(rate, n, rng):
         return np.cumsum(rng.exponential(1 / rate, n)), rng.random(n), rng.random(n) > 0.2
 
-    found, levels, _ = search(world, SearchConfig(budget_seconds=3600.0), NINE, 3, 2.0)
-    assert found.capacity.status == "none" and found.capacity.holds_at_any_rate is False
-    assert levels[-1].rate is None and levels[-1].due > 5
+    ends = [search(world, SearchConfig(budget_seconds=2400.0), NINE, seed, 2.0) for seed in range(10)]
+    assert sum(found.capacity.status == "none" for found, _, _ in ends) >= 8
+    assert not any(found.capacity.status == "resolved" for found, _, _ in ends)
+    assert any(levels[-1].rate is None and levels[-1].due > 5 for _, levels, _ in ends)
 
 
 def test_a_server_that_is_never_full_holds_at_least_the_highest_rate():
@@ -224,7 +226,8 @@ def test_pooled_shares_never_rise_with_the_rate_and_lose_no_request(shape):
 
 def test_order_of_levels_does_not_matter():
     levels = [LONE, level(4.0, 400, 400), level(6.0, 520, 600), level(8.0, 300, 800)]
-    assert estimate(levels, SearchConfig(), NINE) == estimate(levels[::-1], SearchConfig(), NINE)
+    one, other = estimate(levels, SearchConfig(), NINE), estimate(levels[::-1], SearchConfig(), NINE)
+    assert (one.low, one.estimate, one.high) == pytest.approx((other.low, other.estimate, other.high), rel=1e-9)
 
 
 def test_more_of_the_same_evidence_narrows():
