@@ -88,7 +88,7 @@ def _generator_busy(summary: Summary, client_processes: int) -> Doubt | None:
 
 
 def _late_sends(summary: Summary, inside: Sequence[RequestRecord], promise: Promise) -> Doubt | None:
-    """A late send can only make an answer look later, since times count from the due time: under 1 % of the promised TTFT it decides nothing."""
+    """A late send can only make an answer look later, as times count from when it was due: under 1 % of the promise it decides nothing."""
     lags = sorted(lag for r in inside if (lag := send_lag_seconds(r)) is not None)
     if not lags:
         return None

@@ -27,7 +27,7 @@ from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome, Prompts, Share
 from loadtests.progress import Progress
 from loadtests.records import RequestRecord, ResourceSample
 from loadtests.resources import Sampler, family
-from loadtests.search import Level, Measure
+from loadtests.search import Level, Measure, level_of
 from loadtests.servers import Server, client_environment
 from loadtests.slo import Promise, is_hopeless
 from loadtests.store import REQUESTS, LevelStarted, RunFolder
@@ -102,15 +102,7 @@ def judge(
     """The numbers of a level and what the search makes of it: the same from memory and from disk."""
     window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
     summary = summarise(records, samples, window, promise, rate=started.rate_per_second, started_unix_seconds=started.started_unix_seconds)
-    return summary, Level(
-        rate=started.rate_per_second,
-        due=summary.due,
-        good=summary.good,
-        duration_seconds=window.seconds,
-        batches=summary.batches,
-        mean_e2e_seconds=summary.e2e.mean,
-        is_valid=summary.is_valid,
-    )
+    return summary, level_of(summary)
 
 
 def lone_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:

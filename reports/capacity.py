@@ -20,7 +20,7 @@ import msgspec
 
 from loadtests.errors import BadRunFolder
 from loadtests.records import Event, RequestRecord, ResourceSample, RunManifest
-from loadtests.search import Level, SearchConfig, estimate
+from loadtests.search import SearchConfig, estimate, level_of
 from loadtests.slo import Promise
 from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
 from loadtests.summary import Window, summarise
@@ -214,7 +214,7 @@ def capacity_of(levels: Sequence[LevelNumbers], promise: Promise, config: Search
     """The capacity that these levels show together. Levels that are not valid (Summary.is_valid) do not count."""
     if not levels:
         return CapacityNumbers("not_measured", reason="no level was measured to its end")
-    found = estimate([search_level(level) for level in levels if level.rate_per_second or level.is_lone], config, promise)
+    found = estimate([level_of(level.summary) for level in levels if level.rate_per_second or level.is_lone], config, promise)
     if found.status == "none":
         return CapacityNumbers("none", reason=found.reason)
     if found.low > 0 and found.high is not None and found.estimate is not None:
@@ -222,20 +222,6 @@ def capacity_of(levels: Sequence[LevelNumbers], promise: Promise, config: Search
     if found.low > 0 and found.high is None:
         return CapacityNumbers("at_least", low=found.low, reason=found.reason)
     return CapacityNumbers("unresolved", high=found.high, reason=found.reason)
-
-
-def search_level(level: LevelNumbers) -> Level:
-    """The level as the search sees it."""
-    summary = level.summary
-    return Level(
-        rate=level.rate_per_second,
-        due=summary.due,
-        good=summary.good,
-        duration_seconds=summary.window.seconds,
-        batches=summary.batches,
-        mean_e2e_seconds=summary.e2e.mean,
-        is_valid=summary.is_valid,
-    )
 
 
 def search_config(manifest: RunManifest) -> SearchConfig:

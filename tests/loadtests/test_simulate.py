@@ -35,7 +35,7 @@ def waits_longer_md_c(servers: int, load: float, terms: int = 400) -> float:
 
 
 def waits_of(servers, rate, outputs, seed=1):
-    """Waiting times of a loss-free queue made of an engine whose steps always take the same time: one prompt token, then one token a step."""
+    """Waiting times of a queue made of an engine whose steps always take the same time: one prompt token, then one token a step."""
     count = len(outputs)
     due = due_times(Poisson(), rate, 1.3 * count / rate, seed)[:count]
     assert len(due) == count
@@ -82,7 +82,7 @@ def played_step_by_step(law, policy, due, pairs):
     """The policy written as plainly as can be: one loop turn is one step."""
     waiting, running, first, last = list(range(len(due))), [], {}, {}
     left = {i: int(p) for i, (p, _) in enumerate(pairs)}
-    made = {i: 0 for i in left}
+    made = dict.fromkeys(left, 0)
     now = 0.0
     while waiting or running:
         if not running and due[waiting[0]] > now:

@@ -117,8 +117,9 @@ def test_fixed_lengths_and_a_description():
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"preset": "chat", "file": "x"}, {"preset": "chats"}, {"prompt_tokens": 5}, {"preset": "chat", "output_tokens": 5}, {"preset": "chat", "scale": 0},
-     {"preset": "chat", "max_prompt_tokens": 0}, {"preset": "chat", "turns": 0.5}, {"preset": "chat", "think_seconds": -1}, {"preset": "chat", "cap": "drop"},
+    [{}, {"preset": "chat", "file": "x"}, {"preset": "chats"}, {"prompt_tokens": 5}, {"preset": "chat", "output_tokens": 5},
+     {"preset": "chat", "scale": 0}, {"preset": "chat", "max_prompt_tokens": 0}, {"preset": "chat", "turns": 0.5},
+     {"preset": "chat", "think_seconds": -1}, {"preset": "chat", "cap": "drop"},
      {"replay": "x", "turns": 3}, {"preset": "chat", "promt_tokens": 3}, {"preset": "chat", "prefix_groups": 0},
      {"preset": "chat", "shared_prefix_tokens": -1}],
 )  # fmt: skip
@@ -192,14 +193,16 @@ def test_traces_of_every_kind_are_read(tmp_path):
         )
     )
     assert later.seconds == pytest.approx([0.0, 0.998837])
-    burst = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,API log\n45,ChatGPT,9,0,9,API log\n47,GPT-4,1,2,3,API log\n"
+    burst = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    burst += "5,ChatGPT,472,18,490,API log\n45,ChatGPT,9,0,9,API log\n47,GPT-4,1,2,3,API log\n"
     found = load_trace(write(tmp_path / "c.csv", burst))
     assert found.seconds.tolist() == [0.0, 42.0] and found.output_tokens.tolist() == [18, 2]  # failed rows left out
     share = load_trace(write(tmp_path / "d.csv", "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3742,284,4026,0.07\n"))
     assert len(share.seconds) == 0 and share.prompt_tokens.tolist() == [3742]
     moon = load_trace(write(tmp_path / "e.jsonl", '{"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [7, 8]}\n'))
     assert moon.blocks == [(7, 8)] and moon.block_tokens == 512
-    logs = '{"created": 1700000000, "usage": {"prompt_tokens": 5, "completion_tokens": 6}}\n\n{"created": 1700000002, "usage": {"prompt_tokens": 7, "completion_tokens": 8}}\n'
+    logs = '{"created": 1700000000, "usage": {"prompt_tokens": 5, "completion_tokens": 6}}\n\n'
+    logs += '{"created": 1700000002, "usage": {"prompt_tokens": 7, "completion_tokens": 8}}\n'
     assert load_trace(write(tmp_path / "f.jsonl", logs)).seconds.tolist() == [0.0, 2.0]
 
 

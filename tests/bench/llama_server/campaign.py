@@ -1,0 +1,79 @@
+"""A campaign against a server that is not ours: llama.cpp's own llama-server, by its URL alone.
+
+    python -m tests.bench.llama_server.campaign --model smollm2-135m --budget 150 --out runs
+
+Builds llama-server (build.sh), starts it on --engine-cores with the ladder's GGUF, writes a campaign file with a `[target]`, and runs
+`crossover campaign run` and `crossover report` on it as anybody would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from models.hub import resolve
+from tests.bench.llama_server.compare import HERE, mask, server
+
+PORT = 18433
+CAMPAIGN = """\
+name = "llama-server"
+seed = 1
+budget_seconds = {budget}
+
+[target]
+url = "http://127.0.0.1:{port}"
+model = "{model}"
+
+[promise]
+preset = "chat"
+target = 0.90
+
+[workload]
+preset = "chat"
+max_prompt_tokens = 40
+max_output_tokens = 16
+
+[search]
+precision = 0.15
+batching_gain = 1.3
+level_seconds_min = 18
+level_seconds_max = 60
+level_requests_min = 32
+lone_requests = 4
+lone_seconds = 25
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--format", default="Q4_0")
+    parser.add_argument("--budget", type=float, default=150.0)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--engine-cores", type=int, nargs="+", default=[0])
+    arguments = parser.parse_args()
+    model = resolve(arguments.model, backend="llama_cpp", weight_format=arguments.format)
+    programs = Path(subprocess.run(["bash", str(HERE / "build.sh")], check=True, capture_output=True, text=True).stdout.strip())
+    threads = str(len(arguments.engine_cores))
+    peer = [
+        *(str(programs / "llama-server"), "-m", str(model.path), "--port", str(PORT), "--alias", arguments.model),
+        *("-t", threads, "-tb", threads, "--cpu-mask", mask(arguments.engine_cores), "--cpu-strict", "1"),
+        *("-np", "8", "-c", str(8 * 256), "--no-webui"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "llama-server.log"
+        campaign = Path(folder) / "campaign.toml"
+        campaign.write_text(CAMPAIGN.format(budget=arguments.budget, port=PORT, model=arguments.model))
+        with server(peer, PORT, "/health", log):
+            crossover = [sys.executable, "-m", "crossover"]
+            subprocess.run([*crossover, "campaign", "run", str(campaign), "--out", str(arguments.out)], check=True)
+            newest = max(arguments.out.iterdir(), key=os.path.getmtime)
+            subprocess.run([*crossover, "report", str(newest)], check=True)
+
+
+if __name__ == "__main__":
+    main()
