@@ -36,6 +36,7 @@ from serving.backends.base import EngineConfig
 from serving.messages import Ready, StepStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+_FAILURES = ("cancelled", "deadline", "error", "refused")
 PREFIX = "crossover_"
 STATES = ("loading", "ready", "restarting", "failed", "draining", "stopped")
 
@@ -153,7 +154,7 @@ class Metrics(Collector):
             yield self._one(CounterMetricFamily, name, value, text)
         for name, label, counts, text in (
             ("request_success", "finished_reason", _only(self.finished, ("stop", "length")), "Sequences that ended as they should"),
-            ("request_failure", "finished_reason", _only(self.finished, ("cancelled", "deadline", "error", "refused")), "Sequences that did not"),
+            ("request_failure", "finished_reason", _only(self.finished, _FAILURES), "Sequences that did not"),
             ("request_rejected", "reason", dict(self.rejected), "Requests answered with an error, by its code"),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=[*self._labels, label])

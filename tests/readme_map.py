@@ -1,6 +1,6 @@
 """The parts of the README that are made from the code: `python -m tests.readme_map` writes them anew.
 
-The map of the tree is the files' own first lines, the table of engines is what the backends say they can. A test compares, so both stay true.
+The map of the tree is the files' own first lines, the table of engines is what the backends say they can; a test compares.
 """
 
 from __future__ import annotations
