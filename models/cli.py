@@ -37,9 +37,9 @@ PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The ladder of models: list, make, plan.")
 
-_CACHE = typer.Option(None, "--cache", help="Where weights live [default: $CROSSOVER_CACHE or ~/.cache/crossover].")
+_CACHE = typer.Option(None, "--cache", help="Where weights live (default: $CROSSOVER_CACHE or ~/.cache/crossover).")
 _NAMES = typer.Argument(None, metavar="[NAME]...", help="Rungs, local folders or hub ids.")
-_PLANNED = typer.Argument(None, metavar="[NAME]...", help="Rungs, GGUF files or folders [default: the whole ladder].")
+_PLANNED = typer.Argument(None, metavar="[NAME]...", help="Rungs, GGUF files or folders (default: the whole ladder).")
 _FORMATS = typer.Option(list(PLANNED_FORMATS), "--format", help="May be given several times.")
 _JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
 
@@ -80,7 +80,7 @@ def list_models(cache: Path | None = _CACHE, as_json: bool = _JSON) -> None:
 @app.command("make")
 def make(
     names: list[str] | None = _NAMES,
-    weight_format: str | None = typer.Option(None, "--format", help="Weight format, or gguf, hf, onnx [default: the backend's]."),
+    weight_format: str | None = typer.Option(None, "--format", help="Weight format, or gguf, hf, onnx (default: the backend's)."),
     backend: str = typer.Option("llama_cpp", "--backend", help="Whose kind of weights: llama_cpp, torch, onnx."),
     cache: Path | None = _CACHE,
     everything: bool = typer.Option(False, "--all", help="Every rung that fits in this machine's memory."),
@@ -121,7 +121,7 @@ def plan(
     slots: int = typer.Option(16, "--slots", min=1, help="Sequences at once."),
     context: int = typer.Option(2048, "--context", min=1, help="Most tokens of one sequence."),
     kv_dtype: str = typer.Option("fp16", "--kv-dtype", help=f"One of {', '.join(KV_ELEMENT_BYTES)}."),
-    memory: str | None = typer.Option(None, "--memory", help="RAM to plan for, such as 24GiB [default: this machine's]."),
+    memory: str | None = typer.Option(None, "--memory", help="RAM to plan for, such as 24GiB (default: this machine's)."),
     vram: str | None = typer.Option(None, "--vram", help="VRAM to plan for, such as 16GiB."),
     as_json: bool = _JSON,
 ) -> None:
@@ -195,7 +195,10 @@ def parse_bytes(text: str) -> int:
         raise ModelError(f"{text!r} is no size; write it like 24GiB, 24GB or 25769803776")
     letter, suffix = (match[2] or "").upper(), (match[3] or "").lower()
     base = 1000 if suffix == "b" else 1024
-    return int(float(match[1]) * base ** " KMGT".index(letter or " "))
+    size_bytes = int(float(match[1]) * base ** " KMGT".index(letter or " "))
+    if size_bytes < 1 << 20:
+        raise ModelError(f"{text!r} is less than a MiB, no memory to plan for; did you mean {match[1]}GiB?")
+    return size_bytes
 
 
 def memory_bytes() -> int:

@@ -73,6 +73,7 @@ def test_plan_says_its_formula_in_words() -> None:
         (["make", "1b", "--exporter", "optimum"], "--exporter optimum is for --backend onnx"),
         (["plan", "8b", "--context", "999999"], "--context 999999 is more than the 131072 tokens"),
         (["plan", "8b", "--memory", "lots"], "'lots' is no size"),
+        (["plan", "8b", "--vram", "24"], "did you mean 24GiB?"),
         (["plan", "8b", "--format", "Q9"], "unknown format 'Q9'"),
         (["plan", "8b", "--kv-dtype", "int2"], "unknown KV dtype 'int2'"),
     ],
@@ -84,7 +85,9 @@ def test_bad_input_is_one_sentence_and_status_2(arguments: list[str], complaint:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 << 30), ("1.5G", 3 << 29), ("24GB", 24 * 10**9), ("7", 7), ("512 MiB", 512 << 20)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 << 30), ("1.5G", 3 << 29), ("24GB", 24 * 10**9), ("25769803776", 24 << 30), ("512 MiB", 512 << 20)]
+)
 def test_sizes_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
