@@ -27,10 +27,11 @@ from loadtests.summary import Window, summarise
 from loadtests.timings import itl_seconds, outcome, tpot_seconds, ttft_seconds
 from models.errors import UnknownModel
 from models.formats import weight_bytes
-from models.ladder import OVERHEAD_BYTES, rung
+from models.ladder import rung
 from models.spec import ModelSpec
 from reports.errors import BadRun
 from reports.numbers import CapacityNumbers, CellNumbers, LevelNumbers, MemoryNumbers, RunNumbers
+from serving.placement import memory_parts
 
 
 class RunRecords(msgspec.Struct, frozen=True):
@@ -186,14 +187,15 @@ def cell_numbers(
         state, reason = "unfinished", _why_unfinished(events)
     else:
         state, reason = "measured", "" if "cell_finished" in kinds else "the cell was not finished: " + _why_unfinished(events)
+    backend, device = str(info.get("name") or cell.get("backend") or ""), str(info.get("device") or cell.get("device") or "cpu")
     return CellNumbers(
         key=str(cell.get("key")),
         run_id=run_id,
         model=model,
         spec=spec,
         weight_format=weight_format,
-        backend=str(info.get("name") or cell.get("backend") or ""),
-        device=str(info.get("device") or cell.get("device") or "cpu"),
+        backend=backend,
+        device=device,
         url=cell.get("url"),
         hardware=str((cell.get("hardware") or {}).get("name") or ""),
         slots=slots,
@@ -204,7 +206,7 @@ def cell_numbers(
         reason=reason,
         levels=levels,
         capacity=capacity_of(levels, promise, config),
-        memory=_memory(spec, weight_format, kv_tokens, kv_dtype, ready, samples),
+        memory=_with_measured(predicted_memory(spec, weight_format, kv_tokens, kv_dtype, backend, device, slots), ready, samples),
         random_weights=_random_weights(cell, ready),
         load_seconds=ready.get("load_seconds"),
     )
@@ -246,15 +248,7 @@ def _why_unfinished(events: Sequence[Event]) -> str:
     return str(told[-1].detail["reason"]) if told else "the run ended, or was interrupted, within it"
 
 
-def _memory(
-    spec: ModelSpec | None,
-    weight_format: str,
-    kv_tokens: int | None,
-    kv_dtype: str,
-    ready: Mapping[str, Any],
-    samples: Sequence[ResourceSample],
-) -> MemoryNumbers:
-    predicted = predicted_memory(spec, weight_format, kv_tokens, kv_dtype)
+def _with_measured(predicted: MemoryNumbers, ready: Mapping[str, Any], samples: Sequence[ResourceSample]) -> MemoryNumbers:
     info: Mapping[str, Any] = ready.get("info") or {}
     measured: Mapping[str, Any] = info.get("measured") or {}
     peaks = [sample.engine.rss_bytes for sample in samples if sample.engine is not None and sample.engine.rss_bytes is not None]
@@ -266,8 +260,11 @@ def _memory(
     )
 
 
-def predicted_memory(spec: ModelSpec | None, weight_format: str, kv_tokens: int | None, kv_dtype: str) -> MemoryNumbers:
-    """What arithmetic says: weights as the format stores them, KV for all tokens, a process around them. All None for an unknown shape."""
+def predicted_memory(
+    spec: ModelSpec | None, weight_format: str, kv_tokens: int | None, kv_dtype: str, backend: str, device: str, slots: int | None
+) -> MemoryNumbers:
+    """What arithmetic says, as placement says it before a load: weights as this engine holds them, KV for all tokens, the rest of the
+    process. All None for an unknown shape."""
     if spec is None or kv_tokens is None:
         return MemoryNumbers()
     try:
@@ -275,7 +272,8 @@ def predicted_memory(spec: ModelSpec | None, weight_format: str, kv_tokens: int 
         kv = kv_tokens * spec.kv_bytes_per_token(kv_dtype)
     except KeyError:
         return MemoryNumbers()
-    return MemoryNumbers(weight_bytes=weights, kv_bytes=kv, overhead_bytes=OVERHEAD_BYTES)
+    loaded, overhead = memory_parts(backend, device, weight_format, weights, spec, slots or 1)
+    return MemoryNumbers(weight_bytes=loaded, kv_bytes=kv, overhead_bytes=overhead)
 
 
 def _random_weights(cell: Mapping[str, Any], ready: Mapping[str, Any]) -> bool | None:

@@ -326,7 +326,11 @@ def ladder(run: RunNumbers) -> tuple[Rung, ...]:
     for spec in sorted(specs.values(), key=lambda spec: spec.parameters):
         cell = next((cell for cell in cells if cell.spec is not None and cell.spec.name == spec.name), None)
         like = cell or usual
-        memory = cell.memory if cell is not None else predicted_memory(spec, like.weight_format, like.kv_tokens, like.kv_dtype)
+        memory = (
+            cell.memory
+            if cell is not None
+            else predicted_memory(spec, like.weight_format, like.kv_tokens, like.kv_dtype, like.backend, like.device, like.slots)
+        )
         total = memory.predicted_bytes
         fits = None if total is None or usable is None else total <= usable
         if spec.parameters >= smallest and (cell is not None or total is not None):

@@ -350,6 +350,15 @@ def _check(**sizes: int | None) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+def memory_parts(backend: str, device: str, weight_format: str, weight_bytes: int, spec: ModelSpec, slots: int) -> tuple[int, int]:
+    """(bytes of weights once loaded, bytes of everything else but the KV cache), as placement expects them.
+
+    Loaded weights are more than the file where an engine keeps a rearranged copy: llama.cpp's 4-bit matrices on the CPU.
+    """
+    copied = _rearranged_bytes(spec, weight_format) if (backend, device) == ("llama_cpp", "cpu") else 0
+    return weight_bytes + copied, _overhead_bytes(backend, device, weight_format, weight_bytes, spec, slots) - copied
+
+
 def _overhead_bytes(backend: str, device: str, weight_format: str, weight_bytes: int, spec: ModelSpec, slots: int) -> int:
     row = OVERHEAD.get((backend, device), _UNKNOWN_OVERHEAD)
     share = 0.25 if (backend, weight_format) == ("onnx", "fp32") else row.weight_share

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnsupportedModel
+from models.gguf_header import read_header
 from serving.backends.base import BackendInfo, EngineConfig, MemoryParts, Row, Sampled, Sampling
 from serving.backends.llama_cpp_library import (
     FLASH_ATTENTION,
@@ -169,10 +170,17 @@ class LlamaCppBackend:
             llama.llama_free(context)
         finally:
             llama.llama_model_free(model)
-        parts = dry_run_parts(LOG.stop(), weight_bytes)
+        parts = dry_run_parts(LOG.stop(), weight_bytes + self._copied_bytes(config))
         if config.device == "cpu":
             _check_memory(parts, Path(config.model_path).name)
         return parts
+
+    def _copied_bytes(self, config: EngineConfig) -> int:
+        """What the load adds to the file: 4-bit matrices of the layers, rearranged for the CPU's instructions into a copy."""
+        if config.device != "cpu" or not self._options.repack:
+            return 0
+        tensors = read_header(Path(config.model_path)).tensors
+        return sum(t.bytes for name, t in tensors.items() if name.startswith("blk.") and len(t.shape) == 2 and t.type in ("Q4_0", "Q4_K"))
 
     def _load_model(self, config: EngineConfig, progress: Progress) -> Any:
         problems: list[BaseException] = []
