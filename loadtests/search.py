@@ -148,7 +148,7 @@ def next_step(levels: Sequence[Level], config: SearchConfig, promise: Promise, e
     if sum(not level.is_valid for level in levels[-3:]) == 3:
         return Finished(_because(found, "the last three levels were not valid"))
     belief = _belief(levels, config, promise)
-    if _is_flat(belief, levels) and _verdict_of(lone, promise) == "unresolved":
+    if _is_flat(belief, levels, promise) and _verdict_of(lone, promise) == "unresolved":
         more = _more_lone(lone, config, promise, min(left, 0.25 * config.budget_seconds))
         if more is not None:
             return more
@@ -184,7 +184,7 @@ def estimate(levels: Sequence[Level], config: SearchConfig, promise: Promise) ->
         return _unresolved(low, None, None, True, f"no rate up to {top:.4g} requests/s was seen to break the promise")
     if not held:
         return _unresolved(0.0, high, None, None, "no rate was seen to keep the promise")
-    if _is_flat(belief, levels) and lone_verdict != "holds":
+    if _is_flat(belief, levels, promise) and lone_verdict != "holds":
         why = (
             "the share of good requests hardly depends on the rate, and too few lone requests were measured to say what it is without load"
         )
@@ -207,9 +207,15 @@ def _verdict_of(levels: Sequence[Level], promise: Promise) -> Verdict:
     return verdict(sum(level.good for level in levels), sum(level.due for level in levels), promise)
 
 
-def _is_flat(belief: Posterior, levels: Sequence[Level]) -> bool:
-    """Whether the rate hardly seems to matter: then there may be no capacity to find, and an idle server must be asked."""
-    return belief.mean_slope < FLAT_SLOPE and sum(level.rate is not None and level.is_valid for level in levels) >= 3
+def _is_flat(belief: Posterior, levels: Sequence[Level], promise: Promise) -> bool:
+    """Whether the rate hardly seems to matter: then there may be no capacity to find, and an idle server must be asked.
+
+    Where some rate has been proven to hold, there is one.
+    """
+    tried = [level for level in levels if level.rate is not None and level.is_valid and level.due]
+    if belief.mean_slope >= FLAT_SLOPE or len(tried) < 3:
+        return False
+    return all(verdict(level.good, level.due, promise) != "holds" for level in tried)
 
 
 def pooled(levels: Sequence[Level]) -> list[tuple[float, int, int]]:

@@ -189,8 +189,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A runner that hears Ctrl-C, also where these tests run in the background of a shell, which then ignores it for all its children."""
     with open(log, "ab") as output:
-        return subprocess.Popen([*RUNNER, *arguments], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [*RUNNER, *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -110,8 +110,9 @@ def test_predicted_memory_is_arithmetic(written: Path) -> None:
         spec = rung(row["model"]).spec
         per_token = spec.layers * 2 * spec.kv_heads * spec.head_dim * 2
         assert int(row["predicted_kv_bytes"]) == per_token * SLOTS * CONTEXT
-        four_and_a_half_bits = spec.parameters * 4.5 / 8
-        assert four_and_a_half_bits <= int(row["predicted_weight_bytes"]) <= 1.5 * four_and_a_half_bits
+        layers = spec.matrix_parameters - spec.vocabulary * spec.hidden
+        file_and_copy = (spec.parameters + layers) * 4.5 / 8  # llama.cpp keeps a rearranged copy of the layers; the embedding is wider
+        assert file_and_copy <= int(row["predicted_weight_bytes"]) <= 1.25 * file_and_copy
 
 
 def test_capacities_lie_where_the_levels_leave_them_room(written: Path) -> None:
