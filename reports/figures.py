@@ -166,7 +166,7 @@ def _memory_caption(rungs: Sequence[Rung]) -> str:
     setting = (
         f" for {like.slots} slots of {like.context_tokens:,} tokens" if like is not None and like.slots and like.context_tokens else ""
     )
-    text = f"Bars are predicted{setting}: weights as their file stores them, KV cache, and a process around them; pale bars were not run."
+    text = f"Bars are predicted{setting}: weights as the engine holds them, KV cache, and the rest of the process; pale bars were not run."
     if any(rung.memory.measured_peak_bytes for rung in rungs):
         text += " Diamonds: the highest resident memory of the engine that was measured. A cache that was never filled is not resident."
     return text
