@@ -38,6 +38,8 @@ class ReadyLogits:
         )
         self._logits = np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)
 
+    def begin(self, sampling: Sampling) -> None: ...
+
     def step(self, rows: list[Row]) -> list[Sampled]:
         wanting = [row for row in rows if row.wants_token]
         return sample(self._logits[: len(wanting)], wanting) if wanting else []
@@ -54,7 +56,7 @@ def measure(streams: int, vocabulary: int, steps: int, sampling: Sampling, stop:
     backend = ReadyLogits(streams, vocabulary)
     config = EngineConfig(backend="ready", model_path="", model_name="ready", slots=streams, context_tokens=4096)
     table = [f" w{i}".encode() for i in range(vocabulary)]
-    scheduler = Scheduler(backend, table, frozenset(), config)  # type: ignore[arg-type]
+    scheduler = Scheduler(backend, table, frozenset(), config)
     for number in range(streams):
         scheduler.add(Submit(number, [3 + number] * 8, 4000, sampling, stop))
     for _ in range(20):
