@@ -26,7 +26,7 @@ from models.tokenizer import load_tokenizer
 from serving.access import Limits
 from serving.address import listen, url_of, write_atomically
 from serving.admission import QueueBounds
-from serving.app import App, create_app
+from serving.app import create_app
 from serving.backends.base import EngineConfig
 from serving.cores import CoreSplit, parse_cores, physical_of, split_cores
 from serving.hardware import allowed_cores, hardware_facts, process_memory
@@ -88,8 +88,6 @@ async def _serve(
         api_key=api_key,
         placement={**msgspec.to_builtins(placement), "lines": explain(placement)},
     )
-    if isinstance(app, App):
-        supervisor.on_step = app.service.metrics.stepped
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -60,7 +60,7 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ubatch_tokens: int = 512  # most tokens of one pass over the weights (n_ubatch); a bigger step takes several
     prefill_threads: int | None = None  # threads for steps of more than one token; None: as many as for decoding
     # How threads wait for each other: default (spin for a while, then sleep), active (spin), passive (sleep at once). auto: passive
-    # where the engine was given no cores of its own and uses all: there 2 threads decoded 3 to 4 times as quickly as with default.
+    # where the engine was given no cores of its own and uses all: spinning threads then starve each other and everyone else on the machine.
     wait_policy: str = "auto"
     gpu_layers: int = -1  # layers on the GPU when device is "gpu"; -1: all
     dry_run: bool = True  # have llama.cpp lay out its memory first, without weights, and refuse what cannot fit

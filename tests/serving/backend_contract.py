@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
 from serving.backends.base import CAPABILITIES, Backend, Row, Sampling
+from serving.errors import EngineFailed
 
 Reference = Callable[[Sequence[int], int], list[int]]
 Tie = Callable[[Sequence[int], int, int], bool]  # (prefix, one token, another) -> equally good after the prefix?
@@ -262,3 +264,17 @@ def greedy_alone(backend: Backend, slot: int = 0) -> Reference:
         return known[key][:count]
 
     return reference
+
+
+def check_contradictions(backend: Backend) -> None:
+    """Rows that contradict what the KV holds end the engine with a reason, and so does a step after close(). Closes the backend."""
+    backend.step([row(0, [5, 6, 7], 0)])
+    for bad in (row(0, [8], 9), row(1, [8], 1), row(0, list(range(3, 131)), 3)):
+        with pytest.raises(EngineFailed, match="slot"):
+            backend.step([bad])
+    with pytest.raises(EngineFailed, match="copied"):
+        backend.copy(0, 1, 10)
+    backend.close()
+    backend.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        backend.step([row(0, [5], 0)])

@@ -20,8 +20,8 @@ from serving.backends.base import EngineConfig, Row, Sampling
 from serving.backends.kv_rows import RowMap
 from serving.backends.onnx_graph import graph_file
 from serving.backends.onnx_runtime import OnnxBackend, check_options
-from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
-from tests.serving.backend_contract import check_churn, check_contract, generate, greedy_alone, prompt_of, row
+from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
+from tests.serving.backend_contract import check_churn, check_contract, check_contradictions, generate, greedy_alone, prompt_of, row
 from tests.serving.hf_folders import generated, onnx_folder, onnx_source
 
 Make = Callable[..., OnnxBackend]
@@ -244,17 +244,7 @@ def test_which_file_is_loaded(tmp_path: Path) -> None:
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
     for name in ("llama-fp32", "qwen3-growing"):
-        backend = make(onnx_folder(name))
-        backend.step([row(0, [5, 6, 7], 0)])
-        for bad in (row(0, [8], 9), row(1, [8], 1), row(0, list(range(3, 131)), 3)):
-            with pytest.raises(EngineFailed, match="slot"):
-                backend.step([bad])
-        with pytest.raises(EngineFailed, match="copied"):
-            backend.copy(0, 1, 10)
-        backend.close()
-        backend.close()
-        with pytest.raises(EngineFailed, match="closed"):
-            backend.step([row(0, [5], 0)])
+        check_contradictions(make(onnx_folder(name)))
 
 
 def test_what_the_converter_wrote_is_in_the_details(make: Make) -> None:

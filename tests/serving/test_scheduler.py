@@ -214,6 +214,36 @@ def test_what_the_backend_cannot_do_is_refused_and_harms_nobody() -> None:
     assert len(run(scheduler)[2]) == 5
 
 
+class Grammar:
+    """A state that is given up after a few tokens, as serving.grammar does with a grammar that hangs."""
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+
+
+class GivesUp(Recorder):
+    def begin(self, sampling: Sampling) -> None:
+        return Grammar() if sampling.grammar else None  # type: ignore[return-value]
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        for row in rows:
+            if isinstance(row.state, Grammar) and row.start >= 5:
+                row.state.error = "the grammar was given up"
+        for row in rows:
+            row.sampling = Sampling()
+        return super().step(rows)
+
+
+def test_a_grammar_that_is_given_up_ends_its_own_sequence_with_an_error_and_no_other() -> None:
+    config = EngineConfig("fake", "", "fake", slots=4, context_tokens=256, options={"vocabulary": VOCABULARY})
+    scheduler = Scheduler(GivesUp(config), TABLE, frozenset({0}), config)
+    scheduler.add(request(1, [3, 4, 5], 20, sampling=Sampling(grammar="root ::= x")))
+    scheduler.add(request(2, [6, 7, 8], 20))
+    out = run(scheduler)
+    assert out[1][-1].finish == "error" and "given up" in str(out[1][-1].error) and len(out[1]) == 4
+    assert text_of(out[2]) == expected_text([6, 7, 8], 20)
+
+
 def test_a_pool_smaller_than_one_context_is_refused() -> None:
     with pytest.raises(ValueError, match="context_tokens = 256"):
         make(kv_tokens=100)

@@ -31,7 +31,16 @@ from serving.backends.torch_weights import WIDEN_ELEMENTS, Widened
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.noise import gumbel_at
 from serving.sampling import sample
-from tests.serving.backend_contract import check_churn, check_contract, generate, greedy_alone, near_tie, prompt_of, row
+from tests.serving.backend_contract import (
+    check_churn,
+    check_contract,
+    check_contradictions,
+    generate,
+    greedy_alone,
+    near_tie,
+    prompt_of,
+    row,
+)
 from tests.serving.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
 
@@ -419,17 +428,7 @@ def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
 
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
-    backend = make(hf_folder("tiny-llama"))
-    backend.step([row(0, [5, 6, 7], 0)])
-    for bad in (row(0, [8], 9), row(1, [8], 1), row(0, list(range(3, 131)), 3)):
-        with pytest.raises(EngineFailed, match="slot"):
-            backend.step([bad])
-    with pytest.raises(EngineFailed, match="copied"):
-        backend.copy(0, 1, 10)
-    backend.close()
-    backend.close()
-    with pytest.raises(EngineFailed, match="closed"):
-        backend.step([row(0, [5], 0)])
+    check_contradictions(make(hf_folder("tiny-llama")))
 
 
 def _fields(sampling: Sampling) -> dict[str, Any]:
