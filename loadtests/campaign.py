@@ -1,7 +1,7 @@
 """The campaign file: what to measure, and how. TOML -> Campaign -> cells.
 
     name = "ladder"
-    models = ["135m", "1b", "3b"]            # x formats x backends x hardware = cells
+    models = ["135m", "1b", "3b"]            # x formats x backends x hardware x workloads = cells
     formats = ["Q4_0"]
     budget_seconds = 600                     # of measuring, for all cells together
 
@@ -13,8 +13,10 @@
     preset = "chat"
     max_prompt_tokens = 512
 
-or, for an endpoint that is there already, `[target]` with `url = "http://..."` in place of models. All keys: the structs below; an
-unknown one is refused with its path and the ones there are. Reading a campaign starts nothing and looks at no machine.
+Several kinds of traffic are `[workloads.NAME]` tables in place of `[workload]`. Several promises are `promises = ["chat", "reading"]` in
+place of `promise`: they cost little more than one, since every level is judged by each of them. `search.rates` measures given rates
+instead of searching. For an endpoint that is there already, `[target]` with `url = "http://..."` in place of models. All keys: the
+structs below; an unknown one is refused with its path and the ones there are. Reading a campaign starts nothing and looks at no machine.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     name: str = ""  # needed where there is more than one
     cores: int | None = None  # physical cores of the engine; None: all but those of the API and the client
     threads: int | None = None  # None: one for each of the cores
-    memory_gib: float | None = None  # a cell whose predicted need is above it is skipped
+    memory_gib: float | None = None  # of server and engine together: a cell that needs more is skipped, before or after it has shown it
 
 
 class PromiseSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -94,9 +96,11 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cells: list[OneCell] = []
     target: Target | None = None
     server: Server = Server()
-    workload: Workload = DEFAULT_WORKLOAD
+    workload: Workload | None = None
+    workloads: dict[str, Workload] = {}
     arrivals: Arrivals = Poisson()
-    promise: str | PromiseSpec = "chat"
+    promise: str | PromiseSpec | None = None  # "chat" where nothing is said
+    promises: list[str | PromiseSpec] = []
     search: SearchConfig = SearchConfig()
     budget_seconds: float | None = None
     seed: int = 1
@@ -104,7 +108,7 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file with everything filled in; what a run's manifest keeps."""
+    """The file with everything filled in; what a run's manifest keeps. `promise` and `workload` are the first where there are several."""
 
     name: str
     promise: Promise
@@ -116,6 +120,23 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     budget_seconds: float | None  # of measuring, all cells together; None: `search.budget_seconds` for each
     seed: int
     sample_seconds: float
+    promises: tuple[Promise, ...] = ()  # all of them where there are several
+    workloads: dict[str, Workload] = {}  # by name where there are several
+    repeats: str | None = None  # the run whose levels are measured again
+    cell_levels: dict[str, tuple[tuple[float, float], ...]] = {}  # of a repeat: per cell the (rate, seconds) of each of its levels
+
+    @property
+    def all_promises(self) -> tuple[Promise, ...]:
+        return self.promises or (self.promise,)
+
+    def of(self, cell: Cell, promise: Promise | None = None) -> Campaign:
+        """The campaign as it is for one cell: its workload, its rates, and the promise that is searched for now."""
+        search = self.search
+        if self.repeats is not None:
+            levels = self.cell_levels.get(cell.key, ())
+            search = msgspec.structs.replace(search, rates=tuple(r for r, _ in levels), rate_seconds=tuple(s for _, s in levels))
+        workload = self.workloads[cell.workload] if cell.workload else self.workload
+        return msgspec.structs.replace(self, workload=workload, search=search, promise=promise or self.promise)
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +153,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None  # the endpoint, where the runner starts none
+    workload: str = ""  # its name, where the campaign has several
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -172,10 +194,16 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
     except msgspec.ValidationError as problem:
         raise BadCampaign(explain(problem)) from problem
     _check(file)
+    promises = tuple(promise_of(spec) for spec in (file.promises or [file.promise or "chat"]))
+    twice = next((p.name for i, p in enumerate(promises) if p.name in [other.name for other in promises[:i]]), None)
+    if twice is not None:
+        raise BadCampaign(f"promise {twice!r} is there twice: give each a name of its own - at `$.promises`")
     campaign = Campaign(
         name=file.name,
-        promise=promise_of(file.promise),
-        workload=file.workload,
+        promise=promises[0],
+        promises=promises if len(promises) > 1 else (),
+        workload=next(iter(file.workloads.values()), file.workload or DEFAULT_WORKLOAD),
+        workloads=file.workloads,
         arrivals=file.arrivals,
         search=file.search,
         server=file.server,
@@ -205,30 +233,31 @@ def promise_of(spec: str | PromiseSpec) -> Promise:
 
 
 def cells_of(file: CampaignFile) -> list[Cell]:
-    """models x formats x backends x hardware, then the cells given by hand, in this order.
+    """models x formats x backends x hardware x workloads, then the cells given by hand, in this order.
 
     Raises BadCampaign for a combination that is none.
     """
+    names = list(file.workloads) or [""]
     if file.target is not None:
-        return [cell_of_target(file.target)]
+        return [cell_of_target(file.target, name) for name in names]
     wanted = [
         OneCell(model=model, format=weight_format, backend=backend)
         for model in file.models
         for weight_format in (*file.formats, *(() if file.formats else (None,)))
         for backend in file.backends
     ] + file.cells
-    cells = [_cell(one, hardware, file) for one in wanted for hardware in file.hardware]
+    cells = [_cell(one, hardware, file, name) for one in wanted for hardware in file.hardware for name in names]
     twice = next((cell.key for index, cell in enumerate(cells) if cell.key in {other.key for other in cells[:index]}), None)
     if twice is not None:
         raise BadCampaign(f"cell {twice} is there twice; hardware budgets need names, models and formats must differ")
     return cells
 
 
-def cell_of_target(target: Target) -> Cell:
-    """The one cell of an endpoint that is there already."""
+def cell_of_target(target: Target, workload: str = "") -> Cell:
+    """The cell of an endpoint that is there already, under one of its workloads."""
     model = target.model or "default"
-    key = _plain(f"{model}@{target.url.split('://')[-1]}")
-    return Cell(key=key, model=model, weight_format="", backend="external", url=target.url)
+    key = _plain(f"{model}@{target.url.split('://')[-1]}" + (f"-{workload}" if workload else ""))
+    return Cell(key=key, model=model, weight_format="", backend="external", url=target.url, workload=workload)
 
 
 def explain(problem: msgspec.ValidationError) -> str:
@@ -246,6 +275,8 @@ def _keys_at(place: str) -> list[str]:
         "": CampaignFile,
         "server": Server,
         "workload": Workload,
+        "workloads[...]": Workload,
+        "promises[...]": PromiseSpec,
         "promise": PromiseSpec,
         "search": SearchConfig,
         "target": Target,
@@ -261,6 +292,15 @@ def _check(file: CampaignFile) -> None:
         raise BadCampaign("`target` is an endpoint that is there already: it goes without models and cells - at `$.target`")
     if file.target is None and not file.models and not file.cells:
         raise BadCampaign("nothing to measure: give models, cells, or a target with a url - at `$`")
+    if file.workload is not None and file.workloads:
+        raise BadCampaign("`workload` and `workloads`: give one of them - at `$.workloads`")
+    if file.promise is not None and file.promises:
+        raise BadCampaign("`promise` and `promises`: give one of them - at `$.promises`")
+    for hardware in file.hardware:
+        for name in ("cores", "threads", "memory_gib"):
+            value = getattr(hardware, name)
+            if value is not None and not value > 0:
+                raise BadCampaign(f"{name} must be above 0, got {value} - at `$.hardware`")
     for name in ("budget_seconds", "sample_seconds"):
         value = getattr(file, name)
         if value is not None and not value > 0:
@@ -274,18 +314,16 @@ def _check(file: CampaignFile) -> None:
         raise BadCampaign("hardware is empty: leave it out, or give at least one budget - at `$.hardware`")
     if len(file.hardware) > 1 and not all(hardware.name for hardware in file.hardware):
         raise BadCampaign("each of several hardware budgets needs a name - at `$.hardware`")
-    prompt, output = (
-        file.workload.max_prompt_tokens or file.workload.prompt_tokens,
-        file.workload.max_output_tokens or file.workload.output_tokens,
-    )
-    if file.target is None and prompt and output and prompt + output > file.server.context_tokens:
-        raise BadCampaign(
-            f"prompts of {prompt} and outputs of {output} tokens do not fit in a context of {file.server.context_tokens}: "
-            "raise server.context_tokens or lower the workload's caps - at `$.server.context_tokens`"
-        )
+    for place, workload in [("workload", file.workload or DEFAULT_WORKLOAD)] if not file.workloads else file.workloads.items():
+        prompt, output = workload.max_prompt_tokens or workload.prompt_tokens, workload.max_output_tokens or workload.output_tokens
+        if file.target is None and prompt and output and prompt + output > file.server.context_tokens:
+            raise BadCampaign(
+                f"prompts of {prompt} and outputs of {output} tokens ({place}) do not fit in a context of {file.server.context_tokens}: "
+                "raise server.context_tokens or lower the workload's caps - at `$.server.context_tokens`"
+            )
 
 
-def _cell(one: OneCell, hardware: Hardware, file: CampaignFile) -> Cell:
+def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -> Cell:
     try:
         known = is_rung(one.model)
         is_elsewhere = any(mark in one.model for mark in ("/", ".gguf"))  # a file, a folder or a hub id
@@ -294,11 +332,12 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile) -> Cell:
     except ModelError as problem:
         raise BadCampaign(f"{problem} - at `$.models`, `$.formats` or `$.backends`") from problem
     name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace("--", "-")
-    key = _plain(f"{name}-{hardware.name}" if hardware.name else name)
+    key = _plain("-".join(part for part in (name, hardware.name, workload) if part))
     server = file.server
     return Cell(
         key=key, model=model, weight_format=weight_format, backend=one.backend, hardware=hardware, slots=server.slots,
         context_tokens=server.context_tokens, kv_tokens=server.kv_tokens, kv_dtype=server.kv_dtype, synthetic=True if known else None,
+        workload=workload,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The verbs `campaign run | resume | show` and `load`: options in, lines and an exit status out."""
+"""The verbs `campaign run | resume | repeat | show`, `load` and `compare`: options in, lines and an exit status out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from loadtests.campaign import Plan
+    from loadtests.campaign import Cell, Plan
+
+Beside = Annotated[bool, typer.Option("--beside-others", help="Measure although another campaign measures on this machine.")]
 
 campaign = typer.Typer(
     add_completion=False,
@@ -30,10 +32,12 @@ def run_campaign(
         bool, typer.Option("--dry-run", help="Say what would be measured, on what and for how long; start nothing.")
     ] = False,
     budget: Annotated[float | None, typer.Option(help="Seconds of measuring for all cells together, in place of the file's.")] = None,
+    beside_others: Beside = False,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
 
-    For each cell: start the server, wait for it, measure lone requests, then search for the highest rate that keeps the promise.
+    For each cell: start the server, wait for it, measure lone requests, calibrate and predict the capacity, then search for the highest
+    rate that keeps the promise.
     Kill it as you like: `crossover campaign resume FOLDER` goes on, and nothing is measured twice.
     """
     from loadtests.campaign import DEMO, read_campaign
@@ -45,21 +49,40 @@ def run_campaign(
         _say_plan(plan)
         return
     with Progress() as progress:
-        folder = run(plan, out, progress)
+        folder = run(plan, out, progress, beside_others=beside_others)
     show(folder)
     typer.echo(f"\nThe report: crossover report {folder}")
 
 
 @campaign.command("resume")
-def resume_campaign(folder: Annotated[Path, typer.Argument(help="The run's folder.")]) -> None:
+def resume_campaign(folder: Annotated[Path, typer.Argument(help="The run's folder.")], beside_others: Beside = False) -> None:
     """Go on with a run that was stopped, killed or cut off. Finished levels are kept; the one that was running is measured anew."""
     from loadtests.progress import Progress
     from loadtests.runner import resume
 
     with Progress() as progress:
-        resume(folder, progress)
+        resume(folder, progress, beside_others=beside_others)
     show(folder)
     typer.echo(f"\nThe report: crossover report {folder}")
+
+
+@campaign.command("repeat")
+def repeat_campaign(
+    folder: Annotated[Path, typer.Argument(help="The run whose levels are measured again.")],
+    out: Annotated[Path, typer.Option(help="Where run folders go.")] = Path("runs"),
+    beside_others: Beside = False,
+) -> None:
+    """Measure the levels of a run again, in a new folder: same cells, rates, durations and seeds, and no search.
+
+    Two such runs differ by what the machine does by itself: crossover compare A B --noise A_AGAIN.
+    """
+    from loadtests.progress import Progress
+    from loadtests.runner import repeat_of, run
+
+    with Progress() as progress:
+        again = run(repeat_of(folder), out, progress, beside_others=beside_others)
+    show(again)
+    typer.echo(f"\nTo compare: crossover compare {folder} {again}")
 
 
 @campaign.command("show")
@@ -111,8 +134,8 @@ def load(
 
 
 def _say_plan(plan: Plan) -> None:
+    from loadtests.feasible import layout_of, shares, why_not
     from loadtests.progress import duration
-    from loadtests.runner import layout_of, why_not
     from serving.cores import cores_text
     from serving.hardware import allowed_cores, hardware_facts
 
@@ -124,7 +147,12 @@ def _say_plan(plan: Plan) -> None:
     typer.echo(
         f"{settings.name}: {len(plan.cells)} cells; promise {settings.promise.name} ({held}) for {settings.promise.target:.4g} of requests"
     )
+    if len(settings.all_promises) > 1:
+        typer.echo(f"  every level is judged by {len(settings.all_promises)} promises: {', '.join(p.name for p in settings.all_promises)}")
     runnable = 0
+    each = settings.search.budget_seconds
+    can = [cell for cell in plan.cells if why_not(cell, settings, facts) is None]
+    seconds = shares(can, settings.budget_seconds) if settings.budget_seconds is not None and can else {cell.key: each for cell in can}
     for cell in plan.cells:
         why = why_not(cell, settings, facts)
         layout = layout_of(cell, usable)
@@ -134,9 +162,29 @@ def _say_plan(plan: Plan) -> None:
             if layout
             else cell.url
         )
-        typer.echo(f"  {cell.key}: " + (f"skipped, {why}" if why else f"{place}"))
+        typer.echo(f"  {cell.key}: " + (f"skipped, {why}" if why else f"at most {duration(seconds[cell.key])}; {place}"))
+        if why is None and cell.url is None:
+            typer.echo(f"    weights: {_weights(cell, settings.server.cache)}")
         for line in layout.shared if layout is not None and why is None else ():
             typer.echo(f"    note: {line}")
-    each = settings.search.budget_seconds
     whole = settings.budget_seconds if settings.budget_seconds is not None else each * runnable
     typer.echo(f"at most {duration(whole)} of measuring, beside making and loading the models; nothing was started")
+
+
+def _weights(cell: Cell, cache: str | None) -> str:
+    """Whether they are there, and how much must be made or fetched first."""
+    from models.cache import Wish, cache_dir, synthetic_path
+    from models.formats import weight_bytes
+    from models.hub import weight_kind
+    from models.ladder import is_rung, rung
+    from serving.placement import gib
+
+    if not is_rung(cell.model):
+        return "a file or folder of one's own, or the hub's"
+    if cell.backend == "fake":
+        return "none: the backend is a fake"
+    spec = rung(cell.model).spec
+    kind, weight_format = weight_kind(cell.backend, cell.weight_format or None)
+    size = gib(weight_bytes(spec, weight_format))
+    there = synthetic_path(spec, Wish(kind, weight_format, cache_dir(cache))).exists()
+    return f"{size} in the cache" if there else f"{size} have to be made first"

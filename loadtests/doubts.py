@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 Code = Literal[
     "TooFewSamples", "GeneratorBusy", "LateSends", "Unsent", "Swapping", "Unsteady", "FellBack", "LittlesLaw", "TokensUnknown",
-    "ShortAnswers", "PromptsOff", "RateOff",
+    "ShortAnswers", "PromptsOff", "RateOff", "ArrivalsOff", "CpuStolen", "Throttled",
 ]  # fmt: skip
 
 CLIENT_BUSY_SHARE = 0.80  # of one core per load generator process
 LATE_SHARE = 0.01  # p99 send lag / median TTFT
 LATE_FLOOR_SECONDS = 0.001  # below the resolution that any latency here is read at
 SWAP_GROWTH_BYTES = 16 << 20
+STOLEN_SHARE = 0.02
+THROTTLED_SHARE = 0.02
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -61,6 +63,9 @@ def level_doubts(
         _short_answers(inside),
         _prompts_off(inside),
         _rate_off(summary),
+        _arrivals_off(summary),
+        _cpu_stolen(samples),
+        _throttled(samples),
     ]
     return tuple(doubt for doubt in found if doubt is not None)
 
@@ -217,4 +222,49 @@ def _rate_off(summary: Summary) -> Doubt | None:
         "RateOff",
         f"{summary.offered_rate:.3g} requests/s were due, {summary.asked_rate:.3g} were asked",
         "read the rate as it came out; bursty arrivals need longer levels",
+    )
+
+
+def _arrivals_off(summary: Summary) -> Doubt | None:
+    """Of honest levels one in about 500 shows this by chance."""
+    found = summary.arrivals
+    if found is None or found.as_asked is not False:
+        return None
+    parts = [
+        f"{name} {value:.3g}"
+        for name, value in (("CV of gaps", found.cv), ("lag-1", found.lag1), ("KS p", found.ks_p))
+        if value is not None
+    ]
+    parts += [f"dispersion {d.index:.2f} at {d.window_seconds:g} s" for d in found.dispersion[-1:]]
+    return Doubt(
+        "ArrivalsOff",
+        f"requests did not leave as the arrival process says ({found.against}): {', '.join(parts)}",
+        "see the send lag; where it is small, this may be chance: repeat the level",
+    )
+
+
+def _cpu_stolen(samples: Sequence[ResourceSample]) -> Doubt | None:
+    shares = [s.steal_share for s in samples if s.steal_share is not None]
+    if not shares or (mean := sum(shares) / len(shares)) <= STOLEN_SHARE:
+        return None
+    return Doubt(
+        "CpuStolen",
+        f"the hypervisor gave {mean:.1%} of this machine's CPU time to others during the level",
+        "the server was slower than it is; measure when the host is quieter, or on a machine of one's own",
+    )
+
+
+def _throttled(samples: Sequence[ResourceSample]) -> Doubt | None:
+    quota = [s.quota_share for s in samples if s.quota_share is not None]
+    held = [s for s in samples if s.gpu_throttled]
+    parts = []
+    if quota and sum(quota) / len(quota) > THROTTLED_SHARE:
+        parts.append(f"the control group's CPU quota held processes back for {sum(quota) / len(quota):.1%} of the time")
+    if len(held) > THROTTLED_SHARE * len(samples):
+        why = sorted({reason for s in held for reason in s.gpu_throttled})
+        parts.append(f"the GPU's clock was held down in {len(held)} of {len(samples)} samples ({', '.join(why)})")
+    if not parts:
+        return None
+    return Doubt(
+        "Throttled", " and ".join(parts), "raise the quota, the power cap or the cooling, or read the result as that of this limit"
     )

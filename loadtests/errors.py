@@ -35,3 +35,11 @@ class ServerLost(LevelFailed):
 
 class Incomplete(LoadError):
     """The run ended before all cells were measured; what there is is good, and `crossover campaign resume` goes on."""
+
+
+class MachineBusy(LoadError):
+    """Another campaign measures on this machine."""
+
+
+class NotComparable(LoadError):
+    """Two runs differ in a fact that decides their numbers; the message names it and both values."""

@@ -14,19 +14,20 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from loadtests.arrivals import due_times
+from loadtests.arrivals import ArrivalCheck, due_times, process_of
+from loadtests.calibrate import Wave
 from loadtests.campaign import Campaign, Cell
 from loadtests.children import Child, wait_for_file
-from loadtests.errors import LevelInterrupted
+from loadtests.errors import LevelInterrupted, ServerFailed
 from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome, Prompts, Share
 from loadtests.progress import Progress
 from loadtests.records import RequestRecord, ResourceSample
-from loadtests.resources import Sampler, family
+from loadtests.sampler import Sampler
 from loadtests.search import Level, Measure, level_of
 from loadtests.servers import Server, client_environment
 from loadtests.slo import Promise, is_hopeless
@@ -35,6 +36,7 @@ from loadtests.streaming import Ask, Pool, clock, post_bytes, stream
 from loadtests.summary import Summary, Window, summarise
 from loadtests.target import TargetFacts, body_of, path_of
 from loadtests.timings import is_good
+from loadtests.workload import Workload
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 START_SECONDS = 120.0  # that a load generator may take to make its prompts
@@ -58,6 +60,7 @@ class LevelFinished(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     is_valid: bool
     doubts: list[str]
+    arrivals: ArrivalCheck | None = None  # how requests left, held against the process that was asked; None: closed loop
 
 
 @dataclass
@@ -73,16 +76,25 @@ class Site:
     progress: Progress
     sampler: Sampler = field(init=False)  # set once it runs
     samples: list[ResourceSample] = field(default_factory=list)  # of the level that runs now
-    generator: Child | None = None  # the load generator that runs now
+    memory_bytes: int | None = None  # a cap that nobody but we hold: server and engine together
+    over_memory: str | None = None  # how they broke it
 
     def keep_sample(self, sample: ResourceSample) -> None:
         self.run.sample(sample)
-        self.samples.append(sample)
+        if sample.level is not None:
+            self.samples.append(sample)
+        used = sum(group.rss_bytes or 0 for group in (sample.engine, sample.api) if group is not None)
+        if self.memory_bytes is not None and used > self.memory_bytes:
+            self.over_memory = f"server and engine used {used / 2**30:.2f} GiB, and the budget is {self.memory_bytes / 2**30:g} GiB"
 
-    def client_pids(self) -> list[int]:
-        """The load generator's processes; this one where lone requests are sent from here."""
-        generator = self.generator
-        return family(generator.pid) if generator is not None else [os.getpid()]
+    def check(self) -> None:
+        """Raises ServerFailed where the cell's memory cap was broken, LevelInterrupted where the server is in trouble."""
+        if self.over_memory is not None:
+            raise ServerFailed(self.over_memory)
+        if (trouble := self.server.trouble()) is not None:
+            raise LevelInterrupted(trouble)
+        if self.sampler.failure is not None:
+            raise self.sampler.failure
 
 
 @dataclass
@@ -101,7 +113,10 @@ def judge(
 ) -> tuple[Summary, Level]:
     """The numbers of a level and what the search makes of it: the same from memory and from disk."""
     window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
-    summary = summarise(records, samples, window, promise, rate=started.rate_per_second, started_unix_seconds=started.started_unix_seconds)
+    summary = summarise(
+        records, samples, window, promise, rate=started.rate_per_second, started_unix_seconds=started.started_unix_seconds,
+        client_processes=max(1, len({r.worker for r in records if r.worker is not None})), arrivals=process_of(started.arrivals),
+    )  # fmt: skip
     return summary, level_of(summary)
 
 
@@ -140,10 +155,8 @@ def _ask_alone(site: Site, step: Measure, plan: LoadPlan, prompts: Prompts, orig
         site.run.request(record)
         records.append(record)
         bad += not is_good(record, site.campaign.promise)
-        trouble = site.server.trouble()
-        if trouble is not None:
-            raise LevelInterrupted(trouble)
-        if is_hopeless(bad, wanted, site.campaign.promise):
+        site.check()
+        if len(site.campaign.all_promises) == 1 and is_hopeless(bad, wanted, site.campaign.promise):
             cut_short = f"{bad} of {wanted} requests are bad: no more are needed to know"
         site.progress.tick(f"{plan.cell}: lone requests, {len(records)} of {wanted}", fraction=len(records) / wanted)
     return records, cut_short
@@ -161,7 +174,7 @@ def loaded_level(
     )
     plan = msgspec.structs.replace(
         plan, requests_file=str((site.run.folder / REQUESTS).absolute()), started_file=str(started_file), outcome_file=str(outcome_file),
-        stop_file=str(stop_file), late_file=str(late_file), late_seconds=site.campaign.promise.ttft_seconds,
+        stop_file=str(stop_file), late_file=str(late_file), late_seconds=_patience(site.campaign),
     )  # fmt: skip
     plan_file.write_bytes(msgspec.json.encode(plan))
     users = str(concurrency or 1)
@@ -178,13 +191,14 @@ def loaded_level(
         announced = msgspec.json.decode(started_file.read_bytes(), type=Outcome)
         started = _started(site, plan, purpose, attempt, announced.started_unix_seconds)
         site.samples.clear()
-        site.generator = child
+        site.sampler.client = child.pid
         site.sampler.level = name
         site.run.event("level_started", cell=site.cell.key, level=name, detail=started)
         try:
             cut_short = _watch(site, plan, started, child, tail)
         finally:
-            site.generator = site.sampler.level = None
+            site.sampler.level = None
+            site.sampler.client = os.getpid()
         outcome = msgspec.json.decode(outcome_file.read_bytes(), type=Outcome)
         child.wait(15)
     records = tail.read()
@@ -202,7 +216,7 @@ def loaded_level(
 
 def _watch(site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail: Tail) -> str | None:
     """Stays with a level until its outcome is there. Returns why it was cut short, None when it was not. Raises LevelInterrupted."""
-    promise = site.campaign.promise
+    promises = site.campaign.all_promises  # a level is cut short only where none of them can be kept any more
     start, end = plan.warmup_seconds, plan.duration_seconds
     counting: set[int] = set()  # indices of the requests that are due in the window
     if plan.rate_per_second is not None:
@@ -221,18 +235,17 @@ def _watch(site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail
             raise LevelInterrupted(f"the load generator did not end within {over:.0f} s")
         if now - looked > 0.5:
             looked = now
-            if (trouble := site.server.trouble()) is not None:
-                raise LevelInterrupted(trouble)
+            site.check()
             if site.server.engine_pids() != engines:
                 raise LevelInterrupted("the engine was restarted")
-            if site.sampler.failure is not None:
-                raise site.sampler.failure
         tail.read()
         counted = [record for record in tail.records if start <= record.due_seconds < end]
-        bad = {record.index for record in counted if not is_good(record, promise)}
         late = set(msgspec.json.decode(late_file.read_bytes())) if late_file.exists() else set()
-        hopeless = len(bad | (late & counting))
-        if cut_short is None and hopeless >= LEAST_BAD and is_hopeless(hopeless, len(counting), promise):
+        bads = [{record.index for record in counted if not is_good(record, promise)} for promise in promises]
+        hopeless = min(len(bad | (late & counting)) for bad in bads)
+        bad = bads[0] if len(bads) == 1 else {r.index for r in counted if not is_good(r, site.campaign.promise)}
+        lost = all(is_hopeless(len(bad | (late & counting)), len(counting), p) for bad, p in zip(bads, promises, strict=True))
+        if cut_short is None and hopeless >= LEAST_BAD and lost:
             cut_short = f"{hopeless} requests were bad, too many for the {len(counting)} of the level to keep the promise"
             Path(plan.stop_file or "").touch()
         words = _words(site, plan, now, len(tail.records), len(counted) - len(bad), len(counted))
@@ -265,7 +278,7 @@ def _finish(
         due=len(records), good=summary.good, failed=sum(summary.failed.values()), window_due=summary.due,
         window_seconds=round(window_seconds, 6),
         cut_short=cut_short, gave_up=gave_up, spent_seconds=round(spent, 3), verdict=summary.verdict, is_valid=summary.is_valid,
-        doubts=[doubt.code for doubt in summary.doubts],
+        doubts=[doubt.code for doubt in summary.doubts], arrivals=summary.arrivals,
     )  # fmt: skip
     site.run.event("level_finished", cell=site.cell.key, level=name, detail=detail)
     return Measured(name, summary, level, cut_short, gave_up)
@@ -297,11 +310,48 @@ def _plan(site: Site, step: Measure, name: str, seed: int, *, concurrency: int |
 
 def drain_seconds(campaign: Campaign) -> float:
     """How long after the last due time answers may come: twice what a good one may take, since later ones are bad whatever they bring."""
-    promise, workload = campaign.promise, campaign.workload
-    if promise.ttft_seconds is None or promise.tpot_seconds is None:
-        return 300.0
-    longest = workload.max_output_tokens or workload.output_tokens or 256
-    return max(10.0, min(300.0, 2 * (promise.ttft_seconds + promise.tpot_seconds * longest)))
+    longest = campaign.workload.max_output_tokens or campaign.workload.output_tokens or 256
+    limits = [(p.ttft_seconds, p.tpot_seconds) for p in campaign.all_promises]
+    waits = [300.0 if ttft is None or tpot is None else 2 * (ttft + tpot * longest) for ttft, tpot in limits]
+    return max(10.0, min(300.0, max(waits)))
+
+
+def _patience(campaign: Campaign) -> float | None:
+    """After how many seconds without a first token a request has broken every promise; None where one has no such limit."""
+    limits = [promise.ttft_seconds for promise in campaign.all_promises]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
+
+
+def send_wave(site: Site, wave: Wave, number: int, seed: int) -> list[RequestRecord]:
+    """Streams of one shape sent at one moment by this process, for calibration; returns their records once all have ended.
+
+    They are on record under a level that is never finished, so no number but the prediction's is made of them.
+    """
+    import gevent
+
+    name = f"{site.cell.key}#calibration"
+    campaign = msgspec.structs.replace(site.campaign, workload=Workload(prompt_tokens=wave.prompt_tokens, output_tokens=wave.output_tokens))
+    shaped = replace(site, campaign=campaign)
+    plan = _plan(shaped, Measure(None, 60.0, "lone"), name, seed)
+    prompts = Prompts(plan, site.facts, site.pool, Share(0, 1))
+    requests = [prompts.fresh() for _ in range(wave.streams)]
+    timeout = min(plan.target.timeout_seconds, 60.0)
+    origin = clock()
+
+    def send(position: int, wire: bytes) -> RequestRecord:
+        ask = Ask(
+            cell=plan.cell, level=name, index=1000 * number + position, due_seconds=0.0, asked_prompt_tokens=wave.prompt_tokens,
+            asked_output_tokens=wave.output_tokens, worker=0,
+        )  # fmt: skip
+        return stream(site.pool, wire, ask, origin=origin, timeout_seconds=timeout)
+
+    tasks = [gevent.spawn(send, position, request.wire) for position, request in enumerate(requests)]
+    gevent.joinall(tasks, raise_error=True)
+    records = [task.value for task in tasks]
+    for record in records:
+        site.run.request(record)
+    site.check()
+    return records
 
 
 def _started(site: Site, plan: LoadPlan, purpose: str, attempt: int, unix_seconds: float) -> LevelStarted:

@@ -14,7 +14,7 @@ from loadtests.levels import Site, loaded_level
 from loadtests.manifest import manifest_of, new_folder, seed_of
 from loadtests.plan import parse_arrivals, parse_workload
 from loadtests.progress import Progress
-from loadtests.resources import Sampler
+from loadtests.sampler import Sampler
 from loadtests.search import Measure, SearchConfig
 from loadtests.servers import External
 from loadtests.show import show_level, wide_console
@@ -59,7 +59,9 @@ def one_level(
         run.event("cell_started", cell=cell.key)
         run.event("cell_ready", cell=cell.key, detail={"url": url, "target": msgspec.to_builtins(facts)})
         site = Site(run, cell, settings, External(endpoint), facts, pool, progress)
-        site.sampler = stack.enter_context(Sampler(cell.key, {"client": site.client_pids}, site.keep_sample, local_server=False))
+        site.sampler = stack.enter_context(
+            Sampler(cell.key, site.keep_sample, metrics_url=url, api_key_env=api_key_env, verify_tls=verify_tls)
+        )
         step = Measure(rate, seconds, "bracket")
         try:
             measured = loaded_level(site, step, "load#1.1", seed_of(seed, "load#1.1"), 1, concurrency=concurrency, purpose="load")

@@ -54,8 +54,26 @@ class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
     threads: int | None = None
 
 
+class RemoteSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What a server's own /metrics said at one moment. Counters count since the server started."""
+
+    kind: str  # "crossover", "vllm", "llama.cpp"; "" for process figures alone
+    running: int | None = None  # requests
+    waiting: int | None = None
+    kv_share: float | None = None  # of the KV cache in use, 0..1
+    prompt_tokens: int | None = None  # counter
+    output_tokens: int | None = None  # counter
+    preemptions: int | None = None  # counter
+    rss_bytes: int | None = None  # of the process that answers /metrics
+    cpu_share: float | None = None  # of one core, since the sample before
+
+
 class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The machine beside the load, at one moment (wall clock, since records of several processes meet here)."""
+    """The machine beside the load, at one moment (wall clock, since records of several processes meet here).
+
+    Not valid: something in it is wrong or late, and `reasons` say what. What is None was not there to be read, and why is said once per
+    cell (`sampling` of its cell_ready event).
+    """
 
     cell: str
     level: str | None = None
@@ -66,10 +84,18 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     machine_cpu_share: float | None = None  # of all cores together, 0..1
     available_bytes: int | None = None
     swap_used_bytes: int | None = None
-    gpu_memory_bytes: int | None = None
+    gpu_memory_bytes: int | None = None  # used, by whomever
+    gpu_reserved_bytes: int | None = None  # kept back by driver and firmware
+    gpu_engine_bytes: int | None = None  # used by the engine's processes
     gpu_utilisation: float | None = None  # 0..1
     gpu_watts: float | None = None
+    gpu_clock_hertz: float | None = None
+    gpu_throttled: list[str] = []  # why its clock is held down, idling left out
     cpu_watts: float | None = None
+    cpu_clock_hertz: float | None = None  # mean of all cores
+    steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others, since the sample before
+    quota_share: float | None = None  # of the time since the sample before in which the control group's CPU quota held us back
+    remote: RemoteSample | None = None
     valid: bool = True
     reasons: list[str] = []
 
@@ -78,7 +104,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One line of a run's journal (events.jsonl): what the runner did, in order. `detail` depends on `kind`:
 
     run_started, run_resumed, run_finished, interrupted (reason), cell_started, cell_ready (Ready info as a dict),
-    cell_skipped (reason), cell_finished (capacity as the search saw it), level_started (rate, window, seed, arrivals, purpose, wall clock),
+    calibrated (loadtests.calibrate.Prediction), cell_skipped (reason), cell_finished (capacity as the search saw it),
+    level_started (rate, window, seed, arrivals, purpose, wall clock),
     level_finished (counts), level_abandoned (reason).
     """
 

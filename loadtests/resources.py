@@ -1,88 +1,82 @@
-"""What load costs: memory, CPU, swap, GPU and watts, sampled once a second beside it.
+"""What load costs, read from the kernel and the drivers: memory, CPU, swap, clocks, GPU and watts, one reading at a time.
 
-    with Sampler("cell", {"engine": find_engine, "client": lambda: [pid]}, folder.sample) as sampler:
-        sampler.level = "cell-3"
+    readings = Readings("cell", {"engine": lambda: engine_pids(server), "client": lambda: [pid]})
+    readings.sample()                    # a ResourceSample; CPU shares from the second one on
+    readings.missing                     # {"gpu": "no NVIDIA driver ...", "cpu_watts": "..."}: what this machine does not tell, and why
 
-A thread of the runner, which sleeps while load runs, on the runner's cores; a sample takes some milliseconds. What this machine does not
-tell is None: a GPU that is not there, watts that need root. CPU is counted from the kernel's own counters between two samples, so
-nothing that ran between them is missed.
+`loadtests.sampler` does so once a second in a process of its own. What a machine does not tell is None. CPU is counted from the
+kernel's own counters between two samples, so nothing that ran between them is missed.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from loadtests.records import ProcessSample, ResourceSample
+from loadtests.records import ProcessSample, RemoteSample, ResourceSample
 
-INTERVAL_SECONDS = 1.0
 PSS_EVERY = 10  # samples: the kernel walks all pages for it
 ENGINE_MODULE = "serving.engine"
 RAPL = Path("/sys/class/powercap")
+CPUFREQ = Path("/sys/devices/system/cpu/cpufreq")
+CGROUP = Path("/sys/fs/cgroup")
 
 Pids = Callable[[], list[int]]
 
 
-class Sampler:
-    """Samples until its `with` block ends. `groups` maps "engine", "api" and "client" to functions that return process ids now."""
+class Readings:
+    """Reads everything there is. `groups` maps "engine", "api" and "client" to functions that return process ids now."""
 
     def __init__(
         self,
         cell: str,
         groups: Mapping[str, Pids],
-        sink: Callable[[ResourceSample], None],
         *,
-        interval_seconds: float = INTERVAL_SECONDS,
+        interval_seconds: float = 1.0,
         local_server: bool = True,
+        remote: Callable[[], RemoteSample | str] | None = None,
+        gpu: Gpu | None = None,
+        rapl: Path = RAPL,
     ) -> None:
-        """`local_server`: the machine-wide readings (swap, GPU, watts) are taken where the engine runs too."""
+        """`local_server`: GPU and watts are read, since the engine runs here. `remote` returns a sample, or why there is none."""
         self.level: str | None = None
+        self.missing: dict[str, str] = {}
         self._cell = cell
         self._groups = {name: _Group(pids) for name, pids in groups.items()}
-        self._sink = sink
         self._interval = interval_seconds
-        self._gpu = Gpu() if local_server else None
-        self._watts = Rapl()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="resources", daemon=True)
-        self.failure: Exception | None = None
-
-    def __enter__(self) -> Sampler:
+        self._gpu = (gpu or Gpu()) if local_server else None
+        self._rapl = Rapl(rapl) if local_server else None
+        self._steal, self._quota = Steal(), Quota()
+        self._remote = remote
+        self._number = 0
+        self._before: float | None = None
+        if self._gpu is not None and self._gpu.reason:
+            self.missing["gpu"] = self._gpu.reason
+        if self._rapl is not None and self._rapl.reason:
+            self.missing["cpu_watts"] = self._rapl.reason
         psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
-        self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        if self._gpu is not None:
-            self._gpu.close()
-
-    def _loop(self) -> None:
-        try:
-            due, number, before = time.monotonic(), 0, time.monotonic()
-            while not self._end.wait(max(0.0, due - time.monotonic())):
-                now = time.monotonic()
-                self._sink(self.sample(with_pss=number % PSS_EVERY == 0, late_seconds=now - before - self._interval))
-                number, before = number + 1, now
-                due = max(due + self._interval, now)
-        except Exception as problem:  # a full disk: the runner asks for it between levels
-            self.failure = problem
-
-    def sample(self, with_pss: bool = False, late_seconds: float = 0.0) -> ResourceSample:
+    def sample(self) -> ResourceSample:
         """One sample, now."""
         reasons: list[str] = []
+        now = time.monotonic()
+        if self._before is not None and now - self._before > 3 * self._interval:
+            reasons.append(f"taken {now - self._before - self._interval:.1f} s late")
+        self._before = now
+        with_pss = self._number % PSS_EVERY == 0
+        self._number += 1
         processes = {name: group.sample(with_pss, name, reasons) for name, group in self._groups.items()}
-        if late_seconds > 2 * self._interval:
-            reasons.append(f"taken {late_seconds:.1f} s late")
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-        gpu = self._gpu.read() if self._gpu is not None else (None, None, None)
-        return ResourceSample(
+        gpu = self._gpu.read(self._groups["engine"].now if "engine" in self._groups else ()) if self._gpu is not None else {}
+        remote = self._remote() if self._remote is not None else None
+        if isinstance(remote, str):
+            reasons.append(remote)
+            remote = None
+        sample = ResourceSample(
             cell=self._cell,
             level=self.level,
             unix_seconds=round(time.time(), 3),
@@ -92,13 +86,22 @@ class Sampler:
             machine_cpu_share=psutil.cpu_percent() / 100,
             available_bytes=memory.available,
             swap_used_bytes=swap.used,
-            gpu_memory_bytes=gpu[0],
-            gpu_utilisation=gpu[1],
-            gpu_watts=gpu[2],
-            cpu_watts=self._watts.read(),
+            cpu_watts=self._rapl.read() if self._rapl is not None else None,
+            cpu_clock_hertz=clock_hertz(),
+            steal_share=self._steal.read(),
+            quota_share=self._quota.read(),
+            remote=remote,
             valid=not reasons,
             reasons=reasons,
+            **gpu,
         )
+        if self._rapl is not None and self._rapl.reason:
+            self.missing.setdefault("cpu_watts", self._rapl.reason)
+        return sample
+
+    def close(self) -> None:
+        if self._gpu is not None:
+            self._gpu.close()
 
 
 class _Group:
@@ -108,6 +111,11 @@ class _Group:
         self._pids = pids
         self._cpu: dict[int, float] = {}
         self._at: float | None = None
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        """The processes of the last sample."""
+        return tuple(self._cpu)
 
     def sample(self, with_pss: bool, name: str, reasons: list[str]) -> ProcessSample | None:
         now = time.monotonic()
@@ -171,46 +179,71 @@ def _is_engine(pid: int) -> bool:
         return False
 
 
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; idle and the application's own settings are left out.
+THROTTLES: dict[int, str] = {
+    0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost", 0x20: "thermal", 0x40: "hardware thermal", 0x80: "power brake",
+}  # fmt: skip
+
+
 class Gpu:
-    """The first NVIDIA GPU by NVML: (memory used in bytes, utilisation 0..1, watts); None for each where there is none."""
+    """The first NVIDIA GPU by NVML. `reason` says why there is none to read; None where there is one."""
 
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        self._device: Any = None
+    def __init__(self, nvml: Any = None) -> None:
+        """`nvml`: a module with pynvml's functions; None: pynvml itself, where it and a driver are there."""
+        self.reason: str | None = None
+        self._nvml: Any = nvml
         try:
-            import pynvml
+            if nvml is None:
+                import pynvml
 
-            pynvml.nvmlInit()
-            self._nvml, self._device = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:  # no package, no driver, no device: NVML has an exception class for each, and all mean None
+                self._nvml = pynvml
+            self._nvml.nvmlInit()
+            self._device = self._nvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception as problem:  # no package, no driver, no device: NVML has an exception class for each, and all mean none
             self._nvml = None
+            self.reason = f"no NVIDIA GPU to be read: {problem}"
 
-    def read(self) -> tuple[int | None, float | None, float | None]:
+    def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
+        """The gpu_* fields of a ResourceSample; those that this device does not tell are None. `engine`: the engine's processes."""
         if self._nvml is None:
-            return None, None, None
-        return (
-            self._try(lambda: int(self._nvml.nvmlDeviceGetMemoryInfo(self._device).used)),
-            self._try(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu / 100),
-            self._try(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._device) / 1000),
-        )
+            return {}
+        nvml, device = self._nvml, self._device
+        memory = self._try(lambda: nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2))
+        if memory is None:
+            memory = self._try(lambda: nvml.nvmlDeviceGetMemoryInfo(device))
+        processes = self._try(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(device))
+        own = [p.usedGpuMemory for p in processes or [] if p.pid in engine]
+        bits = self._try(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(device))
+        reserved = getattr(memory, "reserved", None)
+        return {
+            "gpu_memory_bytes": None if memory is None else int(memory.used),
+            "gpu_reserved_bytes": None if reserved is None else int(reserved),
+            "gpu_engine_bytes": sum(map(int, own)) if own and None not in own else None,  # None in a container: the driver hides it
+            "gpu_utilisation": self._try(lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100),
+            "gpu_watts": self._try(lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000),
+            "gpu_clock_hertz": self._try(lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM) * 1e6),
+            "gpu_throttled": [name for bit, name in THROTTLES.items() if bits and bits & bit],
+        }
 
     def _try(self, read: Callable[[], Any]) -> Any:
         try:
             return read()
-        except self._nvml.NVMLError:  # not every device tells everything
+        except (self._nvml.NVMLError, AttributeError):  # not every device, and not every version of the package, tells everything
             return None
 
     def close(self) -> None:
         if self._nvml is not None:
             self._nvml.nvmlShutdown()
+            self._nvml = None
 
 
 class Rapl:
-    """Watts of all CPU packages from the kernel's energy counters; None where they cannot be read (most machines: root only)."""
+    """Watts of all CPU packages from the kernel's energy counters; `reason` says why they cannot be read (most machines: root only)."""
 
     def __init__(self, root: Path = RAPL) -> None:
         self._packages = sorted(path for path in root.glob("intel-rapl:*") if path.name.count(":") == 1)
         self._before: tuple[float, list[int]] | None = None
+        self.reason = None if self._packages else f"{root} has no intel-rapl: a virtual machine, or a CPU without energy counters"
 
     def read(self) -> float | None:
         """Mean since the last call; None at the first."""
@@ -219,7 +252,8 @@ class Rapl:
         try:
             now = time.monotonic(), [int((path / "energy_uj").read_text()) for path in self._packages]
             ranges = [int((path / "max_energy_range_uj").read_text()) for path in self._packages]
-        except (OSError, ValueError):
+        except (OSError, ValueError) as problem:
+            self.reason = f"{self._packages[0].name} cannot be read: {getattr(problem, 'strerror', None) or problem}"
             self._packages = []
             return None
         before, self._before = self._before, now
@@ -227,3 +261,63 @@ class Rapl:
             return None
         used = sum((new - old) % (limit + 1) for new, old, limit in zip(now[1], before[1], ranges, strict=True))
         return round(used / 1e6 / (now[0] - before[0]), 3)
+
+
+class Steal:
+    """The share of all cores' time that a hypervisor gave to other machines, from /proc/stat (man 5 proc: eighth figure of `cpu`)."""
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._before = self._counters()
+
+    def read(self) -> float | None:
+        """Since the last call."""
+        before, self._before = self._before, self._counters()
+        if before is None or self._before is None or self._before[1] <= before[1]:
+            return None
+        return round((self._before[0] - before[0]) / (self._before[1] - before[1]), 4)
+
+    def _counters(self) -> tuple[int, int] | None:
+        try:
+            figures = [int(text) for text in self._stat.read_text().partition("\n")[0].split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        return (figures[7], sum(figures)) if len(figures) == 8 else None
+
+
+class Quota:
+    """The share of time in which this control group was held back by its CPU quota, from cpu.stat; None where it has none."""
+
+    def __init__(self, root: Path = CGROUP) -> None:
+        # Version 2 counts microseconds in one hierarchy, version 1 nanoseconds in one of its own.
+        files = [(root / "cpu.stat", "throttled_usec", 1e-6), (root / "cpu" / "cpu.stat", "throttled_time", 1e-9)]
+        self._file = next(((path, key, unit) for path, key, unit in files if path.is_file()), None)
+        self._before = self._seconds()
+
+    def read(self) -> float | None:
+        """Since the last call."""
+        before, self._before = self._before, self._seconds()
+        if before is None or self._before is None or self._before[0] <= before[0]:
+            return None
+        return round((self._before[1] - before[1]) / (self._before[0] - before[0]), 4)
+
+    def _seconds(self) -> tuple[float, float] | None:
+        if self._file is None:
+            return None
+        path, key, unit = self._file
+        try:
+            found = dict(line.split() for line in path.read_text().splitlines())
+            return time.monotonic(), int(found[key]) * unit
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def clock_hertz(root: Path = CPUFREQ) -> float | None:
+    """Mean clock of the cores now; None where the kernel does not say (most virtual machines)."""
+    found = []
+    for path in root.glob("policy*/scaling_cur_freq"):
+        try:
+            found.append(int(path.read_text()) * 1e3)
+        except (OSError, ValueError):
+            continue
+    return sum(found) / len(found) if found else None

@@ -2,10 +2,12 @@
 
     folder = run(read_campaign(path), Path("runs"), progress)
     resume(folder, progress)
+    run(repeat_of(folder), Path("runs"), progress)
 
-Per cell: start the server, wait until it is ready, probe it, then ask the search what to measure until it has its answer. All state is
-the run folder: what a finished level showed is computed from its records, so a runner that goes on asks the same search the same
-question. A level that was not finished is abandoned, and measured anew under another name. Whatever this process starts ends with it.
+Per cell: start the server, wait until it is ready, probe it, measure lone requests, calibrate and predict, then ask the search what to
+measure until it has its answer, once per promise; a level serves all of them. All state is the run folder: what a finished level showed
+is computed from its records, so a runner that goes on asks the same search the same question. A level that was not finished is
+abandoned, and measured anew under another name. Whatever this process starts ends with it.
 """
 
 from __future__ import annotations
@@ -15,27 +17,34 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from loadtests import calibrate
 from loadtests.campaign import Campaign, Cell, Plan, cell_of_target
-from loadtests.children import Layout, divide_cores
-from loadtests.errors import BadCampaign, BadRunFolder, Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed, ServerLost
-from loadtests.levels import LevelFinished, Measured, Site, judge, loaded_level, lone_level, quick_seconds, settle
+from loadtests.children import Layout
+from loadtests.errors import BadRunFolder, Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed, ServerLost
+from loadtests.feasible import layout_of, shares, why_not
+from loadtests.levels import LevelFinished, Measured, Site, judge, loaded_level, lone_level, quick_seconds, send_wave, settle
+from loadtests.machine_lock import machine_lock
 from loadtests.manifest import manifest_of, new_folder, seed_of
 from loadtests.progress import Progress, duration
-from loadtests.records import Event, RunManifest
-from loadtests.resources import Sampler
-from loadtests.search import Capacity, Level, Measure, next_step
+from loadtests.records import Event, RequestRecord, RunManifest
+from loadtests.sampler import Sampler
+from loadtests.search import Capacity, Level, Measure, SearchConfig, estimate, next_step
 from loadtests.servers import External, Local, Server
+from loadtests.simulate import Policy
+from loadtests.slo import Promise
+from loadtests.steptime import observations_of
 from loadtests.store import (
     LevelStarted,
     RunFolder,
     completed_levels,
     read_events,
+    read_manifest,
     read_requests,
     read_samples,
     started_levels,
@@ -43,19 +52,24 @@ from loadtests.store import (
 from loadtests.streaming import Pool
 from loadtests.target import TargetFacts, pool_for, probe
 from loadtests.words import in_words, level_in_words
-from models.formats import weight_bytes
-from models.ladder import OVERHEAD_BYTES, is_rung, rung
-from serving.errors import ServingError
+from serving.backends.base import EngineConfig
 from serving.hardware import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement import Policy, gib, plan
 
 MOST_ATTEMPTS = 5  # of one level in one sitting
 RECOVERY_SECONDS = 300.0  # that a server gets to bring its engine back
 MOST_SERVERS = 3  # of one cell in one sitting
 
 
-def run(campaign: Plan, out: Path, progress: Progress, *, command: Sequence[str] = ()) -> Path:
-    """A new run in a folder of its own below `out`; returns the folder. Raises Incomplete when cells are missing in the end."""
+def run(campaign: Plan, out: Path, progress: Progress, *, command: Sequence[str] = (), beside_others: bool = False) -> Path:
+    """A new run in a folder of its own below `out`; returns the folder. Raises Incomplete when cells are missing in the end.
+
+    Raises MachineBusy where another campaign measures on this machine, unless `beside_others`.
+    """
+    with contextlib.nullcontext() if beside_others else machine_lock(f"campaign {campaign.campaign.name}"):
+        return _run(campaign, out, progress, command)
+
+
+def _run(campaign: Plan, out: Path, progress: Progress, command: Sequence[str]) -> Path:
     campaign = _named(campaign)
     facts = hardware_facts(bandwidth=campaign.campaign.target is None)
     folder = new_folder(out, campaign.campaign.name)
@@ -66,10 +80,11 @@ def run(campaign: Plan, out: Path, progress: Progress, *, command: Sequence[str]
     return folder
 
 
-def resume(folder: Path, progress: Progress) -> Path:
-    """Goes on with a run. A run that is complete is left as it is. Raises Incomplete, BadRunFolder."""
+def resume(folder: Path, progress: Progress, *, beside_others: bool = False) -> Path:
+    """Goes on with a run. A run that is complete is left as it is. Raises Incomplete, BadRunFolder, MachineBusy."""
+    read_manifest(folder)
     opened, dropped = RunFolder.open_existing(folder)
-    with opened:
+    with opened, contextlib.nullcontext() if beside_others else machine_lock(f"run {folder}"):
         campaign, cells = campaign_of(opened.manifest)
         events = read_events(folder).records
         if any(event.kind == "run_finished" for event in events):
@@ -98,7 +113,32 @@ def _named(campaign: Plan) -> Plan:
         return campaign
     External(target).wait_ready(lambda what, fraction: None)
     target = msgspec.structs.replace(target, model=probe(target).model)
-    return Plan(msgspec.structs.replace(campaign.campaign, target=target), [cell_of_target(target)], campaign.text)
+    cells = [cell_of_target(target, cell.workload) for cell in campaign.cells]
+    return Plan(msgspec.structs.replace(campaign.campaign, target=target), cells, campaign.text)
+
+
+def repeat_of(folder: Path) -> Plan:
+    """The levels of a run that is there, as a plan to measure them again: the same cells, rates, seconds and seeds, and no search.
+
+    What two such runs differ in is what the machine does by itself: `crossover compare --noise`. Raises BadRunFolder.
+    """
+    manifest = read_manifest(folder)
+    campaign, cells = campaign_of(manifest)
+    events = read_events(folder).records
+    finished, started = completed_levels(events), started_levels(events)
+    levels: dict[str, list[tuple[float, float]]] = {cell.key: [] for cell in cells}
+    for name, event in finished.items():
+        said = msgspec.convert(started[name].detail, LevelStarted)
+        if said.rate_per_second is not None and event.cell in levels:
+            levels[event.cell].append((said.rate_per_second, said.window_seconds))
+    done = [cell for cell in cells if any(event.cell == cell.key for event in finished.values())]
+    if not done:
+        raise BadRunFolder(f"{folder} has no finished level to repeat")
+    again = msgspec.structs.replace(
+        campaign, repeats=manifest.run_id, budget_seconds=None,
+        cell_levels={cell.key: tuple(levels[cell.key]) for cell in done},
+    )  # fmt: skip
+    return Plan(again, done, manifest.campaign_text)
 
 
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
@@ -158,14 +198,14 @@ class _Runner:
             self.run.event("cell_skipped", cell=cell.key, detail={"reason": why})
             self.progress.say(f"{place}: skipped, {why}")
             return True
-        budget = self._budget(events)
+        budget = self._budget(cell, events)
         self.run.event("cell_started", cell=cell.key, detail={"budget_seconds": budget})
         self.progress.say(f"{place}: at most {duration(budget)} of measuring")
         layout = layout_of(cell, self.usable)
         for line in layout.shared if layout is not None else ():
             self.progress.say(f"  note: {line}")
         try:
-            capacity = self._measure(cell, layout, budget)
+            capacities = self._measure(cell, layout, budget)
         except ServerFailed as problem:
             self.run.event("cell_skipped", cell=cell.key, detail={"reason": str(problem)})
             self.progress.say(f"{place}: skipped, {problem}", style="red")
@@ -174,12 +214,22 @@ class _Runner:
             self.run.event("interrupted", cell=cell.key, detail={"reason": str(problem)})
             self.progress.say(f"{place}: given up for now, {problem}", style="red")
             return False
-        found = {"capacity": msgspec.to_builtins(capacity), "spent_seconds": self._spent(cell.key)}
+        first = next(iter(capacities.values()))
+        found: dict[str, Any] = {"capacity": msgspec.to_builtins(first), "spent_seconds": self._spent(cell.key)}
+        if len(capacities) > 1:
+            found["capacities"] = {name: msgspec.to_builtins(capacity) for name, capacity in capacities.items()}
         self.run.event("cell_finished", cell=cell.key, detail=found)
-        self.progress.say(f"{place}: {in_words(capacity)}", style="bold")
+        for name, capacity in capacities.items():
+            promise = f" (promise {name})" if len(capacities) > 1 else ""
+            self.progress.say(f"{place}{promise}: {in_words(capacity)}{self._how_well_predicted(cell, name, capacity)}", style="bold")
         return True
 
-    def _measure(self, cell: Cell, layout: Layout | None, budget_seconds: float) -> Capacity:
+    def _how_well_predicted(self, cell: Cell, promise: str, capacity: Capacity) -> str:
+        made = prediction_on_record(read_events(self.run.folder).records, cell.key)
+        error = calibrate.error_of(made.rates.get(promise), capacity.estimate) if made is not None else None
+        return "" if made is None or error is None else (f"; predicted {made.rates[promise]:.3g}, {calibrate.error_in_words(error)}")
+
+    def _measure(self, cell: Cell, layout: Layout | None, budget_seconds: float) -> dict[str, Capacity]:
         """The search of one cell, with a new server where one was lost. Raises ServerFailed, LevelFailed."""
         for number in range(1, MOST_SERVERS + 1):
             try:
@@ -212,31 +262,101 @@ class _Runner:
             server.stop()
             os.sched_setaffinity(0, self.usable)
 
-    def _search(self, cell: Cell, server: Server, detail: dict[str, Any], budget_seconds: float) -> Capacity:
-        """Levels until the search has its answer."""
-        config = msgspec.structs.replace(self.campaign.search, budget_seconds=budget_seconds)
+    def _search(self, cell: Cell, server: Server, detail: dict[str, Any], budget_seconds: float) -> dict[str, Capacity]:
+        """Levels until the search has its answer for every promise: promise name -> capacity."""
         with pool_for(server.target) as pool:
             facts = self._well(server, pool)
-            self.run.event("cell_ready", cell=cell.key, detail=detail | {"target": msgspec.to_builtins(facts)})
-            for note in facts.notes:
-                self.progress.say(f"  note: {note}")
-            site = Site(self.run, cell, self.campaign, server, facts, pool, self.progress)
-            groups = {"engine": server.engine_pids, "api": server.api_pids, "client": site.client_pids}
-            local = self.campaign.target is None
-            with Sampler(cell.key, groups, site.keep_sample, interval_seconds=self.campaign.sample_seconds, local_server=local) as sampler:
+            site = Site(self.run, cell, self.campaign.of(cell), server, facts, pool, self.progress)
+            local = isinstance(server, Local)
+            site.memory_bytes = server.watched_bytes if isinstance(server, Local) else None
+            target = server.target
+            with Sampler(
+                cell.key, site.keep_sample, server=server.pid, interval_seconds=self.campaign.sample_seconds,
+                metrics_url=None if local else target.url, api_key_env=target.api_key_env, verify_tls=target.verify_tls,
+            ) as sampler:  # fmt: skip
                 site.sampler = sampler
-                levels = levels_on_record(self.run.folder, cell.key, self.campaign)
+                ready = detail | {"target": msgspec.to_builtins(facts), "sampling": sampler.missing}
+                self.run.event("cell_ready", cell=cell.key, detail=ready)
+                for note in facts.notes:
+                    self.progress.say(f"  note: {note}")
                 alone = quick_seconds(site)
-                while isinstance(step := next_step(levels, config, self.campaign.promise, self._spent(cell.key)), Measure):
-                    measured = self._level(site, step, len(levels) + 1)
-                    levels.append(measured.level)
-                    self.progress.say(f"  {level_in_words(measured)}")
-                    if measured.gave_up:
-                        settle(site, alone)
-                return step.capacity
+                promises = self.campaign.all_promises
+                found: dict[str, Capacity] = {}
+                for position, promise in enumerate(promises):
+                    # What one promise leaves of its share, the next ones have.
+                    spent = self._spent(cell.key)
+                    until = spent + max(0.0, budget_seconds - spent) / (len(promises) - position)
+                    site.campaign = self.campaign.of(cell, promise)
+                    config = msgspec.structs.replace(site.campaign.search, budget_seconds=max(until, 1e-3))
+                    found[promise.name] = self._one_promise(site, promise, config, alone)
+                if len(promises) > 1:  # what was measured for the later ones says something about the earlier ones too
+                    for promise in promises:
+                        levels = levels_on_record(self.run.folder, cell.key, self.campaign, promise)
+                        found[promise.name] = estimate(levels, site.campaign.search, promise)
+                return found
 
-    def _level(self, site: Site, step: Measure, number: int) -> Measured:
+    def _one_promise(self, site: Site, promise: Promise, config: SearchConfig, alone: float | None) -> Capacity:
+        cell = site.cell
+        levels = levels_on_record(self.run.folder, cell.key, self.campaign, promise)
+        while isinstance(step := next_step(levels, config, promise, self._spent(cell.key)), Measure):
+            if step.rate is not None and not config.rates and config.start_rate is None:
+                made = prediction_on_record(read_events(self.run.folder).records, cell.key)
+                if made is None and not any(level.rate is not None for level in levels):
+                    made = self._calibrate(site, config)
+                rate = made.rates.get(promise.name) if made is not None else None
+                if rate:
+                    config = msgspec.structs.replace(config, start_rate=rate)
+                    continue
+            measured = self._level(site, step)
+            levels.append(measured.level)
+            self.progress.say(f"  {level_in_words(measured)}")
+            if measured.gave_up:
+                settle(site, alone)
+        return step.capacity
+
+    def _calibrate(self, site: Site, config: SearchConfig) -> calibrate.Prediction | None:
+        """A prediction of the capacities, on record; None where the budget has no time for one."""
+        budget = config.budget_seconds * len(self.campaign.all_promises)
+        seconds = calibrate.time_box(budget, config.calibration_seconds)
+        if seconds <= 0:
+            return None
+        began = time.monotonic()
+        self.progress.tick(f"{site.cell.key}: calibrating for at most {duration(seconds)}")
+        lone = [r for r in read_requests(self.run.folder).records if r.cell == site.cell.key and self._is_lone(r.level)]
+        policy = policy_of(site.server.ready_detail().get("info") or {}, site.campaign)
+        number = iter(range(1, 1000))
+
+        def ask(wave: calibrate.Wave) -> list[RequestRecord]:
+            i = next(number)
+            self.progress.tick(f"{site.cell.key}: calibrating, {wave.streams} at a time")
+            return send_wave(site, wave, i, seed_of(self.campaign.seed, f"{site.cell.key}#calibration.{i}"))
+
+        try:
+            seen, slots = calibrate.calibrate(ask, lone, site.campaign.workload, policy.slots if policy is not None else None, seconds)
+        except LevelInterrupted as problem:
+            self.run.event("interrupted", cell=site.cell.key, detail={"reason": f"calibration: {problem}"})
+            self._well(site.server, site.pool)
+            return None
+        made = calibrate.prediction(
+            [*observations_of(lone, 1), *seen], policy or Policy(slots=slots or calibrate.UNKNOWN_SLOTS, prefill_tokens=2048),
+            site.campaign.workload, self.campaign.arrivals, self.campaign.all_promises, self.campaign.seed, slots=slots,
+            spent_seconds=0.0,
+        )  # fmt: skip
+        made = msgspec.structs.replace(made, spent_seconds=round(time.monotonic() - began, 3))
+        self.run.event("calibrated", cell=site.cell.key, detail=made)
+        said = ", ".join(f"{rate:.3g} requests/s for {name}" for name, rate in made.rates.items())
+        self.progress.say(
+            f"  calibrated in {made.spent_seconds:.0f} s: " + (f"predicted {said}" if said else f"no prediction ({made.reason})")
+        )
+        return made
+
+    def _is_lone(self, level: str) -> bool:
+        started = started_levels(read_events(self.run.folder).records).get(level)
+        return started is not None and started.detail.get("purpose") == "lone"
+
+    def _level(self, site: Site, step: Measure) -> Measured:
         """One level, tried again where something else broke it. Raises LevelFailed when that does not help."""
+        number = sum(e.kind == "level_finished" and e.cell == site.cell.key for e in read_events(self.run.folder).records) + 1
         known = {str(event.level) for event in read_events(self.run.folder).records if event.cell == site.cell.key}
         began = sum(name.startswith(f"{site.cell.key}#{number}.") for name in known)
         for attempt in range(began + 1, began + 1 + MOST_ATTEMPTS):
@@ -248,6 +368,8 @@ class _Runner:
                     return lone_level(site, step, name, seed, attempt)
                 return loaded_level(site, step, name, seed, attempt)
             except LevelInterrupted as problem:
+                if (why := site.server.broke_cap()) is not None:
+                    raise ServerFailed(why) from problem
                 spent = round(time.monotonic() - started, 3)
                 detail = {"reason": str(problem), "spent_seconds": spent}
                 self.run.event("level_abandoned", cell=site.cell.key, level=name, detail=detail)
@@ -273,8 +395,8 @@ class _Runner:
             self.progress.tick("waiting until the server serves again")
             time.sleep(0.2)
 
-    def _budget(self, events: Sequence[Event]) -> float:
-        """Seconds of measuring for a cell: as it was said when the cell was first begun, else an equal share of what is left."""
+    def _budget(self, cell: Cell, events: Sequence[Event]) -> float:
+        """Seconds of measuring for a cell: as it was said when the cell was first begun, else its share of what is left."""
         for event in events:
             if event.kind == "cell_started":
                 return float(event.detail["budget_seconds"])
@@ -282,13 +404,13 @@ class _Runner:
             return self.campaign.search.budget_seconds
         everything = read_events(self.run.folder).records
         done = {event.cell for event in everything if event.kind in ("cell_finished", "cell_skipped")}
-        spent = sum(self._spent(cell.key) for cell in self.cells)
-        left = max(1, sum(cell.key not in done for cell in self.cells))
-        return max(0.0, (self.campaign.budget_seconds - spent) / left)
+        spent = sum(self._spent(one.key) for one in self.cells)
+        left = [one for one in self.cells if one.key not in done and why_not(one, self.campaign, self.facts) is None]
+        return max(0.0, shares(left, self.campaign.budget_seconds - spent)[cell.key])
 
     def _spent(self, key: str) -> float:
         events = read_events(self.run.folder).records
-        ended = (event for event in events if event.cell == key and event.kind in ("level_finished", "level_abandoned"))
+        ended = (event for event in events if event.cell == key and event.kind in ("level_finished", "level_abandoned", "calibrated"))
         return sum(float(event.detail.get("spent_seconds", 0.0)) for event in ended)
 
 
@@ -300,8 +422,26 @@ class _Ready:
         self.detail = detail
 
 
-def levels_on_record(folder: Path, key: str, campaign: Campaign) -> list[Level]:
-    """What the search knows of a cell from the finished levels on disk, in the order they were measured."""
+def prediction_on_record(events: Sequence[Event], key: str) -> calibrate.Prediction | None:
+    """What a cell's calibration predicted; None where there was none."""
+    made = next((event for event in events if event.kind == "calibrated" and event.cell == key), None)
+    return None if made is None else msgspec.convert(made.detail, calibrate.Prediction)
+
+
+def policy_of(info: Mapping[str, Any], campaign: Campaign) -> Policy | None:
+    """The scheduler's settings of a server of ours, as it says itself; None for somebody else's."""
+    slots = info.get("slots")
+    if not slots:
+        return None
+    defaults = EngineConfig(backend="", model_path="", model_name="")
+    return Policy(
+        slots=slots, prefill_tokens=campaign.server.prefill_tokens or defaults.prefill_tokens, kv_tokens=info.get("kv_tokens"),
+        step_seconds_target=defaults.step_seconds_target,
+    )  # fmt: skip
+
+
+def levels_on_record(folder: Path, key: str, campaign: Campaign, promise: Promise) -> list[Level]:
+    """What the search for one promise knows of a cell from the finished levels on disk, in the order they were measured."""
     events = [event for event in read_events(folder).records if event.cell == key]
     finished, started = completed_levels(events), started_levels(events)
     if not finished:
@@ -315,44 +455,10 @@ def levels_on_record(folder: Path, key: str, campaign: Campaign) -> list[Level]:
             [sample for sample in samples if sample.level == name],
             msgspec.convert(started[name].detail, LevelStarted),
             detail.window_seconds,
-            campaign.promise,
+            promise,
         )
         levels.append(level)
     return levels
-
-
-def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> str | None:
-    """Why a cell cannot run here, with the arithmetic; None when it can, or when only trying tells."""
-    if cell.url is not None or not is_rung(cell.model) or cell.backend not in ("llama_cpp", "onnx", "torch"):
-        return None
-    spec, server = rung(cell.model).spec, campaign.server
-    context = min(server.context_tokens, spec.context)
-    kv_tokens = server.kv_tokens if server.kv_tokens is not None else server.slots * context
-    limit = cell.hardware.memory_gib
-    if limit is not None:
-        weights, kv = weight_bytes(spec, cell.weight_format), kv_tokens * spec.kv_bytes_per_token(server.kv_dtype)
-        need = weights + kv + OVERHEAD_BYTES
-        if need > limit * 2**30:
-            parts = f"weights {gib(weights)}, KV of {kv_tokens} tokens {gib(kv)}, overhead {gib(OVERHEAD_BYTES)}"
-            return f"needs {gib(need)} ({parts}) and the budget is {limit:g} GiB"
-    try:
-        plan(
-            spec, facts, Policy(server.policy), backend=cell.backend, weight_format=cell.weight_format, slots=server.slots,
-            context_tokens=server.context_tokens, kv_tokens=server.kv_tokens, kv_dtype=server.kv_dtype,
-        )  # fmt: skip
-    except (ServingError, ValueError, KeyError) as problem:
-        return str(problem)
-    return None
-
-
-def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
-    """The cores of a cell; None for an endpoint that we do not start. Raises BadCampaign when it asks for more than there are."""
-    if cell.url is not None:
-        return None
-    try:
-        return divide_cores(usable, cell.hardware.cores)
-    except ValueError as problem:
-        raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
 
 
 def _open_level(events: Sequence[Event]) -> Event | None:

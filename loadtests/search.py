@@ -24,7 +24,7 @@ from loadtests.attainment import Observation, Posterior, posterior
 from loadtests.slo import Promise, Verdict, requests_to_hold, verdict
 from loadtests.summary import Summary
 
-Purpose = Literal["lone", "bracket", "narrow"]
+Purpose = Literal["lone", "bracket", "narrow", "fixed"]
 Status = Literal["resolved", "unresolved", "none", "at_least"]
 
 FLAT_SLOPE = 4.0  # of the odds of a bad request against the rate; queues near their capacity show 5 to 40
@@ -40,7 +40,10 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     level_seconds_max: float = 120.0
     level_requests_min: int = 30  # a level is made longer, up to its most, until this many requests are expected
     budget_seconds: float = 600.0  # for all levels, their warm-up and their draining
-    start_rate: float | None = None  # a predicted capacity: where to look first
+    start_rate: float | None = None  # a predicted capacity: where to look first; None: calibrated and simulated by the runner
+    calibration_seconds: float = 60.0  # at most, and at most an eighth of the budget; 0: no calibration, measuring only
+    rates: tuple[float, ...] = ()  # no search: these rates and no others, in this order; one that is there twice is measured twice
+    rate_seconds: tuple[float, ...] = ()  # how long each of `rates` is measured; empty: as long as a level of a search
     lone_requests: int = 5
     lone_seconds: float = 60.0  # after this no further lone request is begun
     batching_gain: float = 2.0  # first guess without a prediction: this many times what one stream at a time would do
@@ -63,6 +66,14 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
         if not self.batching_gain >= 1:
             raise ValueError(f"batching_gain must be at least 1, got {self.batching_gain}")
+        if not (math.isfinite(self.calibration_seconds) and self.calibration_seconds >= 0):
+            raise ValueError(f"calibration_seconds must be 0 or more, got {self.calibration_seconds}")
+        for name in ("rates", "rate_seconds"):
+            for value in getattr(self, name):
+                if not (math.isfinite(value) and value > 0):
+                    raise ValueError(f"{name} must all be above 0, got {value}")
+        if self.rate_seconds and len(self.rate_seconds) != len(self.rates):
+            raise ValueError(f"rate_seconds has {len(self.rate_seconds)} entries for {len(self.rates)} rates: give one for each, or none")
         if not self.overhead >= 0:
             raise ValueError(f"overhead must be 0 or more, got {self.overhead}")
 
@@ -136,6 +147,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 def next_step(levels: Sequence[Level], config: SearchConfig, promise: Promise, elapsed_seconds: float) -> Measure | Finished:
     """What to do after these levels. `elapsed_seconds` is what the search has used of its budget."""
     found = estimate(levels, config, promise)
+    if config.rates:
+        return _next_fixed(levels, config, found)
     if found.status != "unresolved":
         return Finished(found)
     left = config.budget_seconds - elapsed_seconds
@@ -160,6 +173,19 @@ def next_step(levels: Sequence[Level], config: SearchConfig, promise: Promise, e
     rate, purpose = wanted
     duration = _duration(rate, purpose, config, left)
     return _out_of_budget(found, config) if duration is None else Measure(rate, duration, purpose)
+
+
+def _next_fixed(levels: Sequence[Level], config: SearchConfig, found: Capacity) -> Measure | Finished:
+    """The next of the rates that were asked for, after one lone level; none is left out, whatever the earlier ones showed."""
+    if not any(level.rate is None for level in levels):
+        return Measure(None, config.lone_seconds, "lone", config.lone_requests)
+    done = sum(level.rate is not None for level in levels)
+    if done >= len(config.rates):
+        return Finished(found)
+    rate = config.rates[done]
+    if config.rate_seconds:
+        return Measure(rate, config.rate_seconds[done], "fixed")
+    return Measure(rate, min(config.level_seconds_max, max(config.level_seconds_min, config.level_requests_min / rate)), "fixed")
 
 
 def estimate(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> Capacity:
@@ -271,21 +297,30 @@ def _next_rate(levels: Sequence[Level], belief: Posterior, config: SearchConfig,
         return _first_rate(levels, config), "bracket"
     if not broken:
         # Faster and faster up: a hint that was far too low costs the logarithm of its error.
-        return min(config.max_rate, max(held) * _stride(len(held))), "bracket"
+        if config.start_rate is not None and max(held) < 0.95 * config.start_rate:
+            return min(config.max_rate, config.start_rate), "bracket"  # these were measured for another promise
+        up = [rate for rate in held if config.start_rate is None or rate >= 0.95 * config.start_rate]
+        return min(config.max_rate, max(held) * _stride(len(up), config)), "bracket"
     if not held:
         lowest = min(broken)
         if lowest <= max(config.min_rate * 1.001, 0.15 * _lone_rate(levels, config)):
             return None
-        return max(config.min_rate, lowest / _stride(len(broken))), "bracket"
-    # Within what held and what broke, and a little beyond: either may have been chance.
+        if config.start_rate is not None and config.min_rate <= config.start_rate < lowest / 1.05:
+            return config.start_rate, "bracket"
+        down = [rate for rate in broken if config.start_rate is None or rate <= 1.05 * config.start_rate]
+        return max(config.min_rate, lowest / _stride(len(down), config)), "bracket"
+    # Within what held and what broke, and a little beyond where either may have been chance; where it broke by far it was not.
     low, high = sorted((max(held), min(broken)))
-    rate = belief.most_telling_rate(config.level_seconds_max, low / 1.25, high * 1.25)
+    good, due = next((good, due) for at, good, due in pooled(levels) if at == high)
+    beyond = 1.0 if due - good > 3 * (1 - promise.target) * due else 1.25
+    rate = belief.most_telling_rate(config.level_seconds_max, low / 1.25, high * beyond)
     return min(max(rate, config.min_rate), config.max_rate), "narrow"
 
 
-def _stride(levels: int) -> float:
-    """The factor to the next rate, after this many levels on the same side."""
-    return min(4.0, 1.5 + 0.5 * (levels - 1))
+def _stride(levels: int, config: SearchConfig) -> float:
+    """The factor to the next rate, after this many levels on the same side: a prediction is off by less than a guess."""
+    first = 1.5 if config.start_rate is None else 1.25
+    return min(4.0, first + 0.5 * (levels - 1))
 
 
 def _first_rate(levels: Sequence[Level], config: SearchConfig) -> float:

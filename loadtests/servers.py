@@ -21,6 +21,7 @@ import msgspec
 from loadtests.campaign import Campaign, Cell
 from loadtests.children import Child, Layout, last_line
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
+from loadtests.memory_cap import CapUnavailable, MemoryCap
 from loadtests.resources import api_pids, engine_pids
 from loadtests.streaming import connect, fetch, get_bytes
 from loadtests.target import Target
@@ -38,6 +39,10 @@ class Server(Protocol):
 
     @property
     def layout(self) -> Layout | None: ...
+    @property
+    def pid(self) -> int | None: ...  # of a server that we started
+
+    def broke_cap(self) -> str | None: ...
 
     def wait_ready(self, say: Say) -> None: ...
     def ready_detail(self) -> dict[str, Any]: ...
@@ -52,6 +57,10 @@ class External:
     """An endpoint that somebody else runs."""
 
     layout: Layout | None = None
+    pid: int | None = None
+
+    def broke_cap(self) -> str | None:
+        return None
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -105,14 +114,32 @@ class Local:
         environment = {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"}
         # The engine takes its own cores; what the server may use must hold both.
         cores = tuple(sorted({*layout.engine, *layout.api}))
+        self._limit_gib = cell.hardware.memory_gib
+        self._cap, self.cap_note = _cap(cell)
         self._child = Child(command, cores=cores, log=self.log, environment=environment)
+        self.pid = self._child.pid
+        if self._cap is not None:
+            self._cap.add(self.pid)  # it is still starting: all that it will ever hold is counted
         self.target = Target(url="")
+
+    @property
+    def watched_bytes(self) -> int | None:
+        """The memory cap where the kernel does not hold it for us."""
+        return None if self._cap is not None or self._limit_gib is None else int(self._limit_gib * 2**30)
+
+    def broke_cap(self) -> str | None:
+        """Why the cell cannot be measured within its memory cap; None while it can."""
+        if self._cap is None or not self._cap.kills():
+            return None
+        return f"the kernel ended it at its memory cap of {self._limit_gib:g} GiB"
 
     def wait_ready(self, say: Say) -> None:
         """Raises ServerFailed when the server gives up or takes longer than `server.ready_seconds`, ServerLost when something killed it."""
         until = time.monotonic() + self._ready_seconds
         while not self._ready_file.exists():
             status = self._child.poll()
+            if (why := self.broke_cap()) is not None:
+                raise ServerFailed(why)
             if status is not None:
                 said = f"({self._child.how_it_ended()}); all it said is in logs/{self.log.name}"
                 if status < 0:
@@ -145,6 +172,7 @@ class Local:
             "url": self.target.url,
             "layout": msgspec.to_builtins(self.layout),
             "placement": seen.get("explanation"),
+            "memory_cap": self.cap_note,
         }
 
     def mark(self) -> tuple[Any, ...]:
@@ -169,6 +197,8 @@ class Local:
 
     def stop(self) -> None:
         self._child.stop()
+        if self._cap is not None:
+            self._cap.close()
 
     def _placement(self) -> dict[str, Any]:
         with connect(self.target.url) as pool:
@@ -177,6 +207,17 @@ class Local:
             raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
         found: dict[str, Any] = msgspec.json.decode(body)
         return found
+
+
+def _cap(cell: Cell) -> tuple[MemoryCap | None, str | None]:
+    """The cell's memory cap, held by the kernel where that is possible, and in words how it is held."""
+    limit = cell.hardware.memory_gib
+    if limit is None:
+        return None, None
+    try:
+        return MemoryCap.make(cell.key, int(limit * 2**30)), f"{limit:g} GiB, held by the kernel (a control group)"
+    except CapUnavailable as problem:
+        return None, f"{limit:g} GiB, watched once a sample ({problem})"
 
 
 def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:

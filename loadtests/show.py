@@ -9,10 +9,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from loadtests.calibrate import error_in_words, error_of
 from loadtests.levels import LevelFinished, judge
 from loadtests.progress import duration
 from loadtests.records import Event
-from loadtests.runner import campaign_of
+from loadtests.runner import campaign_of, prediction_on_record
 from loadtests.search import Capacity
 from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
 from loadtests.summary import Distribution, Summary
@@ -44,6 +45,8 @@ def show_run(folder: Path, console: Console | None = None) -> None:
                 table.add_row(*level_row(load_in_words(start), summary, detail.cut_short is not None))
         if table.row_count:
             console.print(table)
+        if (line := prediction_in_words(cell.key, campaign.promise.name, events)) is not None:
+            console.print(line, style="dim", markup=False)
 
 
 def wide_console() -> Console:
@@ -59,9 +62,29 @@ def cell_state(key: str, events: list[Event]) -> str:
             return f"skipped: {event.detail.get('reason')}"
         if event.kind == "cell_finished" and "capacity" not in event.detail:
             return "one level"
+        if event.kind == "cell_finished" and "capacities" in event.detail:
+            found = {name: msgspec.convert(one, Capacity) for name, one in event.detail["capacities"].items()}
+            return "; ".join(f"{name}: {in_words(capacity)}" for name, capacity in found.items())
         if event.kind == "cell_finished":
             return in_words(msgspec.convert(event.detail["capacity"], Capacity))
     return "not finished" if own else "not begun"
+
+
+def prediction_in_words(key: str, promise: str, events: list[Event]) -> str | None:
+    """What calibration and simulation said before the search, and how far off it was; None where there was none."""
+    made = prediction_on_record(events, key)
+    if made is None:
+        return None
+    if made.law is None:
+        return f"no prediction: {made.reason}"
+    rate = made.rates.get(promise)
+    fitted = f" (law fitted on {len(made.observations)} steps, median error {made.law.error:.0%})" if made.law.error is not None else ""
+    if rate is None:
+        return f"no prediction for the promise {promise}{fitted}"
+    ended = next((event for event in reversed(events) if event.cell == key and event.kind == "cell_finished"), None)
+    capacity = msgspec.convert(ended.detail["capacity"], Capacity) if ended is not None and "capacity" in ended.detail else None
+    error = error_of(rate, capacity.estimate if capacity is not None else None)
+    return f"predicted {rate:.3g} requests/s{fitted}" + (f": {error_in_words(error)}" if error is not None else "")
 
 
 def load_in_words(start: LevelStarted) -> str:
@@ -122,6 +145,12 @@ def show_level(summary: Summary, console: Console) -> None:
         console.print(
             f"{summary.output_tokens_per_second:.1f} output tokens/s{prompt}; {summary.mean_in_flight:.1f} requests in flight on average"
         )
+    if summary.arrivals is not None and summary.arrivals.cv is not None:
+        found = summary.arrivals
+        parts = [f"CV of gaps {found.cv:.2f}"] + ([f"lag-1 {found.lag1:+.2f}"] if found.lag1 is not None else [])
+        parts += [f"dispersion {d.index:.2f} in {d.window_seconds:g} s" for d in found.dispersion]
+        word = {True: "as asked", False: "not as asked", None: "not tested"}[found.as_asked]
+        console.print(f"arrivals: {', '.join(parts)}: {word} ({found.against})", markup=False)
     share = f"{summary.attainment:.1%}" if summary.attainment is not None else "none"
     low, high = summary.attainment_low, summary.attainment_high
     console.print(

@@ -108,6 +108,43 @@ def observations_of(records: Sequence[RequestRecord], concurrency: int) -> list[
     return found
 
 
+def observations_of_wave(records: Sequence[RequestRecord]) -> list[StepObservation]:
+    """What streams that were sent at one moment say of a step in which all of them decode: one observation, or none.
+
+    Counted is only what came between the last stream's first token and the first stream's last one, so no prompt shares these steps. None
+    where they never all decoded together (fewer slots than streams), or where fewer than four tokens of each came in between.
+    """
+    streams = [r for r in records if outcome(r) == "ok" and r.output_tokens and len(r.content_seconds) > 1]
+    if not streams or len(streams) < len(records):
+        return []
+    start, end = max(r.content_seconds[0] for r in streams), min(r.content_seconds[-1] for r in streams)
+    each: list[float] = []
+    context = 0.0
+    for r in streams:
+        inside = [at for at in r.content_seconds if start <= at <= end]
+        per_chunk = (r.output_tokens or 0) / len(r.content_seconds)
+        if len(inside) < 2 or (len(inside) - 1) * per_chunk < 4:
+            return []
+        each.append((inside[-1] - inside[0]) / ((len(inside) - 1) * per_chunk))
+        before = sum(at < start for at in r.content_seconds) * per_chunk
+        context += (r.prompt_tokens or r.asked_prompt_tokens or 0) + before + len(inside) * per_chunk / 2
+    return [StepObservation(len(streams), 0, context, float(np.median(each)))] if min(each) > 0 else []
+
+
+def most_at_once(records: Sequence[RequestRecord]) -> int:
+    """How many of the streams that were sent at one moment were served at one time: the server's slots where that is fewer than were sent.
+
+    By the spans from first to last content; where answers are a single chunk, by how many came within one and a half times the first's.
+    """
+    ended = [r for r in records if outcome(r) == "ok" and r.content_seconds]
+    if not ended:
+        return 0
+    if all(len(r.content_seconds) == 1 for r in ended):
+        lasted = [r.content_seconds[0] - (r.sent_seconds or 0.0) for r in ended]
+        return sum(seconds <= 1.5 * min(lasted) for seconds in lasted)
+    return max(sum(r.content_seconds[0] <= at <= r.content_seconds[-1] for r in ended) for at in (r.content_seconds[0] for r in ended))
+
+
 def _fit_sum(table: Array) -> StepLaw:
     features = np.column_stack([np.ones(len(table)), table[:, :3]])
     base, row, prompt, kv = _robust_nnls(_vary(features), table[:, 3])

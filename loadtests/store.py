@@ -7,9 +7,9 @@
     runs/<id>/logs/            what servers and load generators printed; nothing reads it back
     runs/<id>/levels/          one JSON file per level and process: plans and outcomes on their way between runner and Locust
 
-Every line leaves in one write() on a file opened with O_APPEND, so several processes may write to one file and a killed writer leaves at
-most one cut-off line, at the end. Readers drop that line and report it; a broken line anywhere else is an error. Records of a level that
-has no `level_finished` event stay in the file and are counted by nobody (`measured_records`).
+Lines leave whole, in one write() each or many together, on a file opened with O_APPEND, so several processes may write to one file and a
+killed writer leaves at most one cut-off line, at the end. Readers drop that line and report it; a broken line anywhere else is an error.
+Records of a level that has no `level_finished` event stay in the file and are counted by nobody (`measured_records`).
 """
 
 from __future__ import annotations
@@ -71,6 +71,37 @@ class Appender(Generic[T]):
 
     def close(self) -> None:
         if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Spool(Generic[T]):
+    """An Appender for a process that must not wait for a disk: lines are made at once and written by somebody else, many in one write().
+
+    `append` in the event loop, `flush` now and then from a thread; what is not written yet is lost with the process, at most one interval.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._encode = msgspec.json.Encoder().encode
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._lines: list[bytes] = []
+
+    def append(self, record: T) -> None:
+        self._lines.append(self._encode(record))
+
+    def flush(self) -> None:
+        """Writes what has gathered. Raises BadRunFolder where the disk took less."""
+        if not self._lines:
+            return
+        lines, self._lines = self._lines, []
+        lines.append(b"")
+        data = b"\n".join(lines)
+        if os.write(self._file, data) != len(data):
+            raise BadRunFolder("records were written only in part: is the disk full?")
+
+    def close(self) -> None:
+        if self._file >= 0:
+            self.flush()
             os.close(self._file)
             self._file = -1
 

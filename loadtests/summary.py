@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from loadtests import timings
+from loadtests.arrivals import ArrivalCheck, Arrivals, Ramp, check
 from loadtests.doubts import Doubt, level_doubts
 from loadtests.records import RequestRecord, ResourceSample
 from loadtests.slo import Promise, Verdict, verdict, wilson
@@ -100,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     engine_cpu_share: float | None
     engine_rss_bytes: int | None  # highest seen
     backends: dict[str, int]
+    arrivals: ArrivalCheck | None = None  # how requests left, held against the process that was asked; None: closed loop, or not known
     doubts: tuple[Doubt, ...]
 
     @property
@@ -117,12 +119,13 @@ def summarise(
     rate: float | None = None,
     started_unix_seconds: float | None = None,
     client_processes: int = 1,
+    arrivals: Arrivals | None = None,
 ) -> Summary:
     """Numbers of one level.
 
     `records` are all of the level's, also those due outside the window. `samples` count when they fall into the window, where
     `started_unix_seconds` says when the level began (else all of them count). `rate` is the asked rate; None for closed loop.
-    Raises ValueError for an empty window.
+    `arrivals` is the process that due times were drawn from: how requests left is tested against it. Raises ValueError for an empty window.
     """
     if not window.seconds > 0:
         raise ValueError(f"window must be longer than 0 s, got {window.start_seconds} to {window.end_seconds}")
@@ -171,6 +174,7 @@ def summarise(
         engine_cpu_share=_mean([s.engine.cpu_share for s in seen if s.engine is not None]),
         engine_rss_bytes=max((s.engine.rss_bytes for s in seen if s.engine is not None and s.engine.rss_bytes is not None), default=None),
         backends=dict(sorted(Counter(r.backend for r in inside if r.backend is not None).items())),
+        arrivals=_arrivals(records, arrivals, rate, window),
         doubts=(),
     )
     return msgspec.structs.replace(summary, doubts=level_doubts(summary, inside, records, seen, promise, client_processes))
@@ -302,6 +306,16 @@ def warm_up_seconds(records: Sequence[RequestRecord], end_seconds: float) -> flo
     errors = [float(fives[cut:].var()) / (len(fives) - cut) for cut in range(len(fives) // 2 + 1)]
     cut = int(np.argmin(errors))
     return 0.0 if cut == 0 else ordered[cut * 5].due_seconds
+
+
+def _arrivals(records: Sequence[RequestRecord], process: Arrivals | None, rate: float | None, window: Window) -> ArrivalCheck | None:
+    """From the level's start to the window's end, by the moments at which requests left: all load generators together."""
+    if (
+        process is None or rate is None or isinstance(process, Ramp)
+    ):  # a ramp's slope belongs to the whole level, of which this may be a part
+        return None
+    sent = [r.sent_seconds for r in records if r.sent_seconds is not None and r.due_seconds < window.end_seconds]
+    return check(process, np.array(sent), rate, window.end_seconds)
 
 
 def _littles_law(inside: Sequence[RequestRecord], window: Window) -> float | None:

@@ -58,7 +58,7 @@ def pool_for(target: Target) -> Pool:
         key = os.environ.get(target.api_key_env)
         if not key:
             raise TargetUnusable(f"api_key_env names {target.api_key_env!r}, and that environment variable is not set")
-    return connect(target.url, api_key=key, verify_tls=target.verify_tls, timeout_seconds=target.timeout_seconds)
+    return connect(target.url, api_key=key, verify_tls=target.verify_tls)
 
 
 def path_of(target: Target) -> str:

@@ -25,24 +25,24 @@ from typing import Any
 
 import gevent
 import gevent.event
-import gevent.monkey
 import msgspec
 from locust import User, events, task
 from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
+from loadtests.alarm import Alarm
 from loadtests.errors import LoadError
 from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome, Prompts, Request, Share, plan_of_options, read_plan, total
 from loadtests.records import RequestRecord
-from loadtests.store import Appender, write_atomically
+from loadtests.store import Spool, write_atomically
 from loadtests.streaming import Ask, GaveUp, clock, stream
 from loadtests.target import pool_for, probe
 
 log = logging.getLogger("crossover")
 LEAD_SECONDS = 0.2  # between "begin" and t0: the message must be everywhere by then
-FINE_SECONDS = 0.02  # gevent's timers are a millisecond late; the last stretch to a due time is slept by a thread
-_sleep = gevent.monkey.get_original("time", "sleep")
+WRITE_SECONDS = 0.05  # how often records go to the disk
+YIELD_EVERY = 16  # requests that are late already leave in packs of so many: answers must be read between
 
 
 class Generator:
@@ -58,13 +58,14 @@ class Generator:
             log.warning("%s: %s", plan.target.url, note)
         self.prompts = Prompts(plan, facts, self.pool, self.share)
         self.scheduled = self.prompts.scheduled() if plan.is_open else []
-        self.out: Appender[RequestRecord] | None = Appender(Path(plan.requests_file)) if plan.requests_file else None
+        self.out: Spool[RequestRecord] | None = Spool(Path(plan.requests_file)) if plan.requests_file else None
         self.began = gevent.event.Event()
         self.running: set[Any] = set()
         self.waiting: dict[int, float] = {}  # index -> due seconds of requests without a first answer
         self.outcome = Outcome(worker=index)
         self.origin = 0.0
         self.over = False  # nothing more is sent
+        self.drained = False  # nothing is on its way any more
         self._cpu_seconds = 0.0
 
     def run(self, started_unix_seconds: float) -> Outcome:
@@ -75,7 +76,7 @@ class Generator:
         self.origin = clock() + (started_unix_seconds - time.time())
         self._cpu_seconds = time.process_time()
         self.outcome.started_unix_seconds = started_unix_seconds
-        watcher = gevent.spawn(self._stay_in_touch)
+        watcher, writer = gevent.spawn(self._stay_in_touch), gevent.spawn(self._write)
         self.began.set()
         if self.plan.is_open:
             self._dispatch()
@@ -84,6 +85,8 @@ class Generator:
         self.over = True
         self._drain()
         watcher.kill()
+        self.drained = True
+        writer.join()  # not killed: its thread may be within a write
         gc.set_threshold(700, 10, 10)
         gc.unfreeze()
         self.outcome.cpu_seconds = time.process_time() - self._cpu_seconds
@@ -118,11 +121,30 @@ class Generator:
         _tell_locust(self.environment, self.plan, record)
 
     def _dispatch(self) -> None:
-        for request in self.scheduled:
-            sleep_until(self.origin + request.due_seconds)
-            if self.over:
-                return
-            gevent.spawn(self.send, request, request.due_seconds)
+        """Each request at its due time, whatever has come back. Waits on a kernel timer: gevent's own are a millisecond late."""
+        hub, alarm = gevent.get_hub(), Alarm()
+        rung = hub.loop.io(alarm.fd, 1)
+        try:
+            for position, request in enumerate(self.scheduled):
+                moment = self.origin + request.due_seconds
+                if moment > clock():
+                    alarm.set(moment)
+                    hub.wait(rung)
+                elif position % YIELD_EVERY == 0:
+                    gevent.sleep(0)
+                if self.over:
+                    return
+                gevent.spawn(self.send, request, request.due_seconds)
+        finally:
+            rung.close()
+            alarm.close()
+
+    def _write(self) -> None:
+        """Records to the disk, from a thread: a disk that is busy must not hold up what is due."""
+        pool = gevent.get_hub().threadpool
+        while self.out is not None and not self.drained:
+            pool.apply(self.out.flush)
+            gevent.sleep(WRITE_SECONDS)
 
     def _stay_in_touch(self) -> None:
         """With the runner, by files: who waits too long already, and whether the level is decided."""
@@ -150,16 +172,6 @@ class Generator:
             self.outcome.gave_up = len(late)
             why = "the level was decided" if self.outcome.stopped_seconds is not None else f"no end {patience:g} s after the last was due"
             gevent.killall(late, exception=GaveUp(why), block=True, timeout=10)
-
-
-def sleep_until(moment: float) -> None:
-    """Until `moment` on `clock`, to a fraction of a millisecond, without spinning and without holding other greenlets up."""
-    rest = moment - clock()
-    if rest > FINE_SECONDS:
-        gevent.sleep(rest - FINE_SECONDS / 2)
-        rest = moment - clock()
-    if rest > 0:
-        gevent.get_hub().threadpool.apply(_sleep, (rest,))
 
 
 class Traffic(User):  # type: ignore[misc]  # Locust is untyped

@@ -24,8 +24,8 @@ from models.spec import ModelSpec
 from models.synthesis import GENERATOR, write_gguf, write_hf_folder
 from models.tokenizer import shipped_files, shipped_mark
 
-# What can be made, by kind of file. int8 and int4 folders for torch are packed offline from a folder of floats.
-PACKED_FORMATS = ("int8", "int4")
+# What can be made, by kind of file. Packed folders for torch (CPU only) are made offline from a folder of floats.
+PACKED_FORMATS = ("int8", "dynamic-int8", "int4")
 FORMATS: dict[str, tuple[str, ...]] = {
     "gguf": tuple(GGUF_FORMATS),
     "hf": (*HF_FORMATS, *PACKED_FORMATS),

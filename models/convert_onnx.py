@@ -266,22 +266,26 @@ def _quantise(made: Path, out: Path) -> None:
         "import sys; from optimum.onnxruntime import ORTQuantizer; "
         "from optimum.onnxruntime.configuration import AutoQuantizationConfig as Settings; "
         "quantiser = ORTQuantizer.from_pretrained(sys.argv[1], file_name='model.onnx'); "
-        "settings = getattr(Settings, sys.argv[3])(is_static=False, per_channel=True); "
+        "narrow = {'reduce_range': True} if sys.argv[3] == 'avx512' else {}; "
+        "settings = getattr(Settings, sys.argv[3])(is_static=False, per_channel=True, **narrow); "
         "quantiser.quantize(save_dir=sys.argv[2], quantization_config=settings, file_suffix='', use_external_data_format=True)"
     )
     _child(["-c", code, str(made), str(out), quantiser_target()], "optimum's quantiser")
 
 
 def quantiser_target() -> str:
-    """The instruction set that dynamic int8 is made for: a name of optimum's AutoQuantizationConfig, by this machine's CPU."""
+    """The instruction set that dynamic int8 is made for: a name of optimum's AutoQuantizationConfig, by this machine's CPU.
+
+    Signed weights everywhere: the u8 x s8 kernels are a third quicker than u8 x u8. Without VNNI they use VPMADDUBSW, whose 16-bit sums
+    saturate, so that "avx512" (which AVX2 takes as well) is made with weights of 7 bits.
+    """
     if platform.machine().lower() in ("aarch64", "arm64"):
         return "arm64"
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         flags = ""
-    # Without VNNI the u8 x s8 kernels may saturate (VPMADDUBSW), so that plain AVX-512 gets the u8 x u8 layout of avx2 as well.
-    return "avx512_vnni" if "avx512_vnni" in flags else "avx2"
+    return "avx512_vnni" if {"avx512_vnni", "avx_vnni"} & set(flags.split()) else "avx512"
 
 
 def _require(module: str, extra: str) -> None:

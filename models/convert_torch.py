@@ -1,10 +1,11 @@
-"""Safetensors -> safetensors whose matrices are packed as int8 or int4, for the torch backend on the CPU.
+"""Safetensors -> safetensors whose matrices are packed as int8, dynamic-int8 or int4, for the torch backend on the CPU.
 
     make_torch("SmolLM2-135M", "smollm2-135m-torch-int4", "int4")
 
 Packed offline, because quantising at load leaves the float original in the heap (a 1B model of 1.3 GB then peaks at 6.7 GB). Symmetric,
 rounded to nearest: int8 with one scale per output, int4 with one scale per 32 inputs of an output. Two int4 weights share a byte, the
-earlier one in the low half, each stored as weight + 8; the kernel's own layout depends on the CPU and is made at load. The embedding
+earlier one in the low half, each stored as weight + 8; the kernel's own layout depends on the CPU and is made at load. dynamic-int8 has the
+weights of int8 and is multiplied in whole numbers: activations, too, are rounded to 7 bits, with a scale for each token. The embedding
 stays bfloat16, and a tied head is written apart, packed. The result is compared with the source in float32, as convert_onnx does, and the
 KL divergence kept in the manifest.
 """
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 32
-PRECISIONS = ("int8", "int4")
-LIMITS = {"int8": 0.35, "int4": 1.1}  # see convert_onnx.LIMITS
+PRECISIONS = ("int8", "dynamic-int8", "int4")
+ACTIVATION_STEPS = 63  # dynamic-int8: activations are whole numbers from -63 to 63 times a token's scale; the engine imports this
+LIMITS = {"int8": 0.35, "dynamic-int8": 0.9, "int4": 1.1}  # see convert_onnx.LIMITS
 
 
 def make_torch(
@@ -59,7 +61,7 @@ def make_torch(
         if name == "model.embed_tokens.weight" and found.tied:
             tensors.update(_packed("lm_head", tensor, precision))
     say("comparing the logits with the source's", 0.9)
-    comparison = _compare(source, config, tensors, found)
+    comparison = _compare(source, config, tensors, found, precision == "dynamic-int8")
     if not comparison.distance <= LIMITS[precision]:
         raise BrokenWeights(
             f"{precision} changes {found.name} too much: its logits are {comparison.distance:.3g} away from the source's, "
@@ -117,13 +119,19 @@ def unpacked(module: str, tensors: Mapping[str, Tensor]) -> Tensor:
     return (values.view(values.shape[0], -1, GROUP) * scale[..., None]).flatten(1)
 
 
-def _compare(source: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], spec: ModelSpec) -> Comparison:
-    """transformers in float32 with the source's weights against the same with the packed ones."""
+def rounded_tokens(x: Tensor) -> Tensor:
+    """Activations [..., inputs] as dynamic-int8 sees them: each token rounded to ACTIVATION_STEPS steps either side of 0."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    return (x / scale * ACTIVATION_STEPS).round() / ACTIVATION_STEPS * scale
+
+
+def _compare(source: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], spec: ModelSpec, is_dynamic: bool) -> Comparison:
+    """transformers in float32 with the source's weights against the same with the packed ones (and with rounded activations)."""
     with TRANSFORMERS_LOCK:
-        return _compare_alone(source, config, tensors, spec)
+        return _compare_alone(source, config, tensors, spec, is_dynamic)
 
 
-def _compare_alone(source: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], spec: ModelSpec) -> Comparison:
+def _compare_alone(source: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], spec: ModelSpec, is_dynamic: bool) -> Comparison:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -143,14 +151,18 @@ def _compare_alone(source: Path, config: dict[str, Any], tensors: Mapping[str, T
             state["lm_head.weight"] = unpacked("lm_head", tensors) if packed else state["model.embed_tokens.weight"]
         model.load_state_dict(state, strict=True, assign=True)
         model.model.rotary_emb = type(model.model.rotary_emb)(built)  # its table is no parameter, and was made without memory
+        if packed and is_dynamic:
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_pre_hook(lambda _, inputs: (rounded_tokens(inputs[0]),))
         with torch.inference_mode():
             out.append(model(ids).logits.float().numpy())
     return distance_of(*out)
 
 
 def _packed(module: str, weight: Tensor, precision: str) -> dict[str, Tensor]:
-    values, scale = int8_rows(weight.float()) if precision == "int8" else int4_groups(weight.float())
-    return {f"{module}.{precision}": values, f"{module}.scale": scale}
+    values, scale = int4_groups(weight.float()) if precision == "int4" else int8_rows(weight.float())
+    return {f"{module}.{'int4' if precision == 'int4' else 'int8'}": values, f"{module}.scale": scale}
 
 
 def _stored(source: Path, shapes: Mapping[str, object]) -> list[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ facts = write_file(spec, "Q4_0", vocabulary, path, data=lambda tensor: [bytes(te
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import gguf
@@ -16,6 +16,7 @@ import numpy as np
 from models.formats import GGUF_FORMATS, GgufTensor, gguf_tensors
 from models.manifest import FileFacts, HashedFile, Progress
 from models.spec import ModelSpec
+from models.tokenizer import byte_characters
 
 ALIGNMENT = 32
 # transformers' model_type -> architecture name in GGUF, which knows Mistral as llama.
@@ -69,6 +70,30 @@ def write_file(
         out.abandon()
         raise
     return out.close()
+
+
+def write_tokens(tokens: Sequence[bytes], end: int, path: Path) -> None:
+    """A GGUF file with nothing but a vocabulary, for matching grammars: each token is its bytes, b"" is a token without any.
+
+    `end` is the token that ends a text. How text would be cut into tokens is not in it.
+    """
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+    spelt = {byte: letter for letter, byte in byte_characters().items()}
+    unused, control, normal = (int(kind) for kind in (gguf.TokenType.UNUSED, gguf.TokenType.CONTROL, gguf.TokenType.NORMAL))
+    types = [control if index == end else normal if token else unused for index, token in enumerate(tokens)]
+    texts = ["".join(map(spelt.__getitem__, token)) if token else f"[{index}]" for index, token in enumerate(tokens)]
+    writer = gguf.GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_context_length, 8), (writer.add_embedding_length, 8), (writer.add_block_count, 1), (writer.add_feed_forward_length, 8),
+        (writer.add_head_count, 1), (writer.add_layer_norm_rms_eps, 1e-5),
+    ):  # fmt: skip
+        add(value)
+    merge = f"{spelt[0]} {spelt[1]}"  # llama.cpp wants at least one
+    _add_vocabulary(writer, Vocabulary("gpt2", "gpt-2", texts, types, merges=[merge], eos_id=end))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
 
 
 def _header(spec: ModelSpec, weight_format: str, tensors: list[GgufTensor], vocabulary: Vocabulary, scratch: Path) -> bytes:

@@ -32,6 +32,7 @@ BITS_PER_WEIGHT: dict[str, float] = {
     "Q4_1": 5.0,
     "Q4_0": 4.5,
     "int8": 9.0,
+    "dynamic-int8": 8.0,  # a scale for each output only
     "int4": 5.0,
 }
 

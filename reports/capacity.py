@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from loadtests.arrivals import process_of
 from loadtests.errors import BadRunFolder
 from loadtests.records import Event, RequestRecord, ResourceSample, RunManifest
 from loadtests.search import SearchConfig, estimate, level_of
@@ -145,6 +146,7 @@ def level_numbers(
             rate=said.rate_per_second,
             started_unix_seconds=said.started_unix_seconds,
             client_processes=max(1, len({r.worker for r in records if r.worker is not None})),
+            arrivals=process_of(said.arrivals),
         ),
         cut_short=end.detail.get("cut_short"),
         answers=tuple(_answer(record) for record in inside),

@@ -81,7 +81,10 @@ _CLOSE = {"Connection": "close"}
 class Exchange:
     """One request and its answer. `started`: the answer's head is on its way, so an error can only be an event any more."""
 
-    __slots__ = ("scope", "limits", "serial", "request_id", "began", "backend", "status", "started", "ended", "gone", "_receive", "_send")
+    __slots__ = (
+        *("scope", "limits", "serial", "request_id", "began", "backend", "status", "started", "ended", "gone", "_receive", "_send"),
+        *("service", "release", "call", "choices", "error", "trace_id"),
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
         self.began = time.perf_counter()
@@ -93,6 +96,12 @@ class Exchange:
         self.backend: Any = None  # a function that says what serves at the moment, as bytes
         self.status: int | None = None
         self.started = self.ended = self.gone = False
+        self.service: Any = None  # the Service that answers, once it is known
+        self.release: Any = None  # a function that lets go of its model
+        self.call: Any = None  # the Call and its choices, once there are any: for traces and the log
+        self.choices: Sequence[Any] = ()
+        self.trace_id: str | None = None
+        self.error: str | None = None  # the code of the error that was answered
 
     async def body(self) -> bytes:
         """The whole body. Raises ApiError where it is not JSON by its type, too large, or too slow; ClientGone where it is cut off."""

@@ -1,26 +1,40 @@
-"""Who may still join the queue: bounds by requests, by tokens and by predicted wait, and the Retry-After that goes with a refusal.
+"""Who may still join the queue: bounds by requests, tokens, predicted wait and promised TTFT, and the Retry-After that goes with a refusal.
 
-    ledger = Ledger(QueueBounds(), slots=16)
+    ledger = Ledger(QueueBounds(ttft_seconds=2.0), slots=16)
     refusal = ledger.refusal(prompt_tokens=300, max_tokens=200, now=clock())
-    if refusal is None: ledger.admit(id, 300, 200)
-    ledger.worked(tokens=40, seconds=0.05)           # each step
-    ledger.progressed(id, tokens=1); ledger.finished(id)
+    if refusal is None: ledger.admit(id, 300, 200, now=clock())
+    ledger.worked(prompt_tokens=30, output_tokens=10, seconds=0.05)      # each step
+    ledger.progressed(id, tokens=1, now=clock()); ledger.finished(id)
 
 Work is counted in tokens, prompt and output alike. The engine's pace is tokens worked per second of stepping, remembered with a half-life.
 A new sequence begins when the work ahead of it is done, less what `slots - 1` neighbours, half done on average, still have to do then:
 
     wait = (work outstanding - (slots - 1) / 2 * mean work of a sequence) / pace
 
-which for k waiting behind full slots is the (k + 1/2) completions that have to happen. Where no pace is known yet, nothing is predicted
-and only the other two bounds hold. Pure bookkeeping: no clock of its own, no sockets.
+which for k waiting behind full slots is the (k + 1/2) completions that have to happen. Its first token comes when its own prompt is worked
+too, at the pace that prompts had in the steps that held any; while a slot is free, after the prompts that came before:
+
+    TTFT = wait + (its own prompt + prompts before it in other slots) / prompt pace
+
+A promised TTFT must hold for nearly all that are let in, not for their mean. So each forecast is held against what came of it, and the 99th
+percentile of the recent misses is kept free: admitted is who fits with TTFT + margin <= promise. Where no pace is known yet, nothing is
+predicted: the other bounds hold, and with a promise as many may wait as run. Pure bookkeeping: no clock of its own, no sockets.
 """
 
 from __future__ import annotations
+
+from bisect import insort
+from collections import deque
 
 import msgspec
 
 PACE_HALF_LIFE_SECONDS = 10.0  # of stepping time
 PACE_EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
+MISSES_KEPT = 200
+MISSES_TELL = 20  # fewer say nothing
+MARGIN_UNTOLD = 0.1  # of the promise, until the misses tell
+TELLING_FORECAST = 0.3  # of the promise: how far off a shorter one is says nothing of those near the promise
+WIDEST_MARGIN = 0.5  # of the promise: one stall of the machine must not shut the door for good
 
 
 class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,12 +43,13 @@ class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_requests: int | None = 256  # admitted and not begun, beyond the slots
     waiting_tokens: int | None = 1 << 20  # prompt + most output tokens of those
     wait_seconds: float | None = 30.0  # predicted time until a new sequence begins
+    ttft_seconds: float | None = None  # promised time to first token, kept for 99 % of those let in
     retry_longest_seconds: float = 60.0
     retry_shortest_seconds: float = 0.1
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why not: `kind` is queue_requests, queue_tokens or queue_wait (a metric's label); `text` is for people."""
+    """Why not: `kind` is queue_requests, queue_tokens, queue_wait or queue_ttft (a metric's label); `text` is for people."""
 
     kind: str
     text: str
@@ -42,10 +57,50 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class _Entry:
-    __slots__ = ("prompt", "limit", "begun", "produced")
+    __slots__ = ("prompt", "limit", "begun", "produced", "admitted_at", "forecast")
 
-    def __init__(self, prompt: int, limit: int) -> None:
+    def __init__(self, prompt: int, limit: int, admitted_at: float, forecast: float | None) -> None:
         self.prompt, self.limit, self.begun, self.produced = prompt, limit, False, 0
+        self.admitted_at, self.forecast = admitted_at, forecast
+
+
+class Pace:
+    """Tokens per second of stepping, the long past forgotten by halves; None until there is evidence."""
+
+    __slots__ = ("_work", "_seconds")
+
+    def __init__(self) -> None:
+        self._work = self._seconds = 0.0
+
+    def worked(self, tokens: int, seconds: float) -> None:
+        fade = 0.5 ** (seconds / PACE_HALF_LIFE_SECONDS)
+        self._work = self._work * fade + tokens
+        self._seconds = self._seconds * fade + seconds
+
+    @property
+    def per_second(self) -> float | None:
+        return self._work / self._seconds if self._seconds >= PACE_EVIDENCE_SECONDS and self._work > 0 else None
+
+
+class Misses:
+    """How much later than forecast the last ones came, in seconds, and the margin that follows."""
+
+    def __init__(self) -> None:
+        self._in_order: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        if len(self._in_order) == MISSES_KEPT:
+            self._sorted.remove(self._in_order.popleft())
+        self._in_order.append(seconds)
+        insort(self._sorted, seconds)
+
+    def margin_seconds(self, promise: float) -> float:
+        """What must be kept free for 99 of 100 to come in time; at most half the promise."""
+        if len(self._sorted) < MISSES_TELL:
+            return MARGIN_UNTOLD * promise
+        worst = self._sorted[min(len(self._sorted) - 1, int(0.99 * len(self._sorted)))]
+        return min(max(0.0, worst), WIDEST_MARGIN * promise)
 
 
 class Ledger:
@@ -62,8 +117,9 @@ class Ledger:
         self._outstanding_limit = 0  # sum of output limits not yet produced
         self._outstanding_prompt = 0  # prompts not yet begun
         self._used_share = 1.0  # of max_tokens, as recent sequences used it
-        self._work = 0.0
-        self._seconds = 0.0
+        self._pace = Pace()
+        self._prompt_pace = Pace()
+        self._misses = Misses()
         self._promised_until = 0.0
 
     def __len__(self) -> int:
@@ -77,24 +133,24 @@ class Ledger:
     @property
     def pace(self) -> float | None:
         """Tokens (prompt and output) per second of stepping; None until there is evidence."""
-        return self._work / self._seconds if self._seconds >= PACE_EVIDENCE_SECONDS and self._work > 0 else None
+        return self._pace.per_second
 
     @property
     def outstanding_work(self) -> float:
         """Tokens still to be worked, with outputs as long as recent ones were in proportion to what was asked."""
         return self._outstanding_prompt + self._used_share * self._outstanding_limit
 
-    def worked(self, tokens: int, seconds: float) -> None:
+    def worked(self, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
         """One step did so much in so long."""
         if seconds <= 0:
             return
-        fade = 0.5 ** (seconds / PACE_HALF_LIFE_SECONDS)
-        self._work = self._work * fade + tokens
-        self._seconds = self._seconds * fade + seconds
+        self._pace.worked(prompt_tokens + output_tokens, seconds)
+        if prompt_tokens:
+            self._prompt_pace.worked(prompt_tokens, seconds)
 
     def forget_pace(self) -> None:
         """Another engine works now: what the last one could do says nothing."""
-        self._work = self._seconds = 0.0
+        self._pace, self._prompt_pace, self._misses = Pace(), Pace(), Misses()
 
     def predicted_wait_seconds(self) -> float | None:
         """Time until a sequence that joins now begins: 0.0 while a slot is free, None where no pace is known."""
@@ -104,34 +160,64 @@ class Ledger:
             return None
         return max(0.0, self.outstanding_work - (self.slots - 1) / 2 * self._mean_work()) / self.pace
 
+    def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
+        """Time until a sequence that joins now shows its first token; None where no pace is known."""
+        wait, own = self.predicted_wait_seconds(), self._own_prompt_seconds(prompt_tokens)
+        if wait is None or own is None:
+            return None
+        before = 0.0 if len(self._entries) >= self.slots else self._own_prompt_seconds(self._outstanding_prompt)
+        return wait + own + (before or 0.0)
+
     def refusal(self, prompt_tokens: int, max_tokens: int, now: float) -> Refusal | None:
         """Why a sequence of this size may not join now; None: it may. `now` is any monotonic clock."""
         bounds = self.bounds
         backlog = len(self._entries) - self.slots + 1  # places behind the slots that this one would make
+        if backlog > 0:
+            if bounds.waiting_requests is not None and backlog > bounds.waiting_requests:
+                over = self._seconds_for((backlog - bounds.waiting_requests) * self._mean_work())
+                return self._refuse("queue_requests", f"{bounds.waiting_requests} requests are waiting, the most allowed", over, now)
+            ahead = self.waiting_tokens + prompt_tokens + max_tokens
+            if bounds.waiting_tokens is not None and self.waiting_tokens and ahead > bounds.waiting_tokens:
+                over = self._seconds_for(ahead - bounds.waiting_tokens)
+                return self._refuse("queue_tokens", f"{self.waiting_tokens} tokens are waiting, {bounds.waiting_tokens} at most", over, now)
+            wait = self.predicted_wait_seconds()
+            if bounds.wait_seconds is not None and wait is not None and wait > bounds.wait_seconds:
+                text = f"a wait of {wait:.1f} s is predicted, {bounds.wait_seconds:g} s at most"
+                return self._refuse("queue_wait", text, wait - bounds.wait_seconds, now)
+        if bounds.ttft_seconds is not None:
+            return self._too_late(prompt_tokens, backlog, bounds.ttft_seconds, now)
         if backlog <= 0:
-            return None
-        if bounds.waiting_requests is not None and backlog > bounds.waiting_requests:
-            over = self._seconds_for((backlog - bounds.waiting_requests) * self._mean_work())
-            return self._refuse("queue_requests", f"{bounds.waiting_requests} requests are waiting, the most allowed", over, now)
-        ahead = self.waiting_tokens + prompt_tokens + max_tokens
-        if bounds.waiting_tokens is not None and self.waiting_tokens and ahead > bounds.waiting_tokens:
-            over = self._seconds_for(ahead - bounds.waiting_tokens)
-            return self._refuse("queue_tokens", f"{self.waiting_tokens} tokens are waiting, {bounds.waiting_tokens} at most", over, now)
-        wait = self.predicted_wait_seconds()
-        if bounds.wait_seconds is not None and wait is not None and wait > bounds.wait_seconds:
-            text = f"a wait of {wait:.1f} s is predicted, {bounds.wait_seconds:g} s at most"
-            return self._refuse("queue_wait", text, wait - bounds.wait_seconds, now)
+            self._promised_until = now  # there is room: those who were told to come later have not come, or not all
         return None
 
-    def admit(self, sequence: int, prompt_tokens: int, max_tokens: int) -> None:
-        self._entries[sequence] = _Entry(prompt_tokens, max_tokens)
-        self._all_prompt += prompt_tokens
-        self._all_limit += max_tokens
-        self._outstanding_prompt += prompt_tokens
-        self._outstanding_limit += max_tokens
-        self.waiting_tokens += prompt_tokens + max_tokens
+    def _too_late(self, prompt_tokens: int, backlog: int, promise: float, now: float) -> Refusal | None:
+        """The refusal of a sequence whose first token would come after the promised time."""
+        nobody_before = backlog <= 0 and self.waiting == 0
+        ttft = self.predicted_ttft_seconds(prompt_tokens)
+        if ttft is None:
+            if backlog > self.slots:
+                return self._refuse("queue_ttft", f"{backlog - 1} requests are waiting for an engine whose pace is not known yet", 1.0, now)
+            return None
+        late = ttft + self._misses.margin_seconds(promise) - promise
+        if late <= 0 or nobody_before:  # who is alone cannot come at a better time
+            if backlog <= 0:
+                self._promised_until = now
+            return None
+        return self._refuse("queue_ttft", f"the first token is predicted after {ttft:.1f} s, {promise:g} s are promised", late, now)
 
-    def progressed(self, sequence: int, tokens: int) -> None:
+    def admit(self, sequence: int, prompt_tokens: int, max_tokens: int, now: float) -> None:
+        """The sequence joins. `now`: the clock that `progressed` will be told."""
+        self._join(sequence, _Entry(prompt_tokens, max_tokens, now, self.predicted_ttft_seconds(prompt_tokens)))
+
+    def _join(self, sequence: int, entry: _Entry) -> None:
+        self._entries[sequence] = entry
+        self._all_prompt += entry.prompt
+        self._all_limit += entry.limit
+        self._outstanding_prompt += entry.prompt
+        self._outstanding_limit += entry.limit
+        self.waiting_tokens += entry.prompt + entry.limit
+
+    def progressed(self, sequence: int, tokens: int, now: float) -> None:
         """The sequence showed `tokens` new tokens; the first ones end its waiting."""
         entry = self._entries.get(sequence)
         if entry is None:
@@ -139,6 +225,7 @@ class Ledger:
         if not entry.begun:
             entry.begun = True
             self._begun += 1
+            self._learn(entry, now)
             self._outstanding_prompt -= entry.prompt
             self.waiting_tokens -= entry.prompt + entry.limit
         counted = min(tokens, entry.limit - entry.produced)
@@ -149,9 +236,8 @@ class Ledger:
         """The sequence begins anew, on another engine."""
         entry = self._entries.get(sequence)
         if entry is not None:
-            prompt, limit = entry.prompt, entry.limit
             self._drop(sequence)
-            self.admit(sequence, prompt, limit)
+            self._join(sequence, _Entry(entry.prompt, entry.limit, entry.admitted_at, None))
 
     def finished(self, sequence: int, naturally: bool = True) -> None:
         """The sequence is over; `naturally`: its length says something about others (not cancelled, no error)."""
@@ -161,6 +247,11 @@ class Ledger:
         if naturally and entry.limit:
             self._used_share += 0.05 * (entry.produced / entry.limit - self._used_share)
         self._drop(sequence)
+
+    def _learn(self, entry: _Entry, now: float) -> None:
+        promise = self.bounds.ttft_seconds
+        if promise is not None and entry.forecast is not None and entry.forecast >= TELLING_FORECAST * promise:
+            self._misses.add(now - entry.admitted_at - entry.forecast)
 
     def _drop(self, sequence: int) -> None:
         entry = self._entries.pop(sequence)
@@ -178,6 +269,10 @@ class Ledger:
         if not self._entries:
             return 0.0
         return (self._all_prompt + self._used_share * self._all_limit) / len(self._entries)
+
+    def _own_prompt_seconds(self, tokens: int) -> float | None:
+        pace = self._prompt_pace.per_second or self.pace
+        return tokens / pace if pace else None
 
     def _seconds_for(self, work: float) -> float:
         return work / self.pace if self.pace else 1.0

@@ -11,8 +11,11 @@ token measures no fairy tale. A client that goes away cancels its sequences at o
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+
+import msgspec
 
 from serving.access import ClientGone, Exchange
 from serving.calls import Call, Choice, Prompt
@@ -25,6 +28,7 @@ from serving.replies import (
     event,
     usage_of,
 )
+from serving.service import StreamLike
 from serving.supervisor import Overloaded, Unavailable
 
 
@@ -32,6 +36,8 @@ async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
     """Submit every sequence of the request and write its answer. Raises ApiError, or ClientGone."""
     exchange = call.exchange
     choices = submitted(call, prompts)
+    exchange.call, exchange.choices = call, choices
+    call.service.metrics.asked_choices.observe(call.wishes.choices)
     watcher = asyncio.create_task(_watched(exchange, choices))
     try:
         async with aclosing(interleaved(choices)) as deltas:
@@ -49,18 +55,21 @@ def submitted(call: Call, prompts: Sequence[Prompt]) -> list[Choice]:
     try:
         for prompt in prompts:
             for choice in range(wishes.choices):
-                stream = call.service.supervisor.submit(
-                    prompt.ids,
-                    prompt.max_tokens,
-                    seeded(wishes.sampling, choice),
-                    stop=wishes.stop,
-                    stop_token_ids=wishes.stop_token_ids,
-                    min_tokens=wishes.min_tokens,
-                    ignore_eos=wishes.ignore_eos,
-                    deadline_seconds=wishes.deadline_seconds,
-                    include_stop=wishes.include_stop,
-                    whole=not call.streamed,
-                )
+                stream: StreamLike = _NOTHING
+                if prompt.max_tokens or wishes.sampling.prompt_logprobs is not None:
+                    stream = call.service.supervisor.submit(
+                        prompt.ids,
+                        max(1, prompt.max_tokens),
+                        seeded(wishes.sampling, choice),
+                        stop=wishes.stop,
+                        stop_token_ids=wishes.stop_token_ids,
+                        min_tokens=wishes.min_tokens,
+                        ignore_eos=wishes.ignore_eos,
+                        deadline_seconds=wishes.deadline_seconds,
+                        include_stop=wishes.include_stop,
+                        whole=not call.streamed,
+                    )
+                    stream = stream if prompt.max_tokens else _PromptOnly(stream)
                 choices.append(Choice(len(choices), prompt, choice == 0, stream, not call.streamed))
     except (Unavailable, Overloaded) as refusal:
         for accepted in choices:
@@ -69,6 +78,34 @@ def submitted(call: Call, prompts: Sequence[Prompt]) -> list[Choice]:
             raise try_again(429, scrubbed(refusal.reason), refusal.kind, refusal.retry_after_seconds) from None
         raise call.service.unavailable(refusal.retry_after_seconds) from None
     return choices
+
+
+class _Nothing:
+    """The stream of a request for 0 tokens: there is nothing that an engine could do for it."""
+
+    def cancel(self) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        yield Delta(0, 0, "", "length")
+
+
+_NOTHING = _Nothing()
+
+
+class _PromptOnly:
+    """A stream of one token, made to have its prompt scored, without that token."""
+
+    def __init__(self, stream: StreamLike) -> None:
+        self._stream = stream
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        async for delta in self._stream:
+            finish = "length" if delta.finish == "stop" else delta.finish
+            yield msgspec.structs.replace(delta, tokens=0, text="", details=[], finish=finish)
 
 
 async def interleaved(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:
@@ -133,7 +170,23 @@ async def _whole(call: Call, choices: Sequence[Choice], deltas: AsyncIterator[tu
         _take(call, choice, delta)
         if delta.text:
             choice.pieces.append(delta.text)
-    await call.exchange.answer(call.body(choices, _total(choices)))
+    wishes = call.wishes
+    shown = choices if wishes.kept == wishes.choices else _best(choices, wishes.choices, wishes.kept)
+    await call.exchange.answer(call.body(shown, _total(choices)))
+
+
+def _best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
+    """OpenAI's best_of: of the `made` answers to each prompt the `kept` with the highest log-probability per token, best first."""
+    best: list[Choice] = []
+    for first in range(0, len(choices), made):
+        best += sorted(choices[first : first + made], key=_logprob_per_token, reverse=True)[:kept]
+    for index, choice in enumerate(best):
+        choice.index = index
+    return best
+
+
+def _logprob_per_token(choice: Choice) -> float:
+    return sum(detail.logprob for detail in choice.details) / len(choice.details) if choice.details else -math.inf
 
 
 def _total(choices: Sequence[Choice]) -> Usage:

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -41,24 +43,24 @@ from serving.checks import (
     turns,
     wishes,
 )
-from serving.metrics import CONTENT_TYPE, Metrics
+from serving.metrics import CONTENT_TYPE, Metrics, ServerMetrics
 from serving.openapi import document
 from serving.placement_view import view
 from serving.protocol import CHAT, COMPLETION, DETOKENIZE, TOKENIZE, ApiError, Message, decode, invalid, scrubbed
 from serving.replies import Detokenized, Health, ModelCard, ModelList, Readiness, Tokenized, encode
-from serving.service import EngineLike, Service
+from serving.service import Desk, EngineLike, Service
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
 DRAIN_SECONDS = 30.0
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
+Handler = Callable[[Desk, Exchange], Awaitable[None]]
 
 
-async def chat_completions(service: Service, exchange: Exchange) -> None:
+async def chat_completions(desk: Desk, exchange: Exchange) -> None:
     request = decode(CHAT, await exchange.body())
-    service.check_model(request.model)
-    check_sequences(1, request.n or 1, service.limits)
+    check_sequences(1, request.n or 1, desk.limits)
+    service = await desk.enter(request.model, exchange)
     facts = service.facts()
     wanted = wishes(request, facts, service.limits)
     generation = request.add_generation_prompt is not False
@@ -67,9 +69,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     await answer(ChatCall(service, exchange, request, wanted), [prompt])
 
 
-async def completions(service: Service, exchange: Exchange) -> None:
+async def completions(desk: Desk, exchange: Exchange) -> None:
     request = decode(COMPLETION, await exchange.body())
-    service.check_model(request.model)
+    service = await desk.enter(request.model, exchange)
     facts = service.facts()
     wanted = wishes(request, facts, service.limits)
     bos = request.add_special_tokens is not False
@@ -89,9 +91,9 @@ async def _chat_ids(service: Service, facts: Facts, messages: list[Message], gen
     return await service.tokens(text, facts, "messages", parse_special=True)
 
 
-async def tokenize(service: Service, exchange: Exchange) -> None:
+async def tokenize(desk: Desk, exchange: Exchange) -> None:
     request = decode(TOKENIZE, await exchange.body())
-    service.check_model(request.model)
+    service = desk.look_at(request.model, exchange)
     facts = service.known_facts()
     if (request.prompt is None) == (request.messages is None):
         raise invalid("exactly one of prompt and messages is needed", "prompt")
@@ -103,37 +105,43 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     await exchange.answer(Tokenized(ids, len(ids), facts.context_tokens))
 
 
-async def detokenize(service: Service, exchange: Exchange) -> None:
+async def detokenize(desk: Desk, exchange: Exchange) -> None:
     request = decode(DETOKENIZE, await exchange.body())
-    service.check_model(request.model)
+    service = desk.look_at(request.model, exchange)
     if request.tokens:
         check_ids(request.tokens, service.known_facts(), "tokens")
     await exchange.answer(Detokenized(service.text_of(request.tokens)))
 
 
-async def models(service: Service, exchange: Exchange) -> None:
-    await exchange.answer(ModelList(data=[_card(service)]))
+async def models(desk: Desk, exchange: Exchange) -> None:
+    await exchange.answer(ModelList(data=[_card(service) for service in desk.services.values()]))
 
 
-async def model(service: Service, exchange: Exchange) -> None:
-    service.check_model(exchange.scope["path_params"]["name"])
-    await exchange.answer(_card(service))
+async def model(desk: Desk, exchange: Exchange) -> None:
+    await exchange.answer(_card(desk.look_at(exchange.scope["path_params"]["name"], exchange)))
 
 
 def _card(service: Service) -> ModelCard:
     name = service.served_name
     context = service.known_facts().context_tokens
-    return ModelCard(id=name, created=service.created, owned_by="crossover", root=name, max_model_len=context)
+    state = service.supervisor.state
+    return ModelCard(id=name, created=service.created, owned_by="crossover", root=name, max_model_len=context, state=state)
 
 
-async def health(service: Service, exchange: Exchange) -> None:
+async def health(desk: Desk, exchange: Exchange) -> None:
     await exchange.answer(Health())
 
 
-async def ready(service: Service, exchange: Exchange) -> None:
+async def ready(desk: Desk, exchange: Exchange) -> None:
+    """200 when a request can be answered: by an engine that serves, or by one that is loaded for it."""
+    states = desk.states()
+    service = next((desk.services[name] for name, state in states.items() if state == "ready"), None)
+    service = service or next((desk.services[name] for name, state in states.items() if state == "unloaded"), desk.first)
     supervisor = service.supervisor
     about = Readiness(state=supervisor.state, model=service.served_name, backend=supervisor.label)
-    if supervisor.state == "ready":
+    if len(states) > 1:
+        about = msgspec.structs.replace(about, models=states)
+    if states[service.served_name] in ("ready", "unloaded"):
         await exchange.answer(about)
         return
     problem = service.unavailable(supervisor.retry_after_seconds())
@@ -142,18 +150,32 @@ async def ready(service: Service, exchange: Exchange) -> None:
     await exchange.answer(about, problem.status, problem.headers)
 
 
-async def metrics(service: Service, exchange: Exchange) -> None:
-    await exchange.answer_bytes(service.metrics.exposition(), CONTENT_TYPE.encode())
+async def metrics(desk: Desk, exchange: Exchange) -> None:
+    await exchange.answer_bytes(await desk.metrics.exposition(), CONTENT_TYPE.encode())
 
 
-async def placement(service: Service, exchange: Exchange) -> None:
-    await exchange.answer(view(service.supervisor, service.served_name, service.placement))
+async def placement(desk: Desk, exchange: Exchange) -> None:
+    asked = _query(exchange, "model")
+    service = desk.look_at(desk.first.served_name if asked is None else asked, exchange)
+    shown = view(service.supervisor, service.served_name, service.placement)
+    if len(desk.services) > 1:
+        shown = msgspec.structs.replace(shown, models=desk.states())
+    await exchange.answer(shown)
 
 
-async def openapi(service: Service, exchange: Exchange) -> None:
-    if service.document is None:
-        service.document = encode(document(service.served_name, service.limits))
-    await exchange.answer_bytes(service.document, b"application/json")
+def _query(exchange: Exchange, name: str) -> str | None:
+    """One parameter of the query string. Raises ApiError for any other, so that a misspelt one is not ignored."""
+    found = parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    for key, _ in found:
+        if key != name:
+            raise invalid(f"unknown query parameter {key[:80]!r}; {name} is known", key[:80])
+    return found[-1][1] if found else None
+
+
+async def openapi(desk: Desk, exchange: Exchange) -> None:
+    if desk.document is None:
+        desk.document = encode(document(", ".join(desk.services), desk.limits, desk.admin_routes))
+    await exchange.answer_bytes(desk.document, b"application/json")
 
 
 # The most used first: routes are tried in this order.
@@ -170,40 +192,47 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/openapi.json", openapi),
     ("GET", "/v1/models/{name:path}", model),
 )
-_PATHS = frozenset(path for _, path, _ in ROUTES)
 
 
 class _Endpoint:
     """A handler as the ASGI application that Starlette's Route takes without wrapping it."""
 
-    def __init__(self, service: Service, handler: Handler) -> None:
-        self._service, self._handler = service, handler
+    def __init__(self, desk: Desk, handler: Handler) -> None:
+        self._desk, self._handler = desk, handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(self._service, scope["exchange"])
+        await self._handler(self._desk, scope["exchange"])
 
 
 class App:
     """The outermost layer: identity, key and limits before the route; errors, counts and a log line after it."""
 
-    def __init__(self, service: Service, key: bytes | None, manage: bool, drain_seconds: float) -> None:
-        self.service, self._key = service, key
-        self._manage, self._drain_seconds = manage, drain_seconds
-        routes = [Route(path, _Endpoint(service, handler), methods=[method]) for method, path, handler in ROUTES]
-        self._router = Router(routes, redirect_slashes=False, lifespan=self._lifespan)
-        self._label, self._label_bytes = "", b""
+    def __init__(
+        self,
+        desk: Desk,
+        key: bytes | None,
+        routes: Sequence[tuple[str, str, Handler]],
+        manage: float | None = None,
+        admin_key: bytes | None = None,
+    ) -> None:
+        self.desk, self._key, self._drain_seconds, self._admin_key = desk, key, manage, admin_key
+        self._paths = frozenset(path for _, path, _ in routes)
+        found = [Route(path, _Endpoint(desk, handler), methods=[method]) for method, path, handler in routes]
+        self._router = Router(found, redirect_slashes=False, lifespan=self._lifespan)
+        self._labels: dict[str, bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._router(scope, receive, send)  # lifespan; a websocket is closed
             return
-        exchange = Exchange(scope, receive, send, self.service.limits)
-        exchange.backend = self._backend
+        exchange = Exchange(scope, receive, send, self.desk.limits)
+        exchange.backend = lambda: self._backend(exchange)
         scope["app"], scope["exchange"] = self, exchange
-        counts = self.service.metrics
+        counts = self.desk.metrics
         counts.open_requests += 1
         try:
-            check_head(scope, self.service.limits, self._key)
+            admin = self._admin_key is not None and scope["path"].startswith("/admin/")
+            check_head(scope, self.desk.limits, self._admin_key if admin else self._key)
             await self._router(scope, receive, send)
         except ApiError as problem:
             await self._fail(exchange, problem)
@@ -212,35 +241,50 @@ class App:
         except ClientGone:
             exchange.status = CLIENT_GONE
         except Exception:
-            logger.exception("request %s failed", exchange.request_id.decode())
+            request_id = exchange.request_id.decode()
+            logger.exception("request %s failed", request_id, extra={"request_id": request_id})
             await self._fail(exchange, ApiError(500, "the server failed on this request; its log says why", code="internal_error"))
         finally:
             counts.open_requests -= 1
             status = CLIENT_GONE if exchange.gone or exchange.status is None else exchange.status
-            counts.responses[_route(scope), status] += 1
+            counts.responses[self._route(scope), status] += 1
+            if exchange.release is not None:
+                exchange.release()
+            if self.desk.tracer is not None:
+                exchange.trace_id = self.desk.tracer.record(exchange, self._route(scope), status)
             if logger.isEnabledFor(logging.INFO):
                 logger.info("%s", _log_line(scope, exchange, status))
 
     async def _fail(self, exchange: Exchange, problem: ApiError) -> None:
-        self.service.metrics.rejected[problem.code or str(problem.status)] += 1
+        exchange.error = problem.code or str(problem.status)
+        services = self.desk.services
+        service = exchange.service or (self.desk.first if len(services) == 1 else None)
+        self.desk.metrics.rejected[service.served_name if service is not None else "", exchange.error] += 1
         await exchange.fail(problem)
 
-    def _backend(self) -> bytes:
-        label = self.service.supervisor.label
-        if label != self._label:
-            self._label = label
-            self._label_bytes = "".join(c if 32 < ord(c) < 127 else "?" for c in label).encode()
-        return self._label_bytes
+    def _backend(self, exchange: Exchange) -> bytes:
+        """What answers, as a header's value: the model's engine once the model is known, else the only (or first) one's."""
+        service = exchange.service or (self.desk.first if self.desk.services else None)
+        label = "none" if service is None else service.supervisor.label
+        if label not in self._labels:
+            self._labels[label] = "".join(c if 32 < ord(c) < 127 else "?" for c in label).encode()
+        return self._labels[label]
+
+    def _route(self, scope: Scope) -> str:
+        """The route's path as a label: never what a stranger typed."""
+        route = scope.get("route")
+        path = getattr(route, "path", None)
+        return path if path in self._paths else "other"
 
     @asynccontextmanager
     async def _lifespan(self, _: Any) -> AsyncIterator[None]:
-        if self._manage:
-            await self.service.supervisor.start()
+        if self._drain_seconds is not None:
+            await self.desk.first.supervisor.start()
         try:
             yield
         finally:
-            if self._manage:
-                await self.service.supervisor.stop(drain=True, timeout_seconds=self._drain_seconds)
+            if self._drain_seconds is not None:
+                await self.desk.first.supervisor.stop(drain=True, timeout_seconds=self._drain_seconds)
 
 
 def create_app(
@@ -260,11 +304,33 @@ def create_app(
     one. `manage`: the supervisor is
     started with the application and drained, for at most `drain_seconds`, when it ends. Raises ValueError for an empty key.
     """
-    if api_key is not None and not api_key.strip():
-        raise ValueError("the API key is empty; leave it out to serve without one")
-    metrics = Metrics(served_name, supervisor)
-    service = Service(supervisor, tokenizer, served_name, limits or Limits(), metrics, placement)
-    return App(service, None if api_key is None else api_key.strip().encode(), manage, drain_seconds)
+    desk = Desk(limits or Limits(), ServerMetrics())
+    desk.add(Service(supervisor, tokenizer, served_name, desk.limits, Metrics(served_name, supervisor), placement))
+    return app_of(desk, api_key, drain_seconds if manage else None)
+
+
+def app_of(
+    desk: Desk,
+    api_key: str | None = None,
+    manage: float | None = None,
+    admin: Sequence[tuple[str, str, Handler]] = (),
+    admin_key: str | None = None,
+) -> App:
+    """The HTTP side of a desk with any number of models. Raises ValueError for an empty key.
+
+    `manage`: start the first model's supervisor with the application and drain it, for at most so many seconds, when it ends.
+    `admin`: routes under /admin/, which `admin_key` opens and the API key does not. Raises ValueError for such routes without a key.
+    """
+    if bool(admin) != (admin_key is not None):
+        raise ValueError("admin routes and an admin key belong together")
+    desk.admin_routes = bool(admin)
+    return App(desk, _key(api_key, "API"), (*ROUTES, *admin), manage, _key(admin_key, "admin"))
+
+
+def _key(key: str | None, what: str) -> bytes | None:
+    if key is not None and not key.strip():
+        raise ValueError(f"the {what} key is empty; leave it out to serve without one")
+    return None if key is None else key.strip().encode()
 
 
 def _of_starlette(problem: HTTPException, scope: Scope) -> ApiError:
@@ -275,16 +341,11 @@ def _of_starlette(problem: HTTPException, scope: Scope) -> ApiError:
     return ApiError(problem.status_code, f"there is no {path} here; /openapi.json lists what there is", code="not_found")
 
 
-def _route(scope: Scope) -> str:
-    """The route's path as a label: never what a stranger typed."""
-    route = scope.get("route")
-    path = getattr(route, "path", None)
-    return path if path in _PATHS else "other"
-
-
 def _log_line(scope: Scope, exchange: Exchange, status: int) -> str:
-    """One request as a line of JSON."""
-    line = {
+    """One request as a line of JSON: what was asked of whom, what came of it, and the times that its sequences were measured by."""
+    line: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "event": "request",
         "request_id": exchange.request_id.decode(),
         "method": scope["method"],
         "path": scope["path"][:200],
@@ -292,4 +353,17 @@ def _log_line(scope: Scope, exchange: Exchange, status: int) -> str:
         "seconds": round(time.perf_counter() - exchange.began, 6),
         "backend": exchange.backend().decode(),
     }
+    if exchange.service is not None:
+        line["model"] = exchange.service.served_name
+    if exchange.error is not None:
+        line["error"] = exchange.error
+    if exchange.trace_id is not None:
+        line["trace_id"] = exchange.trace_id
+    if exchange.choices:
+        firsts = [choice.first for choice in exchange.choices if choice.first is not None]
+        line["prompt_tokens"] = sum(len(choice.prompt.ids) for choice in exchange.choices if choice.first_of_prompt)
+        line["completion_tokens"] = sum(choice.tokens for choice in exchange.choices)
+        line["finish"] = sorted({choice.ended_as for choice in exchange.choices if choice.ended_as is not None})
+        if firsts:
+            line["ttft_seconds"] = round(min(firsts) - exchange.began, 6)
     return encode(line).decode()

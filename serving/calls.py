@@ -59,7 +59,7 @@ class Choice:
 
     __slots__ = (
         *("index", "prompt", "first_of_prompt", "stream", "whole", "submitted", "first", "last", "tokens", "first_tokens", "cached"),
-        *("finish", "pieces", "details", "opened", "frame", "offset", "over"),
+        *("finish", "pieces", "details", "scores", "opened", "frame", "offset", "over", "queue_seconds", "prefill_seconds", "ended_as"),
     )
 
     def __init__(self, index: int, prompt: Prompt, first_of_prompt: bool, stream: StreamLike, whole: bool) -> None:
@@ -70,8 +70,12 @@ class Choice:
         self.tokens = self.first_tokens = 0
         self.cached: int | None = None
         self.finish: FinishReason | None = None
+        self.ended_as: str | None = None  # stop, length, cancelled, deadline, error, refused
+        self.queue_seconds: float | None = None  # as the engine measured them
+        self.prefill_seconds: float | None = None
         self.pieces: list[str] = []
         self.details: list[TokenDetail] = []  # not written yet
+        self.scores: list[TokenDetail] | None = None  # of the prompt's tokens from the second on, where asked for; not written yet
         self.opened = self.over = False
         self.frame: tuple[bytes, bytes] | None = None
         self.offset = len(prompt.text)  # characters written, for text_offset
@@ -83,9 +87,12 @@ class Choice:
             self.cached = delta.cached_tokens
         if delta.details:
             self.details += delta.details
+        if delta.prompt_details is not None:
+            self.scores = delta.prompt_details
         if not delta.tokens:
             return
         self.tokens += delta.tokens
+        metrics.generation_tokens += delta.tokens
         if self.first is None:
             self._began(delta, now, began, metrics)
         else:
@@ -93,7 +100,7 @@ class Choice:
         self.last = now
 
     def _began(self, delta: Delta, now: float, began: float, metrics: Metrics) -> None:
-        queue, prefill = delta.queue_seconds, delta.prefill_seconds
+        queue, prefill = self.queue_seconds, self.prefill_seconds = delta.queue_seconds, delta.prefill_seconds
         self.first, self.first_tokens = now, delta.tokens
         if self.whole:  # one delta at the end: when the first token was made, the engine says
             known = queue is not None and prefill is not None
@@ -114,15 +121,18 @@ class Choice:
         if self.over:
             return
         self.over = True
+        self.ended_as = finish
         metrics.finished[finish] += 1
-        metrics.generation_tokens += self.tokens
         if finish not in _REASONS:
             return
         self.finish = _REASONS[finish]
         metrics.e2e.observe(self.last - began)
         metrics.output_lengths.observe(self.tokens)
+        metrics.asked_lengths.observe(self.prompt.max_tokens)
         if self.first is not None:
             metrics.decode.observe(self.last - self.first)
+            if self.prefill_seconds is not None:
+                metrics.inference.observe(self.prefill_seconds + self.last - self.first)
             if self.tokens > self.first_tokens:
                 metrics.per_token.observe((self.last - self.first) / (self.tokens - self.first_tokens))
 
@@ -144,7 +154,7 @@ class Call(ABC):
         options = request.stream_options
         self.wants_usage = options is not None and bool(options.include_usage)
         self.usage_always = self.wants_usage and options is not None and bool(options.continuous_usage_stats)
-        self.wants_logprobs = wishes.sampling.logprobs is not None
+        self.wants_logprobs = wishes.shows_logprobs
 
     @abstractmethod
     def chunk(
@@ -249,18 +259,37 @@ class CompletionCall(Call):
         if not self.wants_logprobs:
             return None
         details, choice.details = choice.details, []
-        offset, decoder = choice.offset, _UTF8("replace")
-        offsets: list[int] = []
-        for detail in details:
+        return CompletionLogprobs(
+            [_legacy_name(self.service, detail.token) for detail in details],
+            [_finite(detail.logprob) for detail in details],
+            [self._top(detail) for detail in details],
+            self._offsets([detail.token for detail in details], choice.offset),
+        )
+
+    def _prompt_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
+        """Of an echoed prompt; nothing came before its first token, so that one has none."""
+        scores, choice.scores = choice.scores, None
+        if scores is None:
+            return None
+        ids = choice.prompt.ids
+        return CompletionLogprobs(
+            [_legacy_name(self.service, token) for token in ids],
+            [None, *(_finite(detail.logprob) for detail in scores)],
+            [None, *(self._top(detail) for detail in scores)],
+            self._offsets(ids, 0),
+        )
+
+    def _top(self, detail: TokenDetail) -> dict[str, float]:
+        top = {_legacy_name(self.service, i): _finite(v) for i, v in zip(detail.top_ids, detail.top_values, strict=True)}
+        return top | {_legacy_name(self.service, detail.token): _finite(detail.logprob)}
+
+    def _offsets(self, tokens: Sequence[int], offset: int) -> list[int]:
+        """Where each token's text begins, in characters."""
+        decoder, offsets = _UTF8("replace"), list[int]()
+        for token in tokens:
             offsets.append(offset)
-            offset += len(decoder.decode(self.service.bytes_of(detail.token)))
-        tops = [
-            {_legacy_name(self.service, i): _finite(v) for i, v in zip(d.top_ids, d.top_values, strict=True)}
-            | {_legacy_name(self.service, d.token): _finite(d.logprob)}
-            for d in details
-        ]
-        tokens = [_legacy_name(self.service, detail.token) for detail in details]
-        return CompletionLogprobs(tokens, [_finite(d.logprob) for d in details], [*tops], offsets)
+            offset += len(decoder.decode(self.service.bytes_of(token)))
+        return offsets
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType, whole: bool = False) -> Completion:
         mark = self.fingerprint() if whole else UNSET
@@ -275,14 +304,27 @@ class CompletionCall(Call):
     def opening(self, choice: Choice) -> bytes:
         if not choice.prompt.text:
             return b""
-        return event(self._completion([CompletionChoice(choice.index, choice.prompt.text)], self.usage_in(choice)))
+        return event(
+            self._completion([CompletionChoice(choice.index, choice.prompt.text, self._prompt_logprobs(choice))], self.usage_in(choice))
+        )
 
     def last_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage)
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> Completion:
-        found = [CompletionChoice(c.index, c.prompt.text + "".join(c.pieces), self._logprobs(c), c.finish) for c in choices]
+        found = [CompletionChoice(c.index, c.prompt.text + "".join(c.pieces), self._all_logprobs(c), c.finish) for c in choices]
         return self._completion(found, usage, whole=True)
+
+    def _all_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
+        before, after = self._prompt_logprobs(choice), self._logprobs(choice)
+        if before is None or after is None:
+            return after
+        return CompletionLogprobs(
+            before.tokens + after.tokens,
+            before.token_logprobs + after.token_logprobs,
+            before.top_logprobs + after.top_logprobs,
+            before.text_offset + after.text_offset,
+        )
 
 
 def _finite(logprob: float) -> float:

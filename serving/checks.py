@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -59,33 +60,56 @@ class Wishes(msgspec.Struct, frozen=True):
     ignore_eos: bool
     include_stop: bool
     deadline_seconds: float | None
-    choices: int
+    choices: int  # answers to make of each prompt
+    kept: int  # of these, how many come back: all, or with best_of the most probable ones
+    shows_logprobs: bool  # in the answer; best_of asks the engine for them either way
 
 
 def wishes(request: Generation, facts: Facts, limits: Limits) -> Wishes:
     """The request's sampling and stops, checked. Raises ApiError 400 that names the parameter."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options: only allowed together with stream: true", "stream_options")
+    kept = request.n or 1
+    made = _made(request, kept)
+    sampling, shows_logprobs = sampling_of(request, facts, limits), wanted_logprobs(request) is not None
+    if made > kept and not shows_logprobs:
+        _need("logprobs", "best_of", facts)
+        sampling = msgspec.structs.replace(sampling, logprobs=0)
     deadlines = [seconds for seconds in (request.deadline_seconds, limits.deadline_seconds) if seconds is not None]
     return Wishes(
-        sampling=sampling_of(request, facts, limits),
+        sampling=sampling,
         stop=_stops(request.stop, limits),
         stop_token_ids=_stop_ids(request.stop_token_ids or [], facts, limits),
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         include_stop=bool(request.include_stop_str_in_output),
         deadline_seconds=min(deadlines, default=None),
-        choices=request.n or 1,
+        choices=made,
+        kept=kept,
+        shows_logprobs=shows_logprobs,
     )
+
+
+def _made(request: Generation, kept: int) -> int:
+    """How many answers are made of each prompt: `n`, or `best_of` to choose `n` from. Raises ApiError 400 where these contradict."""
+    made = (request.best_of if isinstance(request, CompletionRequest) else None) or kept
+    if made < kept:
+        raise invalid(f"best_of: {made} answers are too few to return n = {kept} of them", "best_of")
+    if made > kept and request.stream:
+        raise invalid("best_of: the best answers are known at the end; not together with stream", "best_of")
+    return made
+
+
+def _need(capability: str, param: str, facts: Facts) -> None:
+    """Raises ApiError 400, by the parameter's name, for what the backend cannot do."""
+    if capability not in facts.capabilities:
+        text = f"{param} is not supported by the {facts.backend} backend"
+        raise invalid(text, param.partition(" ")[0], "unsupported_parameter")
 
 
 def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
     """How the tokens are drawn. A temperature that is not given is 1.0 (OpenAI's), or 0 where the backend only knows greedy."""
-
-    def need(capability: str, param: str) -> None:
-        if capability not in facts.capabilities:
-            raise invalid(f"{param} is not supported by the {facts.backend} backend", param, "unsupported_parameter")
-
+    need = partial(_need, facts=facts)
     temperature = request.temperature
     if temperature is None:
         temperature = 1.0 if "temperature" in facts.capabilities else 0.0
@@ -113,8 +137,11 @@ def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
     if schema is not None:
         need("json_schema", "response_format")
     logprobs = wanted_logprobs(request)
+    prompt_logprobs = logprobs if isinstance(request, CompletionRequest) and request.echo else None
     if logprobs is not None:
         need("logprobs", "logprobs")
+    if prompt_logprobs is not None:
+        need("prompt_logprobs", "logprobs together with echo")
     return Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -126,6 +153,7 @@ def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
         repetition_penalty=repetition,
         logit_bias=_logit_bias(request.logit_bias or {}, facts, limits),
         logprobs=None if logprobs is None else min(logprobs, facts.vocabulary),
+        prompt_logprobs=None if prompt_logprobs is None else min(prompt_logprobs, facts.vocabulary),
         grammar=grammar,
         json_schema=schema,
     )
@@ -134,8 +162,6 @@ def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
 def wanted_logprobs(request: Generation) -> int | None:
     """How many alternatives to report at each position; None: no log-probabilities at all."""
     if isinstance(request, CompletionRequest):
-        if request.logprobs is not None and request.echo:
-            raise invalid("logprobs: log-probabilities of the prompt (echo) are not supported; send one of the two", "logprobs")
         return request.logprobs
     if isinstance(request, ChatRequest):
         if request.logprobs:
@@ -153,7 +179,7 @@ def seeded(sampling: Sampling, choice: int) -> Sampling:
 def token_limit(request: Generation, prompt_tokens: int, facts: Facts, default: int | None) -> int:
     """Most output tokens after a prompt of this length; `default` None: what the context leaves.
 
-    Raises ApiError 400 for an empty prompt, for one that leaves no room, and for a max_tokens beyond the room.
+    0 where max_tokens is 0. Raises ApiError 400 for an empty prompt, for one that leaves no room, and for a max_tokens beyond the room.
     """
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     asked, asked_by = request.max_tokens, "max_tokens"
@@ -164,7 +190,9 @@ def token_limit(request: Generation, prompt_tokens: int, facts: Facts, default: 
     if prompt_tokens < 1:
         raise invalid(f"{param}: no tokens in it; at least one is needed", param)
     room = facts.context_tokens - prompt_tokens
-    if room < (asked or 1):
+    # Nothing is to be generated after a prompt of max_tokens 0, but scoring it takes a sequence, which generates one token at least.
+    scored = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    if room < (1 if asked is None or scored else 0) or room < (asked or 0):
         raise context_overflow(prompt_tokens, asked, facts.context_tokens, param)
     limit = asked if asked is not None else room if default is None else min(default, room)
     if (request.min_tokens or 0) > limit:
@@ -201,14 +229,14 @@ def prompts_of(request: CompletionRequest, facts: Facts, limits: Limits) -> list
             check_ids(ids, facts, "prompt")
         elif not ids:
             raise invalid("prompt: an empty text; at least one token is needed", "prompt")
-    check_sequences(len(found), request.n or 1, limits)
+    check_sequences(len(found), request.best_of or request.n or 1, limits, "best_of" if request.best_of else "n")
     return found
 
 
-def check_sequences(prompts: int, choices: int, limits: Limits) -> None:
+def check_sequences(prompts: int, choices: int, limits: Limits, asked_by: str = "n") -> None:
     """Raises ApiError 400 where one request asks for too many sequences."""
     if prompts * choices > limits.sequences:
-        param = "n" if choices > 1 else "prompt"
+        param = asked_by if choices > 1 else "prompt"
         raise invalid(f"{param}: {prompts} prompts times {choices} answers; {limits.sequences} sequences a request are allowed", param)
 
 

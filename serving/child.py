@@ -35,7 +35,12 @@ class Child:
     """A running engine process. `on_message` gets each message, `on_exit` is called once, after the last message, on the loop."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], config: EngineConfig, on_message: Callable[[FromEngine], None], on_exit: Callable[[], None]
+        self,
+        process: subprocess.Popen[bytes],
+        config: EngineConfig,
+        on_message: Callable[[FromEngine], None],
+        on_exit: Callable[[], None],
+        on_output: Callable[[str], None] | None = None,
     ) -> None:
         self.pid = process.pid
         self.config = config
@@ -45,6 +50,7 @@ class Child:
         self._process = process
         self._on_message = on_message
         self._on_exit = on_exit
+        self._on_output = on_output
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._socket_closed = False
@@ -54,8 +60,17 @@ class Child:
         self._memory_kills_before = _memory_kills()
 
     @classmethod
-    async def spawn(cls, config: EngineConfig, on_message: Callable[[FromEngine], None], on_exit: Callable[[], None]) -> Child:
-        """Start `python -m serving.engine` with this configuration. Raises OSError where no process can be started."""
+    async def spawn(
+        cls,
+        config: EngineConfig,
+        on_message: Callable[[FromEngine], None],
+        on_exit: Callable[[], None],
+        on_output: Callable[[str], None] | None = None,
+    ) -> Child:
+        """Start `python -m serving.engine` with this configuration. Raises OSError where no process can be started.
+
+        `on_output` gets each line that the child prints, in a thread; None: they go to standard error.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -71,7 +86,7 @@ class Child:
             except OSError:
                 ours.close()
                 raise
-        child = cls(process, config, on_message, on_exit)
+        child = cls(process, config, on_message, on_exit, on_output)
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_unix_connection(lambda: _Wire(child), sock=ours)
@@ -169,7 +184,10 @@ class Child:
                 text = line.decode(errors="replace").rstrip()
                 self.last_lines.append(text)
                 with contextlib.suppress(OSError, ValueError):  # nobody reads our standard error; the engine shall live on
-                    print(text, file=sys.stderr, flush=True)
+                    if self._on_output is not None:
+                        self._on_output(text)
+                    else:
+                        print(text, file=sys.stderr, flush=True)
         self._output_ended.set()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ EPILOG = "\n\n".join(
         "crossover serve ./model.gguf --slots 8  (a file of yours)",
         "crossover serve 1b --backend onnx --format int4  (another engine, another format)",
         "crossover serve 3b --policy gpu-only  (an error rather than the CPU)",
+        "crossover serve 135m 360m --idle-unload 600 --admin-port 8001  (two models, unloaded when nobody asks)",
         "crossover serve 135m --cores 0-5 --api-cores 6  (who runs where)",
         "crossover serve 135m --port 0 --ready-file ready.json  (for scripts: a free port, and a file when it is ready)",
         "Then:",
@@ -23,7 +24,7 @@ EPILOG = "\n\n".join(
         "curl localhost:8000/v1/placement  (what runs where, and why)",
     )
 )
-_ENGINE, _QUEUE, _HTTP, _MACHINE = "Engine", "Queue and faults", "HTTP", "Machine"
+_ENGINE, _QUEUE, _HTTP, _MACHINE, _SEVERAL = "Engine", "Queue and faults", "HTTP", "Machine", "Several models"
 
 
 serve = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -31,7 +32,10 @@ serve = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @serve.command(name="serve", epilog=EPILOG)
 def _serve(
-    model: Annotated[str, typer.Argument(help="A rung (135m, 360m, 1b, 3b, ...), a GGUF file, a model folder, or a hub name.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(help="A rung (135m, 360m, 1b, 3b, ...), a GGUF file, a model folder, or a hub name. Several: all in one server."),
+    ] = None,
     backend: Annotated[
         str | None, typer.Option(help="llama_cpp, onnx, torch, fake or package.module:Class. Default: by device.", rich_help_panel=_ENGINE)
     ] = None,
@@ -64,6 +68,36 @@ def _serve(
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="For this backend only; may be repeated.", rich_help_panel=_ENGINE)
     ] = None,
+    standby: Annotated[
+        str,
+        typer.Option(
+            metavar="cold|warm", help="warm: keep the engine to fall back to loaded (costs its memory).", rich_help_panel=_MACHINE
+        ),
+    ] = "cold",
+    models_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="TOML with a [[model]] for each model and its options.", rich_help_panel=_SEVERAL)
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="RAM for all engines together, e.g. 24GiB.", rich_help_panel=_SEVERAL)
+    ] = None,
+    max_loaded_models: Annotated[int | None, typer.Option(min=1, help="Models loaded at the same time.", rich_help_panel=_SEVERAL)] = None,
+    idle_unload: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Unload a model that nobody asked for so long.", rich_help_panel=_SEVERAL),
+    ] = None,
+    load_wait: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that a request waits while its model loads.", rich_help_panel=_SEVERAL)
+    ] = 60.0,
+    admin_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Variable with the key of the /admin/ routes.", rich_help_panel=_SEVERAL)
+    ] = None,
+    admin_key_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="File with the key of the /admin/ routes.", rich_help_panel=_SEVERAL)
+    ] = None,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Put the /admin/ routes on this port of 127.0.0.1 instead.", rich_help_panel=_SEVERAL),
+    ] = None,
     cache: Annotated[
         str | None, typer.Option(help="Where weights are kept. Default: $CROSSOVER_CACHE or ~/.cache/crossover.", rich_help_panel=_MACHINE)
     ] = None,
@@ -81,6 +115,10 @@ def _serve(
     max_wait: Annotated[
         float, typer.Option(min=0.0, help="Longest predicted wait in seconds; beyond it 429.", rich_help_panel=_QUEUE)
     ] = 30.0,
+    ttft_promise: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Promised seconds to the first token; beyond it 429.", rich_help_panel=_QUEUE),
+    ] = None,
     health_timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a step until a sleeping engine counts as hung.", rich_help_panel=_QUEUE)
     ] = 30.0,
@@ -94,18 +132,29 @@ def _serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log every request as one JSON object a line.", rich_help_panel=_HTTP)
     ] = False,
-    log_json: Annotated[
-        bool, typer.Option("--log-json", help="Log what happens to the engines as one JSON object a line.", rich_help_panel=_HTTP)
-    ] = False,
+    log_format: Annotated[str, typer.Option(metavar="text|json", help="json: one object a line.", rich_help_panel=_HTTP)] = "text",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send traces to this OpenTelemetry collector (OTLP over HTTP).", rich_help_panel=_HTTP),
+    ] = None,
 ) -> None:
-    """Serve one model over an OpenAI-compatible HTTP endpoint: on the GPU where there is one, else on the CPU, and say why."""
+    """Serve models over an OpenAI-compatible HTTP endpoint: on the GPU where there is one, else on the CPU, and say why."""
     from serving.launch import launch
-    from serving.preparation import ServeOptions
+    from serving.options import ServeOptions
 
     raise typer.Exit(
         launch(
             ServeOptions(
-                model=model,
+                models=tuple(model or ()),
+                models_file=models_file,
+                standby=_one_of("--standby", standby, ("cold", "warm")),
+                memory_limit=memory_limit,
+                max_loaded_models=max_loaded_models,
+                idle_unload_seconds=idle_unload,
+                load_wait_seconds=load_wait,
+                admin_key_env=admin_key_env,
+                admin_key_file=admin_key_file,
+                admin_port=admin_port,
                 backend=backend,
                 weight_format=weight_format,
                 policy=policy,
@@ -127,17 +176,25 @@ def _serve(
                 options=tuple(option or ()),
                 most_waiting=max_waiting,
                 longest_wait_seconds=max_wait,
+                ttft_promise_seconds=ttft_promise,
                 health_timeout_seconds=health_timeout,
                 drain_seconds=drain_timeout,
                 ready_file=ready_file,
                 check_memory=memory_check,
                 tls_certificate=tls_certificate,
                 tls_key=tls_key,
-                log_json=log_json,
+                log_format=_one_of("--log-format", log_format, ("text", "json")),
+                otlp_endpoint=otlp_endpoint,
                 log_requests=log_requests,
             )
         )
     )
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> Any:
+    if value not in choices:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}", param_hint=option)
+    return value
 
 
 def doctor(

@@ -57,6 +57,7 @@ def main() -> int:
 def _serve(config: EngineConfig, link: Link) -> int:
     started = time.perf_counter()
     from models.tokenizer import load_tokenizer
+    from serving import grammar
     from serving.backends import backend_class
     from serving.scheduler import Scheduler
 
@@ -65,11 +66,15 @@ def _serve(config: EngineConfig, link: Link) -> int:
     tokenizer = load_tokenizer(config.tokenizer_path or config.model_path)
     table = tokenizer.token_bytes()
     table += [b""] * max(0, backend.info.vocabulary - len(table))  # models pad their vocabulary
-    scheduler = Scheduler(backend, table, tokenizer.eos_ids, config)
+    grammars = grammar.Grammars(table, tokenizer.eos_ids)
+    scheduler = Scheduler(backend, table, tokenizer.eos_ids, config, constrain=grammars.open)
+    info = backend.info
+    if not grammar.has_matcher():
+        info = msgspec.structs.replace(info, capabilities=info.capabilities - grammar.CAPABILITIES)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    link.send(Ready(backend.info, time.perf_counter() - started, rss_bytes(), peak_rss_bytes()))
+    link.send(Ready(info, time.perf_counter() - started, rss_bytes(), peak_rss_bytes()))
     link.ready = True
     pulse = Pulse(link)
     draining = False
@@ -79,7 +84,7 @@ def _serve(config: EngineConfig, link: Link) -> int:
                 case Submit():
                     refused = scheduler.add(message)
                     if refused is not None:
-                        link.send(Step([refused], scheduler.stats()))
+                        link.send(Step([refused], msgspec.structs.replace(scheduler.stats(), step_seconds=0.0)))  # no step was made
                 case Cancel(id=sequence_id):
                     scheduler.cancel(sequence_id)
                 case Stop(drain=drain):

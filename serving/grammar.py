@@ -1,12 +1,14 @@
-"""Grammars and JSON schemas for models in GGUF files: what may come next, kept per request in Row.state.
+"""Grammars and JSON schemas, for every backend: what may come next, kept per request in Row.state.
 
 A schema becomes a grammar by llama-cpp-python's converter. serving.gbnf refuses what can be seen to be wrong, with a reason; the rest is
-matched by llama.cpp in a process of its own (serving.grammar_helper), started with the first grammar. A grammar that is too slow or too
-big there loses its own request and nobody else's: the process is killed, and other requests' states are replayed in the next one.
+matched by llama.cpp in a process of its own (serving.grammar_helper), started with the first grammar, which is told the tokens' bytes: a
+GGUF file is not needed, whatever runs the model. A grammar that is too slow or too big there loses its own request and nobody else's: the
+process is killed, and other requests' states are replayed in the next one.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -15,14 +17,14 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
 from serving.backends.base import Sampling
 from serving.errors import Unsupported
 from serving.gbnf import check_grammar, check_schema
-from serving.grammar_helper import Accept, Allows, Close, Mask, Open, Request, encode
+from serving.grammar_helper import Accept, Allows, Close, Mask, Open, Request, Vocabulary, encode
 from serving.messages import FRAME
 from serving.sampling import Logits
 
@@ -34,13 +36,24 @@ class TooSlow(Exception):
     """The grammar process did not answer in time, or died of the request."""
 
 
-class Grammars:
-    """Makes grammar states for the vocabulary of one GGUF file; owns the process that matches them."""
+CAPABILITIES = frozenset({"grammar", "json_schema"})  # of serving.backends.base.CAPABILITIES: what needs llama-cpp-python, on any backend
 
-    def __init__(self, model_path: str, end_token: int, is_end: Callable[[int], bool]) -> None:
-        self.end_token, self.is_end = end_token, is_end
+
+def has_matcher() -> bool:
+    """Whether grammars can be matched at all: llama-cpp-python is installed."""
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+class Grammars:
+    """Makes grammar states for one vocabulary; owns the process that matches them.
+
+    `tokens`: each token's bytes, b"" for those that a grammar may never draw; `ends`: the tokens that end a text.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], ends: frozenset[int]) -> None:
+        self.ends = ends
         self.generation = 0  # of the process; a state opened in an earlier one must be opened again
-        self._model_path = model_path
+        self._tokens = tokens
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
         self._forgotten: list[int] = []
@@ -49,6 +62,8 @@ class Grammars:
         """A new state for a request; None where it asks for no grammar. Raises Unsupported saying what is wrong with it."""
         if sampling.grammar is not None and sampling.json_schema is not None:
             raise Unsupported("a request can have a grammar or a JSON schema, not both", "grammar")
+        if not self.ends and (sampling.grammar is not None or sampling.json_schema is not None):
+            raise Unsupported("the model names no token that ends a text, so that a grammar could not end", "grammar")
         if sampling.json_schema is not None:
             return self._state(schema_to_gbnf(sampling.json_schema), "json_schema")
         if sampling.grammar is not None:
@@ -89,18 +104,18 @@ class Grammars:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "serving.grammar_helper", self._model_path],
+            [sys.executable, "-m", "serving.grammar_helper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # llama.cpp prints every grammar that it cannot parse
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         try:
-            self._read(START_SECONDS)
+            self._exchange(Vocabulary(list(self._tokens), min(self.ends)), START_SECONDS)
         except TooSlow as problem:
             raise TooSlow("the process that matches grammars does not start") from problem
 
-    def _exchange(self, request: Request) -> bytes:
+    def _exchange(self, request: Request | Vocabulary, seconds: float = ANSWER_SECONDS) -> bytes:
         assert self._process is not None and self._process.stdin is not None
         body = encode(request)
         try:
@@ -109,7 +124,7 @@ class Grammars:
         except OSError:
             self.close()
             raise TooSlow("the process that matches grammars has ended") from None
-        return self._read(ANSWER_SECONDS)
+        return self._read(seconds)
 
     def _read(self, seconds: float) -> bytes:
         assert self._process is not None and self._process.stdout is not None
@@ -134,7 +149,7 @@ class GrammarState:
     """
 
     def __init__(self, grammars: Grammars, text: str, number: int) -> None:
-        self.end_token = grammars.end_token
+        self.end_token = min(grammars.ends)
         self.error: str | None = None
         self.number = number
         self._grammars, self._text = grammars, text
@@ -143,7 +158,8 @@ class GrammarState:
         self._ended = False
 
     def allows(self, token: int) -> bool:
-        return self._answer(Allows(self.number, token)) == b"1"
+        asked = self.end_token if token in self._grammars.ends else token  # the matcher knows one end
+        return self._answer(Allows(self.number, asked)) == b"1"
 
     def mask(self, logits: Logits) -> None:
         bits = self._answer(Mask(self.number))
@@ -151,12 +167,13 @@ class GrammarState:
             logits[:] = -np.inf
             return
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8)).view(bool)
+        allowed[list(self._grammars.ends)] = allowed[self.end_token]
         known = min(len(allowed), len(logits))
         logits[:known][~allowed[:known]] = -np.inf
         logits[known:] = -np.inf
 
     def accept(self, token: int) -> None:
-        if self._grammars.is_end(token):
+        if token in self._grammars.ends:
             self._ended = True
         elif self._answer(Accept(self.number, token)) == b"1":
             self._accepted.append(token)

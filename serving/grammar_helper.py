@@ -4,8 +4,9 @@ llama.cpp keeps every way in which a text may match as a stack of its own. For a
 within one token, in a call that cannot be interrupted; a broken invariant aborts. Here that costs a process that holds nothing but a
 vocabulary: the engine gives it a deadline, kills it, and starts another.
 
-Started by serving.grammar as `python -m serving.grammar_helper MODEL.gguf`. Requests and answers are msgpack in length-prefixed frames
-on stdin and stdout, one answer for each request, in order; the first answer, unasked, is the vocabulary's size.
+Started by serving.grammar as `python -m serving.grammar_helper`. Requests and answers are msgpack in length-prefixed frames on stdin and
+stdout, one answer for each request, in order. The first request is the Vocabulary: llama.cpp reads vocabularies from GGUF files only, so
+one without weights is written for it and removed again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import ctypes
 import os
 import resource
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -23,6 +26,13 @@ from serving.messages import FRAME
 
 MEMORY_BYTES = 1 << 30  # of address space beyond what the start took
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+
+
+class Vocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
+    """The first request: every token's bytes (b"": never allowed), and the token that ends a text. Answered with the vocabulary's size."""
+
+    tokens: list[bytes]
+    end: int
 
 
 class Open(msgspec.Struct, tag="open", array_like=True):
@@ -62,6 +72,7 @@ class Close(msgspec.Struct, tag="close", array_like=True):
 Request = Open | Allows | Accept | Mask | Close
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Request).decode
+_decode_vocabulary = msgspec.msgpack.Decoder(Vocabulary).decode
 
 
 class Matcher:
@@ -120,27 +131,43 @@ class Matcher:
         self._llama.llama_sampler_apply(self._states[state], ctypes.byref(array))
 
 
-def main(model_path: str) -> int:
+def main() -> int:
     from serving.backends.llama_cpp_library import library
     from serving.engine import die_with_parent
 
     die_with_parent()  # also when a request never comes back
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    body = _read(requests)
+    if body is None:
+        return 0
     llama = library()
-    settings = llama.llama_model_default_params()
-    settings.vocab_only = True
-    settings.n_gpu_layers = 0
-    model = llama.llama_model_load_from_file(model_path.encode(), settings)
+    model = _load(llama, _decode_vocabulary(body))
     if not model:
         return 3
     matcher = Matcher(llama, llama.llama_model_get_vocab(model))
     _limit_memory()
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     _write(answers, str(matcher.vocabulary).encode())
-    while True:
-        head = requests.read(FRAME.size)
-        if len(head) < FRAME.size:
-            return 0
-        _write(answers, matcher.answer(_decode(requests.read(FRAME.unpack(head)[0]))))
+    while (body := _read(requests)) is not None:
+        _write(answers, matcher.answer(_decode(body)))
+    return 0
+
+
+def _load(llama: Any, vocabulary: Vocabulary) -> Any:
+    from models.gguf_write import write_tokens
+
+    settings = llama.llama_model_default_params()
+    settings.vocab_only = True
+    settings.n_gpu_layers = 0
+    with tempfile.TemporaryDirectory(prefix="crossover-grammar-") as folder:
+        file = Path(folder, "tokens.gguf")
+        write_tokens(vocabulary.tokens, vocabulary.end, file)
+        return llama.llama_model_load_from_file(str(file).encode(), settings)
+
+
+def _read(requests: BinaryIO) -> bytes | None:
+    """The next frame's body; None where the engine has gone."""
+    head = requests.read(FRAME.size)
+    return requests.read(FRAME.unpack(head)[0]) if len(head) == FRAME.size else None
 
 
 def _write(answers: BinaryIO, body: bytes) -> None:
@@ -155,4 +182,4 @@ def _limit_memory() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main())

@@ -1,42 +1,48 @@
-"""From `crossover serve MODEL` to a server that answers: plan, listen, load, serve, drain.
+"""From `crossover serve MODEL...` to a server that answers: prepare, listen, load, serve, drain.
 
-    status = launch(ServeOptions(model="smollm2-135m", port=0))
+    status = launch(ServeOptions(models=("smollm2-135m",), port=0))
 
-The port is bound before anything slow happens, so a taken port is an error at once; the server listens while the engine loads (503 with the
-reason until it is ready). The first SIGTERM or SIGINT drains, a second one aborts.
+The port is bound before anything slow happens, so a taken port is an error at once; the server listens while engines load (503 with the
+reason until they are ready). The first SIGTERM or SIGINT drains, a second one aborts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvicorn
 
-from models.tokenizer import load_tokenizer
+from models.cli import parse_bytes
 from serving.access import Limits
 from serving.address import listen, url_of, write_atomically
+from serving.admin import ROUTES as ADMIN_ROUTES
+from serving.admin import LoopbackOnly
 from serving.admission import QueueBounds
-from serving.app import create_app
-from serving.backends.base import EngineConfig
-from serving.cores import CoreSplit, parse_cores, physical_of, split_cores
-from serving.hardware import allowed_cores, hardware_facts, process_memory
-from serving.listener import server_options
+from serving.app import App, app_of
+from serving.cores import parse_cores, physical_of, split_cores
+from serving.fleet import Fleet, FleetLimits, Tenant
+from serving.hardware import allowed_cores, process_memory
+from serving.listener import room_for_connections, server_options
+from serving.metrics import ServerMetrics
 from serving.narrator import Narrator
+from serving.options import ServeOptions, check_files, models_of, read_api_key, shared_of
 from serving.placement import Placement, explain, gib
-from serving.preparation import ServeOptions, check_files, parse_options, prepare, read_api_key
+from serving.preparation import Machine, Prepared, prepare
 from serving.probe import find_gpus
 from serving.recovery import RecoveryLimits
+from serving.service import Desk
 from serving.supervisor import Supervisor
+from serving.tracing import make_tracer
 
 RETURN_NEED = 1.2  # the GPU must have this much of the predicted need free before the engine goes back to it
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -44,69 +50,96 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. The exit status: 0 after a drain, 1 when nothing could be served or requests were cut off."""
-    narrator = Narrator(sys.stderr, as_json=options.log_json)
+    narrator = Narrator(sys.stderr, as_json=options.log_format == "json")
     check_files(options)
-    if options.log_requests:
-        logging.basicConfig(stream=sys.stderr, format="%(message)s")
-        logging.getLogger("crossover.http").setLevel(logging.INFO)
+    narrator.take_logging(options.log_requests)
     api_key = read_api_key(options.api_key_env, options.api_key_file)
-    engine_options = parse_options(options.options)
-    split = _split(options)
-    with listen(options.host, options.port) as listener:
-        facts = hardware_facts()
-        placement, configs, tokenizer_path = prepare(options, engine_options, facts, split, narrator)
-        narrator.say(*explain(placement), split.note)
+    admin_key = read_api_key(options.admin_key_env, options.admin_key_file, "--admin-key")
+    memory_limit = parse_bytes(options.memory_limit) if options.memory_limit is not None else None
+    models = models_of(options)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(options.host, options.port))
+        admin = None if options.admin_port is None else stack.enter_context(listen("127.0.0.1", options.admin_port))
+        machine = Machine(options.cache, options.api_cores, narrator)
+        facts = machine.facts()
+        prepared = [prepare(model, machine, facts) for model in models]
+        for one in prepared:
+            narrator.say(*explain(one.placement), one.note)
+            if one.model.standby == "warm" and len(one.configs) < 2:
+                narrator.say(f"--standby warm: {one.name} has no engine to fall back to, so none stands by")
+        narrator.name_models = len(prepared) > 1
+        allowed = allowed_cores()
+        split = split_cores(allowed, parse_cores(options.cores), parse_cores(options.api_cores), options.threads, physical_of(allowed))
         os.sched_setaffinity(0, split.api)
-        return _run(_serve(options, placement, configs, tokenizer_path, api_key, listener, narrator))
+        desk = Desk(_limits(narrator), ServerMetrics())
+        desk.tracer = make_tracer(options.otlp_endpoint)
+        limits = FleetLimits(memory_limit, options.max_loaded_models, options.load_wait_seconds, options.drain_seconds)
+        fleet = Fleet(desk, machine, lambda p, placed: _supervisor(options, p, placed, narrator), limits, shared_of(options))
+        for one in prepared:
+            fleet.add(one)
+        apart = admin is not None or admin_key is None
+        app = app_of(desk, api_key, admin=() if apart else ADMIN_ROUTES, admin_key=None if apart else admin_key)
+        served = [(app, listener, options.tls_certificate, options.tls_key)]
+        if admin is not None:
+            key = None if admin_key is None else admin_key.encode()
+            served.append((LoopbackOnly(App(desk, key, ADMIN_ROUTES)), admin, None, None))
+            narrator.say(
+                f"admin routes on {url_of(admin)}/admin/{'' if admin_key else ' (for anybody on this machine: no --admin-key-...)'}"
+            )
+        return _run(_serve(options, fleet, served, narrator))
 
 
-def _split(options: ServeOptions) -> CoreSplit:
-    allowed = allowed_cores()
-    return split_cores(allowed, parse_cores(options.cores), parse_cores(options.api_cores), options.threads, physical_of(allowed))
+def _limits(narrator: Narrator) -> Limits:
+    """The limits of requests and connections; fewer connections, and a line that says so, where the system allows too few open files."""
+    limits = Limits()
+    connections = room_for_connections(limits.connections)
+    if connections < limits.connections:
+        narrator.say(
+            f"at most {connections} connections at once, not {limits.connections}: the hard limit of open files (ulimit -Hn) allows no more"
+        )
+    return msgspec.structs.replace(limits, connections=connections)
+
+
+def _supervisor(options: ServeOptions, prepared: Prepared, placed: Callable[[], Placement], narrator: Narrator) -> Supervisor:
+    """The supervisor of one model, not started."""
+    return Supervisor(
+        prepared.configs,
+        bounds=QueueBounds(
+            waiting_requests=options.most_waiting,
+            wait_seconds=options.longest_wait_seconds,
+            ttft_seconds=options.ttft_promise_seconds,
+        ),
+        limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
+        standby=prepared.model.standby == "warm",
+        preferred_usable=_preferred_usable(placed),
+        on_event=narrator.event,
+        on_output=narrator.output,
+    )
+
+
+def _server(app: Any, certificate: str | None, key: str | None, limits: Limits) -> uvicorn.Server:
+    server = uvicorn.Server(
+        uvicorn.Config(app, ssl_certfile=certificate, ssl_keyfile=key, timeout_graceful_shutdown=5, **server_options(limits))
+    )
+    server.capture_signals = _leave_signals_alone  # type: ignore[method-assign]  # the order is: drain, then close
+    return server
 
 
 async def _serve(
-    options: ServeOptions,
-    placement: Placement,
-    configs: list[EngineConfig],
-    tokenizer_path: str,
-    api_key: str | None,
-    listener: socket.socket,
-    narrator: Narrator,
+    options: ServeOptions, fleet: Fleet, served: list[tuple[Any, socket.socket, str | None, str | None]], narrator: Narrator
 ) -> int:
-    supervisor = Supervisor(
-        configs,
-        bounds=QueueBounds(waiting_requests=options.most_waiting, wait_seconds=options.longest_wait_seconds),
-        limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
-        preferred_usable=_preferred_usable(placement),
-        on_event=narrator.event,
-    )
-    app = create_app(
-        supervisor,
-        load_tokenizer(tokenizer_path),
-        served_name=configs[0].model_name,
-        api_key=api_key,
-        placement={**msgspec.to_builtins(placement), "lines": explain(placement)},
-    )
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            ssl_certfile=options.tls_certificate,
-            ssl_keyfile=options.tls_key,
-            timeout_graceful_shutdown=5,
-            **server_options(Limits()),
-        )
-    )
-    server.capture_signals = _leave_signals_alone  # type: ignore[method-assign]  # the order below matters: drain, then close
+    desk = fleet.desk
+    listener = served[0][1]
+    servers = [(_server(app, certificate, key, desk.limits), port) for app, port, certificate, key in served]
     url = url_of(listener, tls=options.tls_certificate is not None)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, _on_signal, supervisor, stop, narrator)
-    await supervisor.start()
-    narrator.say(f"listening on {url}, loading the model")
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    announcing = asyncio.create_task(_announce(supervisor, placement, url, options.ready_file, narrator))
+        loop.add_signal_handler(number, _on_signal, fleet, stop, narrator)
+    await fleet.start()
+    narrator.say(f"listening on {url}, loading {'the model' if len(fleet.tenants) == 1 else f'{len(fleet.tenants)} models'}")
+    serving = asyncio.gather(*(server.serve(sockets=[port]) for server, port in servers))
+    announcing = asyncio.create_task(_announce(fleet, url, options.ready_file, narrator))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, announcing, stopping}, return_when=asyncio.FIRST_COMPLETED)
     status = 0
@@ -116,51 +149,85 @@ async def _serve(
     elif serving.done() and not stop.is_set():
         status = 1
         narrator.say("the HTTP server ended by itself")
-    cut_off = await supervisor.stop(drain=not announcing.done(), timeout_seconds=options.drain_seconds)
+    cut_off = await fleet.stop(drain=not announcing.done(), timeout_seconds=options.drain_seconds)
     announcing.cancel()
     stopping.cancel()
-    server.should_exit = True
+    for server, _ in servers:
+        server.should_exit = True
     await serving
+    if desk.tracer is not None:
+        await asyncio.to_thread(desk.tracer.close)
     if options.ready_file:
         Path(options.ready_file).unlink(missing_ok=True)
     narrator.say(f"stopped, {cut_off} requests cut off" if cut_off else "stopped")
     return 1 if cut_off else status
 
 
-async def _announce(supervisor: Supervisor, placement: Placement, url: str, ready_file: str | None, narrator: Narrator) -> str:
-    """Tell how far the load is, and each time an engine is ready; returns the reason when the first one never is."""
-    told_for: int | None = None
-    first = True
+async def _announce(fleet: Fleet, url: str, ready_file: str | None, narrator: Narrator) -> str:
+    """Tell how far loads are, and each time an engine is ready; returns the reason when nothing can ever be served."""
+    told: dict[str, int] = {}
     while True:
-        if supervisor.state == "failed" and first:
-            return supervisor.reason or "the engine failed"
-        if supervisor.state in ("loading", "restarting") and supervisor.loading is not None:
-            narrator.progress(supervisor.loading.what, supervisor.loading.fraction)
-        ready, pid = supervisor.ready, supervisor.engine_pid
-        if ready is not None and pid is not None and pid != told_for:
-            told_for, first = pid, False
-            memory = process_memory(pid)
-            measured = gib(memory.rss_bytes) if memory is not None else "not measured"
-            attempt = next((a for a in placement.attempts if a.device == supervisor.config.device), placement.attempts[0])
-            narrator.end_progress()
-            print(
-                f"ready: {url} ({supervisor.label}, loaded in {ready.load_seconds:.1f} s, "
-                f"memory {gib(attempt.need_bytes)} predicted, {measured} measured)",
-                flush=True,
-            )
-            if ready_file:
-                content = {"url": url, "pid": os.getpid(), "engine_pid": pid, "backend": supervisor.label}
-                write_atomically(Path(ready_file), json.dumps(content))
-        await supervisor.wait_change()
+        changes = [asyncio.ensure_future(tenant.supervisor.wait_change()) for tenant in fleet.all()]
+        for tenant in list(fleet.tenants.values()):
+            supervisor = tenant.supervisor
+            if supervisor.state in ("loading", "restarting") and supervisor.loading is not None:
+                name = f"{tenant.name}: " if narrator.name_models else ""
+                narrator.progress(name + supervisor.loading.what, supervisor.loading.fraction)
+            pid = supervisor.engine_pid
+            if supervisor.ready is not None and pid is not None and pid != told.get(tenant.name):
+                told[tenant.name] = pid
+                _tell_ready(tenant, url, narrator)
+                if ready_file:
+                    write_atomically(Path(ready_file), json.dumps(_ready_content(fleet, url)))
+        if not told and all(tenant.given_up for tenant in fleet.tenants.values()):
+            reasons = [
+                f"{t.name}: {t.supervisor.reason}" if narrator.name_models else t.supervisor.reason or "" for t in fleet.tenants.values()
+            ]
+            return "; ".join(reasons) or "the engine failed"
+        async with _cancelled_at_the_end(changes):
+            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _on_signal(supervisor: Supervisor, stop: asyncio.Event, narrator: Narrator) -> None:
+@contextlib.asynccontextmanager
+async def _cancelled_at_the_end(tasks: list[asyncio.Future[None]]) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _tell_ready(tenant: Tenant, url: str, narrator: Narrator) -> None:
+    supervisor, placement = tenant.supervisor, tenant.placement
+    assert supervisor.ready is not None and supervisor.engine_pid is not None
+    memory = process_memory(supervisor.engine_pid)
+    measured = gib(memory.rss_bytes) if memory is not None else "not measured"
+    attempt = next((a for a in placement.attempts if a.device == supervisor.config.device), placement.attempts[0])
+    name = f"{tenant.name}, " if narrator.name_models else ""
+    narrator.end_progress()
+    print(
+        f"ready: {url} ({name}{supervisor.label}, loaded in {supervisor.ready.load_seconds:.1f} s, "
+        f"memory {gib(attempt.need_bytes)} predicted, {measured} measured)",
+        flush=True,
+    )
+
+
+def _ready_content(fleet: Fleet, url: str) -> dict[str, Any]:
+    """Of the ready file: the first model that serves, and all of them by name."""
+    serving = {
+        t.name: t.supervisor for t in fleet.tenants.values() if t.supervisor.engine_pid is not None and t.supervisor.ready is not None
+    }
+    models = {name: {"engine_pid": one.engine_pid, "backend": one.label} for name, one in serving.items()}
+    return {"url": url, "pid": os.getpid(), **next(iter(models.values())), "models": models}
+
+
+def _on_signal(fleet: Fleet, stop: asyncio.Event, narrator: Narrator) -> None:
     if not stop.is_set():
-        narrator.say(f"draining {supervisor.in_flight} requests; a second signal aborts them")
+        narrator.say(f"draining {fleet.in_flight} requests; a second signal aborts them")
         stop.set()
     else:
         narrator.say("aborting")
-        task = asyncio.ensure_future(supervisor.stop(drain=False))
+        task = asyncio.ensure_future(fleet.stop(drain=False))
         _background.add(task)
         task.add_done_callback(_background.discard)
 
@@ -168,12 +235,13 @@ def _on_signal(supervisor: Supervisor, stop: asyncio.Event, narrator: Narrator) 
 _background: set[asyncio.Future[int]] = set()  # asyncio keeps only weak references to tasks
 
 
-def _preferred_usable(placement: Placement) -> Callable[[], Any] | None:
+def _preferred_usable(placed: Callable[[], Placement]) -> Callable[[], Awaitable[bool]]:
     """Asks the GPU's driver, in a subprocess, whether the first engine would fit now with room to spare."""
-    if placement.device != "gpu" or len(placement.attempts) < 2:
-        return None
 
     async def usable() -> bool:
+        placement = placed()
+        if placement.device != "gpu":
+            return True
         found = await asyncio.to_thread(find_gpus)
         return any(gpu.free_bytes is None or gpu.free_bytes >= RETURN_NEED * placement.need_bytes for gpu in found.gpus)
 

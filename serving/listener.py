@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 from typing import Any
 
@@ -21,6 +22,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from serving.access import Limits
 from serving.protocol import ApiError, try_again
 from serving.replies import encode
+
+OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read, the loop's own
 
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
@@ -121,6 +124,16 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
             self._header_timer = self._stall_timer = self._rest_timer = None
 
     return Guarded
+
+
+def room_for_connections(wanted: int) -> int:
+    """How many connections this process may have at once, `wanted` at most: its limit of file descriptors is raised as far as they need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - OTHER_DESCRIPTORS))
 
 
 def server_options(limits: Limits) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class Delta(msgspec.Struct, array_like=True):
     error: str | None = None
     queue_seconds: float | None = None  # arrival in the child to first scheduled; in the first delta
     prefill_seconds: float | None = None  # first scheduled to first token; in the first delta
+    prompt_details: list[TokenDetail] | None = None  # of the prompt's tokens from the second on, where asked for; in the first delta
 
 
 class StepStats(msgspec.Struct, array_like=True):

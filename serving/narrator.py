@@ -1,8 +1,16 @@
-"""Tells a person at the terminal, or a log collector, what the server is doing: lines, progress, and the engines' events."""
+"""Tells a person at the terminal, or a log collector, what the server is doing: lines, progress, the engines' events and what they print.
+
+    narrator = Narrator(sys.stderr, as_json=True)
+    narrator.take_logging(requests=True)        # Python's own logging, and a line for each request, go the same way
+
+As JSON every line is one object with `time` (ISO 8601, UTC) and `event`: note, progress, request, log, engine_output, or the kind of
+an engine's event (serving.supervisor.Event). A line that belongs to a request has its `request_id`, which is the answer's X-Request-Id.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TextIO
@@ -15,7 +23,10 @@ _BETWEEN_SECONDS = 5.0  # progress lines where the output is no terminal
 
 
 class Narrator:
-    """Writes to `out`. On a terminal progress overwrites its line; elsewhere it is a line now and then; as JSON, one object a line."""
+    """Writes to `out`. On a terminal progress overwrites its line; elsewhere it is a line now and then; as JSON, one object a line.
+
+    `name_models`: say of which model an event is; for servers that hold several.
+    """
 
     def __init__(self, out: TextIO, as_json: bool = False) -> None:
         self._out = out
@@ -23,6 +34,14 @@ class Narrator:
         self._live = not as_json and out.isatty()
         self._on_line = False
         self._last: tuple[str, float] = ("", 0.0)
+        self.name_models = False
+
+    def take_logging(self, requests: bool) -> None:
+        """Let Python's logging (ours, uvicorn's, the exporter's) write here; `requests`: a line for each request, too."""
+        handler = logging.StreamHandler(self._out)
+        handler.setFormatter(_JsonFormatter() if self._as_json else logging.Formatter("%(message)s"))
+        logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+        logging.getLogger("crossover.http").setLevel(logging.INFO if requests else logging.WARNING)
 
     def say(self, *lines: str) -> None:
         self.end_progress()
@@ -36,8 +55,19 @@ class Narrator:
         self.end_progress()
         moment = datetime.fromtimestamp(event.unix_seconds).strftime("%H:%M:%S")
         cause = f" [{event.cause}]" if event.cause else ""
-        fields: dict[str, object] = {"event": event.kind, "engine": event.engine, "message": event.message, "cause": event.cause}
-        self._write(fields, f"{moment} {event.engine} {event.kind.replace('_', ' ')}{cause}: {event.message}")
+        who = f"{event.model} ({event.engine})" if self.name_models else event.engine
+        fields: dict[str, object] = {
+            "event": event.kind,
+            "model": event.model or None,
+            "engine": event.engine,
+            "message": event.message,
+            "cause": event.cause,
+        }
+        self._write(fields, f"{moment} {who} {event.kind.replace('_', ' ')}{cause}: {event.message}")
+
+    def output(self, line: str) -> None:
+        """A line that an engine's process printed. From any thread."""
+        self._write({"event": "engine_output", "message": line}, line)
 
     def progress(self, what: str, fraction: float | None) -> None:
         """How far something is; `fraction` 0..1 or None."""
@@ -63,6 +93,24 @@ class Narrator:
 
     def _write(self, fields: dict[str, object], text: str) -> None:
         if self._as_json:
-            moment = datetime.now(UTC).isoformat(timespec="milliseconds")
-            text = json.dumps({"time": moment, **{key: value for key, value in fields.items() if value is not None}})
+            text = json.dumps({"time": _now(), **{key: value for key, value in fields.items() if value is not None}})
         print(text, file=self._out, flush=True)
+
+
+class _JsonFormatter(logging.Formatter):
+    """A record of Python's logging as one JSON object; a request's line is one already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.name == "crossover.http" and record.levelno == logging.INFO:
+            return record.getMessage()
+        line = {"time": _now(), "event": "log", "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        request_id = getattr(record, "request_id", None)
+        if request_id is not None:
+            line["request_id"] = request_id
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -8,19 +8,22 @@ import msgspec
 
 from serving import protocol, replies
 from serving.access import Limits
+from serving.admin_wire import FleetState, ModelChoice, ModelState, UnloadRequest
 from serving.placement_view import PlacementView
 
 _JSON = "application/json"
+_TOKEN_ID = "^(0|[1-9][0-9]{0,9})$"
 _KEYED: list[dict[str, list[str]]] = [{"key": []}]
 
 
-def document(model: str, limits: Limits) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a server with these limits."""
+def document(model: str, limits: Limits, admin: bool = False) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a server with these limits. `admin`: with the routes under /admin/."""
     p, r = protocol, replies
     types: list[Any] = [
         *(p.ChatRequest, p.CompletionRequest, p.TokenizeRequest, p.DetokenizeRequest),
         *(r.ChatCompletion, r.ChatChunk, r.Completion, r.Tokenized, r.Detokenized),
         *(r.ModelList, r.ModelCard, r.Health, r.Readiness, PlacementView, p.ErrorBody),
+        *((ModelChoice, UnloadRequest, ModelState, FleetState) if admin else ()),
     ]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     stops = {"minLength": 1, "maxLength": limits.stop_characters}
@@ -32,9 +35,12 @@ def document(model: str, limits: Limits) -> dict[str, Any]:
             {"type": "null"},
         ]
         _bound(properties["stop_token_ids"], "array", maxItems=limits.stop_token_ids)
-        _bound(properties["logit_bias"], "object", maxProperties=limits.logit_bias_keys, propertyNames={"pattern": "^[0-9]+$"})
+        _bound(properties["logit_bias"], "object", maxProperties=limits.logit_bias_keys, propertyNames={"pattern": _TOKEN_ID})
         _bound(properties["n"], "integer", maximum=min(p.MOST_CHOICES, limits.sequences))
     components["ChatRequest"]["properties"]["messages"]["maxItems"] = limits.messages
+    text, ids = {"type": "string", "minLength": 1}, _some({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})
+    prompts = [text, ids, _some(text, limits.sequences), _some(ids, limits.sequences)]  # no mixtures, which the type alone would allow
+    components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": prompts}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -42,9 +48,14 @@ def document(model: str, limits: Limits) -> dict[str, Any]:
             "version": "1",
             "description": f"OpenAI-compatible inference endpoint; serves {model!r}; every answer has X-Request-Id.",
         },
-        "paths": _paths(),
+        "paths": _paths() | (_admin_paths() if admin else {}),
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
+
+
+def _some(items: dict[str, Any], most: int | None = None) -> dict[str, Any]:
+    """A list of at least one."""
+    return {"type": "array", "items": items, "minItems": 1} | ({} if most is None else {"maxItems": most})
 
 
 def _bound(schema: dict[str, Any], kind: str, **more: Any) -> None:
@@ -69,9 +80,32 @@ def _paths() -> dict[str, Any]:
         "/health": {"get": _get("The process lives", "Health", keyed=False)},
         "/ready": {"get": _ready()},
         "/metrics": {"get": _operation("Prometheus metrics", {"text/plain": {"schema": {"type": "string"}}}, (401, 431))},
-        "/v1/placement": {"get": _get("What runs where, and why", "PlacementView")},
+        "/v1/placement": {
+            "get": _get("What runs where, and why", "PlacementView", (400, 404))
+            | {"parameters": [{"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}]}
+        },
         "/openapi.json": {"get": _operation("This document", {_JSON: {"schema": {"type": "object"}}}, (401, 431))},
     }
+
+
+def _admin_paths() -> dict[str, Any]:
+    """Behind the admin key: not the API key, whatever the scheme's name here says."""
+    errors = (404, 409, 500, 503, 507)
+    named = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
+    later = {"202": {"description": "It goes on; this is the state so far", "content": {_JSON: _ref("ModelState")}}}
+    paths: dict[str, Any] = {
+        "/admin/models": {"get": _get("State of every model", "FleetState")},
+        "/admin/models/{name}": {"get": _get("State of one model", "ModelState", (404,)) | named},
+    }
+    for path, what, body in (
+        ("load", "Load a model, or add one", "ModelChoice"),
+        ("unload", "Unload a model", "UnloadRequest"),
+        ("swap", "Serve another model under the same name", "ModelChoice"),
+    ):
+        operation = _post(what, body, "ModelState", {}, errors)
+        operation["responses"] |= later
+        paths[f"/admin/{path}"] = {"post": operation}
+    return paths
 
 
 def _ref(name: str) -> dict[str, Any]:
@@ -87,6 +121,7 @@ _MEANINGS = {
     401: "The API key is missing or wrong",
     404: "There is no such model",
     408: "The body came too slowly",
+    409: "It is under way already",
     413: "The body is too large",
     415: "The body is not JSON",
     429: "The queue is full; Retry-After says when to come back",
@@ -94,6 +129,7 @@ _MEANINGS = {
     500: "The engine failed on this request",
     503: "No engine serves at the moment; Retry-After says when to come back",
     504: "The request's deadline passed",
+    507: "The model cannot fit in this machine's memory",
 }
 
 

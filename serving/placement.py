@@ -297,7 +297,7 @@ def _nominal_bytes(spec: ModelSpec, backend: str, weight_format: str) -> int:
     if backend == "fake":
         return 0
     try:
-        return format_bytes(spec, "int8" if weight_format == "dynamic-int8" else weight_format)
+        return format_bytes(spec, weight_format)
     except KeyError:
         return spec.weight_bytes("fp16")
 
@@ -317,6 +317,28 @@ def default_backend(device: str, weight_format: str | None = None) -> str:
             if same(weight_format) in map(same, FORMATS[name]):
                 return name
     return default
+
+
+def narrowed(placement: Placement, attempts: tuple[Attempt, ...], reason: Reason | None) -> Placement:
+    """The same decision with these attempts only (at least one), the first of them chosen, and one more reason at the end."""
+    first = attempts[0]
+    reasons = placement.reasons
+    if first != placement.attempts[0]:
+        may = "" if first.free_bytes is None else f" of {gib(first.free_bytes)} usable"
+        text = f"the {first.device.upper()} serves with {first.backend}: {gib(first.need_bytes)} needed{may}"
+        reasons = (*(one for one in reasons if one.cause is not None), Reason(None, text))
+    return msgspec.structs.replace(
+        placement,
+        device=first.device,
+        backend=first.backend,
+        weight_format=first.weight_format,
+        weight_bytes=first.weight_bytes,
+        kv_bytes=first.kv_bytes,
+        overhead_bytes=first.overhead_bytes,
+        free_bytes=first.free_bytes,
+        reasons=reasons if reason is None else (*reasons, reason),
+        attempts=attempts,
+    )
 
 
 def explain(placement: Placement) -> list[str]:

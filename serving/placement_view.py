@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.messages import Ready
@@ -62,6 +63,7 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Happening]
     explanation: dict[str, Any] | None
     details: dict[str, str]
+    models: dict[str, str] | UnsetType = UNSET  # name -> state, where there are several; ?model=NAME shows another one
 
 
 class Placed(Protocol):

@@ -151,7 +151,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     """
 
     model: Annotated[str, Meta(description="As /v1/models names it; left out: the model that is served.")] | None = None
-    max_tokens: Annotated[Positive, Meta(description="Left out: 16 for completions, what the context leaves for chat.")] | None = None
+    max_tokens: Annotated[Positive, Meta(description="Left out: what the context leaves.")] | None = None
     max_completion_tokens: Annotated[Positive, Meta(description="OpenAI's newer name of max_tokens.")] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1, description="No end before so many tokens.")] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy. Left out: 1.0.")] | None = None
@@ -184,29 +184,19 @@ class Generation(Wire, kw_only=True, frozen=True):
 class CompletionRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt` is a text, several texts, token ids, or several lists of token ids."""
 
-    prompt: Annotated[
-        str | list[str | TokenId | list[TokenId]],
-        Meta(
-            extra_json_schema={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                    {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                        "minItems": 1,
-                    },
-                ]
-            }
-        ),
-    ]
-    echo: Annotated[bool, Meta(description="The prompt before the answer; not together with logprobs.")] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: (
+        Annotated[int, Meta(ge=0, le=2**31 - 1, description="Left out: 16. 0: no answer; with `echo` the prompt comes back.")] | None
+    ) = None
+    echo: Annotated[bool, Meta(description="The prompt before the answer; with `logprobs`, those of its tokens too.")] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     add_special_tokens: Annotated[bool, Meta(description="Begin a text with the model's BOS, where it has one; default true.")] | None = (
         None
     )
-    best_of: Annotated[Literal[1], Meta(description="not supported: must be 1")] | None = None
+    best_of: (
+        Annotated[int, Meta(ge=1, le=MOST_CHOICES, description="Answers to make, of which the `n` most probable per token come back.")]
+        | None
+    ) = None
     suffix: Annotated[Literal[""], Meta(description="not supported: must be empty")] | None = None
 
 
@@ -278,7 +268,6 @@ REFUSED: dict[str, str] = {
     "tool_choice": "tool_choice: function calling is not supported; only 'none' and 'auto' (without tools) are taken",
     "function_call": "function_call: function calling is not supported",
     "tool_calls": "tool_calls: function calling is not supported, also in a message",
-    "best_of": "best_of is not supported; use n",
     "suffix": "suffix: insertion is not supported",
     "modalities": "modalities: only text is supported",
     "audio": "audio is not supported; only text is",
@@ -321,6 +310,8 @@ def _explained(message: str) -> tuple[str, str | None]:
     last = re.sub(r"(\[[^\]]*\])+$", "", path).rsplit(".", 1)[-1]
     if last in REFUSED:
         return REFUSED[last], path
+    if last == "role":
+        return f"{path}: system, developer, user and assistant are taken; {what[:1].lower()}{what[1:]}", path
     if last == "type" and ".content[" in path:
         return f"{path}: only parts of type 'text' are supported; {what[:1].lower()}{what[1:]}", path
     if not path:

@@ -10,6 +10,8 @@ An engine list is in order of preference (GPU first). The table, in words:
 | engine_died                                                        | again once, then fall back | again, with growing pauses         |
 | too many deaths within the window                                  | fall back                  | fail: the circuit breaker is open  |
 
+Where the next engine stands by, loaded, every cause falls back at once: that is quicker than any restart.
+
 Going back to the preferred engine is tried after `return_first_seconds`, then twice as long after each attempt that did not last, up to
 `return_longest_seconds`, never more than `flips_per_hour` times an hour, and never after a permanent cause.
 """
@@ -76,15 +78,15 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.engine is None
 
 
-def after_death(endings: Sequence[Ending], engines: int, limits: RecoveryLimits) -> Verdict:
-    """The next move, given every unasked-for ending so far, oldest first (at least one)."""
+def after_death(endings: Sequence[Ending], engines: int, limits: RecoveryLimits, standby: bool = False) -> Verdict:
+    """The next move, given every unasked-for ending so far, oldest first (at least one). `standby`: the next engine is loaded already."""
     last = endings[-1]
     following = last.engine + 1 if last.engine + 1 < engines else None
     same = [e for e in endings if e.engine == last.engine]
     recent = [e for e in same if last.at_seconds - e.at_seconds <= limits.window_seconds]
     unready = _trailing_unready(same)
     if following is not None:
-        if last.cause in PERMANENT or last.cause in _FALL_BACK_AT_ONCE or last.ready_seconds is None or len(recent) >= 2:
+        if standby or last.cause in PERMANENT or last.cause in _FALL_BACK_AT_ONCE or last.ready_seconds is None or len(recent) >= 2:
             return Verdict(following, 0.0, f"falling back after {last.cause.value}: {last.message}")
         return Verdict(last.engine, limits.backoff_first_seconds, f"restarting once after {last.cause.value}: {last.message}")
     if last.cause in PERMANENT:

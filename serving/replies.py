@@ -124,7 +124,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_model_len` is vLLM's name of the context; None while no engine is ready."""
+    """`max_model_len` is vLLM's name of the context; None while no engine is ready. `state`: what its engine is doing."""
 
     id: str
     object: Literal["model"] = "model"
@@ -132,6 +132,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str
     root: str
     max_model_len: int | None
+    state: str = "ready"
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,13 +157,17 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):
-    """200 when `ready`; 503, with an error beside it, in every other state."""
+    """200 when `ready` (or `unloaded`: the next request loads it); 503, with an error beside it, in every other state.
+
+    `models`: the state of each, where there are several.
+    """
 
     state: str
     model: str
     backend: str
     reason: str | None = None
     error: ErrorDetail | UnsetType = UNSET
+    models: dict[str, str] | UnsetType = UNSET
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:

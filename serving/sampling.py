@@ -62,7 +62,7 @@ def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
         raise ValueError(f"{len(logits)} rows of logits for {len(rows)} rows to sample")
     if not rows:
         return []
-    special = [index for index, row in enumerate(rows) if row.banned or not row.sampling.is_plain_greedy]
+    special = [index for index, row in enumerate(rows) if row.banned or row.target is not None or not row.sampling.is_plain_greedy]
     if not special:
         return [Sampled(token) for token in _argmax(logits)]
     out: list[Sampled] = [Sampled(-1)] * len(rows)
@@ -71,7 +71,14 @@ def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
         for index, token in zip(plain.tolist(), _argmax(logits[plain]), strict=True):
             out[index] = Sampled(token)
     scratch = np.empty(_padded(logits.shape[1]), np.float32)
-    draws = [_Draw(index, rows[index], logits[index]) for index in special]
+    draws = []
+    for index in special:
+        target = rows[index].target
+        if target is None:
+            draws.append(_Draw(index, rows[index], logits[index]))
+        else:
+            _check(logits[index].max())
+            out[index] = Sampled(target, _logprobs(logits[index], target, rows[index].sampling.logprobs or 0, scratch))
     _choose(draws, scratch, attempt=0)
     _constrain(draws, scratch)
     for draw in draws:

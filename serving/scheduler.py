@@ -10,6 +10,9 @@ budget is what is expected to fit in `step_seconds_target`, so that a long promp
 the backend's whole step. When the KV pool is full, idle prefixes go first, then the youngest sequence goes back to the queue with
 what it has generated; a sequence is never failed for lack of room.
 
+Where a prompt's log-probabilities are asked for, its tokens go one a step, each a row that scores the next one (Row.target): slow, and
+the same on every backend.
+
 Works on token ids and numpy arrays only; knows no tensors, no sockets and no HTTP.
 """
 
@@ -21,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling, Tokens
+from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling, TokenLogprobs, Tokens
 from serving.errors import KvFull, Unsupported
 from serving.messages import Delta, StepStats, Submit, TokenDetail
 from serving.text import StreamText
@@ -29,6 +32,7 @@ from serving.text import StreamText
 MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
 MIN_PREFILL_TOKENS = 16  # progress that a prompt makes in every step, however slow the machine
 _NOTHING_BANNED: tuple[int, ...] = ()
+_NO_STEP = (0.0, 0.0, 0, 0)  # seconds, the backend's seconds, decode rows, prompt tokens
 
 
 class Running:
@@ -54,6 +58,8 @@ class Running:
         "state",
         "keeps_history",
         "serial",
+        "scores",
+        "scoring",
     )
 
     def __init__(self, submit: Submit, text: StreamText, stop_ids: frozenset[int], limit: int, now: float, serial: int) -> None:
@@ -76,6 +82,19 @@ class Running:
         self.state: object = None
         self.keeps_history = submit.sampling.needs_logits_work
         self.serial = serial
+        count = submit.sampling.prompt_logprobs
+        self.scoring = None if count is None else Sampling(logprobs=count)  # how the prompt's tokens are scored
+        self.scores: list[TokenDetail] = []  # of the prompt's tokens from the second on, so far as they are known
+
+    @property
+    def unscored(self) -> int:
+        """How many of the prompt's tokens are still to be scored."""
+        return 0 if self.scoring is None else self.prompt_length - 1 - len(self.scores)
+
+    @property
+    def fills(self) -> int:
+        """How many tokens can be computed as a piece of prompt: all that is known, or up to the next one to be scored."""
+        return (len(self.scores) if self.unscored else self.length) - self.computed
 
 
 class Scheduler:
@@ -88,8 +107,11 @@ class Scheduler:
         eos_ids: frozenset[int],
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
+        constrain: Callable[[Sampling], object] | None = None,
     ) -> None:
+        """`constrain`: what rows carry in `state` for a request with a grammar (serving.grammar.Grammars.open); None: there are no grammars."""
         self.backend, self.info, self.config, self.clock = backend, backend.info, config, clock
+        self._constrain = constrain or _no_grammars
         self._table, self._eos = token_bytes, eos_ids
         if self.info.kv_tokens < self.info.context_tokens:
             raise ValueError(
@@ -108,7 +130,7 @@ class Scheduler:
         self._serial = 0
         self._with_deadline = 0
         self.preemptions = 0
-        self._last_step: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
+        self._last_step = _NO_STEP
 
     # --- in and out -----------------------------------------------------------------------------------------------------------
 
@@ -123,7 +145,7 @@ class Scheduler:
             why = f"a prompt of {len(submit.prompt)} tokens; 1 to {self.info.context_tokens - 1} fit"
             return Delta(submit.id, 0, "", "refused", error=why)
         try:
-            state = self.backend.begin(submit.sampling)
+            state = self._constrain(submit.sampling)
         except Unsupported as problem:
             return Delta(submit.id, 0, "", "refused", error=str(problem))
         self._serial += 1
@@ -157,6 +179,7 @@ class Scheduler:
         deltas = self._end_cancelled_and_late(started)
         self._admit(started)
         if not self.running:
+            self._last_step = _NO_STEP
             return deltas
         rows, prompt_tokens = self._rows()
         while True:
@@ -178,15 +201,16 @@ class Scheduler:
         return deltas
 
     def _rows(self) -> tuple[list[Row], int]:
-        decoding = [s for s in self.running.values() if s.length - s.computed == 1]
-        filling = [s for s in self.running.values() if s.length - s.computed > 1]
+        # One token each: the next one is drawn, or scored.
+        decoding = [s for s in self.running.values() if s.fills == (0 if s.unscored else 1)]
+        filling = [s for s in self.running.values() if s.fills > (0 if s.unscored else 1)]
         rows = [self._row(sequence, 1) for sequence in decoding]
         budget = room = self.info.step_tokens - len(rows)
         if decoding and filling:
             budget = min(room, self._prefill_budget())
         prompt_tokens = 0
         for sequence in sorted(filling, key=lambda s: s.serial):
-            count = min(sequence.length - sequence.computed, budget - prompt_tokens)
+            count = min(sequence.fills, budget - prompt_tokens)
             if count <= 0:
                 break
             rows.append(self._row(sequence, count))
@@ -196,6 +220,9 @@ class Scheduler:
 
     def _row(self, s: Running, count: int) -> Row:
         end = s.computed + count
+        if s.scoring is not None and s.unscored and end > len(s.scores):
+            tokens, target = s.tokens[s.computed : end], int(s.tokens[end])
+            return Row(s.slot, tokens, s.computed, True, s.scoring, state=s.state, request=s.serial, target=target)
         return Row(
             slot=s.slot,
             tokens=s.tokens[s.computed : end],
@@ -233,6 +260,10 @@ class Scheduler:
             sequence.state = row.state
             if row.wants_token:
                 one = next(drawn)
+                if row.target is not None:
+                    assert one.logprobs is not None
+                    sequence.scores.append(_detail(row.target, one.logprobs))
+                    continue
                 problem = getattr(row.state, "error", None)  # a grammar that was given up: the token is not what was asked for
                 if problem is None:
                     deltas.append(self._append(sequence, one))
@@ -252,14 +283,15 @@ class Scheduler:
             finish = "stop" if stopped else "length" if s.length >= s.limit else None
         delta = Delta(s.id, 1, text, finish)
         if drawn.logprobs is not None:
-            top = drawn.logprobs
-            delta.details = [TokenDetail(token, top.chosen, top.top_ids, top.top_values)]
+            delta.details = [_detail(token, drawn.logprobs)]
         if s.first_token is None:
             s.first_token = self.clock()
             scheduled = s.scheduled if s.scheduled is not None else s.first_token
             delta.cached_tokens = s.cached
             delta.queue_seconds = scheduled - s.arrived
             delta.prefill_seconds = s.first_token - scheduled
+            if s.scoring is not None:
+                delta.prompt_details = s.scores
         if finish is not None:
             delta.text += s.text.finish() if finish == "length" or token in s.stop_ids else ""
             self._release(s)
@@ -286,7 +318,8 @@ class Scheduler:
         free = [slot for slot in range(self.info.slots) if slot not in self.running]
         if not self._reuses:
             return free[0], 0
-        wanted = sequence.tokens[: sequence.length - 1]  # the last token must be computed, for its logits
+        # The last token must be computed, for its logits, and so must every one that scores the next.
+        wanted = sequence.tokens[: len(sequence.scores) if sequence.unscored else sequence.length - 1]
         best_slot, best = -1, MIN_REUSED_TOKENS - 1
         for slot in range(self.info.slots):
             runner = self.running.get(slot)
@@ -359,6 +392,15 @@ class Scheduler:
                 self._release(s)
         self._cancelled.clear()
         return deltas
+
+
+def _no_grammars(sampling: Sampling) -> None:
+    if sampling.grammar is not None or sampling.json_schema is not None:
+        raise Unsupported("there are no grammars here", "grammar")
+
+
+def _detail(token: int, found: TokenLogprobs) -> TokenDetail:
+    return TokenDetail(token, found.chosen, found.top_ids, found.top_values)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -24,7 +24,7 @@ MOST_ATTEMPTS = 3  # engines that one sequence is given to: it may be the one th
 
 
 class Overloaded(ServingError):
-    """The queue is full by the bound named in `kind` (queue_requests, queue_tokens, queue_wait). Becomes a 429."""
+    """The queue is full by the bound named in `kind` (queue_requests, queue_tokens, queue_wait, queue_ttft). Becomes a 429."""
 
     def __init__(self, reason: str, retry_after_seconds: float, kind: str = "queue_requests") -> None:
         super().__init__(reason)
@@ -79,7 +79,7 @@ class Sequences:
         )
         stream = Stream(submit, self.cancel, now, whole)
         self._streams[stream.id] = stream
-        self.ledger.admit(stream.id, len(prompt), max_tokens)
+        self.ledger.admit(stream.id, len(prompt), max_tokens, now)
         return stream
 
     def give(self, stream: Stream, life: Life) -> None:
@@ -103,11 +103,12 @@ class Sequences:
 
     def hear(self, life: Life, step: Step) -> None:
         """What one step of an engine added; what is not (or no longer) that engine's is not heard."""
+        now = self._clock()
         for delta in step.deltas:
             if self._homes.get(delta.id) is not life:
                 continue
             if delta.tokens:
-                self.ledger.progressed(delta.id, delta.tokens)
+                self.ledger.progressed(delta.id, delta.tokens, now)
             if delta.finish is None:
                 self._streams[delta.id].push(delta)
             else:

@@ -1,4 +1,9 @@
-"""What every request shares: the supervisor, the tokenizer, the limits and the metrics; and what the HTTP side asks of a supervisor."""
+"""What requests share: a Service for each model (supervisor, tokenizer, metrics), and the Desk that knows which Service a request goes to.
+
+desk = Desk(Limits(), ServerMetrics())
+desk.add(Service(supervisor, tokenizer, "smollm2-135m", desk.limits, Metrics("smollm2-135m", supervisor)))
+service = await desk.enter(request.model, exchange)     # 404, or 503 where the model cannot be had; loads it where it may
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from models.tokenizer import Tokenizer
-from serving.access import Limits
+from serving.access import Exchange, Limits
 from serving.backends.base import EngineConfig, Sampling
 from serving.checks import Facts, context_overflow, facts_of, promised
 from serving.messages import Delta, Ready, StepStats
-from serving.metrics import Metrics
+from serving.metrics import Metrics, ServerMetrics
 from serving.protocol import ApiError, scrubbed, try_again
 
 _LONGEST_SPECIAL = 64  # bytes of text that a control token may stand for; the table of bytes does not say
@@ -70,8 +75,18 @@ class EngineLike(Protocol):
     async def stop(self, drain: bool = ..., timeout_seconds: float = ...) -> int: ...
 
 
+class Keeper(Protocol):
+    """Who loads models when they are asked for, and lets none go that is in use: serving.fleet.Fleet."""
+
+    async def enter(self, name: str) -> Callable[[], None]:
+        """Wait until this model serves and hold it; the returned function lets go of it. Raises ApiError 503."""
+        ...
+
+    def states(self) -> dict[str, str]: ...
+
+
 class Service:
-    """What every request shares."""
+    """What all requests for one model share."""
 
     def __init__(
         self,
@@ -86,7 +101,6 @@ class Service:
         self.limits, self.metrics, self.placement = limits, metrics, placement
         supervisor.on_step = metrics.stepped
         self.created = int(time.time())
-        self.document: bytes | None = None  # /openapi.json, made when first asked for
         self.table = tokenizer.token_bytes()
         self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
 
@@ -105,11 +119,6 @@ class Service:
     def unavailable(self, retry_after_seconds: float) -> ApiError:
         state, reason = self.supervisor.state, scrubbed(self.supervisor.reason or "no reason given")
         return try_again(503, f"the model is not served at the moment ({state}): {reason}", state, retry_after_seconds)
-
-    def check_model(self, model: str | None) -> None:
-        if model is not None and model != self.served_name:
-            text = f"the model {model[:200]!r} does not exist; {self.served_name!r} is served"
-            raise ApiError(404, text, code="model_not_found", param="model")
 
     async def tokens(
         self, text: str, facts: Facts, param: str, *, bos: bool = False, parse_special: bool = False, any_length: bool = False
@@ -131,3 +140,69 @@ class Service:
     def text_of(self, tokens: Sequence[int]) -> str:
         """Text of token ids; control tokens have none, and a character that is cut becomes U+FFFD."""
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+
+class Desk:
+    """The models of one server. Without a keeper their engines run, or do not, by themselves."""
+
+    def __init__(self, limits: Limits, metrics: ServerMetrics) -> None:
+        self.limits, self.metrics = limits, metrics
+        self.services: dict[str, Service] = {}
+        self.keeper: Keeper | None = None
+        self.tracer: Any = None  # serving.tracing.Tracer, where traces are exported
+        self.document: bytes | None = None  # /openapi.json, made when first asked for
+        self.admin_routes = False  # whether this listener has them: the document says so
+
+    def add(self, service: Service) -> None:
+        """One more model, or another one under the same name: requests that are under way keep the Service they have."""
+        self.services[service.served_name] = service
+        self.metrics.add(service.metrics)
+        self.document = None
+
+    def remove(self, name: str) -> None:
+        """This name is served no more."""
+        service = self.services.pop(name)
+        self.metrics.remove(service.metrics)
+        self.document = None
+
+    @property
+    def first(self) -> Service:
+        """The model that is meant where none is named."""
+        return next(iter(self.services.values()))
+
+    def named(self, model: str | None) -> Service:
+        """The Service of a model. Raises ApiError: 404 for one that is not served, 400 for none where there are several."""
+        if model is None:
+            if len(self.services) > 1:
+                raise ApiError(400, f"model is needed: {self._names()} are served", code="model_required", param="model")
+            return self.first
+        service = self.services.get(model)
+        if service is None:
+            text = f"the model {model[:200]!r} does not exist; {self._names()} {'is' if len(self.services) == 1 else 'are'} served"
+            raise ApiError(404, text, code="model_not_found", param="model")
+        return service
+
+    def states(self) -> dict[str, str]:
+        """The state of every model: the keeper's word where there is one, else the supervisor's."""
+        if self.keeper is not None:
+            return self.keeper.states()
+        return {name: service.supervisor.state for name, service in self.services.items()}
+
+    async def enter(self, model: str | None, exchange: Exchange) -> Service:
+        """The Service that answers this request, its model held until the exchange ends. Raises ApiError."""
+        service = self.look_at(model, exchange)
+        if self.keeper is not None:
+            exchange.release = await self.keeper.enter(service.served_name)
+            service = self.services[service.served_name]  # a swap may have come between
+            exchange.service = service
+        return service
+
+    def look_at(self, model: str | None, exchange: Exchange) -> Service:
+        """The Service of a request that needs no engine. Raises ApiError."""
+        service = self.named(model)
+        exchange.service = service
+        return service
+
+    def _names(self) -> str:
+        shown = [repr(name) for name in list(self.services)[:8]]
+        return ", ".join(shown) + (f" and {len(self.services) - 8} more" if len(self.services) > 8 else "")

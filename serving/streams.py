@@ -89,4 +89,5 @@ def merged(pieces: list[Delta]) -> Delta:
         error=last.error,
         queue_seconds=next((p.queue_seconds for p in pieces if p.queue_seconds is not None), None),
         prefill_seconds=next((p.prefill_seconds for p in pieces if p.prefill_seconds is not None), None),
+        prompt_details=next((p.prompt_details for p in pieces if p.prompt_details is not None), None),
     )

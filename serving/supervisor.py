@@ -7,11 +7,14 @@
     async for delta in stream: ...
     await supervisor.stop(drain=True, timeout_seconds=30)
 
-Everything happens on one event loop (asyncio's or uvloop's). States: loading -> ready <-> restarting -> failed; draining -> stopped.
+Everything happens on one event loop (asyncio's or uvloop's). States: loading -> ready <-> restarting -> failed; draining -> stopped, or
+draining -> unloaded, from where `start` begins anew (a model of several that made room; see serving.fleet).
+
 Whoever asks in another state than ready gets Unavailable with the reason; whoever asks when the queue is full, Overloaded. When an engine
 dies, sequences whose reader has seen nothing begin anew on the next engine; the others end with finish "error". When the preferred engine
-can be had again, it is loaded beside the one that serves, takes over, and the other one finishes what it has. What to do after a death
-is decided in serving.recovery, who may join the queue in serving.admission: both pure.
+can be had again, it is loaded beside the one that serves, takes over, and the other one finishes what it has. With `standby`, the next
+engine of the list is loaded beside the one that serves, and takes over at once when that one dies. What to do after a death is decided in
+serving.recovery, who may join the queue in serving.admission: both pure.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +39,7 @@ from serving.sequences import Overloaded, Sequences
 from serving.streams import Stream
 
 KEPT_EVENTS = 200
+_NOT_SOON = ("failed", "stopped", "draining")
 _BOUNDS, _LIMITS, _GREEDY = QueueBounds(), RecoveryLimits(), Sampling()
 
 
@@ -50,7 +55,7 @@ class Unavailable(ServingError):
 class Event(msgspec.Struct, frozen=True):
     """Something that happened to the engines.
 
-    `kind`: started, ready, died, restarting, fell_back, returning, returned, failed, draining, stopped.
+    `kind`: started, ready, standby, died, restarting, fell_back, returning, returned, failed, draining, stopped, unloaded.
     """
 
     unix_seconds: float
@@ -58,10 +63,14 @@ class Event(msgspec.Struct, frozen=True):
     engine: str  # "llama_cpp/cpu"
     message: str
     cause: str | None = None  # a value of serving.placement.Cause
+    model: str = ""
 
 
 class Supervisor:
-    """See the module's docstring. `preferred_usable` is asked, before going back, whether the first engine could load now."""
+    """See the module's docstring. `preferred_usable` is asked, before going back, whether the first engine could load now.
+
+    `standby`: keep the engine that would be fallen back to loaded (warm), for its memory, instead of loading it when it is needed (cold).
+    """
 
     def __init__(
         self,
@@ -69,8 +78,10 @@ class Supervisor:
         *,
         bounds: QueueBounds = _BOUNDS,
         limits: RecoveryLimits = _LIMITS,
+        standby: bool = False,
         preferred_usable: Callable[[], Awaitable[bool]] | None = None,
         on_event: Callable[[Event], None] | None = None,
+        on_output: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not configs:
@@ -85,15 +96,20 @@ class Supervisor:
         self.fallbacks = 0
         self.returns = 0
         self.rejections: Counter[str] = Counter()
+        self.deaths: Counter[str] = Counter()  # by cause
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.on_step: Callable[[StepStats], None] | None = None  # told of every step of the serving engine, for histograms
+        self._warm = standby
         self._preferred_usable = preferred_usable
         self._on_event = on_event
+        self._on_output = on_output  # lines that engines print; None: to standard error
         self._clock = clock
         self._sequences = Sequences(bounds, self.configs[0].slots, clock)
         self._place = 0
         self._current: Life | None = None
         self._candidate: Life | None = None  # the preferred engine, loading while another serves
+        self._standby: Life | None = None  # the next engine, loaded (or loading) to take over at once
+        self._standby_deaths = 0
         self._engines: set[Life] = set()  # every child that lives, those that drain included
         self._endings: list[Ending] = []
         self._return_attempts: list[float] = []
@@ -139,13 +155,23 @@ class Supervisor:
     def label(self) -> str:
         return label(self.config)
 
+    @property
+    def standby(self) -> str | None:
+        """The label of the engine that waits, loaded, to take over; None where none does."""
+        return self._standby.label if self._standby is not None and self._standby.ready is not None else None
+
+    @property
+    def pids(self) -> list[int]:
+        """Every engine process that lives: the one that serves, one on standby, those that drain or load."""
+        return sorted(engine.child.pid for engine in self._engines if engine.child is not None and engine.child.alive)
+
     def predicted_wait_seconds(self) -> float | None:
         """Time until a sequence submitted now would begin; None where nothing is known yet."""
         return self._sequences.ledger.predicted_wait_seconds()
 
     def retry_after_seconds(self) -> float:
         """When somebody who finds no engine should come back: the rest of the load, as far as the last one tells."""
-        if self.state in ("failed", "stopped", "draining"):
+        if self.state in _NOT_SOON:
             return 30.0
         engine = self._current
         elapsed = self._clock() - engine.started_at if engine is not None else 0.0
@@ -156,18 +182,39 @@ class Supervisor:
 
     # What others may ask for.
 
-    async def start(self) -> None:
-        """Start the first engine; returns when its process runs. The state goes on by itself."""
+    async def start(self, configs: Sequence[EngineConfig] = ()) -> None:
+        """Start the first engine; returns when its process runs. The state goes on by itself.
+
+        After `stop` or `unload` it begins anew, with other `configs` where they are given. Raises ServingError while an engine lives.
+        """
+        if self._engines:
+            raise ServingError(f"{self.label} cannot be started: it is {self.state}")
+        if configs:
+            self.configs = tuple(configs)
+        self._endings, self._return_attempts, self._fell_back_at, self._standby_deaths = [], [], None, 0
+        self._place = 0
+        self._become("loading", "starting")
         self._keep(self._watch_health())
         if len(self.configs) > 1:
             self._keep(self._watch_return())
         await self._spawn(self._place)
 
+    def shelve(self, reason: str) -> None:
+        """Say that no engine is wanted for now. Only while none lives."""
+        if not self._engines and self.state in ("loading", "unloaded", "failed"):
+            self._become("unloaded", reason)
+
+    def give_up(self, reason: str) -> None:
+        """Say that no engine could even be tried. Only while none lives."""
+        if not self._engines:
+            self._tell("failed", reason)
+            self._become("failed", reason)
+
     async def wait_ready(self, timeout_seconds: float | None = None) -> Ready:
         """Wait until an engine serves. Raises EngineFailed when none ever will, TimeoutError when it takes too long."""
         async with asyncio.timeout(timeout_seconds):
             while self.state != "ready":
-                if self.state in ("failed", "stopped", "draining"):
+                if self.state in _NOT_SOON or self.state == "unloaded":
                     raise EngineFailed(self.reason or self.state)
                 await self._changed.wait()
         assert self.ready is not None
@@ -214,13 +261,24 @@ class Supervisor:
 
         A second call with drain=False, while the first one drains, ends it at once.
         """
+        return await self._end("stopped", "the server is shutting down", "the server was stopped", drain, timeout_seconds)
+
+    async def unload(self, reason: str, drain: bool = True, timeout_seconds: float = 30.0) -> int:
+        """The same, but in the end the state is "unloaded" for this reason, and `start` may be called again."""
+        during, after = f"the model is being unloaded: {reason}", f"the model was unloaded: {reason}"
+        return await self._end("unloaded", during, after, drain, timeout_seconds)
+
+    async def _end(self, state: str, during: str, after: str, drain: bool, timeout_seconds: float) -> int:
+        if self.state == "unloaded" and not self._engines:
+            self._become(state, after)
+            return 0
         if self.state == "stopped":
             return self._sequences.failed - self._failed_before_stop
         if self.state != "draining":
             self._tell("draining", f"{len(self._sequences)} sequences in flight" if drain else "stopping at once")
             self._failed_before_stop = self._sequences.failed
-            self._become("draining", "the server is shutting down")
-        self._sequences.fail_homeless("the server is shutting down")
+            self._become("draining", during)
+        self._sequences.fail_homeless(during)
         for engine in self._engines:
             engine.asked_to_end = True
             if engine.ready is None:
@@ -235,29 +293,34 @@ class Supervisor:
             for engine in self._engines:
                 engine.kill()
             await self._until_no_engine()
-        self._sequences.fail_all("the server was stopped before this request had finished")
+        self._sequences.fail_all(f"{after} before this request had finished")
         cut_off = self._sequences.failed - self._failed_before_stop
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.state != "stopped":
-            self._tell("stopped", f"{cut_off} sequences cut off" if cut_off else "all done")
-            self._become("stopped", "the server was stopped")
+        if self.state == "draining":
+            self._current = self._candidate = self._standby = None
+            self._tell(state, f"{cut_off} sequences cut off" if cut_off else "all done")
+            self._become(state, after)
         return cut_off
 
     # Engines: their beginning, their messages, their end.
 
-    async def _spawn(self, place: int, candidate: bool = False) -> None:
+    async def _spawn(self, place: int, role: Literal["current", "candidate", "standby"] = "current") -> None:
         engine = Life(place, self.configs[place], self._clock())
-        if candidate:
-            self._candidate = engine
-        else:
-            self._place, self._current, self.loading = place, engine, None
+        match role:
+            case "candidate":
+                self._candidate = engine
+            case "standby":
+                self._standby = engine
+            case "current":
+                self._place, self._current, self.loading = place, engine, None
         self._engines.add(engine)
-        self._tell("returning" if candidate else "started", f"loading {engine.config.model_name}", engine)
+        what = {"current": "loading", "candidate": "loading", "standby": "loading, to stand by,"}[role]
+        self._tell("returning" if role == "candidate" else "started", f"{what} {engine.config.model_name}", engine)
         try:
-            engine.child = await Child.spawn(engine.config, lambda m: self._hear(engine, m), lambda: self._ended(engine))
+            engine.child = await Child.spawn(engine.config, lambda m: self._hear(engine, m), lambda: self._ended(engine), self._on_output)
         except OSError as problem:
             engine.died = Died(Cause.load_failed.value, f"no process can be started: {problem}")
             self._ended(engine)
@@ -289,26 +352,30 @@ class Supervisor:
             self.stats = step.stats
             if self.on_step is not None:
                 self.on_step(step.stats)
-            self._sequences.ledger.worked(step.stats.prefill_tokens + step.stats.decode_rows, step.stats.step_seconds)
+            self._sequences.ledger.worked(step.stats.prefill_tokens, step.stats.decode_rows, step.stats.step_seconds)
         self._sequences.hear(engine, step)
 
     def _hear_ready(self, engine: Life) -> None:
+        took = f"loaded in {self._load_seconds[engine.place]:.1f} s"
+        if engine is self._standby:
+            self._tell("standby", f"{took}, ready to take over", engine)
+            return
         if engine is not self._current and engine is not self._candidate:
             return
         if engine is self._candidate:
-            previous, self._candidate, self._current, self._place = self._current, None, engine, engine.place
+            previous, self._candidate = self._current, None
             self._fell_back_at = None
             self.returns += 1
             self._tell("returned", f"{engine.label} serves again", engine)
-            if previous is not None:
-                previous.asked_to_end = True
-                if previous.ready is not None:
-                    previous.send(Stop(drain=True))
-                else:
-                    previous.kill()
+            self._retire(previous)
         else:
-            self._tell("ready", f"loaded in {self._load_seconds[engine.place]:.1f} s", engine)
+            self._tell("ready", took, engine)
+        self._serve_with(engine)
+
+    def _serve_with(self, engine: Life) -> None:
+        """This engine, which is ready, gets what waits and what comes."""
         assert engine.ready is not None
+        self._current, self._place = engine, engine.place
         self.loading = None
         self.stats = None
         self._sequences.ledger.slots = engine.ready.info.slots
@@ -316,6 +383,31 @@ class Supervisor:
         if self.state != "draining":
             self._become("ready", None)
         self._sequences.give_homeless(engine)
+        self._want_standby()
+
+    def _retire(self, engine: Life | None) -> None:
+        """Another engine serves now; this one finishes what it has, and then stands by or ends."""
+        if engine is None:
+            return
+        if self._warm and engine.ready is not None:
+            engine, self._standby = self._standby, engine
+            if engine is None:
+                return
+        engine.asked_to_end = True
+        if engine.ready is not None:
+            engine.send(Stop(drain=True))
+        else:
+            engine.kill()
+
+    def _want_standby(self) -> None:
+        if self._warm and self._standby is None and self._place + 1 < len(self.configs) and self.state == "ready":
+            pause = min(self.limits.backoff_longest_seconds, self.limits.backoff_first_seconds * 2.0**self._standby_deaths)
+            self._keep(self._stand_by_later(pause if self._standby_deaths else 0.0))
+
+    async def _stand_by_later(self, delay_seconds: float) -> None:
+        await asyncio.sleep(delay_seconds)
+        if self.state == "ready" and self._standby is None and self._place + 1 < len(self.configs):
+            await self._spawn(self._place + 1, "standby")
 
     def _ended(self, engine: Life) -> None:
         """The child is gone: find out why, find a place for its sequences, and decide what comes next."""
@@ -330,15 +422,24 @@ class Supervisor:
         now = self._clock()
         lived = None if engine.ready_at is None else now - engine.ready_at
         ending = Ending(engine.place, cause, message, now, lived)
-        self._endings = [*self._endings[-99:], ending]
+        self.deaths[cause.value] += 1
         self._tell("died", message, engine, cause)
+        if engine is self._standby:
+            self._standby = None
+            self._rehouse(engine, message)  # one that has just been retired may still have some
+            self._standby_deaths += 1
+            if self._standby_deaths < self.limits.deaths:
+                self._want_standby()
+            return
+        self._endings = [*self._endings[-99:], ending]
         if engine is self._candidate:
             self._candidate = None
             return
         if engine is not self._current:
             self._rehouse(engine, message)
             return
-        verdict = after_death(self._endings, len(self.configs), self.limits)
+        standby = self._standby
+        verdict = after_death(self._endings, len(self.configs), self.limits, standby is not None and standby.ready is not None)
         self._current = None
         if verdict.engine is None:
             self._rehouse(engine, message)
@@ -352,14 +453,23 @@ class Supervisor:
         if verdict.engine != engine.place:
             self.fallbacks += 1
             self._fell_back_at = now
-            self._tell("fell_back", f"to {label(self.configs[verdict.engine])}: {message}", engine, cause)
+            warm = ", which stood by" if standby is not None and standby.ready is not None else ""
+            self._tell("fell_back", f"to {label(self.configs[verdict.engine])}{warm}: {message}", engine, cause)
         else:
             self.restarts += 1
             self._tell("restarting", f"in {verdict.delay_seconds:.1f} s: {message}", engine, cause)
         self._place = verdict.engine
+        if standby is not None and standby.place == verdict.engine:
+            self._standby = None
+            if standby.ready is not None:
+                self._rehouse(engine, message)
+                self._serve_with(standby)
+                return
+            self._current = standby  # on its way already
         self._become("restarting" if engine.ready_at is not None or self.state == "restarting" else "loading", verdict.text)
         self._rehouse(engine, message)
-        self._keep(self._spawn_later(verdict.engine, verdict.delay_seconds))
+        if self._current is None:
+            self._keep(self._spawn_later(verdict.engine, verdict.delay_seconds))
 
     def _adopt_candidate(self, reason: str) -> None:
         engine = self._candidate
@@ -369,13 +479,13 @@ class Supervisor:
 
     async def _spawn_later(self, place: int, delay_seconds: float) -> None:
         await asyncio.sleep(delay_seconds)
-        if self.state not in ("draining", "stopped") and self._current is None:
+        if self.state in ("loading", "restarting") and self._current is None:
             await self._spawn(place)
 
     def _rehouse(self, engine: Life, message: str) -> None:
         """Find a place for the sequences of an engine that is gone."""
         successor = self._current if self._current is not engine and self.ready is not None else None
-        self._sequences.rehouse(engine, message, successor, retry=self.state not in ("draining", "stopped", "failed"))
+        self._sequences.rehouse(engine, message, successor, retry=self.state in ("loading", "ready", "restarting"))
 
     # Watching.
 
@@ -402,7 +512,7 @@ class Supervisor:
             if now - usable_since >= limits.steady_seconds and self._may_return():
                 usable_since = None
                 self._return_attempts = [*self._return_attempts[-99:], now]
-                await self._spawn(0, candidate=True)
+                await self._spawn(0, "candidate")
 
     async def _is_preferred_usable(self) -> bool:
         return self._preferred_usable is None or await self._preferred_usable()
@@ -438,7 +548,8 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     def _tell(self, kind: str, message: str, engine: Life | None = None, cause: Cause | None = None) -> None:
-        event = Event(time.time(), kind, engine.label if engine is not None else self.label, message, cause.value if cause else None)
+        about = engine.label if engine is not None else self.label
+        event = Event(time.time(), kind, about, message, cause.value if cause else None, self.config.model_name)
         self.events.append(event)
         if self._on_event is not None:
             self._on_event(event)

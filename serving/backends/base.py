@@ -44,6 +44,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; None: report nothing
+    prompt_logprobs: int | None = None  # the same for every token of the prompt but the first; the scheduler makes scoring rows of it
     grammar: str | None = None  # GBNF
     json_schema: str | None = None  # JSON text of a schema
 
@@ -76,7 +77,8 @@ class Row:
     history: Tokens | None = None  # int32, prompt + generated so far, given only where penalties need it
     prompt_tokens: int = 0  # how many of `history` are the prompt
     banned: tuple[int, ...] = ()  # token ids that must not be drawn at this step (min_tokens)
-    state: Any = None  # per-request scratch that a sampler may keep (grammar state); the scheduler only carries it
+    state: Any = None  # per-request scratch of the sampler (a grammar's state); scheduler and backends only carry it
+    target: int | None = None  # the token that comes next in any case: it is scored (`sampling.logprobs`) and not drawn
     request: int = 0  # serial number of the request, stable over its life
 
 
@@ -171,10 +173,6 @@ class Backend(Protocol):
     info: BackendInfo
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None: ...
-
-    def begin(self, sampling: Sampling) -> Any:
-        """What the rows of a new sequence carry in `state` (a grammar's, or None). Raises Unsupported for what cannot be done."""
-        ...
 
     def step(self, rows: list[Row]) -> list[Sampled]:
         """Run one forward step; returns one Sampled for each row with `wants_token`, in row order."""

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Row, Sampled, Sampling
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Row, Sampled
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 
 _MULTIPLIER, _MASK = 6364136223846793005, (1 << 64) - 1
@@ -43,7 +43,7 @@ _OPTIONS: dict[str, type] = {
     "fail_once_file": str,
 }
 _LOAD_FAILURES: dict[str, type[Exception]] = {"load_oom": OutOfMemory, "load_failed": EngineFailed, "backend_missing": BackendUnavailable}
-CAN = frozenset(CAPABILITIES) - {"grammar", "json_schema", "prompt_logprobs"}
+CAN = frozenset(CAPABILITIES) - {"grammar", "json_schema"}
 
 
 def _extend(state: int, token: int) -> int:
@@ -103,10 +103,6 @@ class FakeBackend:
             measured=MemoryParts(0, 8 * kv_tokens),
             capabilities=CAN,
         )
-
-    def begin(self, sampling: Sampling) -> None:
-        if sampling.grammar is not None or sampling.json_schema is not None:
-            raise Unsupported("the fake backend knows no grammars", "grammar")
 
     def step(self, rows: list[Row]) -> list[Sampled]:
         if self._failure is not None and self._failure not in _LOAD_FAILURES and self._steps >= self._fail_after:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.gguf_header import read_header
-from serving.backends.base import BackendInfo, EngineConfig, MemoryParts, Row, Sampled, Sampling
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Row, Sampled
 from serving.backends.llama_cpp_library import (
     FLASH_ATTENTION,
     KV_TYPES,
@@ -41,16 +41,13 @@ from serving.backends.llama_cpp_library import (
     parse_options,
 )
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
-from serving.grammar import Grammars
 from serving.hardware import allowed_cores, cgroup_memory_left, process_memory
 from serving.sampling import sample
 
 Progress = Callable[[str, float | None], None]
 
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
-CAN = frozenset(
-    ("temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "grammar", "json_schema", "prefix_reuse")
-)
+CAN = frozenset(CAPABILITIES)
 
 
 class LlamaCppBackend:
@@ -61,7 +58,6 @@ class LlamaCppBackend:
         self._model: Any = None
         self._context: Any = None
         self._batch: _Batch | None = None
-        self._grammars: Grammars | None = None
         self._threads = config.threads or len(allowed_cores())
         self._llama = llama = _library(config, self._options, self._threads)
         _check(config, self._options, llama)
@@ -79,7 +75,6 @@ class LlamaCppBackend:
             self._batch = _Batch(llama, step_tokens)
             self._lengths = [0] * config.slots
             self._logits = _LogitsView(llama, self._context, config.slots, self._vocabulary)
-            self._grammars = self._make_grammars(config)
             self.info = self._describe(config, predicted, measured, step_tokens)
             if self._options.warm_up:
                 progress("first step", None)
@@ -93,8 +88,6 @@ class LlamaCppBackend:
     def step(self, rows: list[Row]) -> list[Sampled]:
         """One llama_decode over all rows' tokens. Raises KvFull with the KV as before (but for truncations), EngineFailed."""
         for row in rows:
-            if row.wants_token and row.state is None and (row.sampling.grammar is not None or row.sampling.json_schema is not None):
-                row.state = self.begin(row.sampling)
             if row.start != self._lengths[row.slot]:
                 self.truncate(row.slot, row.start)
         batch = self._batch
@@ -107,12 +100,6 @@ class LlamaCppBackend:
             self._lengths[row.slot] = row.start + len(row.tokens)
         asking = [row for row in rows if row.wants_token]
         return sample(self._logits(len(asking)), asking) if asking else []
-
-    def begin(self, sampling: Sampling) -> Any:
-        """The state that rows of a request carry: its grammar, or None. Raises Unsupported for a grammar that does not work; a
-        scheduler that calls this when a request comes in can refuse it there."""
-        assert self._grammars is not None, "begin() after close()"
-        return self._grammars.open(sampling)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Prefix reuse. In the unified pool the cells are shared, and nothing is moved."""
@@ -140,15 +127,13 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def close(self) -> None:
-        if self._grammars is not None:
-            self._grammars.close()
         if self._batch is not None:
             self._batch.free()
         if self._context is not None:
             self._llama.llama_free(self._context)
         if self._model is not None:
             self._llama.llama_model_free(self._model)
-        self._grammars = self._batch = self._context = self._model = None
+        self._batch = self._context = self._model = None
 
     # --- loading ------------------------------------------------------------------------------------------------------------
 
@@ -247,11 +232,6 @@ class LlamaCppBackend:
         if "unknown model architecture" in reason:
             raise UnsupportedModel(f"llama.cpp does not know the architecture of {name}: {reason}")
         raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
-
-    def _make_grammars(self, config: EngineConfig) -> Grammars:
-        llama, vocab = self._llama, self._llama.llama_model_get_vocab(self._model)
-        ends = [token for token in (llama.llama_vocab_eos(vocab), llama.llama_vocab_eot(vocab)) if token >= 0]
-        return Grammars(config.model_path, ends[0] if ends else 0, lambda token: bool(llama.llama_vocab_is_eog(vocab, token)))
 
     def _warm_up(self) -> None:
         self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])

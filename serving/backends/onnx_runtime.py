@@ -25,7 +25,7 @@ import psutil
 
 from models.errors import BrokenWeights
 from models.manifest import Manifest, read_manifest, verify
-from serving.backends.base import BackendInfo, EngineConfig, MemoryParts, Row, Sampled
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Row, Sampled
 from serving.backends.kv_rows import rider_tokens
 from serving.backends.onnx_graph import (
     KV_NAMES,
@@ -43,7 +43,7 @@ from serving.sampling import sample
 
 _OPTIMISATION = {"all": "ORT_ENABLE_ALL", "extended": "ORT_ENABLE_EXTENDED", "basic": "ORT_ENABLE_BASIC", "none": "ORT_DISABLE_ALL"}
 _OPTIONS = ("file", "spinning", "optimisation", "arena", "prefill_chunk")
-CAN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
+CAN = frozenset(CAPABILITIES)
 _COMPUTE_BYTES = 150 << 20  # arena, thread pools and onnxruntime itself; measured 120 to 180 MB
 
 

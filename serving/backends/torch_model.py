@@ -93,11 +93,13 @@ class SlotModel:
         self, index: int, layer: Layer, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, spans: list[DecodeSpan | PromptSpan]
     ) -> Tensor:
         spec = self.spec
-        q, k, v = torch.split(layer.qkv(self._norm(x, layer.attention_norm)), [self._queries, self._kv, self._kv], -1)
-        q, k, v = (part.view(len(x), -1, spec.head_dim) for part in (q, k, v))
-        if layer.query_norm is not None and layer.key_norm is not None:
-            q, k = self._norm(q, layer.query_norm), self._norm(k, layer.key_norm)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        heads = layer.qkv(self._norm(x, layer.attention_norm)).view(len(x), -1, spec.head_dim)
+        if layer.query_norm is None or layer.key_norm is None:
+            q, k = torch.split(_rotate(heads[:, : -spec.kv_heads], cos, sin), [spec.heads, spec.kv_heads], 1)
+        else:
+            q = _rotate(self._norm(heads[:, : spec.heads], layer.query_norm), cos, sin)
+            k = _rotate(self._norm(heads[:, spec.heads : -spec.kv_heads], layer.key_norm), cos, sin)
+        v = heads[:, -spec.kv_heads :]
         outs = [
             self._decode(index, span, q, k, v, positions) if isinstance(span, DecodeSpan) else self._prompt(index, span, q, k, v)
             for span in spans

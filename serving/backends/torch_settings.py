@@ -7,13 +7,13 @@ from typing import Any
 import psutil
 import torch
 
+from models.cache import PACKED_FORMATS
 from models.spec import ModelSpec
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.torch_weights import DTYPES
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
 
 OPTIONS = ("graphs", "device_sampling", "margin", "prefill_chunk")
-_PACKED = ("int8", "int4")
 
 
 def check_options(given: dict[str, Any], device: str) -> dict[str, Any]:
@@ -59,15 +59,15 @@ def chosen_format(wanted: str, stored: str, device: torch.device) -> str:
     """What is asked for, else what is stored. Packed folders stay what they are, float ones are converted between floats."""
     if not wanted:
         return stored
-    if stored in _PACKED or wanted in _PACKED:
+    if stored in PACKED_FORMATS or wanted in PACKED_FORMATS:
         if wanted != stored:
             raise Unsupported(
-                f"weight_format {wanted!r} was asked for and the folder holds {stored}; int8 and int4 are packed beforehand, not at load",
+                f"weight_format {wanted!r} was asked for and the folder holds {stored}; {', '.join(PACKED_FORMATS)} are packed beforehand, not at load",
                 "weight_format",
             )
         return wanted
     if wanted not in DTYPES:
-        raise Unsupported(f"the torch backend has no weight_format {wanted!r}; it has {', '.join([*DTYPES, *_PACKED])}", "weight_format")
+        raise Unsupported(f"the torch backend has no weight_format {wanted!r}; it has {', '.join([*DTYPES, *PACKED_FORMATS])}", "weight_format")
     if wanted == "fp16" and device.type == "cpu":
         raise Unsupported("weight_format fp16 is for GPUs; on the CPU use bf16 or fp32", "weight_format")
     return wanted

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from models.hf_config import read_spec
 from models.manifest import read_manifest, verify
-from serving.backends.base import BackendInfo, EngineConfig, MemoryParts, Row, Sampled
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Row, Sampled
 from serving.backends.kv_rows import RowMap, Window, rider_tokens
 from serving.backends.torch_graphs import DecodeGraphs, bucket_of
 from serving.backends.torch_model import DecodeSpan, PromptSpan, SlotModel, additive_mask, cache_width, seen_width
@@ -37,7 +37,7 @@ from serving.backends.torch_weights import compute_dtype, cpu_has_bf16, load, pr
 from serving.errors import EngineFailed, OutOfMemory
 from serving.sampling import sample
 
-CAN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "penalties", "logit_bias", "logprobs", "prefix_reuse"})
+CAN = frozenset(CAPABILITIES)
 
 
 class TorchBackend:
@@ -270,7 +270,7 @@ class TorchBackend:
 
     def _details(self, options: dict[str, Any], threads: int, dtype: torch.dtype, weight_format: str) -> dict[str, str]:
         details = {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a class of its own, which no message can carry
             "compute_dtype": str(dtype).removeprefix("torch."),
             "kv_dtype": str(dtype).removeprefix("torch."),
         }

@@ -38,8 +38,6 @@ class ReadyLogits:
         )
         self._logits = np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)
 
-    def begin(self, sampling: Sampling) -> None: ...
-
     def step(self, rows: list[Row]) -> list[Sampled]:
         wanting = [row for row in rows if row.wants_token]
         return sample(self._logits[: len(wanting)], wanting) if wanting else []

@@ -13,7 +13,7 @@ from loadtests.campaign import DEMO, Campaign, Cell, parse_campaign, promise_of,
 from loadtests.children import divide_cores
 from loadtests.errors import BadCampaign
 from loadtests.manifest import seed_of
-from loadtests.runner import layout_of, why_not
+from loadtests.feasible import layout_of, why_not
 from loadtests.servers import serve_command
 from loadtests.slo import PROMISES
 from serving.hardware import hardware_facts

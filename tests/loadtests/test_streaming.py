@@ -119,12 +119,11 @@ def test_connections_are_kept_and_stale_ones_dropped(truth_server: Start, monkey
     pool = connect(truth_server())
     for _ in range(3):
         fetch(pool, get_bytes(pool, "/v1/models"))
-    assert pool.connections._socket_queue.qsize() == 1
-    (parked,) = pool.connections._parked.values()
-    first = pool.connections._socket_queue.queue[0]
-    monkeypatch.setattr("loadtests.streaming.IDLE_SECONDS", -1.0)
-    assert parked > 0 and fetch(pool, get_bytes(pool, "/v1/models"))[0] == 200
-    assert pool.connections._socket_queue.queue[0] is not first and first.fileno() == -1
+    (kept,) = pool.idle
+    assert kept.is_good()
+    monkeypatch.setattr("loadtests.connections.IDLE_SECONDS", -1.0)
+    assert not kept.is_good() and fetch(pool, get_bytes(pool, "/v1/models"))[0] == 200
+    assert pool.idle != [kept] and len(pool.idle) == 1
     pool.close()
 
 

@@ -17,11 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from serving.backends.base import CAPABILITIES, Backend, Row, Sampling
+from serving.backends.base import CAPABILITIES, Backend, EngineConfig, Row, Sampling
 from serving.errors import EngineFailed
+from serving.messages import Submit
+from serving.scheduler import Scheduler
 
 Reference = Callable[[Sequence[int], int], list[int]]
 Tie = Callable[[Sequence[int], int, int], bool]  # (prefix, one token, another) -> equally good after the prefix?
@@ -156,6 +160,80 @@ def check_churn(
     assert len(done) == requests, "the churn test did not finish; raise steps"
     for sequence in done:
         expect(sequence.generated, sequence.prompt, reference, tie, f"in a ragged batch, prompt of {len(sequence.prompt)}")
+
+
+def check_scheduled(
+    backend: Backend, reference: Reference, *, tie: Tie | None = None, seed: int = 0, requests: int = 32, prefill_tokens: int = 24
+) -> Scheduler:
+    """Through the real scheduler: sequences with shared beginnings join while others leave, prompts are filled in pieces, and where the
+    backend's pool is small the youngest go back to the queue. Each gets the tokens that it gets alone. Returns the scheduler."""
+    info = backend.info
+    config = EngineConfig("", "", "m", slots=info.slots, context_tokens=info.context_tokens, prefill_tokens=prefill_tokens)
+    scheduler = Scheduler(backend, [b"%d " % token for token in range(info.vocabulary)], frozenset(), config)
+    random = np.random.default_rng(seed + 800)
+    shared = prompt_of(backend, min(48, info.context_tokens // 2), seed + 801)
+    asked: dict[int, tuple[list[int], int]] = {}
+    text: dict[int, str] = {}
+    reused = 0
+    while len(asked) < requests or scheduler.busy:
+        for _ in range(int(random.integers(0, 3)) if len(asked) < requests else 0):
+            number = len(asked)
+            own = prompt_of(backend, int(random.integers(1, info.context_tokens // 3)), seed + 802 + number)
+            prompt = [*shared[: int(random.choice([0, 30, len(shared)]))], *own]
+            asked[number] = (prompt, int(random.integers(1, 14)))
+            assert scheduler.add(Submit(number, *asked[number], Sampling())) is None
+        for delta in scheduler.step():
+            text[delta.id] = text.get(delta.id, "") + delta.text
+            reused += delta.cached_tokens or 0
+    assert reused > 0, "no prefix was reused though many were shared"
+    for number, (prompt, count) in asked.items():
+        got = [int(token) for token in text[number].split()]
+        assert len(got) == count
+        expect(got, prompt, reference, tie, f"scheduled, prompt of {len(prompt)}")
+    return scheduler
+
+
+def check_seeded(backend: Backend, tie: Tie | None = None) -> None:
+    """A seeded request gets the same tokens alone, in another slot and in company; another seed gets others."""
+    prompt = prompt_of(backend, 12, 6)
+
+    def draw(slot: int, mates: Sequence[int], sampling: Sampling) -> list[int]:
+        sequences = {mate: prompt_of(backend, 8 + mate, mate) for mate in mates} | {slot: list(prompt)}
+        settings = {mate: Sampling(temperature=1.0, seed=mate) for mate in mates} | {slot: sampling}
+        held = dict.fromkeys(sequences, 0)
+        for _ in range(9):
+            rows = [row(at, sequences[at][held[at] :], held[at], sampling=settings[at]) for at in sorted(sequences)]
+            for item, result in zip(rows, backend.step(rows), strict=True):
+                held[item.slot] = len(sequences[item.slot])
+                sequences[item.slot].append(result.token)
+        return sequences[slot][len(prompt) :]
+
+    last = backend.info.slots - 1
+    for sampling in (Sampling(temperature=0.9, seed=11), Sampling(temperature=0.9, top_p=0.95, top_k=50, min_p=0.001, seed=12)):
+        alone = draw(0, [], sampling)
+        assert alone == draw(last, [0, 1], sampling) == draw(1, [0, 2, last], sampling)
+        assert alone != draw(0, [], msgspec.structs.replace(sampling, seed=99))
+
+
+def check_prompt_scores(backend: Backend, logprobs_of: Callable[[Sequence[int]], npt.NDArray[np.float64]], *, tolerance: float) -> None:
+    """Through the scheduler: the log-probability of every prompt token is the reference's, while another sequence decodes beside it.
+
+    `logprobs_of(tokens)`: [tokens, vocabulary], row i the distribution after tokens 0..i.
+    """
+    info = backend.info
+    config = EngineConfig("", "", "m", slots=info.slots, context_tokens=info.context_tokens)
+    scheduler = Scheduler(backend, [b"%d " % token for token in range(info.vocabulary)], frozenset(), config)
+    prompt = prompt_of(backend, 21, 40)
+    scheduler.add(Submit(1, prompt_of(backend, 9, 41), 30, Sampling()))
+    for number in (2, 3):  # the second time, the prompt is in the KV already and must be scored all the same
+        scheduler.add(Submit(number, prompt, 2, Sampling(prompt_logprobs=3)))
+        deltas = [delta for _ in range(60) for delta in scheduler.step() if delta.id == number]
+        found = deltas[0].prompt_details
+        assert found is not None and [detail.token for detail in found] == prompt[1:] and deltas[1].prompt_details is None
+        expected = logprobs_of(prompt)
+        for position, detail in enumerate(found):
+            assert detail.logprob == pytest.approx(expected[position, detail.token], abs=tolerance)
+            assert detail.top_values == pytest.approx(np.sort(expected[position])[::-1][:3], abs=tolerance)
 
 
 def expect(got: Sequence[int], prompt: Sequence[int], reference: Reference, tie: Tie | None, what: str) -> None:

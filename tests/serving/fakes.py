@@ -41,7 +41,7 @@ INFO = BackendInfo(
     step_tokens=64,
     predicted=MemoryParts(1000, 2000),
     measured=MemoryParts(1100, 2000),
-    capabilities=frozenset(CAPABILITIES) - {"grammar", "prompt_logprobs"},
+    capabilities=frozenset(CAPABILITIES) - {"grammar"},
     details={"library": "/opt/secret/libfake.so"},
 )
 
@@ -164,6 +164,8 @@ class FakeSupervisor:
             await asyncio.sleep(self.pause_seconds)
             finish = None if place + 1 < len(words) else "stop" if len(words) == len(self.words) else "length"
             first: dict[str, Any] = {"cached_tokens": 2, "queue_seconds": 0.001, "prefill_seconds": 0.002} if place == 0 else {}
+            if place == 0 and stream.submit.sampling.prompt_logprobs is not None:
+                first["prompt_details"] = [TokenDetail(token, -0.25, [token], [-0.25]) for token in stream.submit.prompt[1:]]
             self.push(stream.id, word, finish, details=_details(word, stream.submit.sampling), **first)
 
     def _cancel(self, sequence: int) -> None:
@@ -182,7 +184,7 @@ def _details(word: str, sampling: Sampling) -> list[TokenDetail]:
     if sampling.logprobs is None:
         return []
     token = word.encode()[0]
-    return [TokenDetail(token, -0.5, [token, 256][: sampling.logprobs], [-0.5, float("-inf")][: sampling.logprobs])]
+    return [TokenDetail(token, -0.5 if sampling.seed % 2 == 0 else -0.125, [token, 256][: sampling.logprobs], [-0.5, float("-inf")][: sampling.logprobs])]
 
 
 @contextmanager

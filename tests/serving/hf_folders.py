@@ -12,6 +12,10 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from models.convert_onnx import TRANSFORMERS_LOCK, make_onnx
 from models.synthesis import write_hf_folder
@@ -70,14 +74,32 @@ def onnx_source(name: str) -> Path:
 
 
 @functools.cache
-def generated(folder: Path) -> Reference:
-    """What transformers' `generate` adds greedily to a prompt, in float32; answers are remembered."""
+def _transformers(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     with TRANSFORMERS_LOCK:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
+    return model
+
+
+def logprobs_of(folder: Path, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
+    """transformers' log-probabilities in float32, [tokens, vocabulary]: row i is the distribution after tokens 0..i."""
+    import torch
+
+    with TRANSFORMERS_LOCK, torch.inference_mode():
+        logits = _transformers(folder)(torch.tensor([list(tokens)])).logits[0].double()
+    result: npt.NDArray[np.float64] = logits.log_softmax(-1).numpy()
+    return result
+
+
+@functools.cache
+def generated(folder: Path) -> Reference:
+    """What transformers' `generate` adds greedily to a prompt, in float32; answers are remembered."""
+    import torch
+
+    model = _transformers(folder)
     known: dict[tuple[int, ...], list[int]] = {}
 
     def reference(prompt: Sequence[int], count: int) -> list[int]:

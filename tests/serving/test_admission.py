@@ -13,16 +13,16 @@ OPEN = QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=None
 def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> Ledger:
     ledger = Ledger(bounds, slots)
     for _ in range(100):
-        ledger.worked(int(tokens_per_second / 10), 0.1)
+        ledger.worked(0, int(tokens_per_second / 10), 0.1)
     return ledger
 
 
 def test_no_refusal_while_a_slot_is_free_whatever_the_bounds() -> None:
     ledger = paced(QueueBounds(waiting_requests=0, waiting_tokens=1, wait_seconds=0.0), slots=2)
     assert ledger.refusal(500, 500, 0.0) is None
-    ledger.admit(1, 500, 500)
+    ledger.admit(1, 500, 500, 0.0)
     assert ledger.refusal(500, 500, 0.0) is None
-    ledger.admit(2, 500, 500)
+    ledger.admit(2, 500, 500, 0.0)
     assert ledger.refusal(500, 500, 0.0) is not None
 
 
@@ -30,7 +30,7 @@ def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
     ledger = Ledger(QueueBounds(waiting_requests=2, waiting_tokens=None, wait_seconds=None), slots=1)
     for number in range(3):
         assert ledger.refusal(10, 10, 0.0) is None
-        ledger.admit(number, 10, 10)
+        ledger.admit(number, 10, 10, 0.0)
     refusal = ledger.refusal(10, 10, 0.0)
     assert refusal is not None and refusal.kind == "queue_requests" and "2 requests are waiting" in refusal.text
     ledger.finished(0)
@@ -39,10 +39,10 @@ def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
 
 def test_the_bound_by_tokens_lets_one_big_request_wait() -> None:
     ledger = Ledger(QueueBounds(waiting_requests=None, waiting_tokens=100, wait_seconds=None), slots=1)
-    ledger.admit(0, 10, 10)
-    ledger.progressed(0, 1)
+    ledger.admit(0, 10, 10, 0.0)
+    ledger.progressed(0, 1, 0.0)
     assert ledger.refusal(5000, 100, 0.0) is None  # alone it can never fit; refusing it would be for ever
-    ledger.admit(1, 60, 30)
+    ledger.admit(1, 60, 30, 0.0)
     refusal = ledger.refusal(5, 10, 0.0)
     assert refusal is not None and refusal.kind == "queue_tokens"
     assert ledger.refusal(5, 5, 0.0) is None
@@ -50,9 +50,9 @@ def test_the_bound_by_tokens_lets_one_big_request_wait() -> None:
 
 def test_the_bound_by_wait_needs_evidence() -> None:
     ledger = Ledger(QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=1.0), slots=1)
-    ledger.admit(0, 1000, 1000)
+    ledger.admit(0, 1000, 1000, 0.0)
     assert ledger.predicted_wait_seconds() is None and ledger.refusal(10, 10, 0.0) is None
-    ledger.worked(100, 1.0)
+    ledger.worked(0, 100, 1.0)
     refusal = ledger.refusal(10, 10, 0.0)
     assert refusal is not None and refusal.kind == "queue_wait" and "20.0 s is predicted" in refusal.text
 
@@ -66,8 +66,8 @@ def test_another_engine_starts_without_a_pace() -> None:
 
 def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
     ledger = paced(QueueBounds(waiting_requests=1, waiting_tokens=None, wait_seconds=None), slots=1)
-    ledger.admit(0, 50, 50)
-    ledger.admit(1, 50, 50)
+    ledger.admit(0, 50, 50, 0.0)
+    ledger.admit(1, 50, 50, 0.0)
     times = [refusal.retry_after_seconds for _ in range(5) if (refusal := ledger.refusal(50, 50, 0.0))]
     gaps = [round(b - a, 3) for a, b in zip(times, times[1:], strict=False)]
     assert gaps == [1.0, 1.0, 1.0, 1.0]  # 100 tokens each at 100 tokens/s
@@ -91,7 +91,7 @@ def simulate(seed: int, slots: int, arrivals_per_second: float, seconds: float, 
             output, limit = rng.randint(20, 80), 100
             if ledger.refusal(30, limit, now) is None:
                 queue.append((number, now, ledger.predicted_wait_seconds(), output))
-                ledger.admit(number, 30, limit)
+                ledger.admit(number, 30, limit, now)
                 number += 1
         prefilled = 0
         while queue and len(running) < slots:
@@ -106,12 +106,12 @@ def simulate(seed: int, slots: int, arrivals_per_second: float, seconds: float, 
         rows = len(running)
         for sequence in list(running):
             running[sequence] -= 1
-            ledger.progressed(sequence, 1)
+            ledger.progressed(sequence, 1, now)
             if running[sequence] == 0:
                 del running[sequence]
                 ledger.finished(sequence)
         if rows:
-            ledger.worked(prefilled + rows, cost)
+            ledger.worked(prefilled, rows, cost)
     return predicted, real
 
 
@@ -136,10 +136,10 @@ def test_the_books_balance_after_any_history(history: list[tuple[str, int, int]]
     known: set[int] = set()
     for action, sequence, amount in history:
         if action == "admit" and sequence not in known:
-            ledger.admit(sequence, amount, amount + 1)
+            ledger.admit(sequence, amount, amount + 1, 0.0)
             known.add(sequence)
         elif action == "progress":
-            ledger.progressed(sequence, amount)
+            ledger.progressed(sequence, amount, 0.0)
         elif action == "restart":
             ledger.restarted(sequence)
         elif action == "finish":

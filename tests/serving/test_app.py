@@ -151,8 +151,50 @@ def test_echo_puts_the_prompt_first(port: int, streamed: bool, prompt: Any) -> N
         assert answer.json["choices"][0]["text"] == "héHello, world"
 
 
+def test_no_answer_but_the_prompt_is_made_without_the_engine(port: int, supervisor: FakeSupervisor) -> None:
+    answer = complete(port, prompt=["hé", "b"], echo=True, max_tokens=0).json
+    assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("hé", "length"), ("b", "length")]
+    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4, "prompt_tokens_details": None}
+    chunks = complete(port, prompt="hé", echo=True, max_tokens=0, stream=True).events
+    assert [chunk["choices"][0]["text"] for chunk in chunks[:-1]] == ["hé", ""] and chunks[-1] == "[DONE]"
+    assert not supervisor.submitted
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echoed_prompts_log_probabilities_come_before_the_answers(
+    port: int, supervisor: FakeSupervisor, streamed: bool, max_tokens: int
+) -> None:
+    answer = complete(port, prompt="aéb", echo=True, logprobs=1, max_tokens=max_tokens, seed=2, stream=streamed)
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for part in answer.events[:-1] if streamed else [answer.json]:
+        for key, values in (part["choices"][0]["logprobs"] or {}).items():
+            found[key] += values
+    assert found["tokens"][:4] == ["a", "bytes:\\xc3", "bytes:\\xa9", "b"]
+    assert found["token_logprobs"] == [None, -0.25, -0.25, -0.25, *[-0.5] * max_tokens]
+    assert found["top_logprobs"][0] is None and found["top_logprobs"][3] == {"b": -0.25}
+    assert found["text_offset"] == [0, 1, 1, 2, *[3, 4 if not streamed else 8][:max_tokens]]
+    assert len(found["tokens"]) == len(found["top_logprobs"]) == 4 + max_tokens
+    if not streamed:
+        text = "aéb" + "Hello, "[: 7 if max_tokens else 0]
+        assert (answer.json["choices"][0]["text"], answer.json["usage"]["completion_tokens"]) == (text, max_tokens)
+    assert supervisor.submitted[0].sampling.prompt_logprobs == 1
+
+
+def test_best_of_returns_the_most_probable_answers_and_counts_them_all(port: int, supervisor: FakeSupervisor) -> None:
+    answer = complete(port, prompt=["a", "b"], n=2, best_of=4, seed=0, logprobs=0).json  # the fake's answers to odd seeds are likelier
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [submit.sampling.seed % 2 for submit in supervisor.submitted] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [choice["logprobs"]["token_logprobs"][0] for choice in answer["choices"]] == [-0.125] * 4
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (2, 24)
+    plain = complete(port, best_of=2, seed=0).json
+    assert len(plain["choices"]) == 1 and plain["choices"][0]["logprobs"] is None
+    assert complete(port, best_of=2, stream=True).error["param"] == "best_of"
+    assert complete(port, best_of=1, n=2).error["param"] == "best_of"
+
+
 def test_log_probabilities_in_both_shapes(port: int) -> None:
-    content = chat(port, logprobs=True, top_logprobs=2).json["choices"][0]["logprobs"]["content"]
+    content = chat(port, seed=0, logprobs=True, top_logprobs=2).json["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["H", ",", "w"]
     assert content[0] == {
         "token": "H",
@@ -163,7 +205,7 @@ def test_log_probabilities_in_both_shapes(port: int) -> None:
             {"token": "token_id:256", "logprob": -9999.0, "bytes": None},  # JSON has no -inf
         ],
     }
-    found = complete(port, logprobs=1).json["choices"][0]["logprobs"]
+    found = complete(port, seed=0, logprobs=1).json["choices"][0]["logprobs"]
     assert found["tokens"] == ["H", ",", "w"] and found["token_logprobs"] == [-0.5] * 3
     assert found["top_logprobs"][0] == {"H": -0.5} and found["text_offset"] == [0, 1, 2]
     streamed = complete(port, logprobs=1, stream=True).events[:-2]

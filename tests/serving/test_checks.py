@@ -61,6 +61,7 @@ def test_a_backend_that_only_knows_greedy_is_asked_for_greedy() -> None:
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"logit_bias": {3: 1.0}}, "logit_bias"),
         ({"logprobs": 1}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
         ({"grammar": 'root ::= "a"'}, "grammar"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -117,7 +118,8 @@ def test_schemas_and_grammars_are_checked_before_an_engine_sees_them(fields: dic
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
     ],
 )
 def test_limits_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -138,6 +140,26 @@ def test_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_keeps_the_r
     seeds = [seeded(base, choice).seed for choice in range(128)]
     assert seeds[0] == base.seed and len(set(seeds)) == 128 and all(0 <= seed < 2**63 for seed in seeds)
     assert seeds == [seeded(base, choice).seed for choice in range(128)]
+
+
+def test_best_of_asks_the_engine_for_what_it_needs_to_choose_and_shows_none_of_it() -> None:
+    found = wishes(completion(best_of=4, n=2), ALL, LIMITS)
+    assert (found.choices, found.kept, found.sampling.logprobs, found.shows_logprobs) == (4, 2, 0, False)
+    found = wishes(completion(best_of=4, n=2, logprobs=3), ALL, LIMITS)
+    assert (found.sampling.logprobs, found.shows_logprobs) == (3, True)
+    found = wishes(completion(best_of=2, n=2), ALL, LIMITS)
+    assert (found.choices, found.kept, found.sampling.logprobs) == (2, 2, None)  # nothing to choose
+    with pytest.raises(ApiError, match="best_of: 2 prompts times 65"):
+        prompts_of(completion(prompt=["a", "b"], best_of=65), ALL, LIMITS)
+
+
+def test_an_echoed_prompts_log_probabilities_are_a_capability_of_their_own() -> None:
+    assert sampling(echo=True, logprobs=2).prompt_logprobs == 2
+    assert sampling(logprobs=2).prompt_logprobs is sampling(echo=True).prompt_logprobs is None
+    facts = Facts("partial", 256, 300, frozenset(CAPABILITIES) - {"prompt_logprobs"})
+    with pytest.raises(ApiError, match="together with echo") as caught:
+        sampling(facts, echo=True, logprobs=2)
+    assert caught.value.param == "logprobs"
 
 
 def test_the_shorter_deadline_holds() -> None:
@@ -163,6 +185,13 @@ def test_a_context_overflow_says_both_numbers(prompt_tokens: int, max_tokens: in
     error = caught.value.body.error
     assert (error.code, error.param, error.n_prompt_tokens, error.n_ctx) == ("context_length_exceeded", "messages", prompt_tokens, 256)
     assert "maximum context length is 256 tokens" in error.message
+
+
+def test_for_no_answer_the_prompt_may_fill_the_context_unless_it_is_scored() -> None:
+    assert token_limit(completion(max_tokens=0), 256, ALL, 16) == 0
+    for prompt_tokens, fields in ((257, {}), (256, {"echo": True, "logprobs": 0})):
+        with pytest.raises(ApiError, match="maximum context length"):
+            token_limit(completion(max_tokens=0, **fields), prompt_tokens, ALL, 16)
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:

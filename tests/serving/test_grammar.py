@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.synthesis import write_gguf
+from models.tokenizer import load_tokenizer, shipped_files
 from serving.backends.base import Sampling
 from serving.errors import Unsupported
 from serving.gbnf import check_grammar, check_schema
@@ -111,9 +111,12 @@ DIGITS = "root ::= [0-9]+"
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Grammars]:
-    model = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_gguf(TINY_LLAMA, model, "Q8_0")
-    found = Grammars(str(model), end_token=2, is_end=lambda token: token in (0, 2))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name, content in shipped_files(TINY_LLAMA.vocabulary, 256).items():
+        (folder / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids == {0, 2}
+    found = Grammars(tokenizer.token_bytes(), tokenizer.eos_ids)
     yield found
     found.close()
 

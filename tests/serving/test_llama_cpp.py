@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,33 @@ import gguf
 import numpy as np
 import pytest
 
+from models.convert import make_gguf
 from models.errors import BrokenWeights
 from models.spec import ModelSpec
 from models.synthesis import write_gguf
+from models.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling
 from serving.backends.llama_cpp import LlamaCppBackend
 from serving.backends.llama_cpp_library import missing_isa, parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
-from tests.serving.backend_contract import check_contract, generate, greedy_alone, near_tie, prompt_of, row
-from tests.shapes import TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3
+from serving.grammar import Grammars
+from serving.messages import Submit
+from serving.scheduler import Scheduler
+from tests.serving.backend_contract import (
+    check_churn,
+    check_contract,
+    check_prompt_scores,
+    check_scheduled,
+    check_seeded,
+    generate,
+    greedy_alone,
+    near_tie,
+    prompt_of,
+    row,
+)
+from tests.serving.hf_folders import generated, hf_folder, logprobs_of
+from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3
 
-END = 2  # the synthetic tokenizer's <|im_end|>
 Make = Callable[..., LlamaCppBackend]
 SHAPES = {spec.name: spec for spec in (TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3)}
 
@@ -118,6 +135,50 @@ def test_the_contract_can_fail(make: Make, files: Any, broken: type[LlamaCppBack
     with pytest.raises((AssertionError, EngineFailed)):
         check_contract(backend, greedy_alone(make()))
     backend.close()
+
+
+# --- against transformers -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A float32 Hugging Face folder made into a float32 GGUF file by the product's own converter."""
+    folder = tmp_path_factory.mktemp("converted")
+
+    def file(shape: str) -> Path:
+        path = folder / f"{shape}.gguf"
+        if not path.exists():
+            make_gguf(hf_folder(shape), path, "F32", spec=TINY[shape])
+        return path
+
+    return file
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("shape", TINY)
+def test_float32_gives_the_tokens_of_transformers(make: Make, converted: Callable[[str], Path], shape: str, unified: bool) -> None:
+    backend = make(model_path=converted(shape), kv_dtype="fp32", options={"kv_unified": unified})
+    check_contract(backend, generated(hf_folder(shape)))
+    check_churn(backend, generated(hf_folder(shape)), seed=1, requests=32, steps=2000)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 256}, {"options": {"kv_unified": True}}], ids=["parts", "preempting", "pool"])
+def test_the_scheduler_gives_the_tokens_of_transformers(make: Make, converted: Callable[[str], Path], settings: dict[str, Any]) -> None:
+    backend = make(model_path=converted("tiny-qwen2"), kv_dtype="fp32", **settings)
+    scheduler = check_scheduled(backend, generated(hf_folder("tiny-qwen2")))
+    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
+
+
+def test_long_prompts_cross_the_rope_scaling(make: Make, converted: Callable[[str], Path]) -> None:
+    backend = make(model_path=converted("tiny-llama3"), kv_dtype="fp32", context_tokens=768, slots=2, options={"ubatch_tokens": 100})
+    prompt = prompt_of(backend, 640, 4)  # beyond the 512 tokens from which Llama 3's RoPE scaling takes effect
+    assert generate(backend, prompt, 5, slot=1) == generated(hf_folder("tiny-llama3"))(prompt, 5)
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
+def test_prompt_logprobs_are_those_of_transformers(make: Make, converted: Callable[[str], Path], shape: str) -> None:
+    backend = make(model_path=converted(shape), kv_dtype="fp32")
+    check_prompt_scores(backend, lambda tokens: logprobs_of(hf_folder(shape), tokens), tolerance=1e-3)
 
 
 # --- against a forward pass of our own -----------------------------------------------------------------------------------
@@ -306,63 +367,32 @@ def test_options_may_come_as_text_from_a_command_line() -> None:
 # --- sampling through the backend ----------------------------------------------------------------------------------------
 
 
-def sampled_text(backend: LlamaCppBackend, prompt: list[int], count: int, sampling: Sampling, slot: int = 0) -> list[int]:
-    """Tokens of one request, its state carried from step to step, until an end token."""
-    out: list[int] = []
-    state, tokens, start = None, np.array(prompt, np.int32), 0
-    for _ in range(count):
-        asked = Row(slot, tokens, start, True, sampling, np.array([*prompt, *out], np.int32), len(prompt), state=state)
-        out.append(backend.step([asked])[0].token)
-        state, start, tokens = asked.state, start + len(tokens), np.array(out[-1:], np.int32)
-        if out[-1] == END:
-            break
-    return out
+@pytest.fixture(scope="module")
+def tokenizer(files: Callable[[ModelSpec, str], Path]) -> Tokenizer:
+    return load_tokenizer(files(TINY_LLAMA, "F16"))
 
 
-def text_of(backend: LlamaCppBackend, tokens: Sequence[int]) -> str:
-    llama, piece = backend._llama, ctypes.create_string_buffer(256)
-    parts = []
-    for token in tokens:
-        size = llama.llama_token_to_piece(llama.llama_model_get_vocab(backend._model), token, piece, 256, 0, False)
-        parts.append(piece.raw[:size])
-    return b"".join(parts).decode("utf-8", "replace")
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
+    found = Grammars(tokenizer.token_bytes(), tokenizer.eos_ids)
+    yield found
+    found.close()
 
 
-def test_a_seeded_request_gives_the_same_tokens_in_any_company(make: Make) -> None:
-    backend, prompt = make(), [11, 12, 13]
-    sampling = Sampling(temperature=0.9, seed=42)
-    alone = sampled_text(backend, prompt, 10, sampling)
-    assert alone == sampled_text(backend, prompt, 10, sampling, slot=3)
-    assert alone != sampled_text(backend, prompt, 10, Sampling(temperature=0.9, seed=43))
-    busy: list[int] = []
-    piece, start = np.array(prompt, np.int32), 0
-    others = [prompt_of(backend, 10, seed) for seed in range(3)]
-    for step in range(10):
-        mates = [row(slot, [others[slot][step]], step, sampling=Sampling(temperature=1.0, seed=slot)) for slot in range(3)]
-        busy.append(backend.step([*mates, Row(4, piece, start, True, sampling)])[-1].token)
-        piece, start = np.array(busy[-1:], np.int32), start + len(piece)
-    assert busy == alone
+def backend_config(backend: LlamaCppBackend) -> EngineConfig:
+    return EngineConfig("llama_cpp", "", "m", slots=backend.info.slots, context_tokens=backend.info.context_tokens)
 
 
-def test_grammar_holds(make: Make) -> None:
-    import re
-
-    backend = make(TINY_QWEN2)
-    grammar = 'root ::= [a-c] [0-9]{2} (" yes" | " no") "."'
-    for sampling in (
-        Sampling(grammar=grammar),
-        Sampling(grammar=grammar, temperature=1.0, seed=4),
-        Sampling(grammar=grammar, temperature=1.0, top_k=5, seed=5),
-    ):
-        tokens = sampled_text(backend, [20, 21, 22], 40, sampling)
-        assert tokens[-1] == END
-        assert re.fullmatch(r"[a-c][0-9]{2} (yes|no)\.", text_of(backend, tokens[:-1]))
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_seeded_request_gives_the_same_tokens_in_any_company(make: Make, unified: bool) -> None:
+    check_seeded(make(TINY_QWEN2, options={"kv_unified": unified}))
 
 
-def test_json_schema_holds(make: Make) -> None:
-    import json
-
+def test_a_grammar_holds_through_the_scheduler(make: Make, grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Greedy, drawn and truncated draws in one batch, one of them a JSON schema; a request without a grammar decodes beside them."""
     backend = make(TINY_LLAMA)
+    scheduler = Scheduler(backend, tokenizer.token_bytes(), tokenizer.eos_ids, backend_config(backend), constrain=grammars.open)
+    grammar = 'root ::= [a-c] [0-9]{2} (" yes" | " no") "."'
     schema = json.dumps(
         {
             "type": "object",
@@ -371,21 +401,24 @@ def test_json_schema_holds(make: Make) -> None:
             "additionalProperties": False,
         }
     )
-    tokens = sampled_text(backend, [30, 31], 120, Sampling(json_schema=schema, temperature=0.8, seed=1))
-    assert tokens[-1] == END
-    document = json.loads(text_of(backend, tokens[:-1]))
+    asked = [
+        Sampling(grammar=grammar),
+        Sampling(grammar=grammar, temperature=1.0, seed=4),
+        Sampling(grammar=grammar, temperature=1.0, top_k=5, seed=5),
+        Sampling(json_schema=schema, temperature=0.8, seed=1),
+        Sampling(temperature=1.0, seed=2),
+    ]
+    for number, sampling in enumerate(asked):
+        assert scheduler.add(Submit(number, [20, 21, 22 + number], 120, sampling)) is None
+    text, finish = [""] * len(asked), [""] * len(asked)
+    while scheduler.busy:
+        for delta in scheduler.step():
+            text[delta.id] += delta.text
+            finish[delta.id] = delta.finish or ""
+    assert finish[:4] == ["stop"] * 4
+    assert all(re.fullmatch(r"[a-c][0-9]{2} (yes|no)\.", found) for found in text[:3])
+    document = json.loads(text[3])
     assert document["kind"] in ("cat", "dog") and 0 <= document["age"] <= 99
-
-
-def test_a_bad_grammar_is_refused_before_the_forward_pass(make: Make) -> None:
-    backend = make()
-    for sampling in (Sampling(grammar="root ::= ("), Sampling(json_schema="[]"), Sampling(grammar='root ::= "a"', json_schema="{}")):
-        with pytest.raises(Unsupported):
-            backend.begin(sampling)
-        with pytest.raises(Unsupported):
-            backend.step([row(0, [5, 6], 0, sampling=sampling)])
-    alone = greedy_alone(make())
-    assert generate(backend, [5, 6, 7], 4) == alone([5, 6, 7], 4)
 
 
 def test_is_a_backend(make: Make) -> None:

@@ -21,8 +21,19 @@ from serving.backends.kv_rows import RowMap
 from serving.backends.onnx_graph import graph_file
 from serving.backends.onnx_runtime import OnnxBackend, check_options
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
-from tests.serving.backend_contract import check_churn, check_contract, check_contradictions, generate, greedy_alone, prompt_of, row
-from tests.serving.hf_folders import generated, onnx_folder, onnx_source
+from tests.serving.backend_contract import (
+    check_churn,
+    check_contract,
+    check_contradictions,
+    check_prompt_scores,
+    check_scheduled,
+    check_seeded,
+    generate,
+    greedy_alone,
+    prompt_of,
+    row,
+)
+from tests.serving.hf_folders import generated, logprobs_of, onnx_folder, onnx_source
 
 Make = Callable[..., OnnxBackend]
 
@@ -52,6 +63,18 @@ def test_float_graphs_give_the_tokens_of_transformers(make: Make, name: str) -> 
     reference = generated(onnx_source(name))
     check_contract(backend, reference)
     check_churn(backend, reference, seed=1, requests=32, steps=2000)
+
+
+@pytest.mark.parametrize("name", ["llama-fp32", "qwen3-growing"])
+@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 200}], ids=["room", "preempting"])
+def test_the_scheduler_gives_the_tokens_of_transformers(make: Make, name: str, settings: dict[str, Any]) -> None:
+    scheduler = check_scheduled(make(onnx_folder(name), **settings), generated(onnx_source(name)))
+    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
+
+
+@pytest.mark.parametrize("name", ["llama3-fp32", "qwen3-growing"])
+def test_prompt_logprobs_are_those_of_transformers(make: Make, name: str) -> None:
+    check_prompt_scores(make(onnx_folder(name)), lambda tokens: logprobs_of(onnx_source(name), tokens), tolerance=1e-3)
 
 
 def test_growing_graphs_give_the_tokens_of_transformers(make: Make) -> None:
@@ -98,29 +121,9 @@ def test_the_context_can_be_filled_to_the_last_token(make: Make) -> None:
     assert backend.step([row(1, full[63:], 63)])[0].token == reference(full, 1)[0]
 
 
-def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make) -> None:
-    backend = make(onnx_folder("qwen2-fp32"))
-    sampling = Sampling(temperature=0.9, top_p=0.95, top_k=50, seed=11)
-
-    def draw(slot: int, mates: list[int]) -> list[int]:
-        prompt = prompt_of(backend, 12, 6)
-        last = {}
-        for mate in mates:
-            first = row(mate, prompt_of(backend, 8 + mate, mate), 0, sampling=Sampling(temperature=1.0, seed=mate))
-            last[mate] = backend.step([first])[0].token
-        mine = [backend.step([row(slot, prompt, 0, sampling=sampling)])[0].token]
-        for step in range(8):
-            rows = [row(slot, mine[-1:], 12 + step, sampling=sampling)]
-            rows += [row(mate, [last[mate]], 8 + mate + step, sampling=Sampling(temperature=1.0, seed=mate)) for mate in mates]
-            rows.sort(key=lambda item: item.slot)
-            for item, result in zip(rows, backend.step(rows), strict=True):
-                if item.slot == slot:
-                    mine.append(result.token)
-                else:
-                    last[item.slot] = result.token
-        return mine
-
-    assert draw(0, []) == draw(3, [0, 1, 4]) == draw(1, [2])
+@pytest.mark.parametrize("name", ["qwen2-fp32", "llama-int8", "qwen3-growing"])
+def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make, name: str) -> None:
+    check_seeded(make(onnx_folder(name)))
 
 
 def test_logprobs_and_penalties_reach_the_sampler(make: Make) -> None:

@@ -55,7 +55,6 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
         ("n", 0),
         ("n", 10**9),
         ("n", 10**40),
-        ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 2**31),
         ("min_tokens", -1),
@@ -101,10 +100,19 @@ def test_what_this_server_cannot_do_is_refused_in_words(field: str, value: Any) 
     assert refusal(CHAT, {"messages": [TURN], field: value}).message == REFUSED[field]
 
 
-def test_best_of_and_suffix_are_refused_unless_they_change_nothing() -> None:
-    assert refusal(COMPLETION, {"prompt": "x", "best_of": 2}).message == REFUSED["best_of"]
+def test_a_suffix_is_refused_unless_it_changes_nothing() -> None:
     assert refusal(COMPLETION, {"prompt": "x", "suffix": "end"}).message == REFUSED["suffix"]
-    assert decode(COMPLETION, b'{"prompt": "x", "best_of": 1, "suffix": null}').best_of == 1
+    assert decode(COMPLETION, b'{"prompt": "x", "best_of": 1, "suffix": null}').suffix is None
+
+
+def test_no_answer_at_all_can_be_asked_of_completions_only() -> None:
+    assert decode(COMPLETION, b'{"prompt": "x", "max_tokens": 0}').max_tokens == 0
+    assert refusal(CHAT, {"messages": [TURN], "max_tokens": 0}).param == "max_tokens"
+
+
+def test_a_role_that_is_not_there_is_told_which_are() -> None:
+    problem = refusal(CHAT, {"messages": [{"role": "tool", "content": "x"}]})
+    assert problem.param == "messages[0].role" and "user" in problem.message and "'tool'" in problem.message
 
 
 def test_fields_that_change_nothing_are_taken() -> None:

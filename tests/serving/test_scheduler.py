@@ -222,9 +222,6 @@ class Grammar:
 
 
 class GivesUp(Recorder):
-    def begin(self, sampling: Sampling) -> None:
-        return Grammar() if sampling.grammar else None  # type: ignore[return-value]
-
     def step(self, rows: list[Row]) -> list[Sampled]:
         for row in rows:
             if isinstance(row.state, Grammar) and row.start >= 5:
@@ -236,7 +233,9 @@ class GivesUp(Recorder):
 
 def test_a_grammar_that_is_given_up_ends_its_own_sequence_with_an_error_and_no_other() -> None:
     config = EngineConfig("fake", "", "fake", slots=4, context_tokens=256, options={"vocabulary": VOCABULARY})
-    scheduler = Scheduler(GivesUp(config), TABLE, frozenset({0}), config)
+    scheduler = Scheduler(
+        GivesUp(config), TABLE, frozenset({0}), config, constrain=lambda sampling: Grammar() if sampling.grammar else None
+    )
     scheduler.add(request(1, [3, 4, 5], 20, sampling=Sampling(grammar="root ::= x")))
     scheduler.add(request(2, [6, 7, 8], 20))
     out = run(scheduler)

@@ -256,7 +256,7 @@ def test_defaults_of_the_command_line_are_those_of_the_classes() -> None:
     assert parameters["health_timeout"] == limits.health_timeout_seconds
     options = ServeOptions(model="x")
     renamed = {"context": "context_tokens", "max_waiting": "most_waiting", "max_wait": "longest_wait_seconds", "option": "options",
-               "health_timeout": "health_timeout_seconds", "drain_timeout": "drain_seconds", "memory_check": "check_memory"}  # fmt: skip
+               "health_timeout": "health_timeout_seconds", "ttft_promise": "ttft_promise_seconds", "drain_timeout": "drain_seconds", "memory_check": "check_memory"}  # fmt: skip
     for name, default in parameters.items():
         if name not in ("model", "option"):
             assert getattr(options, renamed.get(name, name)) == default, name

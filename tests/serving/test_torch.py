@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from models.convert_torch import int4_groups, int8_rows, make_torch, unpacked
+from models.convert_torch import int4_groups, int8_rows, make_torch, rounded_tokens, unpacked
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest
 from models.synthesis import write_hf_folder
@@ -27,7 +27,7 @@ from serving.backends.torch_model import rope_tables
 from serving.backends.torch_sampling import draw, drawable, gumbel
 from serving.backends.torch_settings import check_options
 from serving.backends.torch_transformers import TorchBackend
-from serving.backends.torch_weights import WIDEN_ELEMENTS, Widened
+from serving.backends.torch_weights import WIDEN_ELEMENTS, Widened, dynamic_int8
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.noise import gumbel_at
 from serving.sampling import sample
@@ -251,13 +251,13 @@ def test_gpu_memory_is_refused_before_the_load(make: Make) -> None:
 # --- weights ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "dynamic-int8", "int4"])
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2"])
 def test_packed_weights_give_the_same_tokens_alone_and_batched(make: Make, tmp_path: Path, shape: str, precision: str) -> None:
     folder = make_torch(hf_folder(shape), tmp_path / "packed", precision, spec=TINY[shape])
     manifest = read_manifest(folder)
     assert manifest is not None and manifest.quality_kl_nats is not None
-    assert 0 < manifest.quality_kl_nats < {"int8": 2e-3, "int4": 0.5}[precision]
+    assert 0 < manifest.quality_kl_nats < {"int8": 2e-3, "dynamic-int8": 2e-2, "int4": 0.5}[precision]
     backend, alone, judge = make(folder), make(folder, slots=1), make(folder, slots=1)
     assert backend.info.weight_format == precision
     check_contract(backend, greedy_alone(alone), tie=near_tie(judge, 0.3))
@@ -266,6 +266,23 @@ def test_packed_weights_give_the_same_tokens_alone_and_batched(make: Make, tmp_p
     assert predicted.weight_bytes == pytest.approx(measured.weight_bytes, rel=0.05)
     with pytest.raises(Unsupported, match="packed beforehand"):
         make(folder, weight_format="bf16")
+
+
+def test_dynamic_int8_is_exactly_the_rounded_product_in_any_company() -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight, bias = torch.randn(48, 96, generator=generator), torch.randn(48, generator=generator)
+    weight[5] = 3.0  # a row of largest weights: pairs of products are as large as they can be, and must not overflow
+    values, scale = int8_rows(weight)
+    x = torch.randn(9, 96, generator=generator) * torch.logspace(-3, 3, 9)[:, None]  # tokens of very different size
+    x[4] = x[4].abs().amax()
+    x[8] = 0.0
+    matrix = dynamic_int8(values, scale, bias)
+    together = matrix(x)
+    exact = torch.nn.functional.linear(rounded_tokens(x).double(), unpacked("m", {"m.int8": values, "m.scale": scale}).double(), bias.double())
+    torch.testing.assert_close(together.double(), exact, rtol=2e-6, atol=2e-5 * float(exact.abs().max()) / 1000)
+    for one in range(9):
+        assert torch.equal(matrix(x[one : one + 1])[0], together[one])
+    assert matrix.resident_bytes == 48 * (96 + 12)
 
 
 def test_packing_rounds_to_the_nearest_step() -> None:

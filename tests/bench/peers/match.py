@@ -1,0 +1,102 @@
+"""One comparison: players that take turns at the same workload, a new set of prompts each round, every run kept.
+
+A player is a function from a job to its figures: a child process that was asked (`in_process`), or a server that was sent the requests
+(tests.bench.peers.crossover_http).
+
+Workloads, for n at once:
+  once       n requests at the same moment: the best case of an engine with static batches
+  staggered  2 n requests, the next one after a 1/n of the time that a request takes alone: they join while others decode, and a static
+             batch makes them wait for its end
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.bench.paired import Figures, Line, Series, machine, machine_line, table, take_turns
+from tests.bench.peers.jobs import Child, Job, figures, make_job
+
+Player = Callable[[Job], Figures]
+LINES = (
+    Line("output_tokens_per_second", "tokens/s"),
+    Line("decode_tokens_per_second", "tokens/s"),
+    Line("ttft_p50_seconds", "ms", 1e3),
+    Line("ttft_max_seconds", "ms", 1e3),
+    Line("itl_p50_seconds", "ms", 1e3),
+    Line("itl_p99_seconds", "ms", 1e3),
+)
+
+
+class Workload(NamedTuple):
+    """How many at once, and how they come: once or staggered."""
+
+    kind: str
+    batch: int
+
+    @property
+    def count(self) -> int:
+        return 2 * self.batch if self.kind == "staggered" else self.batch
+
+    def __str__(self) -> str:
+        return f"{self.batch} {self.kind}"
+
+
+def workload(text: str) -> Workload:
+    """From "8" or "8:staggered"."""
+    batch, _, kind = text.partition(":")
+    if kind not in ("", "once", "staggered") or not batch.isdigit() or int(batch) < 1:
+        raise argparse.ArgumentTypeError(f"a workload is N, N:once or N:staggered, got {text!r}")
+    return Workload(kind or "once", int(batch))
+
+
+def add_options(parser: argparse.ArgumentParser, workloads: list[str], packages: str) -> None:
+    """The options that all comparisons have."""
+    parser.add_argument("--workloads", type=workload, nargs="+", default=[workload(one) for one in workloads], metavar="N[:staggered]")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--cores", type=int, nargs="+", default=[0], help="of every engine, one thread each")
+    parser.add_argument("--json", type=Path, help="keeps every run; one that is there is gone on with")
+    parser.set_defaults(packages=packages.split())
+
+
+def in_process(child: Child) -> Player:
+    """A player in a child process."""
+    return lambda job: figures(job, child.ask(job))
+
+
+def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """All workloads, `arguments.rounds` rounds each; prints a table per workload and keeps the runs."""
+    facts = machine(*arguments.packages)
+    print(machine_line(facts), flush=True)
+    shape = {"prompt": arguments.prompt, "output": arguments.output, "cores": arguments.cores}
+    series = Series.opened(arguments.json, {**settings, **shape}, facts)
+    alone: float | None = None
+    for one in arguments.workloads:
+        seed = 1000 * len(next(iter(series.runs.get(str(one), {"": []}).values())))
+
+        def job(gap: float, batch: int, count: int) -> Job:
+            nonlocal seed
+            seed += 1
+            return make_job(count, arguments.prompt, arguments.output, batch, gap, vocabulary, seed)
+
+        for player in players.values():  # first touches, and how long a request takes alone
+            found = player(job(0.0, one.batch, 1))["seconds"]
+            alone = found if alone is None or player is players[ours] else alone
+        assert alone is not None
+        gap = alone / one.batch if one.kind == "staggered" else 0.0
+
+        def turn(player: Player, one: Workload = one, gap: float = gap) -> Figures:
+            return {**player(job(gap, one.batch, one.count)), "gap_seconds": gap}
+
+        turns = {name: (lambda player=player: turn(player)) for name, player in players.items()}
+        runs = series.add(str(one), take_turns(turns, arguments.rounds, lambda text: print(text, flush=True)))
+        series.save(arguments.json)
+        rounds = len(runs[ours])
+        print(
+            f"{one}, prompts of {arguments.prompt}, outputs of {arguments.output}, {rounds} rounds (medians; ratio = {ours} / the other):"
+        )
+        print(table(runs, ours, LINES), flush=True)

@@ -1,0 +1,108 @@
+"""/openapi.json held against the server that gives it: schemathesis makes requests from the document, right ones and wrong ones.
+
+Whatever comes, no answer is a 5xx that means "I did not think of that", and each has a status, a type, headers and a body as the document
+says. A request that the document allows is answered, or refused with a 400 for one of the reasons that a JSON schema cannot express, all
+of which are listed here; one that it forbids is never answered as if it were right. The engine is a real child with the fake backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode, Response
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from serving.access import Limits
+from serving.openapi import document
+from tests.serving.test_app_engine import engine, serving, tokenizer_path
+
+__all__ = ["tokenizer_path"]
+
+DOCUMENT = document("m", Limits())
+SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
+OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
+CHECKS: list[Any] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+EXCUSES = re.compile(
+    "maximum context length|out of range; the model has"  # depends on the model
+    "|is not supported by the fake backend"  # depends on the backend
+    "|only allowed together with stream|needs logprobs|max_completion_tokens differ|is more than the|too few to return n|not together with"
+    "|sequences a request are allowed|exactly one of prompt and messages|null; a text is needed"  # one field against another
+    "|response_format|grammar"  # a language of its own
+    "|expected `int.*`, got `float`"  # 1.0: an integer to a JSON schema, not to this server
+)
+
+_COUNTS = {"POST /v1/chat/completions": 40, "POST /v1/completions": 60, "POST /tokenize": 20, "POST /detokenize": 20}
+
+
+@pytest.fixture(scope="module")
+def url(tokenizer_path: Path) -> Iterator[str]:
+    with serving(engine(tokenizer_path, slots=16)) as (port, _):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as session:
+        yield session
+
+
+def conforms(case: Case, url: str, session: requests.Session) -> Response:
+    """Send the request; raises where the answer is none that the document promises."""
+    answer = case.call(base_url=url, session=session, timeout=20)
+    case.validate_response(answer, checks=CHECKS)
+    assert answer.headers["x-request-id"] and answer.headers["x-crossover-backend"]
+    return answer
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_what_the_document_allows_is_answered(label: str, url: str, session: requests.Session) -> None:
+    @examples(_COUNTS.get(label, 8))
+    @given(OPERATIONS[label].as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def holds(case: Case) -> None:
+        answer = conforms(case, url, session)
+        if answer.status_code == 400:
+            assert EXCUSES.search(answer.json()["error"]["message"]), (answer.json(), case.body)
+
+    holds()
+
+
+@pytest.mark.parametrize("label", [label for label in OPERATIONS if label.startswith("POST")])
+def test_what_the_document_forbids_is_refused(label: str, url: str, session: requests.Session) -> None:
+    @examples(_COUNTS[label])
+    @given(OPERATIONS[label].as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def holds(case: Case) -> None:
+        conforms(case, url, session)
+
+    holds()
