@@ -22,7 +22,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "models": ("models.cli:app", "The ladder of models: list, make, plan."),
     "serve": ("serving.cli:serve", "Serve one model over an OpenAI-compatible HTTP endpoint."),
     "load": ("loadtests.cli:load", "Send one level of load to a URL and say what came back."),
-    "campaign": ("loadtests.cli:campaign", "Measure a ladder of models: run, resume, show."),
+    "campaign": ("loadtests.cli:campaign", "Measure a ladder of models: run, resume, repeat, show."),
+    "compare": ("loadtests.cli:compare", "Say where a run is faster or slower than another, by more than chance and noise."),
     "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown and CSV."),
 }
 

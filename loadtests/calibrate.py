@@ -83,7 +83,8 @@ def calibrate(ask: Ask, lone: Sequence[RequestRecord], workload: Workload, slots
     lengths = [n for n in (longest, SHORT_PROMPT) if not prompts or not min(prompts) * 1.3 > n > min(prompts) / 1.3]
     if not prompts or max(prompts) < 4 * min(prompts):
         for length in lengths:
-            if time.monotonic() + fill_seconds * length < until:
+            known_waits = [o.seconds for o in alone if o.prefill_tokens >= length]
+            if time.monotonic() + min(known_waits, default=fill_seconds * length) + 2 * step_seconds < until:
                 found += observations_of(ask(Wave(1, length, 2)), 1)
     prompt = min(SHORT_PROMPT, longest)
     known, served = slots, slots

@@ -133,6 +133,49 @@ def load(
         )  # fmt: skip
 
 
+def compare(
+    first: Annotated[Path, typer.Argument(help="The run that is compared with.")],
+    second: Annotated[Path, typer.Argument(help="The run that is judged.")],
+    noise: Annotated[
+        list[Path] | None, typer.Option(help="A repeat of FIRST: says what the machine does by itself. May be given several times.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(metavar="FACT", help="A fact that may differ, e.g. format or cpu_model. May be given several times.")
+    ] = None,
+    floor: Annotated[float, typer.Option(min=0.0, help="Differences below this share are noise, where no repeat says better.")] = 0.03,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
+    fail_on: Annotated[
+        str | None, typer.Option(metavar="slower|different", help="End with status 1 where anything is slower, or differs at all.")
+    ] = None,
+) -> None:
+    """Say where a run is faster or slower than another, by a test, and by more than the machine's own noise.
+
+    Compared are medians and p95 of TTFT, TPOT and E2E at loads that both measured, and the capacity. Runs that differ in a fact (machine,
+    workload, settings) are refused with both values, unless --allow names it.
+
+    \b
+    crossover campaign repeat runs/A                     # the machine's own noise
+    crossover compare runs/A runs/B --noise runs/A-again --fail-on slower
+    """
+    import msgspec
+
+    from loadtests import compare as comparing
+    from loadtests.errors import LoadError
+    from loadtests.show import show_comparison, wide_console
+
+    if fail_on not in (None, "slower", "different"):
+        raise LoadError(f"--fail-on must be slower or different, got {fail_on!r}")
+    repeats = [comparing.read(folder) for folder in noise or ()]
+    found = comparing.compare(comparing.read(first), comparing.read(second), noise=repeats, allow=allow or (), floor=floor)
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        show_comparison(found, wide_console())
+    bad = {"slower": ("slower", "different"), "different": ("slower", "faster", "different")}
+    if fail_on is not None and found.verdict in bad[fail_on]:
+        raise typer.Exit(1)
+
+
 def _say_plan(plan: Plan) -> None:
     from loadtests.feasible import layout_of, shares, why_not
     from loadtests.progress import duration

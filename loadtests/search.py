@@ -28,6 +28,7 @@ Purpose = Literal["lone", "bracket", "narrow", "fixed"]
 Status = Literal["resolved", "unresolved", "none", "at_least"]
 
 FLAT_SLOPE = 4.0  # of the odds of a bad request against the rate; queues near their capacity show 5 to 40
+PLAINLY = 4.0  # times the odds of a bad request that the promise allows: a rate with more is above the capacity, no chance about it
 
 
 class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -312,7 +313,8 @@ def _next_rate(levels: Sequence[Level], belief: Posterior, config: SearchConfig,
     # Within what held and what broke, and a little beyond where either may have been chance; where it broke by far it was not.
     low, high = sorted((max(held), min(broken)))
     good, due = next((good, due) for at, good, due in pooled(levels) if at == high)
-    beyond = 1.0 if due - good > 3 * (1 - promise.target) * due else 1.25
+    odds = (due - good + 0.5) / (good + 0.5)
+    beyond = 1.0 if odds > PLAINLY * (1 - promise.target) / promise.target else 1.25
     rate = belief.most_telling_rate(config.level_seconds_max, low / 1.25, high * beyond)
     return min(max(rate, config.min_rate), config.max_rate), "narrow"
 

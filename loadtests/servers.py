@@ -161,7 +161,7 @@ class Local:
             "predicted": memory.get("predicted"),
             "measured": memory.get("measured"),
             "details": seen.get("details"),
-            **{key: engine.get(key) for key in ("device", "weight_format", "slots", "context_tokens", "kv_tokens", "threads")},
+            **{key: engine.get(key) for key in ("device", "weight_format", "quality_kl_nats", "slots", "context_tokens", "kv_tokens", "threads")},
         }
         return {
             "info": info,

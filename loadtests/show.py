@@ -1,4 +1,4 @@
-"""A run folder, or a level, as tables for the terminal: values in, text out."""
+"""A run folder, a level or a comparison as tables for the terminal: values in, text out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.calibrate import error_in_words, error_of
+from loadtests.compare import Comparison, Row
 from loadtests.levels import LevelFinished, judge
 from loadtests.progress import duration
 from loadtests.records import Event
@@ -159,3 +160,38 @@ def show_level(summary: Summary, console: Console) -> None:
     )
     for doubt in summary.doubts:
         console.print(f"doubt {doubt.code}: {doubt.text}; {doubt.advice}", style="red" if doubt.invalidates else "yellow", markup=False)
+
+
+def show_comparison(found: Comparison, console: Console) -> None:
+    """Prints what two runs differ in."""
+    console.print(f"{found.second} against {found.first}: {found.verdict}", style="bold", markup=False)
+    for note in found.notes:
+        console.print(note, style="dim", markup=False)
+    table = Table("cell", "load", "metric", "first", "second", "difference", "95 % interval", "noise", "verdict", box=None, pad_edge=False)
+    for row in found.rows:
+        table.add_row(row.cell, comparison_load(row.load), row.metric, *_difference_cells(row), f"{row.verdict}{_why(row)}")
+    console.print(table)
+    assumed = any(row.noise_pairs == 0 for row in found.rows)
+    if assumed:
+        console.print(
+            "noise marked ~ is assumed: repeat a run (crossover campaign repeat) and name it with --noise to measure it", style="dim"
+        )
+
+
+def comparison_load(load: float | None) -> str:
+    if load is None:
+        return "alone"
+    return f"{load:.3g}/s" if load > 0 else f"{-load:.0f} users"
+
+
+def _difference_cells(row: Row) -> list[str]:
+    noise = f"{'~' if row.noise_pairs == 0 else ''}{row.noise:.1%}"
+    if row.difference is None:
+        return ["-", "-", "-", "-", noise]
+    d = row.difference
+    values = [f"{value:.3g}/s" if row.metric == "capacity" else time_in_words(value) for value in (d.first, d.second)]
+    return [*values, f"{d.ratio - 1:+.1%}", f"{d.low - 1:+.1%} to {d.high - 1:+.1%}", noise]
+
+
+def _why(row: Row) -> str:
+    return f" ({row.reason})" if row.reason else ""

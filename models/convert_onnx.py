@@ -4,8 +4,8 @@
 
 Two exporters: `genai` (onnxruntime-genai's graph builder: GroupQueryAttention, fused, appends to its KV cache in place) and `optimum`
 (growing past_key_values, as the hub's ONNX repositories hold). Precisions: fp32; int8 and int4 (MatMulNBits, blocks of 32, integer
-arithmetic); dynamic-int8 (optimum's ORTQuantizer: one activation scale per tensor, so that a row's logits depend on its batch mates;
-quickest prefill, not reproducible).
+arithmetic); dynamic-int8 (optimum's ORTQuantizer on the fp32 graph, then one activation scale for each token instead of one for the whole
+batch: per_token.py).
 
 Both exporters run in a child process, offline, on a staged copy of the folder: config.json in the words of the transformers that is
 installed (see hf_config.py), the weights linked, a stand-in tokenizer. The builder ignores options that it does not know, so they are
@@ -271,6 +271,7 @@ def _quantise(made: Path, out: Path) -> None:
         "quantiser.quantize(save_dir=sys.argv[2], quantization_config=settings, file_suffix='', use_external_data_format=True)"
     )
     _child(["-c", code, str(made), str(out), quantiser_target()], "optimum's quantiser")
+    _child(["-m", "models.per_token", str(out / "model.onnx")], "the rewriting of activation scales")
 
 
 def quantiser_target() -> str:
@@ -302,7 +303,10 @@ def _require(module: str, extra: str) -> None:
 def _child(arguments: list[str], what: str) -> None:
     """Run Python offline in a process of its own, so that its memory is given back and its printing is kept off ours."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *arguments], env={**os.environ, **offline}, capture_output=True, text=True, check=False)
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, **offline, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
     if done.returncode == -9:
         raise ModelError(f"{what} was killed, most likely for want of memory; it needs about 10 bytes a parameter")
     if done.returncode:
@@ -336,7 +340,7 @@ def _write_facts(done: Path, precision: str, exporter: str, options: Mapping[str
     }
     if precision == "dynamic-int8":
         facts["quantiser_target"] = quantiser_target()
-        facts["batch_dependent"] = True
+        facts["activation_scales"] = "per token"
     (done / CONVERSION).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 

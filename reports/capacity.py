@@ -211,6 +211,7 @@ def cell_numbers(
         memory=_with_measured(predicted_memory(spec, weight_format, kv_tokens, kv_dtype, backend, device, slots), ready, samples),
         random_weights=_random_weights(cell, ready),
         load_seconds=ready.get("load_seconds"),
+        quality_kl_nats=info.get("quality_kl_nats"),
     )
 
 

@@ -6,27 +6,15 @@ merged(runs)                  # one RunNumbers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from reports import formatting
+from loadtests.facts import MACHINE, same, show
 from reports.capacity import capacity_of, search_config
 from reports.errors import NotComparable
 from reports.numbers import CellNumbers, RunNumbers
-
-# Facts of the machine that decide how fast it is: name in HardwareFacts -> what people call it.
-FACTS: dict[str, str] = {
-    "cpu_model": "CPU",
-    "architecture": "architecture",
-    "logical_cores": "logical cores",
-    "allowed_cores": "usable cores",
-    "cgroup_cores": "CPU quota",
-    "memory_total_bytes": "memory",
-    "gpus": "GPUs",
-}
-SAME_MEMORY = 0.02  # a kernel update moves MemTotal by less
 
 
 def check_comparable(runs: Sequence[RunNumbers]) -> None:
@@ -34,11 +22,11 @@ def check_comparable(runs: Sequence[RunNumbers]) -> None:
     first = runs[0]
     for other in runs[1:]:
         pair = f"runs {first.manifest.run_id} and {other.manifest.run_id} differ in"
-        for fact, name in FACTS.items():
+        for fact, name in MACHINE.items():
             mine, theirs = first.facts.get(fact), other.facts.get(fact)
-            if not _same(fact, mine, theirs):
+            if not same(fact, mine, theirs):
                 raise NotComparable(
-                    f"{pair} {name}: {_show(fact, mine)} and {_show(fact, theirs)}; "
+                    f"{pair} {name}: {show(fact, mine)} and {show(fact, theirs)}; "
                     "a chart of both would compare machines, use --separate for a report each"
                 )
         for key in ("workload", "arrivals"):
@@ -78,32 +66,6 @@ def merged(runs: Sequence[RunNumbers]) -> RunNumbers:
         folder=" ".join(run.folder for run in runs),
         also=tuple(run.manifest.run_id for run in runs[1:]),
     )
-
-
-def _same(fact: str, mine: Any, theirs: Any) -> bool:
-    if fact == "memory_total_bytes" and mine and theirs:
-        return bool(abs(mine - theirs) <= SAME_MEMORY * max(mine, theirs))
-    if fact == "gpus":
-        return _gpu_names(mine) == _gpu_names(theirs)
-    if fact == "allowed_cores":
-        return len(mine or ()) == len(theirs or ())
-    return bool(mine == theirs)
-
-
-def _gpu_names(gpus: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    return [str(gpu.get("name")) for gpu in gpus or []]
-
-
-def _show(fact: str, value: Any) -> str:
-    if value is None:
-        return "not known"
-    if fact == "memory_total_bytes":
-        return formatting.size(value)
-    if fact == "allowed_cores":
-        return str(len(value))
-    if fact == "gpus":
-        return ", ".join(_gpu_names(value)) or "none"
-    return str(value)
 
 
 def _difference(mine: Any, theirs: Any) -> str:

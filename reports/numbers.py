@@ -107,6 +107,7 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     capacity: CapacityNumbers
     memory: MemoryNumbers
     random_weights: bool | None
+    quality_kl_nats: float | None = None  # KL divergence of the weights' format to the float model, measured when they were converted
     load_seconds: float | None
 
     @property

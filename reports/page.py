@@ -177,6 +177,7 @@ def _values(run: RunNumbers, found: Crossover, groups: Mapping[str, list[Figure]
         "promise_name": promise.name,
         "promise_words": promise_words(promise),
         "promise_source": promise_source(promise),
+        "quality": tables.QUALITY_WORDS if any(cell.quality_kl_nats is not None for cell in run.cells) else "",
         "confidence": formatting.share(search_config(manifest).confidence),
         "contents": [item for item in CONTENTS if item[0] != "gpu" or found.takeovers],
         "cards": cards(run, found),

@@ -23,6 +23,12 @@ from reports.numbers import CellNumbers, LevelNumbers, RunNumbers, middle
 Record = dict[str, Any]
 
 
+QUALITY_WORDS = (
+    "A format's KL is the mean divergence of its next-token probabilities from those of the float model, measured when the weights were "
+    "converted; of random weights it says that the conversion is right, and not how good a trained model would be."
+)
+
+
 class Column(msgspec.Struct, frozen=True):
     title: str
     numeric: bool = True
@@ -42,7 +48,8 @@ def _table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Table:
 def capacity_table(run: RunNumbers, found: Crossover) -> Table:
     """One row per cell."""
     columns = [
-        Column("model", False), Column("format", False), Column("engine", False), Column("capacity", False), Column("alone: TTFT"),
+        Column("model", False), Column("format", False), Column("format's KL"), Column("engine", False), Column("capacity", False),
+        Column("alone: TTFT"),
         Column("alone: TPOT"), Column("what breaks first", False), Column("most tokens/s seen"), Column("levels"), Column("requests"),
     ]  # fmt: skip
     if found.asked_rate is not None:
@@ -56,6 +63,7 @@ def _capacity_row(cell: CellNumbers, run: RunNumbers, asked_rate: float | None) 
     row = [
         model_title(cell.model),
         cell.weight_format,
+        quality(cell),
         f"{cell.backend} on {cell.device.upper()}" if cell.backend else "",
         state_words(cell),
         formatting.seconds(middle(lone.ttft) if lone else None),
@@ -69,6 +77,11 @@ def _capacity_row(cell: CellNumbers, run: RunNumbers, asked_rate: float | None) 
         needed = machines(cell, asked_rate)
         row.append("unknown" if needed is None else f"{needed:,}")
     return row
+
+
+def quality(cell: CellNumbers) -> str:
+    """What the weight format costs: see QUALITY_WORDS."""
+    return formatting.NOT_MEASURED if cell.quality_kl_nats is None else f"{formatting.significant(cell.quality_kl_nats)} nats"
 
 
 def state_words(cell: CellNumbers) -> str:
@@ -204,6 +217,7 @@ def cell_records(run: RunNumbers) -> list[Record]:
                 "model": cell.model,
                 "parameters": cell.parameters,
                 "weight_format": cell.weight_format,
+                "quality_kl_nats": cell.quality_kl_nats,
                 "backend": cell.backend,
                 "device": cell.device,
                 "slots": cell.slots,

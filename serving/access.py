@@ -109,6 +109,10 @@ class Exchange:
         if kind is None or not _JSON_TYPE.fullmatch(kind.strip()):
             shown = "no Content-Type" if kind is None else f"Content-Type {kind[:80].decode('latin-1')!r}"
             raise ApiError(415, f"{shown}; send application/json", code="unsupported_media_type")
+        encoding = header(self.scope, b"content-encoding")
+        if encoding is not None and encoding.strip().lower() != b"identity":
+            shown = encoding[:80].decode("latin-1")
+            raise ApiError(415, f"Content-Encoding {shown!r}; bodies are taken as they are", code="unsupported_content_encoding")
         length = header(self.scope, b"content-length")
         if length is not None and length.isdigit() and int(length) > self.limits.body_bytes:
             raise self._too_large(int(length))

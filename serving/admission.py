@@ -7,24 +7,24 @@
     ledger.progressed(id, tokens=1, now=clock()); ledger.finished(id)
 
 Work is counted in tokens, prompt and output alike. The engine's pace is tokens worked per second of stepping, remembered with a half-life.
-A new sequence begins when the work ahead of it is done, less what `slots - 1` neighbours, half done on average, still have to do then:
+Sequences begin in the order they joined, each when a slot is free, and those in slots get a token each in the same steps. So it is known
+which slot a new one will find, and what its neighbours will still have to do then; all other work must be done before it begins:
 
-    wait = (work outstanding - (slots - 1) / 2 * mean work of a sequence) / pace
+    wait = (work outstanding - what the neighbours have left then) / pace        0 while a slot is free
+    TTFT = wait + own prompt / pace, and never less than (prompts outstanding + own prompt) / pace of prompts
 
-which for k waiting behind full slots is the (k + 1/2) completions that have to happen. Its first token comes when its own prompt is worked
-too, at the pace that prompts had in the steps that held any; while a slot is free, after the prompts that came before:
+(the pace of prompts: their tokens per second of the steps that had any). Both are longer by what the HTTP side is behind itself: under a
+storm of requests it gets late to each of them, and to each token.
 
-    TTFT = wait + (its own prompt + prompts before it in other slots) / prompt pace
-
-A promised TTFT must hold for nearly all that are let in, not for their mean. So each forecast is held against what came of it, and the 99th
-percentile of the recent misses is kept free: admitted is who fits with TTFT + margin <= promise. Where no pace is known yet, nothing is
-predicted: the other bounds hold, and with a promise as many may wait as run. Pure bookkeeping: no clock of its own, no sockets.
+A promised TTFT must hold for nearly all that are let in, not for their mean. So each forecast is held against what came of it, and the
+worst of the recent misses is kept free: admitted is who fits with TTFT + margin <= promise. Where no pace is known yet, nothing is
+predicted: the other bounds hold, and with a promise nobody may wait. Pure bookkeeping: no clock of its own, no sockets.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
+from heapq import heapify, heapreplace
 
 import msgspec
 
@@ -32,8 +32,10 @@ PACE_HALF_LIFE_SECONDS = 10.0  # of stepping time
 PACE_EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
 MISSES_KEPT = 200
 MISSES_TELL = 20  # fewer say nothing
-MARGIN_UNTOLD = 0.1  # of the promise, until the misses tell
+MARGIN_UNTOLD = 0.3  # of the promise, until the misses tell
+MARGIN_LEAST = 0.05  # of the promise, beside the worst miss: the next one may be worse
 TELLING_FORECAST = 0.3  # of the promise: how far off a shorter one is says nothing of those near the promise
+RETURN_SLACK = 1.1  # those told to come back come a little slower than places become free, so that they find one
 WIDEST_MARGIN = 0.5  # of the promise: one stall of the machine must not shut the door for good
 
 
@@ -86,21 +88,18 @@ class Misses:
     """How much later than forecast the last ones came, in seconds, and the margin that follows."""
 
     def __init__(self) -> None:
-        self._in_order: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._last: deque[float] = deque(maxlen=MISSES_KEPT)
+        self._worst = 0.0
 
     def add(self, seconds: float) -> None:
-        if len(self._in_order) == MISSES_KEPT:
-            self._sorted.remove(self._in_order.popleft())
-        self._in_order.append(seconds)
-        insort(self._sorted, seconds)
+        self._last.append(seconds)
+        self._worst = max(self._last)
 
     def margin_seconds(self, promise: float) -> float:
-        """What must be kept free for 99 of 100 to come in time; at most half the promise."""
-        if len(self._sorted) < MISSES_TELL:
+        """What must be kept free for nearly all to come in time."""
+        if len(self._last) < MISSES_TELL:
             return MARGIN_UNTOLD * promise
-        worst = self._sorted[min(len(self._sorted) - 1, int(0.99 * len(self._sorted)))]
-        return min(max(0.0, worst), WIDEST_MARGIN * promise)
+        return min(MARGIN_LEAST * promise + max(0.0, self._worst), WIDEST_MARGIN * promise)
 
 
 class Ledger:
@@ -108,7 +107,7 @@ class Ledger:
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
         self.bounds = bounds
-        self.slots = slots
+        self._slots = slots
         self.waiting_tokens = 0  # prompt + limit of what has not begun
         self._entries: dict[int, _Entry] = {}
         self._begun = 0
@@ -121,6 +120,16 @@ class Ledger:
         self._prompt_pace = Pace()
         self._misses = Misses()
         self._promised_until = 0.0
+        self.lag_seconds = 0.0  # how late the HTTP side gets to what it has to do, at the moment
+        self._ends: list[float] | None = None
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @slots.setter
+    def slots(self, slots: int) -> None:
+        self._slots, self._ends = slots, None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -156,17 +165,37 @@ class Ledger:
         """Time until a sequence that joins now begins: 0.0 while a slot is free, None where no pace is known."""
         if len(self._entries) < self.slots:
             return 0.0
-        if self.pace is None:
-            return None
-        return max(0.0, self.outstanding_work - (self.slots - 1) / 2 * self._mean_work()) / self.pace
+        return None if self.pace is None else max(0.0, self._work_before()) / self.pace
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
         """Time until a sequence that joins now shows its first token; None where no pace is known."""
-        wait, own = self.predicted_wait_seconds(), self._own_prompt_seconds(prompt_tokens)
-        if wait is None or own is None:
+        pace = self.pace
+        if pace is None:
             return None
-        before = 0.0 if len(self._entries) >= self.slots else self._own_prompt_seconds(self._outstanding_prompt)
-        return wait + own + (before or 0.0)
+        lag = 2 * self.lag_seconds  # this request has waited for us that long, and its first token will
+        prompts = (self._outstanding_prompt + prompt_tokens) / (self._prompt_pace.per_second or pace)
+        if len(self._entries) < self.slots:
+            return prompts + lag
+        return max(prompts, (self._work_before() + prompt_tokens) / pace) + lag
+
+    def _work_before(self) -> float:
+        """Tokens to be worked before a sequence that joins full slots begins."""
+        ends = self._slot_ends()
+        return self.outstanding_work - sum(ends) + self.slots * ends[0]
+
+    def _slot_ends(self) -> list[float]:
+        """When each slot has done what is in flight, in output tokens of one sequence from now; a heap, kept until something moves."""
+        if self._ends is None:
+            share = self._used_share
+            entries = self._entries.values()
+            ends = [share * (entry.limit - entry.produced) for entry in entries if entry.begun]
+            ends += [0.0] * (self.slots - len(ends))
+            heapify(ends)
+            for entry in entries:
+                if not entry.begun:
+                    heapreplace(ends, ends[0] + share * entry.limit)
+            self._ends = ends
+        return self._ends
 
     def refusal(self, prompt_tokens: int, max_tokens: int, now: float) -> Refusal | None:
         """Why a sequence of this size may not join now; None: it may. `now` is any monotonic clock."""
@@ -195,8 +224,8 @@ class Ledger:
         nobody_before = backlog <= 0 and self.waiting == 0
         ttft = self.predicted_ttft_seconds(prompt_tokens)
         if ttft is None:
-            if backlog > self.slots:
-                return self._refuse("queue_ttft", f"{backlog - 1} requests are waiting for an engine whose pace is not known yet", 1.0, now)
+            if backlog > 0:
+                return self._refuse("queue_ttft", "all slots are taken, and the pace of the engine is not known yet", 1.0, now)
             return None
         late = ttft + self._misses.margin_seconds(promise) - promise
         if late <= 0 or nobody_before:  # who is alone cannot come at a better time
@@ -216,12 +245,15 @@ class Ledger:
         self._outstanding_prompt += entry.prompt
         self._outstanding_limit += entry.limit
         self.waiting_tokens += entry.prompt + entry.limit
+        if self._ends is not None:
+            heapreplace(self._ends, self._ends[0] + self._used_share * entry.limit)
 
     def progressed(self, sequence: int, tokens: int, now: float) -> None:
         """The sequence showed `tokens` new tokens; the first ones end its waiting."""
         entry = self._entries.get(sequence)
         if entry is None:
             return
+        self._ends = None
         if not entry.begun:
             entry.begun = True
             self._begun += 1
@@ -255,6 +287,7 @@ class Ledger:
 
     def _drop(self, sequence: int) -> None:
         entry = self._entries.pop(sequence)
+        self._ends = None
         self._all_prompt -= entry.prompt
         self._all_limit -= entry.limit
         self._outstanding_limit -= entry.limit - entry.produced
@@ -270,16 +303,12 @@ class Ledger:
             return 0.0
         return (self._all_prompt + self._used_share * self._all_limit) / len(self._entries)
 
-    def _own_prompt_seconds(self, tokens: int) -> float | None:
-        pace = self._prompt_pace.per_second or self.pace
-        return tokens / pace if pace else None
-
     def _seconds_for(self, work: float) -> float:
         return work / self.pace if self.pace else 1.0
 
     def _refuse(self, kind: str, text: str, room_in_seconds: float, now: float) -> Refusal:
         """Refusals follow each other by the time one sequence takes to leave, so that those told to come back do not all come at once."""
-        spacing = self._seconds_for(self._mean_work())
+        spacing = RETURN_SLACK * self._seconds_for(self._mean_work())
         back_at = max(now + room_in_seconds, min(self._promised_until, now + self.bounds.retry_longest_seconds) + spacing)
         self._promised_until = back_at
         retry = min(self.bounds.retry_longest_seconds, max(self.bounds.retry_shortest_seconds, back_at - now))

@@ -224,12 +224,12 @@ def prompts_of(request: CompletionRequest, facts: Facts, limits: Limits) -> list
         found = [item for item in prompt if not isinstance(item, int)]
         if len(found) != len(prompt) or len({type(item) for item in found}) > 1:
             raise invalid("prompt: a list of texts, of token ids, or of lists of token ids; not a mixture", "prompt")
+    check_sequences(len(found), request.best_of or request.n or 1, limits, "best_of" if request.best_of else "n")
     for ids in found:
         if isinstance(ids, list):
             check_ids(ids, facts, "prompt")
         elif not ids:
             raise invalid("prompt: an empty text; at least one token is needed", "prompt")
-    check_sequences(len(found), request.best_of or request.n or 1, limits, "best_of" if request.best_of else "n")
     return found
 
 

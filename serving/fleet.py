@@ -158,7 +158,7 @@ class Fleet:
     async def _load_all(self, tenants: list[Tenant]) -> None:
         for tenant in tenants:
             with contextlib.suppress(ServingError, asyncio.CancelledError):  # told by the supervisor's state
-                await asyncio.shield(self._load_soon(tenant))
+                await asyncio.shield(self._load_soon(tenant, evict=False))
 
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
         """End every engine, as Supervisor.stop does; returns how many sequences were cut off."""
@@ -257,12 +257,12 @@ class Fleet:
         tenant.on_demand, tenant.retry_at = True, 0.0
         await asyncio.shield(self._load_soon(tenant))
 
-    def _load_soon(self, tenant: Tenant) -> asyncio.Task[None]:
+    def _load_soon(self, tenant: Tenant, evict: bool = True) -> asyncio.Task[None]:
         if tenant.load is None:
-            tenant.load = self._keep(self._load(tenant))
+            tenant.load = self._keep(self._load(tenant, evict))
         return tenant.load
 
-    async def _load(self, tenant: Tenant) -> None:
+    async def _load(self, tenant: Tenant, evict: bool) -> None:
         supervisor = tenant.supervisor
         try:
             tenant.doing = "waits until another model is loaded" if self._turn.locked() else "looks for room"
@@ -270,7 +270,7 @@ class Fleet:
                 if supervisor.state in ("ready", "restarting"):
                     return
                 tenant.doing = "looks for room"
-                tenant.placement = await self._room_for(tenant)
+                tenant.placement = await self._room_for(tenant, evict)
                 if supervisor.state == "failed":
                     await supervisor.unload("it is loaded anew")
                 tenant.doing = None
@@ -295,8 +295,8 @@ class Fleet:
         finally:
             tenant.load, tenant.doing = None, None
 
-    async def _room_for(self, tenant: Tenant) -> Placement:
-        """Where this model goes now; whoever must go for it has gone. Raises NoRoom or NoPlacement."""
+    async def _room_for(self, tenant: Tenant, evict: bool = True) -> Placement:
+        """Where this model goes now; whoever must go for it has gone (unless nobody may). Raises NoRoom or NoPlacement."""
         prepared = tenant.prepared
         evicted: list[str] = []
         while True:
@@ -316,6 +316,8 @@ class Fleet:
                 raise NoRoom(what) if verdict.may_change else NoPlacement(what)
             if not verdict.evict:
                 break
+            if not evict:
+                raise NoRoom(f"there is no room beside {', '.join(one.name for one in residents)}; it is loaded when it is asked for")
             for name in verdict.evict:
                 victim = self.tenants[name]
                 if victim.busy:

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ def launch(options: ServeOptions) -> int:
             fleet.add(one)
         apart = admin is not None or admin_key is None
         app = app_of(desk, api_key, admin=() if apart else ADMIN_ROUTES, admin_key=None if apart else admin_key)
-        served = [(app, listener, options.tls_certificate, options.tls_key)]
+        served: list[tuple[Any, socket.socket, str | None, str | None]] = [(app, listener, options.tls_certificate, options.tls_key)]
         if admin is not None:
             key = None if admin_key is None else admin_key.encode()
             served.append((LoopbackOnly(App(desk, key, ADMIN_ROUTES)), admin, None, None))
@@ -138,7 +138,7 @@ async def _serve(
         loop.add_signal_handler(number, _on_signal, fleet, stop, narrator)
     await fleet.start()
     narrator.say(f"listening on {url}, loading {'the model' if len(fleet.tenants) == 1 else f'{len(fleet.tenants)} models'}")
-    serving = asyncio.gather(*(server.serve(sockets=[port]) for server, port in servers))
+    serving = asyncio.create_task(_serve_all(servers))
     announcing = asyncio.create_task(_announce(fleet, url, options.ready_file, narrator))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, announcing, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,6 +163,10 @@ async def _serve(
     return 1 if cut_off else status
 
 
+async def _serve_all(servers: list[tuple[uvicorn.Server, socket.socket]]) -> None:
+    await asyncio.gather(*(server.serve(sockets=[port]) for server, port in servers))
+
+
 async def _announce(fleet: Fleet, url: str, ready_file: str | None, narrator: Narrator) -> str:
     """Tell how far loads are, and each time an engine is ready; returns the reason when nothing can ever be served."""
     told: dict[str, int] = {}
@@ -184,17 +188,11 @@ async def _announce(fleet: Fleet, url: str, ready_file: str | None, narrator: Na
                 f"{t.name}: {t.supervisor.reason}" if narrator.name_models else t.supervisor.reason or "" for t in fleet.tenants.values()
             ]
             return "; ".join(reasons) or "the engine failed"
-        async with _cancelled_at_the_end(changes):
-            await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
-
-
-@contextlib.asynccontextmanager
-async def _cancelled_at_the_end(tasks: list[asyncio.Future[None]]) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
+        try:
+            await asyncio.wait(changes, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for change in changes:
+                change.cancel()
 
 
 def _tell_ready(tenant: Tenant, url: str, narrator: Narrator) -> None:

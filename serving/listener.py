@@ -5,6 +5,7 @@
 - A head must be complete within `header_seconds` and have at most `header_bytes`; uvicorn's httptools protocol waits and collects for ever.
 - A connection that never sends anything is closed after the same time: 500 idle sockets cost 500 file descriptors for a while, no more.
 - A reader that takes nothing of a full buffer for `stalled_seconds` loses its connection, and with it its sequence.
+- What comes after a head without being body (fields after the last chunk, a chunk's extensions) has the bound of a head.
 - More than `connections` at once are told so.
 - What is left of a body whose answer is already written (a 413) is read and dropped, so that the client gets to read that answer; but for
   no longer than `body_seconds`.
@@ -35,6 +36,7 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
         _rest_timer: asyncio.TimerHandle | None = None
         _in_head = True
         _head_bytes = 0
+        _bodiless_bytes = 0  # since the last piece of body: extensions of a chunk, or fields after the last one, which nobody reads
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -52,14 +54,26 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
                 self._head_bytes += len(data)
                 if self._header_timer is None:  # the first bytes of a later request on a kept connection
                     self._header_timer = self.loop.call_later(limits.header_seconds, self._too_slow)
+            else:
+                self._bodiless_bytes += len(data)
             super().data_received(data)
             # A head may come together with a body of any size, so what counts is what is there while it is still incomplete.
             if self._in_head and self._head_bytes > limits.header_bytes and not self.transport.is_closing():
                 self._refuse(ApiError(431, f"the headers have more than {limits.header_bytes} bytes", code="headers_too_large"))
+            if not self._in_head and self._bodiless_bytes > limits.header_bytes and not self.transport.is_closing():
+                self.transport.abort()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # fields after the body may change nothing
+                super().on_header(name, value)
+
+        def on_body(self, body: bytes) -> None:
+            self._bodiless_bytes = 0
+            super().on_body(body)
 
         def on_headers_complete(self) -> None:
             self._in_head = False
-            self._head_bytes = 0
+            self._head_bytes = self._bodiless_bytes = 0
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
@@ -103,8 +117,11 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
 
         def _refuse(self, problem: ApiError) -> None:
             if self.cycle is not None and not self.cycle.response_complete:
-                self.transport.abort()  # an answer is on its way: nothing may be written into it
-                return
+                if self.cycle.response_started or self.pipeline:
+                    self.transport.abort()  # an answer is on its way: nothing may be written into it
+                    return
+                self.cycle.disconnected = True  # this is its answer; what the app still says goes nowhere
+                self.cycle.message_event.set()
             body = encode(problem.body)
             headers = {
                 "content-type": "application/json",
@@ -145,6 +162,7 @@ def server_options(limits: Limits) -> dict[str, Any]:
         "log_level": "warning",
         "access_log": False,
         "server_header": False,
+        "proxy_headers": False,  # nothing here believes X-Forwarded-For
         "timeout_keep_alive": int(limits.idle_seconds),
         "backlog": min(limits.connections, 4096),
     }

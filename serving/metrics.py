@@ -29,6 +29,7 @@ since there is one for each token. All times are the API process's, except queue
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -241,6 +242,7 @@ class ServerMetrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # this process's CPU, memory and file descriptors
         self._sampler = MemorySampler()
+        self._tasks: int | None = None  # of the event loop; when nothing is asked for they must not grow in number
 
     def add(self, metrics: Metrics) -> None:
         """One more model; one of the same name takes the place of the old one."""
@@ -254,6 +256,7 @@ class ServerMetrics(Collector):
         """The text that Prometheus scrapes."""
         engines = {pid: metrics.labels["model_name"] for metrics in self.models for pid in _pids(metrics.served)}
         await self._sampler.sample(engines)
+        self._tasks = len(asyncio.all_tasks())
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
@@ -275,6 +278,8 @@ class ServerMetrics(Collector):
             responses.add_metric([route, str(status)], value)
         yield responses
         yield GaugeMetricFamily(PREFIX + "http_requests_open", "Requests that are being answered", value=self.open_requests)
+        if self._tasks is not None:
+            yield GaugeMetricFamily(PREFIX + "event_loop_tasks", "Tasks of the HTTP side's event loop", value=self._tasks)
         memory = GaugeMetricFamily(
             PREFIX + "engine_process_memory_bytes", "Memory of engine processes now", labels=["model_name", "pid", "kind"]
         )

@@ -21,6 +21,7 @@ from enum import StrEnum
 
 import msgspec
 
+from models.cache import PACKED_FORMATS
 from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, gguf_tensors
 from models.formats import weight_bytes as format_bytes
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
@@ -144,8 +145,8 @@ DEFAULT_FORMAT = {"llama_cpp": "Q4_0", "onnx": "int4", "torch": "bf16", "fake": 
 GGUF_ALSO_READ = ("Q6_K", "Q5_K", "Q4_K", "Q4_1")  # files of other people's making
 FORMATS: dict[str, tuple[str, ...]] = {
     "llama_cpp": tuple(GGUF_FORMATS),
-    "torch": HF_FORMATS,
     "onnx": (*ONNX_FORMATS, "dynamic-int8"),
+    "torch": (*HF_FORMATS, *PACKED_FORMATS),
 }
 GPU_BACKENDS = frozenset({"torch", "llama_cpp", "fake"})
 CPU_BACKENDS = frozenset({"llama_cpp", "onnx", "torch", "fake"})
@@ -265,6 +266,8 @@ def _gpu_attempt(
     options: list[Attempt | Reason] = []
     for name in wanted:
         trouble = _gpu_trouble(facts, name, missing, probed)
+        if trouble is None and name == "torch" and sizes.weight_format in PACKED_FORMATS:
+            trouble = Reason(Cause.forced, f"the format {sizes.weight_format} of torch is packed for the CPU's kernels")
         if trouble is None:
             gpu = max(facts.gpus, key=lambda g: g.free_bytes or 0)
             free = None if gpu.free_bytes is None else int(gpu.free_bytes * VRAM_HEADROOM)

@@ -18,6 +18,7 @@ _SHOWN = (
     "backend",
     "device",
     "weight_format",
+    "quality_kl_nats",
     "slots",
     "context_tokens",
     "kv_tokens",

@@ -105,6 +105,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
                 cores=split.engine,
                 prefill_tokens=model.prefill_tokens,
                 prefix_reuse=model.prefix_reuse,
+                quality_kl_nats=found.quality_kl_nats,
                 options=extra,
             )
         )

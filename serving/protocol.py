@@ -278,6 +278,7 @@ REFUSED: dict[str, str] = {
     "service_tier": "service_tier: only 'auto' and 'default' are there",
     "include_obfuscation": "include_obfuscation is not supported",
 }
+_LONGEST = 600  # characters of msgspec's sentences
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(.*)`")
 _MISSING = re.compile(r"missing required field `(.*)`")
@@ -296,7 +297,13 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def _explained(message: str) -> tuple[str, str | None]:
-    """msgspec's sentence -> (ours, the parameter's path as OpenAI writes it)."""
+    """msgspec's sentence -> (ours, the parameter's path as OpenAI writes it).
+
+    The sentence may repeat a key or a value of the request, of any length: it is cut before a regular expression sees it, for what a
+    stranger wrote can make one take hours. Its end, which says where, is kept.
+    """
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
     found = _WHERE.match(message)
     what, path = (found["what"], found["path"] or "") if found else (message, "")
     field = _UNKNOWN.search(what)

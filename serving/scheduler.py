@@ -109,7 +109,7 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
         constrain: Callable[[Sampling], object] | None = None,
     ) -> None:
-        """`constrain`: what rows carry in `state` for a request with a grammar (serving.grammar.Grammars.open); None: there are no grammars."""
+        """`constrain`: what a request's rows carry in `state` for its grammar (serving.grammar.Grammars.open); None: no grammars here."""
         self.backend, self.info, self.config, self.clock = backend, backend.info, config, clock
         self._constrain = constrain or _no_grammars
         self._table, self._eos = token_bytes, eos_ids

@@ -39,6 +39,7 @@ from serving.sequences import Overloaded, Sequences
 from serving.streams import Stream
 
 KEPT_EVENTS = 200
+LAG_LOOK_SECONDS = 0.1
 _NOT_SOON = ("failed", "stopped", "draining")
 _BOUNDS, _LIMITS, _GREEDY = QueueBounds(), RecoveryLimits(), Sampling()
 
@@ -195,6 +196,7 @@ class Supervisor:
         self._place = 0
         self._become("loading", "starting")
         self._keep(self._watch_health())
+        self._keep(self._watch_lag())
         if len(self.configs) > 1:
             self._keep(self._watch_return())
         await self._spawn(self._place)
@@ -301,7 +303,7 @@ class Supervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.state == "draining":
             self._current = self._candidate = self._standby = None
-            self._tell(state, f"{cut_off} sequences cut off" if cut_off else "all done")
+            self._tell(state, f"{after}, {cut_off} sequences cut off" if cut_off else after)
             self._become(state, after)
         return cut_off
 
@@ -496,6 +498,14 @@ class Supervisor:
             now = self._clock()
             for engine in list(self._engines):
                 self._check_health(engine, now)
+
+    async def _watch_lag(self) -> None:
+        """How far behind is this process itself? What waits in its sockets was not seen by the ledger yet."""
+        ledger = self._sequences.ledger
+        while True:
+            due = self._clock() + LAG_LOOK_SECONDS
+            await asyncio.sleep(LAG_LOOK_SECONDS)
+            ledger.lag_seconds = max(0.0, self._clock() - due)
 
     async def _watch_return(self) -> None:
         """Can the preferred engine be had again? It must look usable for a while before it is tried."""

@@ -3,12 +3,12 @@
     tracer = make_tracer("http://127.0.0.1:4318")      # needs the extra: pip install 'llm-crossover[otel]'
     tracer.record(exchange, "/v1/chat/completions", 200)
 
-Spans are made when a request has ended, from the times that were measured anyway (perf_counter, and the engine's own for queue and prefill),
-so a request pays nothing for them while it runs. Attributes follow the semantic conventions for generative AI (gen_ai.*) and HTTP. A
-`traceparent` header (W3C) makes the request's span a child of the caller's, and its sampling flag is honoured.
+Spans are made when a request has ended, from the times that were measured anyway (perf_counter, and the engine's own for queue and
+prefill), so a request pays nothing for them while it runs. Attributes follow the semantic conventions for generative AI (gen_ai.*) and
+HTTP. A `traceparent` header (W3C) makes the request's span a child of the caller's, and its sampling flag is honoured.
 
-Only OTLP over HTTP (protobuf) is spoken. The SDK's environment variables hold: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
-OTEL_EXPORTER_OTLP_HEADERS, OTEL_SDK_DISABLED and so on. No prompt and no answer is ever written into a span.
+Only OTLP over HTTP (protobuf) is spoken. The SDK's environment variables hold: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_SDK_DISABLED and so on. No prompt and no answer is ever written into a span.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens: int = 256  # most prompt tokens of a step while someone decodes
     step_seconds_target: float = 0.3  # while someone decodes, a step takes as many prompt tokens as are expected to fit in this time
     prefix_reuse: bool = True
+    quality_kl_nats: float | None = None  # of the weights, for reports: KL divergence to the float model; None: not measured
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import numpy.typing as npt
 from models.errors import BrokenWeights, UnsupportedModel
 from models.gguf_header import read_header
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Row, Sampled
+from serving.backends.kv_rows import FLOPS_PER_THREAD
 from serving.backends.llama_cpp_library import (
     FLASH_ATTENTION,
     KV_TYPES,
@@ -47,6 +49,8 @@ from serving.sampling import sample
 Progress = Callable[[str, float | None], None]
 
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
+KV_BLOCK = 256  # llama.cpp rounds the KV length that a pass attends to up to a multiple of this
+READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; a round figure like those of serving.backends.kv_rows
 CAN = frozenset(CAPABILITIES)
 
 
@@ -74,6 +78,7 @@ class LlamaCppBackend:
             step_tokens: int = llama.llama_n_batch(self._context)
             self._batch = _Batch(llama, step_tokens)
             self._lengths = [0] * config.slots
+            self._least_cut = self._tokens_worth_a_cut(config)
             self._logits = _LogitsView(llama, self._context, config.slots, self._vocabulary)
             self.info = self._describe(config, predicted, measured, step_tokens)
             if self._options.warm_up:
@@ -86,10 +91,17 @@ class LlamaCppBackend:
     # --- the contract -------------------------------------------------------------------------------------------------------
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """One llama_decode over all rows' tokens. Raises KvFull with the KV as before (but for truncations), EngineFailed."""
+        """One llama_decode over all rows' tokens, or a few (`cut_at_blocks`). Raises KvFull with the KV as before (but for truncations),
+        EngineFailed."""
         for row in rows:
             if row.start != self._lengths[row.slot]:
                 self.truncate(row.slot, row.start)
+        for part in [rows] if self._least_cut is None else cut_at_blocks(rows, self._least_cut):
+            self._decode(part)
+        asking = [row for row in rows if row.wants_token]
+        return sample(self._logits(len(asking)), asking) if asking else []
+
+    def _decode(self, rows: list[Row]) -> None:
         batch = self._batch
         assert batch is not None, "step() after close()"
         batch.fill(rows)
@@ -98,8 +110,6 @@ class LlamaCppBackend:
             self._failed(code, batch.batch.n_tokens)
         for row in rows:
             self._lengths[row.slot] = row.start + len(row.tokens)
-        asking = [row for row in rows if row.wants_token]
-        return sample(self._logits(len(asking)), asking) if asking else []
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Prefix reuse. In the unified pool the cells are shared, and nothing is moved."""
@@ -233,6 +243,18 @@ class LlamaCppBackend:
             raise UnsupportedModel(f"llama.cpp does not know the architecture of {name}: {reason}")
         raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
 
+    def _tokens_worth_a_cut(self, config: EngineConfig) -> int | None:
+        """From how many tokens on a run is cut where its KV block ends; None where cutting gains nothing: flash attention skips what is
+        masked, and in a unified pool blocks are not a sequence's own."""
+        if config.device != "cpu" or self._unified or self._flash != "off":
+            return None
+        llama, model = self._llama, self._model
+        saved_flops = (
+            4 * KV_BLOCK * llama.llama_model_n_embd(model) * llama.llama_model_n_layer(model)
+        )
+        another_pass_seconds = llama.llama_model_size(model) / READ_BYTES_PER_SECOND
+        return min(KV_BLOCK, max(1, round(another_pass_seconds * FLOPS_PER_THREAD * self._threads / saved_flops)))
+
     def _warm_up(self) -> None:
         self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
         self.truncate(0, 0)
@@ -281,6 +303,28 @@ class LlamaCppBackend:
         if _is_memory(reason):
             raise OutOfMemory(f"llama.cpp ran out of memory in a step of {tokens} tokens: {reason}")
         raise EngineFailed(f"llama_decode returned {code} for a step of {tokens} tokens: {reason}")
+
+
+def cut_at_blocks(rows: list[Row], least: int) -> list[list[Row]]:
+    """A step as calls to make one after the other, so that no run of `least` tokens or more is computed together with a later KV block.
+
+    Without flash attention, llama.cpp computes every token of a pass against as many KV blocks of 256 as the longest sequence has: a
+    prompt of 262 tokens in one pass costs the attention of 262 x 512, in two (256, then 6) that of 256 x 256 + 6 x 512. The results are
+    the same to the bit. Only the last call is asked for logits, in the order of `rows`.
+    """
+    calls: list[list[Row]] = []
+    while True:
+        heads, rests = [], []
+        for row in rows:
+            end = -(-(row.start + least) // KV_BLOCK) * KV_BLOCK - row.start  # of the first block that holds `least` tokens
+            if end < len(row.tokens):
+                heads.append(replace(row, tokens=row.tokens[:end], wants_token=False))
+                row = replace(row, tokens=row.tokens[end:], start=row.start + end)
+            rests.append(row)
+        if not heads:
+            return [*calls, rows]
+        calls.append(heads)
+        rows = rests
 
 
 class _Batch:

@@ -87,6 +87,11 @@ def is_grouped(file: Path) -> bool:
     return _mentions(file, b"GroupQueryAttention")
 
 
+def is_batch_dependent(file: Path) -> bool:
+    """True where activations are rounded with one scale for a whole batch (quantisers write this; models/per_token.py removes it)."""
+    return _mentions(file, b"DynamicQuantizeLinear")
+
+
 def resident_bytes(file: Path) -> int:
     """Private memory that loading will take, predicted from the files.
 
@@ -100,7 +105,7 @@ def resident_bytes(file: Path) -> int:
         looked_up = 0 if _mentions(file, b"GatherBlockQuantized") else embedding
         return int((1.16 if _mentions(file, b"weight_Q8") else 1.4) * max(0, size - looked_up))
     tied = bool(config.get("tie_word_embeddings"))
-    if _mentions(file, b"DynamicQuantizeLinear"):
+    if _mentions(file, b"MatMulInteger"):
         return int(1.02 * (size if tied else max(0, size - embedding)))
     if is_grouped(file):  # the builder makes a tied embedding by transposing the head, which onnxruntime does once, into a copy
         return size + embedding if tied else max(0, size - embedding)

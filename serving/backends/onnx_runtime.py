@@ -31,6 +31,7 @@ from serving.backends.onnx_graph import (
     KV_NAMES,
     GraphFacts,
     graph_file,
+    is_batch_dependent,
     read_facts,
     read_json,
     resident_bytes,
@@ -102,7 +103,8 @@ class OnnxBackend:
             predicted=MemoryParts(resident, kv_reserved, _COMPUTE_BYTES),
             measured=MemoryParts(loaded, self._graph.kv_bytes if facts.grouped else None),
             capabilities=CAN,
-            details=_details(onnxruntime, facts, manifest, read_json(file.parent / "conversion.json"), options, threads, batching),
+            details=_details(onnxruntime, facts, manifest, read_json(file.parent / "conversion.json"), options, threads, batching)
+            | ({"batch_dependent": "true"} if is_batch_dependent(file) else {}),
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
@@ -244,7 +246,7 @@ def _details(
     }
     if manifest is not None and manifest.quality_kl_nats is not None:
         details["quality_kl_nats"] = f"{manifest.quality_kl_nats:.3g}"
-    for key in ("exporter", "quantiser_target", "batch_dependent"):
+    for key in ("exporter", "quantiser_target", "activation_scales"):
         if key in conversion:
             details[key] = str(conversion[key]).lower()
     return details

@@ -62,12 +62,15 @@ def chosen_format(wanted: str, stored: str, device: torch.device) -> str:
     if stored in PACKED_FORMATS or wanted in PACKED_FORMATS:
         if wanted != stored:
             raise Unsupported(
-                f"weight_format {wanted!r} was asked for and the folder holds {stored}; {', '.join(PACKED_FORMATS)} are packed beforehand, not at load",
+                f"weight_format {wanted!r} was asked for and the folder holds {stored}; "
+                f"{', '.join(PACKED_FORMATS)} are packed beforehand, not at load",
                 "weight_format",
             )
         return wanted
     if wanted not in DTYPES:
-        raise Unsupported(f"the torch backend has no weight_format {wanted!r}; it has {', '.join([*DTYPES, *PACKED_FORMATS])}", "weight_format")
+        raise Unsupported(
+            f"the torch backend has no weight_format {wanted!r}; it has {', '.join([*DTYPES, *PACKED_FORMATS])}", "weight_format"
+        )
     if wanted == "fp16" and device.type == "cpu":
         raise Unsupported("weight_format fp16 is for GPUs; on the CPU use bf16 or fp32", "weight_format")
     return wanted

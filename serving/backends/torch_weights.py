@@ -103,7 +103,7 @@ class DynamicInt8:
     """int8 weights and int8 activations with integer arithmetic (FBGEMM): one scale per output, one per token.
 
     torch's own `linear_dynamic` takes one activation scale for the whole batch, so that a token's result depends on its batch mates. Here
-    each token is first divided by its own largest magnitude; integer sums are exact, so that a token is bit for bit the same in any company.
+    each token is first divided by its own largest magnitude; integer sums are exact, so that mates change no bit of it.
     Activations take 7 bits: with 8, pairs of products overflow the 16-bit sums of VPMADDUBSW, the instruction that AVX2 has for this.
     """
 
@@ -220,7 +220,9 @@ def load(folder: Path, spec: ModelSpec, weight_format: str, device: torch.device
     shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
     packed = checkpoint.metadata.get("crossover_format", "")
     if packed == "dynamic-int8" and "fbgemm" not in torch.backends.quantized.supported_engines:
-        raise UnsupportedModel(f"dynamic-int8 of {folder.name} needs torch's FBGEMM kernels, which are for x86 only; int8 and int4 run here")
+        raise UnsupportedModel(
+            f"dynamic-int8 of {folder.name} needs torch's FBGEMM kernels, which are for x86 only; int8 and int4 run here"
+        )
     if packed and device.type != "cpu":
         raise UnsupportedModel(f"{folder.name} is packed as {packed} for CPU kernels and cannot run on {device}")
     stored = DTYPES.get(weight_format, torch.bfloat16)

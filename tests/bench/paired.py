@@ -38,7 +38,7 @@ def take_turns(contestants: Mapping[str, Callable[[], Figures]], rounds: int, sa
     """Every contestant once a round, in turns; rounds with an odd number go the other way."""
     runs: Runs = {name: [] for name in contestants}
     for number in range(rounds):
-        for name in reversed(contestants) if number % 2 else contestants:
+        for name in reversed(list(contestants)) if number % 2 else contestants:
             runs[name].append(contestants[name]())
             if said is not None:
                 first = next(f"{key} {value:.4g}" for key, value in runs[name][-1].items() if value is not None)

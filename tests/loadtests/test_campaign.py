@@ -12,8 +12,8 @@ from loadtests.arrivals import Gamma
 from loadtests.campaign import DEMO, Campaign, Cell, parse_campaign, promise_of, read_campaign
 from loadtests.children import divide_cores
 from loadtests.errors import BadCampaign
+from loadtests.feasible import layout_of, shares, why_not
 from loadtests.manifest import seed_of
-from loadtests.feasible import layout_of, why_not
 from loadtests.servers import serve_command
 from loadtests.slo import PROMISES
 from serving.hardware import hardware_facts
@@ -183,3 +183,59 @@ def test_more_cores_than_there_are() -> None:
 def test_no_two_attempts_share_a_seed() -> None:
     seeds = {seed_of(1, f"c#{number}.{attempt}") for number in range(20) for attempt in range(5)}
     assert len(seeds) == 100 and seed_of(1, "c#1.1") == seed_of(1, "c#1.1") != seed_of(2, "c#1.1")
+
+
+def test_workloads_and_promises_are_axes() -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m", "360m"]\npromises = ["chat", { preset = "reading", target = 0.9 }]\n'
+        "[workloads.short]\nprompt_tokens = 16\noutput_tokens = 8\n[workloads.long]\nprompt_tokens = 256\noutput_tokens = 8"
+    )
+    assert [cell.key for cell in plan.cells] == [
+        f"smollm2-{size}-Q4_0-llama_cpp-{name}" for size in ("135m", "360m") for name in ("short", "long")
+    ]
+    assert [promise.name for promise in plan.campaign.all_promises] == ["chat", "reading"]
+    assert plan.campaign.of(plan.cells[1]).workload.prompt_tokens == 256
+    assert plan.campaign.of(plan.cells[0], plan.campaign.promises[1]).promise.name == "reading"
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.campaign)), Campaign) == plan.campaign
+    one = parse_campaign('name = "x"\nmodels = ["135m"]\npromise = "chat"').campaign
+    assert one.promises == () and one.all_promises == (one.promise,), "a single promise is kept as it always was"
+    ends = parse_campaign('name = "x"\n[target]\nurl = "http://h:1"\n[workloads.a]\npreset = "chat"\n[workloads.b]\npreset = "code"')
+    assert [cell.key for cell in ends.cells] == ["default@h-1-a", "default@h-1-b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('promise = "chat"\npromises = ["chat"]', "`promise` and `promises`: give one of them"),
+        ('promises = ["chat", { preset = "chat", target = 0.5 }]', "promise 'chat' is there twice: give each a name"),
+        ("[workload]\npreset = 'chat'\n[workloads.a]\npreset = 'code'", "`workload` and `workloads`: give one of them"),
+        ("[workloads.a]\npresent = 'code'", r"unknown field `present`.*known here: preset"),
+        ("hardware = [{ memory_gib = 0 }]", "memory_gib must be above 0, got 0"),
+        ("hardware = [{ threads = -1 }]", "threads must be above 0, got -1"),
+        ("search = { rates = [1.0, 0.0] }", "rates must all be above 0, got 0.0"),
+        ("search = { rates = [1.0], rate_seconds = [5.0, 5.0] }", "rate_seconds has 2 entries for 1 rates"),
+        ("search = { calibration_seconds = -1 }", "calibration_seconds must be 0 or more, got -1"),
+        ("[workloads.big]\nprompt_tokens = 3000\noutput_tokens = 8", r"prompts of 3000 and outputs of 8 tokens \(big\) do not fit"),
+    ],
+)
+def test_axes_that_cannot_be_are_refused(text: str, message: str) -> None:
+    with pytest.raises(BadCampaign, match=message):
+        parse_campaign('name = "x"\nmodels = ["135m"]\n' + text)
+
+
+def test_time_goes_where_it_narrows_most() -> None:
+    cells = parse_campaign('name = "x"\nmodels = ["135m", "1b", "8b"]').cells
+    found = shares(cells, 900.0)
+    assert sum(found.values()) == pytest.approx(900.0)
+    small, middle, big = (found[cell.key] for cell in cells)
+    assert small < middle < big
+    # Intervals are about 1/sqrt(rate x seconds) wide, and rate about 1/bytes: no other split makes their sum smaller.
+    sizes = [weight_bytes(rung(cell.model).spec, "Q4_0") for cell in cells]
+
+    def width(split: list[float]) -> float:
+        return sum((size / seconds) ** 0.5 for size, seconds in zip(sizes, split, strict=True))
+
+    best = width([small, middle, big])
+    assert all(best < width([small + a, middle + b, big - a - b]) for a, b in ((20, 0), (-20, 0), (0, 20), (0, -20), (20, -20)))
+    outside = parse_campaign('name = "x"\ncells = [{ model = "a/b" }, { model = "135m" }]').cells
+    assert shares(outside, 10.0) == pytest.approx({outside[0].key: 5.0, outside[1].key: 5.0}), "unknown counts as usual"

@@ -23,8 +23,7 @@ from loadtests.cli import load
 from loadtests.errors import BadRunFolder, Incomplete, LoadError, TargetUnusable
 from loadtests.levels import LevelFinished, judge
 from loadtests.progress import Progress, duration
-from loadtests.records import ResourceSample
-from loadtests.resources import Rapl, Sampler, api_pids, engine_pids, family
+from loadtests.resources import api_pids, engine_pids, family
 from loadtests.runner import resume, run
 from loadtests.search import Capacity
 from loadtests.store import (
@@ -370,56 +369,6 @@ def test_leaving_a_child_ends_its_whole_group(tmp_path: Path) -> None:
         child.stop(timeout_seconds=0.3)
     _, alive = psutil.wait_procs(whole, timeout=5)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_cpu_of_a_busy_process_is_one_core() -> None:
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    seen: list[ResourceSample] = []
-    try:
-        with Sampler("c", {"engine": lambda: [busy.pid], "client": list}, seen.append, interval_seconds=0.25) as sampler:
-            sampler.level = "l"
-            time.sleep(1.3)
-    finally:
-        busy.kill()
-        busy.wait()
-    assert sampler.failure is None and len(seen) >= 3
-    assert seen[0].engine is not None and seen[0].engine.cpu_share is None, "a share needs two samples"
-    assert seen[0].engine.pss_bytes and seen[0].engine.rss_bytes and seen[0].engine.pss_bytes <= seen[0].engine.rss_bytes
-    shares = [s.engine.cpu_share for s in seen if s.engine is not None and s.engine.cpu_share is not None]
-    assert shares and 0.2 < max(shares) <= 1.1, shares
-    assert all(sample.client is None and sample.level == "l" for sample in seen[1:]), "nobody there is None, not 0"
-    assert seen[-1].available_bytes and seen[-1].machine_cpu_share is not None
-
-
-def test_an_engine_that_is_replaced_marks_the_sample() -> None:
-    first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
-    now = [first.pid]
-    try:
-        sampler = Sampler("c", {"engine": lambda: now}, lambda sample: None)
-        assert sampler.sample().valid
-        now[0] = second.pid
-        sample = sampler.sample()
-        assert not sample.valid and sample.reasons == ["engine process changed"]
-        assert sample.engine is not None and sample.engine.cpu_share is None, "no share across two processes"
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.wait()
-
-
-def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
-    package = tmp_path / "intel-rapl:0"
-    package.mkdir()
-    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package: must not be counted twice
-    (package / "max_energy_range_uj").write_text("1000000")
-    (package / "energy_uj").write_text("900000")
-    rapl = Rapl(tmp_path)
-    assert rapl.read() is None
-    time.sleep(0.1)
-    (package / "energy_uj").write_text("100000")  # it wrapped around: 0.2 J
-    watts = rapl.read()
-    assert watts is not None and 0.5 < watts < 2.1
-    assert Rapl(tmp_path / "nothing").read() is None
 
 
 def test_processes_of_a_server_are_told_apart(tmp_path: Path) -> None:

@@ -98,4 +98,4 @@ def test_the_distance_of_logits_has_known_values() -> None:
 def test_dynamic_quantisation_is_made_for_this_cpu() -> None:
     assert quantiser_target() in ("avx512", "avx512_vnni", "arm64")
     facts = json.loads((onnx_folder("llama3-dynamic") / "conversion.json").read_text())
-    assert facts["quantiser_target"] == quantiser_target() and facts["batch_dependent"] is True
+    assert facts["quantiser_target"] == quantiser_target() and facts["activation_scales"] == "per token"

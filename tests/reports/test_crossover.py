@@ -191,7 +191,7 @@ def test_runs_of_different_machines_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(NotComparable, match="runs one and other differ in CPU: AMD EPYC 7B13 and Intel Xeon 6980P"):
         check_comparable([one, other])
     more = read_small(tmp_path / "more", facts=FACTS | {"memory_total_bytes": 16 << 30})
-    with pytest.raises(NotComparable, match=r"differ in memory: 8\.0 GiB and 16 GiB"):
+    with pytest.raises(NotComparable, match=r"differ in memory: 8\.00 GiB and 16\.00 GiB"):
         check_comparable([one, more])
     promise = read_small(tmp_path / "promise", promise=msgspec.structs.replace(PROMISE, target=0.95))
     with pytest.raises(NotComparable, match=r"differ in their promise: target 0\.9 and 0\.95"):

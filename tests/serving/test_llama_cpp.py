@@ -77,13 +77,6 @@ def make(files: Callable[[ModelSpec, str], Path]) -> Iterator[Make]:
 # --- the contract -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unified", [True, False])
-@pytest.mark.parametrize("name", SHAPES)
-def test_contract(make: Make, name: str, unified: bool) -> None:
-    backend = make(SHAPES[name], options={"kv_unified": unified})
-    check_contract(backend, greedy_alone(make(SHAPES[name])))
-
-
 @pytest.mark.parametrize(
     ("weight_format", "settings"),
     [

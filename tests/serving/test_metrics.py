@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.memory_sampler import MemorySampler
 from serving.messages import StepStats
-from serving.metrics import PREFIX, Histogram, Metrics
+from serving.metrics import PREFIX, Histogram, Metrics, ServerMetrics
 from serving.supervisor import Overloaded
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, served, wait_until
 
@@ -35,6 +38,13 @@ def scraped(data: bytes) -> dict[tuple[str, ...], float]:
     return found
 
 
+def exposition(*models: Metrics) -> bytes:
+    server = ServerMetrics()
+    for metrics in models:
+        server.add(metrics)
+    return asyncio.run(server.exposition())
+
+
 def test_a_histogram_counts_like_prometheus() -> None:
     histogram = Histogram("x_seconds", "x", (0.1, 1))
     for value in (0.05, 0.1, 0.5, 1.0, 7.0):
@@ -57,7 +67,13 @@ def test_a_request_is_counted_once_in_each_histogram(port: int) -> None:
     assert found["request_prefill_time_seconds_sum",] == pytest.approx(6 * 0.002)
     assert found["generation_tokens_total",] == 18
     assert found["prompt_tokens_total",] == 2 * 21 + 2 * 1 + 2 * 2
-    assert found["prompt_tokens_cached_total",] == 12
+    assert found["prefix_cache_hits_total",] == 12 and found["prefix_cache_queries_total",] == found["prompt_tokens_total",]
+    assert found["request_inference_time_seconds_count",] == 6
+    assert found["request_inference_time_seconds_sum",] == pytest.approx(
+        found["request_prefill_time_seconds_sum",] + found["request_decode_time_seconds_sum",]
+    )
+    assert (found["request_params_n_count",], found["request_params_n_sum",]) == (3, 4)  # one of n = 2 with two prompts
+    assert found["request_params_max_tokens_count",] == 6
     assert found["request_success_total", "stop"] == 6 and found["request_success_total", "length"] == 0
     assert found["http_responses_total", "/v1/chat/completions", "200"] == 2
     assert found["http_requests_open",] == 1  # the scrape itself
@@ -104,9 +120,11 @@ def test_the_engines_state_is_shown_and_what_is_not_known_is_not(port: int, supe
     assert ("engine_memory_bytes", "compute", "measured") not in found
     assert found["process_resident_memory_bytes",] > 0
     supervisor.engine_pid = os.getpid()
-    assert scraped(ask(port, "GET", "/metrics").body)["engine_memory_bytes", "rss", "measured"] > 1 << 20
+    found = scraped(ask(port, "GET", "/metrics").body)
+    rss, pss = (found["engine_process_memory_bytes", kind, str(os.getpid())] for kind in ("rss", "pss"))
+    assert rss >= pss > 1 << 20
     supervisor.engine_pid = 2**22 + 1  # just died
-    assert ("engine_memory_bytes", "rss", "measured") not in scraped(ask(port, "GET", "/metrics").body)
+    assert not [key for key in scraped(ask(port, "GET", "/metrics").body) if key[0] == "engine_process_memory_bytes"]
     supervisor.ready, supervisor.stats, supervisor.state = None, None, "failed"
     found = scraped(ask(port, "GET", "/metrics").body)
     assert found["engine_state", "failed"] == 1 and ("kv_cache_usage_perc",) not in found
@@ -117,7 +135,7 @@ def test_every_step_is_in_the_step_histogram(supervisor: FakeSupervisor) -> None
     for step in (0.01, 0.02):
         metrics.stepped(StepStats(1, 0, 10, step, step / 2, 3, 4, 0))
     metrics.stepped(StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0))  # a refusal outside of any step
-    found = scraped(metrics.exposition())
+    found = scraped(exposition(metrics))
     assert found["step_seconds_count",] == 2 and found["step_seconds_sum",] == pytest.approx(0.03)
     assert found["step_backend_seconds_sum",] == pytest.approx(0.015)
     assert found["iteration_tokens_sum",] == 14
@@ -127,3 +145,73 @@ def test_the_app_hears_of_the_steps(port: int, supervisor: FakeSupervisor) -> No
     wait_until(lambda: supervisor.on_step is not None)
     supervisor.on_step(StepStats(1, 0, 10, 0.01, 0.005, 3, 4, 0))
     assert scraped(ask(port, "GET", "/metrics").body)["step_seconds_count",] == 1
+
+
+def test_several_models_share_families_and_are_told_apart_by_a_label() -> None:
+    one, two = Metrics("one", FakeSupervisor()), Metrics("two", FakeSupervisor())
+    one.ttft.observe(0.1)
+    two.ttft.observe(0.2)
+    two.loads["ready"] += 1
+    two.unloads["evicted"] += 2
+    data = exposition(one, two)
+    families = {family.name: family for family in text_string_to_metric_families(data.decode())}
+    ttft = families["crossover_time_to_first_token_seconds"]
+    sums = {sample.labels["model_name"]: sample.value for sample in ttft.samples if sample.name.endswith("_sum")}
+    assert sums == {"one": pytest.approx(0.1), "two": pytest.approx(0.2)}
+    assert data.count(b"# TYPE crossover_time_to_first_token_seconds histogram") == 1  # a family that comes twice is no exposition
+    unloads = {(s.labels["model_name"], s.labels["reason"]): s.value for s in families["crossover_model_unloads"].samples}
+    assert unloads["two", "evicted"] == 2 and unloads["one", "evicted"] == 0
+
+
+def test_a_model_that_is_swapped_keeps_its_counts_and_one_that_is_removed_takes_them_along() -> None:
+    server, first, second = ServerMetrics(), FakeSupervisor(), FakeSupervisor()
+    metrics = Metrics("m", first)
+    server.add(metrics)
+    metrics.ttft.observe(0.1)
+    second.state, second.restarts = "loading", 7
+    metrics.serve(second)
+    server.add(metrics)
+    found = scraped(asyncio.run(server.exposition()))
+    assert (found["time_to_first_token_seconds_count",], found["engine_restarts_total",], found["engine_state", "loading"]) == (1, 7, 1)
+    server.remove(metrics)
+    assert ("time_to_first_token_seconds_count",) not in scraped(asyncio.run(server.exposition()))
+
+
+def test_a_driver_that_hangs_costs_a_scrape_its_patience_once_and_never_blocks_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr("serving.memory_sampler.gpu_memory", lambda: release.wait(20) and [] or [])
+
+    async def scenario() -> None:
+        sampler = MemorySampler()
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        await sampler.sample({os.getpid(): "m"}, patience_seconds=0.3)
+        assert ticks > 5 and sampler.engines == []
+        started = asyncio.get_running_loop().time()
+        await sampler.sample({os.getpid(): "m"}, patience_seconds=0.3)  # not a second thread into the same driver
+        assert asyncio.get_running_loop().time() - started < 0.1
+        release.set()
+        ticking.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_every_metric_that_vllm_has_for_such_a_server_is_there_in_its_own_terms() -> None:
+    """Names of vLLM 0.11's /metrics without their prefix; what it has for speculative decoding, adapters and disaggregation is left out."""
+    of_vllm = {
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "prompt_tokens_total"),
+        *("generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "request_success_total"),
+        *("time_to_first_token_seconds_count", "inter_token_latency_seconds_count", "request_time_per_output_token_seconds_count"),
+        *("e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_count"),
+        *("request_decode_time_seconds_count", "request_inference_time_seconds_count", "request_prompt_tokens_count"),
+        *("request_generation_tokens_count", "request_params_n_count", "request_params_max_tokens_count", "iteration_tokens_count"),
+    }
+    ours = {key[0] for key in scraped(exposition(Metrics("m", FakeSupervisor())))}
+    assert of_vllm - ours == set()

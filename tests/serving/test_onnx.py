@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from serving.backends.base import EngineConfig, Row, Sampling
@@ -84,21 +85,26 @@ def test_growing_graphs_give_the_tokens_of_transformers(make: Make) -> None:
     check_churn(backend, generated(onnx_source("qwen3-growing")), seed=2, requests=32, steps=2000)
 
 
-@pytest.mark.parametrize("name", ["llama-int8", "qwen3-int4"])
+@pytest.mark.parametrize("name", ["llama-int8", "qwen3-int4", "llama3-dynamic"])
 def test_quantised_graphs_give_the_same_tokens_alone_and_batched(make: Make, name: str) -> None:
     backend, alone = make(onnx_folder(name)), make(onnx_folder(name), slots=1)
     check_contract(backend, greedy_alone(alone))
     check_churn(backend, greedy_alone(alone), seed=3, requests=32, steps=2000)
 
 
-def test_dynamic_int8_says_that_it_depends_on_the_batch(make: Make) -> None:
-    backend = make(onnx_folder("llama3-dynamic"))
+def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(make: Make, tmp_path: Path) -> None:
+    """One with a scale for the whole batch, as quantisers write them: ours have been rewritten (models/per_token.py)."""
+    assert "batch_dependent" not in make(onnx_folder("llama3-dynamic")).info.details
+    foreign = tmp_path / "foreign"
+    shutil.copytree(onnx_folder("llama3-fp32"), foreign)
+    for name in ("conversion.json", "crossover.json"):
+        (foreign / name).unlink()
+    quantize_dynamic(foreign / "model.onnx", foreign / "small.onnx", op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8)
+    (foreign / "small.onnx").replace(foreign / "model.onnx")
+    backend = make(foreign)
     assert backend.info.details["batch_dependent"] == "true"
-    assert backend.info.weight_format == "dynamic-int8"
     prompt = prompt_of(backend, 20, 1)
-    first = generate(backend, prompt, 6)
-    assert first == generate(backend, prompt, 6, slot=3)  # alone it repeats
-    assert float(backend.info.details["quality_kl_nats"]) < 0.1
+    assert generate(backend, prompt, 6) == generate(backend, prompt, 6, slot=3)  # alone it repeats
 
 
 def test_long_context_and_prompts_longer_than_the_chunk(make: Make) -> None:

@@ -162,7 +162,7 @@ def test_an_engine_that_is_killed_is_replaced_and_the_ready_file_follows(tmp_pat
 
 
 def test_an_engine_that_cannot_load_ends_the_server_with_the_reason(tmp_path: Path) -> None:
-    with server(tmp_path, "--option", "fail_cause=load_oom", "--log-json") as one:
+    with server(tmp_path, "--option", "fail_cause=load_oom", "--log-format", "json") as one:
         assert one.process.wait(30) == 1
         lines = [json.loads(line) for line in one.log.read_text().splitlines() if line.startswith("{")]
         assert any("giving up" in line["message"] and "load_oom" in line["message"] for line in lines)
@@ -245,7 +245,7 @@ def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
 
 def test_defaults_of_the_command_line_are_those_of_the_classes() -> None:
     from serving.cli import _serve
-    from serving.preparation import ServeOptions
+    from serving.options import ServeOptions
 
     parameters = {name: parameter.default for name, parameter in inspect.signature(_serve).parameters.items()}
     config, bounds, limits = {f.name: f.default for f in msgspec.structs.fields(EngineConfig)}, QueueBounds(), RecoveryLimits()
@@ -254,9 +254,9 @@ def test_defaults_of_the_command_line_are_those_of_the_classes() -> None:
     assert parameters["prefix_reuse"] == config["prefix_reuse"]
     assert (parameters["max_waiting"], parameters["max_wait"]) == (bounds.waiting_requests, bounds.wait_seconds)
     assert parameters["health_timeout"] == limits.health_timeout_seconds
-    options = ServeOptions(model="x")
+    options = ServeOptions(models=("x",))
     renamed = {"context": "context_tokens", "max_waiting": "most_waiting", "max_wait": "longest_wait_seconds", "option": "options",
-               "health_timeout": "health_timeout_seconds", "ttft_promise": "ttft_promise_seconds", "drain_timeout": "drain_seconds", "memory_check": "check_memory"}  # fmt: skip
+               "health_timeout": "health_timeout_seconds", "ttft_promise": "ttft_promise_seconds", "drain_timeout": "drain_seconds", "idle_unload": "idle_unload_seconds", "load_wait": "load_wait_seconds", "memory_check": "check_memory"}  # fmt: skip
     for name, default in parameters.items():
         if name not in ("model", "option"):
             assert getattr(options, renamed.get(name, name)) == default, name

@@ -1,101 +1,25 @@
 """The supervisor with real engine children: real signals, real sockets, the fake backend."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-from models.tokenizer import load_tokenizer, shipped
 from serving.admission import QueueBounds
 from serving.backends.base import EngineConfig
-from serving.backends.fake import continuation
 from serving.errors import EngineFailed
-from serving.messages import Delta
 from serving.recovery import RecoveryLimits
-from serving.streams import Stream
 from serving.supervisor import Overloaded, Supervisor, Unavailable
-
-VOCABULARY = 2048
-QUICK = RecoveryLimits(
-    backoff_first_seconds=0.05,
-    health_timeout_seconds=1.0,
-    return_first_seconds=0.2,
-    steady_seconds=0.0,
-    kill_after_seconds=3.0,
-)
-LONG = 400  # tokens of a sequence that is still running when something happens to it
-
-
-@pytest.fixture(scope="session")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    import json
-
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    path.write_text(json.dumps(shipped(VOCABULARY)))
-    return str(path)
-
-
-@pytest.fixture
-def config(tokenizer_path: str) -> Callable[..., EngineConfig]:
-    def make(device: str = "cpu", slots: int = 4, **options: Any) -> EngineConfig:
-        options = {"vocabulary": VOCABULARY, "step_seconds": 0.005, **options}
-        return EngineConfig(
-            "fake", "", "fake", tokenizer_path=tokenizer_path, device=device, slots=slots, context_tokens=2048, options=options
-        )
-
-    return make
-
-
-@contextlib.asynccontextmanager
-async def running(*configs: EngineConfig, wait: bool = True, **arguments: Any) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor(configs, **{"limits": QUICK, **arguments})
-    await supervisor.start()
-    try:
-        if wait:
-            await supervisor.wait_ready(20)
-        yield supervisor
-    finally:
-        await supervisor.stop(drain=False)
-
-
-def run(work: Awaitable[None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await work
-
-    asyncio.run(limited(), debug=False)
-
-
-async def collect(stream: Stream) -> Delta:
-    """Everything of a stream as one Delta."""
-    from serving.streams import merged
-
-    return merged([delta async for delta in stream])
-
-
-def truth(tokenizer_path: str, prompt: list[int], count: int) -> str:
-    table = load_tokenizer(tokenizer_path).token_bytes()
-    return b"".join(table[token] for token in continuation(prompt, count, VOCABULARY)).decode(errors="replace")
-
-
-def kinds(supervisor: Supervisor) -> list[str]:
-    return [event.kind for event in supervisor.events]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.serving.children import LONG, alive, collect, kinds, run, running, truth, until
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -258,7 +182,7 @@ def test_the_preferred_engine_comes_back_beside_the_one_that_serves(config: Call
             rest = await collect(old)
             assert new.finish == "length" and rest.finish == "length"
             assert supervisor.engine_pid != cpu_pid
-            await until(lambda: not _alive(cpu_pid))
+            await until(lambda: not alive(cpu_pid))
             assert (supervisor.fallbacks, supervisor.returns) == (1, 1)
             assert kinds(supervisor)[-2:] == ["returning", "returned"]
 
@@ -403,7 +327,7 @@ def test_nothing_is_left_behind(config: Callable[..., EngineConfig]) -> None:
             async with running(config()) as supervisor:
                 await collect(supervisor.submit([1], 5))
                 pid = supervisor.engine_pid
-            assert not _alive(pid)
+            assert not alive(pid)
         await until(lambda: threading.active_count() <= threads)
         assert len(asyncio.all_tasks()) <= 2
 
@@ -429,22 +353,14 @@ def test_the_child_dies_with_its_parent(config: Callable[..., EngineConfig], tok
     with subprocess.Popen([sys.executable, "-c", program, tokenizer_path], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert _alive(pid)
+        assert alive(pid)
         parent.kill()
     deadline = time.monotonic() + 5
-    while _alive(pid) and time.monotonic() < deadline:
+    while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _alive(pid)
+    assert not alive(pid)
 
 
 def test_a_supervisor_without_engines_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Supervisor([])
-
-
-def _alive(pid: int | None) -> bool:
-    """True for a process that runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

@@ -278,7 +278,9 @@ def test_dynamic_int8_is_exactly_the_rounded_product_in_any_company() -> None:
     x[8] = 0.0
     matrix = dynamic_int8(values, scale, bias)
     together = matrix(x)
-    exact = torch.nn.functional.linear(rounded_tokens(x).double(), unpacked("m", {"m.int8": values, "m.scale": scale}).double(), bias.double())
+    exact = torch.nn.functional.linear(
+        rounded_tokens(x).double(), unpacked("m", {"m.int8": values, "m.scale": scale}).double(), bias.double()
+    )
     torch.testing.assert_close(together.double(), exact, rtol=2e-6, atol=2e-5 * float(exact.abs().max()) / 1000)
     for one in range(9):
         assert torch.equal(matrix(x[one : one + 1])[0], together[one])

@@ -11,9 +11,8 @@ import msgspec
 
 from models.tokenizer import load_tokenizer
 from serving.backends import backend_class
-from serving.backends.base import EngineConfig
+from serving.backends.base import EngineConfig, Sampling
 from serving.messages import Submit
-from serving.sampling import Sampling
 from serving.scheduler import Scheduler
 from tests.bench.peers.jobs import Job, Times, answer_jobs, wait_until
 
@@ -35,7 +34,8 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
 def run(scheduler: Scheduler, job: Job) -> Times:
     """Serve a job's requests, each from its arrival on; no two share a prefix, so nothing is reused."""
     started = time.perf_counter()
-    arrivals, times = job["arrivals"], [[] for _ in job["arrivals"]]
+    arrivals: list[float] = job["arrivals"]
+    times: Times = [[] for _ in arrivals]
     added = 0
     while added < len(arrivals) or scheduler.busy:
         if not scheduler.busy:

@@ -37,7 +37,7 @@ class Workload(NamedTuple):
     batch: int
 
     @property
-    def count(self) -> int:
+    def requests(self) -> int:
         return 2 * self.batch if self.kind == "staggered" else self.batch
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments
         gap = alone / one.batch if one.kind == "staggered" else 0.0
 
         def turn(player: Player, one: Workload = one, gap: float = gap) -> Figures:
-            return {**player(job(gap, one.batch, one.count)), "gap_seconds": gap}
+            return {**player(job(gap, one.batch, one.requests)), "gap_seconds": gap}
 
         turns = {name: (lambda player=player: turn(player)) for name, player in players.items()}
         runs = series.add(str(one), take_turns(turns, arguments.rounds, lambda text: print(text, flush=True)))

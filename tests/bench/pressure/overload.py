@@ -211,14 +211,11 @@ async def refusal_cpu(server: Server, asker: Asker, requests: int) -> float:
         await asyncio.sleep(0.05)
     bodies = [asker.body() for _ in range(requests)]
     before = held(server.api).cpu_seconds
-    refused = 0
 
-    async def user(mine: list[bytes]) -> None:
-        nonlocal refused
-        for data in mine:
-            refused += (await asker.client.ask(data)).status == 429
+    async def user(mine: list[bytes]) -> int:
+        return sum([(await asker.client.ask(data)).status == 429 for data in mine])
 
-    await asyncio.gather(*(user(bodies[part::8]) for part in range(8)))
+    refused = sum(await asyncio.gather(*(user(bodies[part::8]) for part in range(8))))
     used = held(server.api).cpu_seconds - before
     for task in holders:
         task.cancel()

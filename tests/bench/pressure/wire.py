@@ -18,13 +18,12 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 import uvloop
 
 from loadtests.children import Child, wait_for_file
-from serving.hardware import process_memory
 from serving.probe import python_path
 
 T = TypeVar("T")
@@ -112,8 +111,7 @@ class _Connection(asyncio.Protocol):
         self.keep = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
 
     def send(self, data: bytes, outcome: Outcome) -> asyncio.Future[None]:
         self._outcome, self._head, self._left, self._tail, self._pieces = outcome, b"", None, b"", []
@@ -215,7 +213,7 @@ class Held:
     """What a process holds and has used. Sizes in bytes, CPU in seconds since it started."""
 
     rss_bytes: int
-    pss_bytes: int | None
+    private_bytes: int  # of RSS what no other process shares: shared libraries' pages come and go with other processes
     descriptors: int
     threads: int
     cpu_seconds: float
@@ -223,9 +221,8 @@ class Held:
 
 def held(pid: int) -> Held:
     process = psutil.Process(pid)
-    memory, times = process_memory(pid), process.cpu_times()
-    assert memory is not None
-    return Held(memory.rss_bytes, memory.pss_bytes, process.num_fds(), process.num_threads(), times.user + times.system)
+    memory, times = process.memory_full_info(), process.cpu_times()
+    return Held(memory.rss, memory.uss, process.num_fds(), process.num_threads(), times.user + times.system)
 
 
 async def metrics(client: Client) -> dict[str, float]:

@@ -1,0 +1,238 @@
+"""The load generators that are compared: how each is started, and where its own report says what it measured.
+
+Each is given what is best for it: token counts from the server (AIPerf also those beside each chunk), no dashboard, a local tokenizer, as
+many workers as the case says. Nothing asks a model hub. CPU is that of the whole process tree, by wait4.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.records import RequestRecord
+from loadtests.store import read_lines
+from loadtests.timings import e2e_seconds, tpot_seconds, ttft_seconds
+from models.tokenizer import shipped_files
+
+ROOT = Path(__file__).parents[3]
+QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+MODEL = "true-model"
+
+
+@dataclass
+class Run:
+    """One command, ended."""
+
+    started: float  # on the clock that the truth server uses
+    wall_seconds: float
+    cpu_seconds: float  # of the process tree
+    output: str
+
+
+@dataclass
+class Level:
+    """What a tool reports of one level: metric -> quantile -> seconds."""
+
+    run: Run
+    reported: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def execute(command: Sequence[str], log: Path, environment: Mapping[str, str], timeout_seconds: float) -> Run:
+    """Runs to its end. Raises RuntimeError, with the end of its output, where it fails or takes too long."""
+    started = time.perf_counter()
+    with open(log, "wb") as out:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ, **environment), cwd=log.parent
+        )
+    until = time.monotonic() + timeout_seconds
+    while True:
+        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+        if pid:
+            break
+        if time.monotonic() > until:
+            child.kill()
+            os.wait4(child.pid, 0)
+            raise RuntimeError(f"{command[0]} did not end within {timeout_seconds:.0f} s; its output is in {log}")
+        time.sleep(0.01)
+    wall = time.perf_counter() - started
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise RuntimeError(f"{command[0]} ended with {child.returncode}: {log.read_text(errors='replace')[-1500:]}")
+    return Run(started, wall, usage.ru_utime + usage.ru_stime, log.read_text(errors="replace"))
+
+
+class Tool:
+    """What all have in common: a folder for their files."""
+
+    name = ""
+
+    def __init__(self, folder: Path, peers: Path) -> None:
+        self.folder = folder
+        self.peers = peers
+        self.count = 0
+        self.tokenizer = folder / "tokenizer"
+        self.tokenizer.mkdir(parents=True, exist_ok=True)
+        for file, content in shipped_files(32_768, 4096).items():
+            (self.tokenizer / file).write_text(json.dumps(content))
+
+    def new(self) -> Path:
+        """A folder for one run."""
+        self.count += 1
+        place = self.folder / f"{self.name}-{self.count}"
+        place.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
+        """Poisson arrivals at `rate`, `requests` of them, of 16 prompt and `tokens` output tokens each."""
+        raise NotImplementedError
+
+    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+        """The capacity under a TTFT promise kept for `share` of the requests: what it took, and what was found, in words."""
+        raise NotImplementedError
+
+
+class Ours(Tool):
+    """`crossover load`, records kept; several workers by plain Locust."""
+
+    name = "crossover"
+
+    def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
+        place = self.new()
+        seconds = requests / rate
+        environment = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        if workers == 1:
+            command = [sys.executable, "-m", "crossover", "load", url, "--rate", f"{rate}", "--duration", f"{seconds}"]
+            command += ["--workload", f"16x{tokens}", "--out", str(place)]
+            run = execute(command, place / "log", environment, seconds + 120)
+            (records,) = place.glob("load*/requests.jsonl")
+        else:
+            records = place / "requests.jsonl"
+            command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtests/locustfile.py"), "--headless", "--only-summary"]
+            command += ["--host", url, "--rate", f"{rate}", "--window", f"{seconds}", "--workload", f"16x{tokens}"]
+            command += ["--processes", str(workers), "--requests-file", str(records)]
+            run = execute(command, place / "log", environment, seconds + 120)
+        kept = read_lines(records, RequestRecord).records
+        return Level(run, {
+            "TTFT": quantiles([ttft_seconds(r) for r in kept]),
+            "TPOT": quantiles([tpot_seconds(r) for r in kept]),
+            "E2E": quantiles([e2e_seconds(r) for r in kept]),
+        })  # fmt: skip
+
+    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+        place = self.new()
+        (place / "campaign.toml").write_text(
+            f'name = "mock"\nbudget_seconds = 90\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = 1\n'
+            f"[promise]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n"
+        )
+        command = [sys.executable, "-m", "crossover", "campaign", "run", str(place / "campaign.toml"), "--out", str(place / "runs")]
+        run = execute(command, place / "log", {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}, 400)
+        (events,) = place.glob("runs/*/events.jsonl")
+        for line in reversed(events.read_text().splitlines()):
+            event = msgspec.json.decode(line)
+            if event["kind"] == "cell_finished":
+                return run, json.dumps(event["detail"].get("capacity"))
+        return run, "no capacity"
+
+
+class GuideLlm(Tool):
+    """GuideLLM 0.8.1."""
+
+    name = "guidellm"
+
+    def _command(self, place: Path, url: str, profile: str, tokens: int, *more: str) -> list[str]:
+        return [
+            str(self.peers / "guidellm-0.8.1/bin/guidellm"), "run",
+            "--backend", f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions",
+            "--profile", profile, "--tokenizer", f"kind=huggingface_auto,model={self.tokenizer}",
+            "--data", f"kind=synthetic_text,prompt_tokens=16,output_tokens={tokens}",
+            "--output", f"kind=json,path={place / 'report.json'}", "--disable-console", *more,
+        ]  # fmt: skip
+
+    def _environment(self, workers: int) -> dict[str, str]:
+        return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": str(workers)}
+
+    def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
+        place = self.new()
+        command = self._command(place, url, f"kind=poisson,rate={rate}", tokens, "--constraint", f"kind=max_requests,count={requests}")
+        run = execute(command, place / "log", self._environment(workers), requests / rate + 300)
+        metrics = json.loads((place / "report.json").read_text())["benchmarks"][0]["metrics"]
+        names = {"TTFT": ("time_to_first_token_ms", 1e-3), "TPOT": ("inter_token_latency_ms", 1e-3), "E2E": ("request_latency", 1.0)}
+        return Level(run, {
+            ours: {q: metrics[theirs]["successful"]["percentiles"][q] * unit for q in QUANTILES} for ours, (theirs, unit) in names.items()
+        })  # fmt: skip
+
+    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+        place = self.new()
+        profile = f"kind=goodput,initial_streams=4,max_streams=64,target_attainment={share}"
+        metrics = json.dumps({"kind": "generative", "slo": {"ttft_ms": ttft_seconds * 1000}})
+        command = self._command(place, url, profile, 1, "--metrics", metrics, "--constraint", "kind=max_duration,seconds=10")
+        run = execute(command, place / "log", self._environment(1), 600)
+        report = json.loads((place / "report.json").read_text())
+        found = [(one["config"]["strategy"].get("streams"), _attainment(one)) for one in report["benchmarks"]]
+        return run, f"probes (streams, attainment): {found}"
+
+
+class AiPerf(Tool):
+    """AIPerf 0.13."""
+
+    name = "aiperf"
+
+    def _command(self, place: Path, url: str, tokens: int, *more: str) -> list[str]:
+        return [
+            str(self.peers / "aiperf-0.13/bin/aiperf"), "profile", "--model-names", MODEL, "--tokenizer", str(self.tokenizer), "--url", url,
+            "--endpoint-type", "completions", "--streaming", "--use-server-token-count", "--per-chunk-usage",
+            "--prompt-input-tokens-mean", "16", "--prompt-output-tokens-mean", str(tokens), "--ui-type", "none",
+            "--no-server-metrics", "--no-gpu-telemetry", "--output-artifact-dir", str(place / "artifacts"), *more,
+        ]  # fmt: skip
+
+    def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
+        place = self.new()
+        command = self._command(place, url, tokens, "--request-rate", f"{rate}", "--arrival-pattern", "poisson",
+                                "--request-count", str(requests), "--workers-max", str(workers), "--random-seed", "1")  # fmt: skip
+        run = execute(command, place / "log", {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}, requests / rate + 300)
+        (file,) = place.glob("artifacts/**/profile_export_aiperf.json")
+        report = json.loads(file.read_text())
+        names = {"TTFT": "time_to_first_token", "TPOT": "inter_token_latency", "E2E": "request_latency"}
+        return Level(run, {
+            ours: {q: report[theirs][q] / 1000 for q in QUANTILES} for ours, theirs in names.items() if report.get(theirs)
+        })  # fmt: skip
+
+    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+        place = self.new()
+        command = self._command(
+            place, url, 1, "--search-recipe", "max-concurrency-under-sla", "--ttft-sla-ms", f"{ttft_seconds * 1000:g}",
+            "--concurrency-min", "1", "--concurrency-max", "64", "--benchmark-duration", "10", "--workers-max", "1",
+        )  # fmt: skip
+        run = execute(command, place / "log", {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}, 600)
+        found = sorted(place.glob("artifacts/**/search_history.json"))
+        said: Any = json.loads(found[0].read_text()).get("best") if found else None
+        return run, json.dumps(said) if said is not None else " ".join(run.output.split())[-400:]
+
+
+def _attainment(benchmark: dict[str, Any]) -> Any:
+    for name in ("goodput", "slo", "slo_attainment"):
+        if name in benchmark.get("metrics", {}):
+            return benchmark["metrics"][name]
+    return None
+
+
+def quantiles(values: Sequence[float | None]) -> dict[str, float]:
+    """Nearest rank, as in loadtests/summary.py."""
+    known = sorted(value for value in values if value is not None)
+    return (
+        {name: known[min(len(known) - 1, max(0, -(-int(q * len(known) * 1e6) // 1_000_000) - 1))] for name, q in QUANTILES.items()}
+        if known
+        else {}
+    )
+
+
+TOOLS = {tool.name: tool for tool in (Ours, GuideLlm, AiPerf)}

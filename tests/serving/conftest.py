@@ -1,0 +1,29 @@
+"""Fixtures of the tests with engine children: a small tokenizer on disk, and configurations of the fake backend."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from models.tokenizer import shipped
+from serving.backends.base import EngineConfig
+from tests.serving.children import VOCABULARY
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_text(json.dumps(shipped(VOCABULARY)))
+    return str(path)
+
+
+@pytest.fixture
+def config(tokenizer_path: str) -> Callable[..., EngineConfig]:
+    def make(device: str = "cpu", slots: int = 4, **options: Any) -> EngineConfig:
+        options = {"vocabulary": VOCABULARY, "step_seconds": 0.005, **options}
+        return EngineConfig(
+            "fake", "", "fake", tokenizer_path=tokenizer_path, device=device, slots=slots, context_tokens=2048, options=options
+        )
+
+    return make
