@@ -26,6 +26,8 @@ demo: $(STAMP)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 test: $(STAMP)
+	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
+	@$(BIN)/python -m tests.serving.transformers5
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)

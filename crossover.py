@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "load": ("loadtests.cli:load", "Send one level of load to a URL and say what came back."),
     "campaign": ("loadtests.cli:campaign", "Measure a ladder of models: run, resume, repeat, show."),
     "compare": ("loadtests.cli:compare", "Say where a run is faster or slower than another, by more than chance and noise."),
+    "selftest": ("loadtests.selftest_cli:selftest", "Check the load generator on this machine against a server that knows the truth."),
     "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown and CSV."),
 }
 

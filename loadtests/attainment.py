@@ -36,6 +36,7 @@ CORRELATED = 1.6  # batches of a tenth of a level see about this part less than 
 SAFETY = 1.3
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
 ROUNDS = 3
+PREDICTION_SCALE, PREDICTION_FREEDOM = 0.2, 3  # of ln(predicted / true): what calibration and simulation were off by, and worse now and then
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -89,13 +90,22 @@ class Posterior:
         return best
 
 
-def posterior(seen: Sequence[Observation], min_rate: float, max_rate: float, target: float) -> Posterior:
-    """What the levels say. With none: the prior, flat in the logarithm of the capacity from min_rate to max_rate."""
+def posterior(
+    seen: Sequence[Observation], min_rate: float, max_rate: float, target: float, predicted_rate: float | None = None
+) -> Posterior:
+    """What the levels say. With none: the prior, flat in the logarithm of the capacity from min_rate to max_rate.
+
+    A predicted capacity counts as evidence that is off by PREDICTION_SCALE or so, with the heavy tails of Student's t: it decides where
+    little was measured, and gives way where measurements contradict it.
+    """
     rates = [o.rate for o in seen]
     # The grid is laid where the answer can be, so that its step is far below any precision asked.
     low, high = (max(min_rate, min(rates) / 4), min(max_rate, max(rates) * 4)) if seen else (min_rate, max_rate)
     capacities = np.geomspace(min(low, high / 2), max(high, low * 2), CAPACITY_POINTS)
     prior = np.tile(-0.5 * ((np.log(SLOPES) - math.log(SLOPE_MEDIAN)) / SLOPE_SPREAD) ** 2, (CAPACITY_POINTS, 1))
+    if predicted_rate is not None:
+        apart = (np.log(capacities) - math.log(predicted_rate)) / PREDICTION_SCALE
+        prior -= ((PREDICTION_FREEDOM + 1) / 2 * np.log1p(apart**2 / PREDICTION_FREEDOM))[:, None]
     shares = [share_good(o.rate, capacities[:, None], SLOPES[None, :], target, o.due) for o in seen]
     by_curve = [_log_likelihood(o, share) for o, share in zip(seen, shares, strict=True)]
     by_order = [_by_order(o, capacities, target)[:, None] for o in seen]

@@ -91,8 +91,8 @@ def calibrate(ask: Ask, lone: Sequence[RequestRecord], workload: Workload, slots
     sizes = _sizes(known)
     while sizes:
         streams = sizes.pop(0)
-        expected = streams * prompt * fill_seconds + step_seconds * streams**0.8
-        tokens = _tokens((until - time.monotonic()) / 2, expected, streams, step_seconds)
+        filling, step = streams * prompt * fill_seconds, step_seconds * streams**0.8
+        tokens = _tokens((until - time.monotonic()) / 2 - filling, step, streams)
         if tokens is None:
             continue
         records = ask(Wave(streams, prompt, tokens))
@@ -162,10 +162,7 @@ def _sizes(slots: int | None) -> list[int]:
     return list(dict.fromkeys(size for size in (most, max(2, most // 4), max(2, most // 2), 2) if 2 <= size <= most))
 
 
-def _tokens(seconds: float, expected_step: float, streams: int, step_seconds: float) -> int | None:
-    """Output tokens of a wave that is to last no longer than `seconds`; None where that does not pay for eight."""
-    if seconds <= 0:
-        return None
-    each = max(expected_step, step_seconds, 1e-4)
-    fits = int(seconds / each)
+def _tokens(seconds: float, step_seconds: float, streams: int) -> int | None:
+    """Output tokens of a wave whose decoding is to last no longer than `seconds`; None where that does not pay for eight."""
+    fits = int(seconds / max(step_seconds, 1e-4))
     return None if fits < 8 else min(32, max(8, fits), 16 + streams)

@@ -318,7 +318,7 @@ def _check(file: CampaignFile) -> None:
         prompt, output = workload.max_prompt_tokens or workload.prompt_tokens, workload.max_output_tokens or workload.output_tokens
         if file.target is None and prompt and output and prompt + output > file.server.context_tokens:
             raise BadCampaign(
-                f"prompts of {prompt} and outputs of {output} tokens ({place}) do not fit in a context of {file.server.context_tokens}: "
+                f"{place}: prompts of {prompt} and outputs of {output} tokens do not fit in a context of {file.server.context_tokens}: "
                 "raise server.context_tokens or lower the workload's caps - at `$.server.context_tokens`"
             )
 

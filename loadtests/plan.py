@@ -9,7 +9,7 @@ Nothing here imports Locust, and nothing here is done while the clock runs: all 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from loadtests import workload as workloads
 from loadtests.arrivals import Arrivals, Poisson, deal, due_times
 from loadtests.errors import LoadError
 from loadtests.prompts import PromptMaker
+from loadtests.slo import PROMISES
 from loadtests.streaming import Pool, post_bytes
 from loadtests.target import Target, TargetFacts, body_of, count_tokens, path_of
 from loadtests.workload import Workload
@@ -49,6 +50,7 @@ class LoadPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     late_file: str | None = None  # now and then: the indices of requests that have waited longer than `late_seconds` and still wait
     late_seconds: float | None = None
     quiet: bool = False  # nobody looks at Locust's own statistics
+    promise: str = "chat"  # by which the page of a level that runs calls requests good; results are made of the records
 
     @property
     def is_open(self) -> bool:
@@ -68,6 +70,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     due: int = 0  # requests whose time came
     recorded: int = 0
     gave_up: int = 0  # ended by us at the end of the drain time
+    stand_ins: int = 0  # later turns that were due before the answer to continue from was there: words of the same number stood in for it
     stopped_seconds: float | None = None  # when `stop_file` was seen; None: the level ran its time
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -86,6 +89,11 @@ class Request(msgspec.Struct, frozen=True):
     turn: int | None
     think_seconds: float  # closed loop: pause before it
 
+    @property
+    def needs_answers(self) -> bool:
+        """True for a later turn of a session, whose prompt holds the answers before it: see `Prompts.with_answers`."""
+        return bool(self.turn)
+
 
 class Share(msgspec.Struct, frozen=True):
     """Which part of a level this load generator has."""
@@ -103,6 +111,8 @@ class Prompts:
         self._maker = PromptMaker(count, seed=plan.seed)
         self._drawn: list[workloads.Ask] = []
         self._next = share.index
+        self._begun = 0  # asks of sessions that are dealt already
+        self._said: dict[str, list[str]] = {}  # session -> what its user says in each turn
 
     def scheduled(self) -> list[Request]:
         """All requests of this share of an open level, in the order in which they are due."""
@@ -111,26 +121,70 @@ class Prompts:
             raise LoadError("a level without a rate has no due times")
         due = due_times(plan.arrivals, plan.rate_per_second, plan.duration_seconds, plan.seed)
         asks = workloads.draw(plan.workload, len(due), plan.seed, due_seconds=due.tolist())
+        if plan.workload.turns > 1:  # whole sessions: a turn continues from an answer that this load generator must have seen
+            mine = [ask for ask in asks if (ask.session or 0) % self._share.workers == self._share.index]
+            return [self._request(ask, float(due[ask.index])) for ask in mine]
         indices, times = deal(due, self._share.index, self._share.workers)
         return [self._request(asks[index], at) for index, at in zip(indices.tolist(), times.tolist(), strict=True)]
 
+    def next_session(self) -> list[Request]:
+        """The turns of the next session of a closed level, in their order; where there are no sessions, the next request alone."""
+        if self._plan.workload.turns <= 1:
+            return [self.fresh()]
+        while True:
+            turns = self._turns(self._begun)
+            self._begun += len(turns)
+            if (turns[0].session or 0) % self._share.workers == self._share.index:
+                return [self._request(ask, 0.0, self._pause(ask)) for ask in turns]
+
+    def with_answers(self, request: Request, answers: Sequence[str]) -> bytes:
+        """The wire of a later turn with what the server really answered before it, first turn first, in place of words that stand for it.
+
+        A chat's history goes as messages with their roles, a completion's as one text. Raises LoadError for a wrong number of answers.
+        """
+        said = self._said.get(request.session or "", [])[: (request.turn or 0) + 1]
+        if not request.needs_answers or len(answers) != len(said) - 1:
+            raise LoadError(f"turn {request.turn} of session {request.session} continues from {len(said) - 1} answers, got {len(answers)}")
+        target = self._plan.target
+        if target.api == "chat":
+            prompt: Any = [{"role": "user", "content": said[0]}]
+            for answer, words in zip(answers, said[1:], strict=True):
+                prompt += [{"role": "assistant", "content": answer}, {"role": "user", "content": words}]
+        else:
+            prompt = said[0] + "".join(f"{answer} {words}" for answer, words in zip(answers, said[1:], strict=True))
+        return post_bytes(self._pool, path_of(target), body_of(target, self._facts, prompt, request.output_tokens))
+
     def fresh(self) -> Request:
         """The next request of a closed level."""
-        if self._next >= len(self._drawn):
-            count = max(256, 2 * self._next)
-            self._drawn = workloads.draw(self._plan.workload, count, self._plan.seed)
-        ask = self._drawn[self._next]
+        ask = self._drawn_at(self._next)
         self._next += self._share.workers
-        pause = ask.think_seconds
-        if not pause and self._plan.workload.think_seconds:
-            pause = random.Random(f"{self._plan.seed}/think/{ask.index}").expovariate(1 / self._plan.workload.think_seconds)
-        return self._request(ask, 0.0, pause)
+        return self._request(ask, 0.0, self._pause(ask))
+
+    def _drawn_at(self, position: int) -> workloads.Ask:
+        if position >= len(self._drawn):
+            self._drawn = workloads.draw(self._plan.workload, max(256, 2 * position), self._plan.seed)
+        return self._drawn[position]
+
+    def _turns(self, position: int) -> list[workloads.Ask]:
+        """The session whose first turn is the ask at `position`: without due times the turns of a session follow each other."""
+        turns = [self._drawn_at(position)]
+        while (ask := self._drawn_at(position + len(turns))).session == turns[0].session:
+            turns.append(ask)
+        return turns
+
+    def _pause(self, ask: workloads.Ask) -> float:
+        if ask.think_seconds or not self._plan.workload.think_seconds:
+            return ask.think_seconds
+        return random.Random(f"{self._plan.seed}/think/{ask.index}").expovariate(1 / self._plan.workload.think_seconds)
 
     def _request(self, ask: workloads.Ask, due_seconds: float, think_seconds: float = 0.0) -> Request:
         target = self._plan.target
         prompt = self._maker.make(ask)
         wire = post_bytes(self._pool, path_of(target), body_of(target, self._facts, prompt.text, ask.output_tokens))
         session = None if ask.session is None else str(ask.session)
+        if session is not None:
+            words = prompt.text.split(" ")
+            self._said.setdefault(session, []).append(" ".join(words[-(ask.prompt_tokens - ask.history_tokens) :]))
         return Request(ask.index, due_seconds, wire, prompt.tokens, ask.output_tokens, session, ask.turn, think_seconds)
 
 
@@ -148,6 +202,8 @@ def check_plan(plan: LoadPlan) -> LoadPlan:
     """The plan itself. Raises LoadError for numbers that cannot be."""
     if (plan.rate_per_second is None) == (plan.concurrency is None):
         raise LoadError("a level has either a rate (open loop) or a concurrency (closed loop)")
+    if plan.promise not in PROMISES:
+        raise LoadError(f"promise {plan.promise!r} is not one of {', '.join(PROMISES)}")
     for name in ("rate_per_second", "concurrency", "window_seconds"):
         value = getattr(plan, name)
         if value is not None and not 0 < value < float("inf"):
@@ -167,6 +223,7 @@ def total(outcomes: Iterable[Outcome]) -> Outcome:
         due=sum(one.due for one in many),
         recorded=sum(one.recorded for one in many),
         gave_up=sum(one.gave_up for one in many),
+        stand_ins=sum(one.stand_ins for one in many),
         stopped_seconds=min(stops) if stops else None,
         cpu_seconds=sum(one.cpu_seconds for one in many),
         wall_seconds=max(one.wall_seconds for one in many),
@@ -217,6 +274,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "model": (None, "model name; default: the first that the endpoint lists"),
     "api": ("completions", "completions or chat"),
     "api-key-env": (None, "environment variable that holds the API key"),
+    "promise": ("chat", "chat, interactive, reading, batch ...: what the page calls a good request"),
     "requests-file": (None, "append one JSON line per request to this file"),
 }  # fmt: skip
 _NUMBERS = {"rate": float, "window": float, "warmup": float, "drain": float, "seed": int}
@@ -253,6 +311,7 @@ def plan_of_options(options: Mapping[str, Any], users: int) -> LoadPlan:
             drain_seconds=values["drain"],
             seed=values["seed"],
             requests_file=values["requests-file"],
+            promise=values["promise"],
         )
     )
 

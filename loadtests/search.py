@@ -42,6 +42,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     level_requests_min: int = 30  # a level is made longer, up to its most, until this many requests are expected
     budget_seconds: float = 600.0  # for all levels, their warm-up and their draining
     start_rate: float | None = None  # a predicted capacity: where to look first; None: calibrated and simulated by the runner
+    predicted_rate: float | None = None  # by calibration and simulation: evidence beside the levels, and of little weight beside many
     calibration_seconds: float = 60.0  # at most, and at most an eighth of the budget; 0: no calibration, measuring only
     rates: tuple[float, ...] = ()  # no search: these rates and no others, in this order; one that is there twice is measured twice
     rate_seconds: tuple[float, ...] = ()  # how long each of `rates` is measured; empty: as long as a level of a search
@@ -59,8 +60,10 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(f"max_rate must be above min_rate = {self.min_rate}, got {self.max_rate}")
         if self.level_seconds_max < self.level_seconds_min:
             raise ValueError(f"level_seconds_max must be at least {self.level_seconds_min}, the minimum, got {self.level_seconds_max}")
-        if self.start_rate is not None and not self.start_rate > 0:
-            raise ValueError(f"start_rate must be above 0, got {self.start_rate}")
+        for name in ("start_rate", "predicted_rate"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be above 0, got {value}")
         if self.level_requests_min < 1 or self.lone_requests < 1:
             raise ValueError("level_requests_min and lone_requests must be at least 1")
         if not 0.5 < self.confidence < 1:
@@ -288,7 +291,7 @@ def _belief(levels: Sequence[Level], config: SearchConfig, promise: Promise) -> 
         for level in levels
         if level.rate is not None and level.is_valid and level.due
     ]
-    return posterior(seen, config.min_rate, config.max_rate, promise.target)
+    return posterior(seen, config.min_rate, config.max_rate, promise.target, config.predicted_rate)
 
 
 def _next_rate(levels: Sequence[Level], belief: Posterior, config: SearchConfig, promise: Promise) -> tuple[float, Purpose] | None:

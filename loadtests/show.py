@@ -16,6 +16,7 @@ from loadtests.progress import duration
 from loadtests.records import Event
 from loadtests.runner import campaign_of, prediction_on_record
 from loadtests.search import Capacity
+from loadtests.selftest import Report
 from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
 from loadtests.summary import Distribution, Summary
 from loadtests.words import in_words
@@ -195,3 +196,36 @@ def _difference_cells(row: Row) -> list[str]:
 
 def _why(row: Row) -> str:
     return f" ({row.reason})" if row.reason else ""
+
+
+def show_selftest(report: Report, console: Console | None = None) -> None:
+    """Prints the table of a self-test: what, truth, measured, error, limit, verdict."""
+    console = console or wide_console()
+    table = Table("what", "truth", "measured", "error", "limit", "verdict", box=None, pad_edge=False)
+    for row in report.rows:
+        verdict = "[green]pass[/green]" if row.passed else "[bold red]FAIL[/bold red]"
+        limit = ("" if row.truth is not None else "at most ") + proof_value(row.limit, row.unit)
+        what = row.what + (f" ({row.note})" if row.note else "")
+        table.add_row(
+            what, proof_value(row.truth, row.unit), proof_value(row.measured, row.unit), proof_value(row.error, row.unit), limit, verdict
+        )
+    console.print(table)
+    failed = sum(not row.passed for row in report.rows)
+    host = report.host
+    console.print(f"{len(report.rows) - failed} of {len(report.rows)} pass, in {duration(report.seconds)}")
+    shares = [f"{share:.1%} {words}" for share, words in ((host.steal, "stolen by the hypervisor"), (host.others, "used by other programs"))
+              if share is not None]  # fmt: skip
+    if shares:
+        console.print(f"of the machine's CPU time, {' and '.join(shares)} meanwhile")
+    if failed and host.is_busy:
+        console.print("the machine was busy with other things: a time that fails may be its doing; repeat on a quiet machine", style="bold")
+
+
+def proof_value(value: float | None, unit: str) -> str:
+    """A value of the self-test's table."""
+    if value is None:
+        return "-"
+    if unit == "seconds":
+        sign = "-" if value < 0 else ""
+        return sign + time_in_words(abs(value)) if value else "0 ms"
+    return f"{value:.0f}" if unit == "count" else f"{value:.3g}" + (" /s" if unit == "requests/s" else "")

@@ -204,10 +204,9 @@ def stream(
     """Sends `wire` now and reads its stream to the end. Never raises for what the server or the network does: that is the record's `error`.
 
     `origin` is the moment on `clock` that all times of the record count from. `on_first` is called when the first content is here, from
-    the event loop. `answer` is one's own, where more of it is wanted than the record keeps.
+    the event loop. `answer` is one's own (with its own `on_first`), where more of it is wanted than the record keeps.
     """
-    seen = answer if answer is not None else Answer()
-    seen.on_first = on_first
+    seen = answer if answer is not None else Answer(on_first)
     sent = clock()
     try:
         within(timeout_seconds, lambda: pool.exchange(wire, seen))

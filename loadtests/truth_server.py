@@ -385,6 +385,7 @@ class Stream:
     def _end(self, whole: bool) -> None:
         if not self._over:
             self._over = True
+            self._entry["whole"] = whole
             self._connection.server.leave()
             if whole and not self._connection.gone:
                 self._connection.ended()

@@ -33,10 +33,12 @@ from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
 from loadtests.alarm import Alarm
 from loadtests.errors import LoadError
+from loadtests.live import Live
 from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome, Prompts, Request, Share, plan_of_options, read_plan, total
 from loadtests.records import RequestRecord
+from loadtests.slo import PROMISES
 from loadtests.store import Spool, write_atomically
-from loadtests.streaming import Ask, GaveUp, clock, stream
+from loadtests.streaming import Answer, Ask, GaveUp, clock, stream
 from loadtests.target import pool_for, probe
 
 log = logging.getLogger("crossover")
@@ -62,6 +64,8 @@ class Generator:
         self.began = gevent.event.Event()
         self.running: set[Any] = set()
         self.waiting: dict[int, float] = {}  # index -> due seconds of requests without a first answer
+        self.answers: dict[str, dict[int, str]] = {}  # session -> turn -> what the server answered
+        self.live: Live | None = None if plan.quiet else Live(PROMISES[plan.promise])
         self.outcome = Outcome(worker=index)
         self.origin = 0.0
         self.over = False  # nothing more is sent
@@ -112,13 +116,29 @@ class Generator:
             self.waiting.pop(request.index, None)
 
         timeout = self.plan.target.timeout_seconds
-        record = stream(self.pool, request.wire, ask, origin=self.origin, timeout_seconds=timeout, on_first=answered)
+        answer = Answer(answered, keep_text=request.session is not None)
+        record = stream(self.pool, self._wire(request), ask, origin=self.origin, timeout_seconds=timeout, answer=answer)
         answered()
         self.running.discard(me)
+        if request.session is not None and record.error is None:
+            self.answers.setdefault(request.session, {})[request.turn or 0] = "".join(answer.text or ())
         if self.out is not None:
             self.out.append(record)
         self.outcome.recorded += 1
+        if self.live is not None:
+            self.live.add(record)
         _tell_locust(self.environment, self.plan, record)
+
+    def _wire(self, request: Request) -> bytes:
+        """The request's bytes; a later turn of a session goes on from what the server really answered, where all of that is here."""
+        if not request.needs_answers:
+            return request.wire
+        seen = self.answers.get(request.session or "", {})
+        before = [seen[turn] for turn in range(request.turn or 0) if turn in seen]
+        if len(before) < (request.turn or 0):
+            self.outcome.stand_ins += 1
+            return request.wire
+        return self.prompts.with_answers(request, before)
 
     def _dispatch(self) -> None:
         """Each request at its due time, whatever has come back. Waits on a kernel timer: gevent's own are a millisecond late."""
@@ -189,13 +209,13 @@ class Traffic(User):  # type: ignore[misc]  # Locust is untyped
         generator.began.wait()
         gevent.sleep(max(0.0, generator.origin - clock()))
         while not generator.over:
-            request = generator.prompts.fresh()
-            if request.think_seconds > 0:
-                gevent.sleep(request.think_seconds)
-            now = clock() - generator.origin
-            if now >= generator.plan.duration_seconds or generator.over:
-                return
-            generator.send(request, now)
+            for request in generator.prompts.next_session():
+                if request.think_seconds > 0:
+                    gevent.sleep(request.think_seconds)
+                now = clock() - generator.origin
+                if now >= generator.plan.duration_seconds or generator.over:
+                    return
+                generator.send(request, now)
 
 
 class Roles:
@@ -207,9 +227,14 @@ class Roles:
         self._prepared = 0
         self._outcomes: list[Outcome] = []
         self._workers = 1
+        self._live = Live(PROMISES["chat"])  # what the page shows: this process's own, or all workers' together
 
     def on_init(self, environment: Environment, **_: Any) -> None:
         runner = environment.runner
+        if environment.web_ui is not None:
+            from loadtests.web import attach
+
+            attach(environment, lambda: self._live, self._facts)
         if isinstance(runner, MasterRunner):
             runner.register_message("crossover_prepared", lambda environment, msg, **kw: self._one_prepared(environment))
             runner.register_message("crossover_failed", lambda environment, msg, **kw: _abort(environment, LoadError(msg.data["problem"])))
@@ -227,6 +252,7 @@ class Roles:
         self._prepared, self._outcomes = 0, []
         try:
             plan = self._plan = _plan(environment)
+            self._live = Live(PROMISES[plan.promise])
         except Exception as problem:
             _abort(environment, problem)
             return
@@ -243,10 +269,29 @@ class Roles:
         if self.generator is not None and not isinstance(environment.runner, MasterRunner):
             self.generator.over = True
 
+    def on_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
+        """A worker tells the master what has come since it last did."""
+        if self.generator is not None and self.generator.live is not None:
+            data["crossover_live"] = self.generator.live.taken()
+
+    def on_worker_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
+        if "crossover_live" in data:
+            self._live.merge(data["crossover_live"])
+
+    def _facts(self) -> dict[str, Any]:
+        """What the page says above its charts."""
+        plan = self._plan
+        if plan is None:
+            return {"what": "no level yet: start one on Locust's page"}
+        load = f"{plan.rate_per_second:g} requests/s, {_kind(plan)}" if plan.rate_per_second is not None else f"{plan.concurrency} users"
+        workers = f", {self._workers} load generators" if self._workers > 1 else ""
+        return {"what": f"{plan.target.url}: {load}, for {plan.duration_seconds:g} s{workers}"}
+
     def _whole(self, environment: Environment, plan: LoadPlan) -> None:
         """A run within a single process."""
         try:
             self.generator = Generator(environment, plan, 0, 1)
+            self._live = self.generator.live or self._live
             started = time.time() + 0.01
             self._announce(plan, started)
             outcome = self.generator.run(started)
@@ -311,6 +356,10 @@ class Roles:
 roles = Roles()
 
 
+def _kind(plan: LoadPlan) -> str:
+    return str(msgspec.to_builtins(plan.arrivals)["kind"])
+
+
 def _plan(environment: Environment) -> LoadPlan:
     if os.environ.get(PLAN_VARIABLE):
         return read_plan(Path(os.environ[PLAN_VARIABLE]))
@@ -345,6 +394,8 @@ def register() -> None:
     events.init.add_listener(roles.on_init)
     events.test_start.add_listener(roles.on_test_start)
     events.test_stop.add_listener(roles.on_test_stop)
+    events.report_to_master.add_listener(roles.on_report)
+    events.worker_report.add_listener(roles.on_worker_report)
     if not os.environ.get(PLAN_VARIABLE):
         from loadtests.plan import add_options
 

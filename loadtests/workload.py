@@ -84,6 +84,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix_tokens: int = 0
     session: int | None = None
     turn: int | None = None  # 0.. within the session
+    history_tokens: int = 0  # of the prompt: earlier prompts and answers of the session; the rest is what the user says now
     think_seconds: float = 0.0  # least pause between the previous turn's due time and this one's
     blocks: tuple[int, ...] = ()  # a trace's block hashes: equal hashes are equal text
     block_tokens: int = 0
@@ -302,6 +303,7 @@ class _Waiting(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             ask,
             prompt_tokens=self.history_tokens + ask.prompt_tokens,
+            history_tokens=self.history_tokens,
             prefix=self.last.prefix,
             prefix_tokens=self.last.prefix_tokens,
             session=self.last.session,

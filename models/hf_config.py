@@ -121,6 +121,10 @@ def _refuse_unknown_parts(config: dict[str, Any], name: str) -> None:
             f"{name} attends through a sliding window (sliding_window {window}, max_position_embeddings {context}), which is not known; "
             f"with max_position_embeddings {window} or sliding_window null it is served up to that length"
         )
+    kinds = config.get("layer_types") or []
+    others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else [str(kinds)]
+    if others and not (others == ["sliding_attention"] and window is not None and window >= context):
+        raise UnsupportedModel(f"{name} has layer_types {', '.join(others)}; only full_attention is known")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "?") if isinstance(config["quantization_config"], dict) else "?"
         raise UnsupportedModel(f"{name} holds weights already quantised ({method}); give the original weights")
@@ -131,10 +135,15 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
     scaling = config.get("rope_scaling")
     theta = config.get("rope_theta")
     if isinstance(parameters, dict):
+        nested = [key for key, value in parameters.items() if isinstance(value, dict)]
+        if nested:
+            raise UnsupportedModel(f"{name} has rope_parameters for each kind of layer ({', '.join(nested)}), which is not known")
         theta = parameters.get("rope_theta", theta)
         scaling = parameters
     if theta is None:
         theta = 10_000.0
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        raise UnsupportedModel(f"{name} has rope_theta {theta!r}; it must be a number above 0")
     kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
     if (config.get("partial_rotary_factor") or (scaling or {}).get("partial_rotary_factor") or 1.0) != 1.0:
         raise UnsupportedModel(f"{name} rotates only a part of each head (partial_rotary_factor), which is not known")

@@ -25,6 +25,7 @@ from models.gguf_header import read_header
 from models.hf_config import read_spec
 from models.ladder import LADDER, is_rung, rung
 from models.manifest import Manifest, Progress, read_manifest, verify
+from models.onnx_files import graph_of, graphs, is_layout, patterns
 from models.safetensors_header import check_tensors
 from models.spec import ModelSpec
 
@@ -34,16 +35,14 @@ DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int4", "none": ""}
 FAKE_VOCABULARY = 8192
 
 _HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w./-]+\.gguf))?")
-_HUB_PATTERNS = [
-    "*.safetensors",
-    "*.safetensors.index.json",
+_HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_HUB_TEXTS = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
-_HUB_ONNX_PATTERNS = ["*.onnx", "*.onnx.data", "*.onnx_data"]
 
 __all__ = ["DEFAULT_FORMATS", "KINDS", "ResolvedModel", "cache_dir", "resolve", "weight_kind"]
 
@@ -113,7 +112,7 @@ def resolve(
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
         raise UnknownModel(f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name or org/name:file.gguf")
-    path = _download(name, match["repository"], match["file"], wish)
+    path = _download(name, match["repository"], match["file"], wish, is_asked)
     found = _local(path, name, wish, is_asked)
     called = path.stem if match["file"] else match["repository"].partition("/")[2]  # the hub's folder is named by its commit
     return msgspec.structs.replace(found, name=called, spec=msgspec.structs.replace(found.spec, name=called))
@@ -176,7 +175,11 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
         return _local_gguf(fitting[0], source, wish, is_asked)
     spec = read_spec(folder, folder.name)
     manifest = _checked_manifest(folder, wish)
-    is_graph = any(folder.glob("*.onnx"))
+    if wish.kind == "onnx" and is_layout(folder):
+        graph = graph_of(folder, wish.weight_format if is_asked else None)
+        found = _found(graph.file, folder.name, spec, graph.weight_format, source, None)
+        return msgspec.structs.replace(found, tokenizer_path=str(folder))
+    is_graph = bool(graphs(folder))
     is_packed = manifest is not None and manifest.kind == "hf" and manifest.weight_format in PACKED_FORMATS
     if (wish.kind == "onnx" and is_graph) or (wish.kind == "hf" and is_packed):
         # A foreign graph does not say what its format is.
@@ -217,24 +220,31 @@ def _probe_vocabulary(path: Path) -> None:
         raise BrokenWeights(f"llama.cpp cannot read {str(path)!r}: {reason}")
 
 
-def _download(name: str, repository: str, file: str | None, wish: Wish) -> Path:
-    """The hub's files in the hub library's own cache. Safetensors, GGUF, ONNX and JSON only."""
+def _download(name: str, repository: str, file: str | None, wish: Wish, is_asked: bool) -> Path:
+    """The hub's files in the hub library's own cache. Safetensors, GGUF, ONNX and JSON only, and of several graphs only the one wanted."""
+    if wish.progress:
+        wish.progress(f"fetching {name}", None)
+    if file is not None:
+        folder = _snapshot(name, repository, [file])  # hf_hub_download retries for half a minute where there is no network
+        if not (folder / file).is_file():
+            raise UnknownModel(f"the hub's {repository} has no file {file}")
+        return folder / file
+    if wish.kind == "onnx":
+        for one in patterns(wish.weight_format if is_asked else None):
+            folder = _snapshot(name, repository, [*_HUB_TEXTS, *one])
+            if graphs(folder):
+                return folder
+    return _snapshot(name, repository, [*_HUB_TEXTS, *_HUB_WEIGHTS])
+
+
+def _snapshot(name: str, repository: str, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
 
-    if wish.progress:
-        wish.progress(f"fetching {name}", None)
-    patterns = [file] if file is not None else _HUB_PATTERNS + (_HUB_ONNX_PATTERNS if wish.kind == "onnx" else [])
     try:
-        # Also for a single file: hf_hub_download retries for half a minute where there is no network.
-        folder = Path(snapshot_download(repository, allow_patterns=patterns, etag_timeout=20))
+        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=20))
     except GatedRepoError as problem:
         raise UnknownModel(f"{name!r} needs an accepted licence and a token (hf auth login)") from problem
     except (HfHubHTTPError, HFValidationError, OSError) as problem:
         reason = str(problem).split("\n")[0]
         raise UnknownModel(f"{name!r} is no rung, no local path, and cannot be fetched from the hub: {reason}") from problem
-    if file is None:
-        return folder
-    if not (folder / file).is_file():
-        raise UnknownModel(f"the hub's {repository} has no file {file}")
-    return folder / file

@@ -146,7 +146,10 @@ def _given(request: ModelChoice) -> dict[str, Any]:
 
 
 def _options(fleet: Fleet, request: ModelChoice) -> ModelOptions:
-    return model_options({"name": request.name, **_given(request)}, fleet.shared, "the request")
+    try:
+        return model_options({"name": request.name, **_given(request)}, fleet.shared, "the request")
+    except ServingError as problem:
+        raise invalid(str(problem)) from problem
 
 
 def _known(fleet: Fleet, name: str) -> str:
@@ -181,7 +184,7 @@ def is_loopback_host(host: bytes) -> bool:
     """True for localhost, 127.x.y.z and [::1], with or without a port."""
     name = host.decode("latin-1").strip().lower()
     if name.startswith("["):
-        return name.partition("]")[0] == "[::1"
+        return name == "[::1]" or name.startswith("[::1]:")
     name = name.partition(":")[0]
     parts = name.split(".")
     return name == "localhost" or (len(parts) == 4 and parts[0] == "127" and all(part.isdigit() for part in parts))

@@ -28,7 +28,7 @@ from serving.replies import (
     event,
     usage_of,
 )
-from serving.service import StreamLike
+from serving.service import StreamLike, too_many
 from serving.supervisor import Overloaded, Unavailable
 
 
@@ -75,7 +75,7 @@ def submitted(call: Call, prompts: Sequence[Prompt]) -> list[Choice]:
         for accepted in choices:
             accepted.stream.cancel()
         if isinstance(refusal, Overloaded):
-            raise try_again(429, scrubbed(refusal.reason), refusal.kind, refusal.retry_after_seconds) from None
+            raise too_many(refusal) from None
         raise call.service.unavailable(refusal.retry_after_seconds) from None
     return choices
 

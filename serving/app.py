@@ -63,6 +63,7 @@ async def chat_completions(desk: Desk, exchange: Exchange) -> None:
     service = await desk.enter(request.model, exchange)
     facts = service.facts()
     wanted = wishes(request, facts, service.limits)
+    service.check_room()
     generation = request.add_generation_prompt is not False
     ids = await _chat_ids(service, facts, request.messages, generation)
     prompt = Prompt(ids, token_limit(request, len(ids), facts, None))
@@ -74,6 +75,7 @@ async def completions(desk: Desk, exchange: Exchange) -> None:
     service = await desk.enter(request.model, exchange)
     facts = service.facts()
     wanted = wishes(request, facts, service.limits)
+    service.check_room()
     bos = request.add_special_tokens is not False
     prompts: list[Prompt] = []
     for given in prompts_of(request, facts, service.limits):

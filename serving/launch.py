@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -136,6 +137,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, _on_signal, fleet, stop, narrator)
+    gc.collect()
+    gc.freeze()  # what is there now stays: no collection has to walk through it while tokens wait
     await fleet.start()
     narrator.say(f"listening on {url}, loading {'the model' if len(fleet.tenants) == 1 else f'{len(fleet.tenants)} models'}")
     serving = asyncio.create_task(_serve_all(servers))

@@ -12,8 +12,10 @@ import msgspec
 
 from models.hub import resolve
 from models.ladder import is_rung, rung
+from models.onnx_files import graphs
 from models.spec import ModelSpec
 from serving.backends.base import EngineConfig
+from serving.backends.onnx_graph import weight_bytes
 from serving.cores import CoreSplit, parse_cores, physical_of, split_cores
 from serving.hardware import HardwareFacts, allowed_cores, hardware_facts
 from serving.narrator import Narrator
@@ -153,7 +155,7 @@ def _look_at(options: ModelOptions, machine: Machine) -> tuple[ModelSpec, int | 
         options.source, backend=backend, weight_format=options.weight_format, cache=machine.cache, progress=machine.narrator.progress
     )
     path = Path(found.path)
-    size = path.stat().st_size if found.path and path.is_file() else None
+    size = weight_bytes(path) if path.suffix == ".onnx" else path.stat().st_size if found.path and path.is_file() else None
     return found.spec, size, backend, found.weight_format or None
 
 
@@ -162,7 +164,7 @@ def backend_of_path(path: Path) -> str | None:
     if path.suffix == ".gguf":
         return "llama_cpp"
     if path.is_dir():
-        if any(path.glob("*.onnx")):
+        if graphs(path):
             return "onnx"
         if any(path.glob("*.safetensors")):
             return "torch"

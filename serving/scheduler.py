@@ -31,6 +31,12 @@ from serving.text import StreamText
 
 MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
 MIN_PREFILL_TOKENS = 16  # progress that a prompt makes in every step, however slow the machine
+PREFILL_SHARE = 5.0  # what prompts may always have of a step's time, in times of what its decoding rows take
+LEARNING_RATE = 0.3  # of what a prompt token costs and what a decoding row
+ROW_WEIGHT = (
+    16.0  # how much more of an error is put down to a row's cost than to a prompt token's: it varies more, with context and company
+)
+PREFILL_MULTIPLE = 8  # prompts are cut at multiples of this: matrix kernels work on several tokens at a time
 _NOTHING_BANNED: tuple[int, ...] = ()
 _NO_STEP = (0.0, 0.0, 0, 0)  # seconds, the backend's seconds, decode rows, prompt tokens
 
@@ -125,8 +131,8 @@ class Scheduler:
         self._held: list[Tokens] = [np.empty(0, np.int32) for _ in range(slots)]  # what each idle slot's KV still holds
         self._idle_since: list[float] = [0.0] * slots
         self._reuses = config.prefix_reuse and "prefix_reuse" in self.info.capabilities
-        self._prompt_seconds: float | None = None  # a prompt token's cost, running mean
-        self._decode_seconds: float | None = None  # a pure decode step's cost, running mean
+        self._prompt_seconds: float | None = None  # a prompt token's cost, learnt from the steps
+        self._row_seconds: float | None = None  # a decoding row's cost
         self._serial = 0
         self._with_deadline = 0
         self.preemptions = 0
@@ -207,10 +213,12 @@ class Scheduler:
         rows = [self._row(sequence, 1) for sequence in decoding]
         budget = room = self.info.step_tokens - len(rows)
         if decoding and filling:
-            budget = min(room, self._prefill_budget())
+            budget = min(room, self._prefill_budget(len(decoding)))
         prompt_tokens = 0
         for sequence in sorted(filling, key=lambda s: s.serial):
             count = min(sequence.fills, budget - prompt_tokens)
+            if PREFILL_MULTIPLE < count < sequence.fills:
+                count -= count % PREFILL_MULTIPLE
             if count <= 0:
                 break
             rows.append(self._row(sequence, count))
@@ -236,21 +244,31 @@ class Scheduler:
             request=s.serial,
         )
 
-    def _prefill_budget(self) -> int:
-        """Prompt tokens that may share a step with decoders: what fits in the target time, as far as is known yet."""
+    def _prefill_budget(self, decoding: int) -> int:
+        """Prompt tokens that may share a step with so many decoding rows: what is expected to fit in the target time. Where the decoding
+        rows take most of that themselves (a big model on a small machine), prompts get PREFILL_SHARE times as much time as they do:
+        otherwise the queue of prompts would be worked off in steps that are nearly all decoding of a few rows."""
         most = self.config.prefill_tokens
         if self._prompt_seconds is None:
             return most
-        left = self.config.step_seconds_target - (self._decode_seconds or 0.0)
-        return max(MIN_PREFILL_TOKENS, min(most, int(left / self._prompt_seconds) if left > 0 else 0))
+        decode_seconds = decoding * (self._row_seconds or 0.0)
+        left = max(self.config.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds)
+        return max(MIN_PREFILL_TOKENS, min(most, int(left / self._prompt_seconds)))
 
     def _learn(self, rows: list[Row], prompt_tokens: int, seconds: float) -> None:
-        if not prompt_tokens:
-            self._decode_seconds = seconds if self._decode_seconds is None else 0.8 * self._decode_seconds + 0.2 * seconds
-        elif prompt_tokens >= MIN_PREFILL_TOKENS:
-            decode = (self._decode_seconds or 0.0) if prompt_tokens < sum(len(row.tokens) for row in rows) else 0.0
-            each = max(seconds - decode, 0.1 * seconds) / prompt_tokens
-            self._prompt_seconds = each if self._prompt_seconds is None else 0.7 * self._prompt_seconds + 0.3 * each
+        """What a prompt token costs and what a decoding row, from what the step took: a normalised least-mean-squares step for both, so
+        that they are told apart even where no step is all of one kind (Haykin, Adaptive Filter Theory, on NLMS)."""
+        decoding = sum(len(row.tokens) for row in rows) - prompt_tokens
+        if 0 < prompt_tokens < MIN_PREFILL_TOKENS:
+            return  # the end of a prompt says more of what a step costs than of what a token does
+        prompt = self._prompt_seconds if self._prompt_seconds is not None else seconds / (prompt_tokens + decoding)
+        row = self._row_seconds if self._row_seconds is not None else prompt if prompt_tokens else seconds / decoding
+        weight = ROW_WEIGHT * decoding
+        error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * decoding) / (prompt_tokens**2 + weight * decoding)
+        if prompt_tokens:
+            self._prompt_seconds = max(prompt + error * prompt_tokens, 0.1 * prompt)
+        if decoding:
+            self._row_seconds = max(row + error * weight, 0.1 * row)
 
     def _collect(self, rows: list[Row], sampled: list[Sampled], deltas: list[Delta]) -> None:
         drawn: Iterator[Sampled] = iter(sampled)

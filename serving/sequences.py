@@ -47,6 +47,12 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._streams)
 
+    def check_room(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises Overloaded where a sequence of this size may not join now."""
+        refusal = self.ledger.refusal(prompt_tokens, max_tokens, self._clock())
+        if refusal is not None:
+            raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
+
     def admit(
         self,
         prompt: list[int],
@@ -61,10 +67,8 @@ class Sequences:
         whole: bool,
     ) -> Stream:
         """A new sequence, not yet given to anyone. Raises Overloaded."""
+        self.check_room(len(prompt), max_tokens)
         now = self._clock()
-        refusal = self.ledger.refusal(len(prompt), max_tokens, now)
-        if refusal is not None:
-            raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
         submit = Submit(
             id=next(self._ids),
             prompt=prompt,

@@ -19,6 +19,7 @@ from serving.checks import Facts, context_overflow, facts_of, promised
 from serving.messages import Delta, Ready, StepStats
 from serving.metrics import Metrics, ServerMetrics
 from serving.protocol import ApiError, scrubbed, try_again
+from serving.sequences import Overloaded
 
 _LONGEST_SPECIAL = 64  # bytes of text that a control token may stand for; the table of bytes does not say
 
@@ -70,9 +71,16 @@ class EngineLike(Protocol):
         whole: bool = ...,
     ) -> StreamLike: ...
 
+    def check_room(self) -> None: ...
+
     async def start(self) -> None: ...
 
     async def stop(self, drain: bool = ..., timeout_seconds: float = ...) -> int: ...
+
+
+def too_many(refusal: Overloaded) -> ApiError:
+    """The 429 of a queue that is full."""
+    return try_again(429, scrubbed(refusal.reason), refusal.kind, refusal.retry_after_seconds)
 
 
 class Keeper(Protocol):
@@ -119,6 +127,13 @@ class Service:
     def unavailable(self, retry_after_seconds: float) -> ApiError:
         state, reason = self.supervisor.state, scrubbed(self.supervisor.reason or "no reason given")
         return try_again(503, f"the model is not served at the moment ({state}): {reason}", state, retry_after_seconds)
+
+    def check_room(self) -> None:
+        """Raises ApiError 429 where the queue is full for everybody: said before a long prompt is made tokens of."""
+        try:
+            self.supervisor.check_room()
+        except Overloaded as refusal:
+            raise too_many(refusal) from None
 
     async def tokens(
         self, text: str, facts: Facts, param: str, *, bos: bool = False, parse_special: bool = False, any_length: bool = False

@@ -258,6 +258,14 @@ class Supervisor:
         self._sequences.give(stream, engine)
         return stream
 
+    def check_room(self) -> None:
+        """Raises Overloaded where not even the shortest sequence may join now: it costs less to ask before a prompt is made tokens of."""
+        try:
+            self._sequences.check_room(1, 1)
+        except Overloaded as refusal:
+            self.rejections[refusal.kind] += 1
+            raise
+
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
         """End every engine; with `drain`, what is in flight may finish within the time limit. Returns how many sequences were cut off.
 

@@ -91,15 +91,19 @@ class LlamaCppBackend:
     # --- the contract -------------------------------------------------------------------------------------------------------
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """One llama_decode over all rows' tokens, or a few (`cut_at_blocks`). Raises KvFull with the KV as before (but for truncations),
+        """One llama_decode over all rows' tokens, or a few (`calls_of`). Raises KvFull with the KV as before (but for truncations),
         EngineFailed."""
         for row in rows:
             if row.start != self._lengths[row.slot]:
                 self.truncate(row.slot, row.start)
-        for part in [rows] if self._least_cut is None else cut_at_blocks(rows, self._least_cut):
-            self._decode(part)
-        asking = [row for row in rows if row.wants_token]
-        return sample(self._logits(len(asking)), asking) if asking else []
+        by_slot = {row.slot: row for row in rows}
+        drawn: dict[int, Sampled] = {}
+        for call in [rows] if self._least_cut is None else calls_of(rows, self._least_cut):
+            self._decode(call)
+            asking = [by_slot[piece.slot] for piece in call if piece.wants_token]
+            if asking:
+                drawn |= zip([row.slot for row in asking], sample(self._logits(len(asking)), asking), strict=True)
+        return [drawn[row.slot] for row in rows if row.wants_token]
 
     def _decode(self, rows: list[Row]) -> None:
         batch = self._batch
@@ -249,9 +253,7 @@ class LlamaCppBackend:
         if config.device != "cpu" or self._unified or self._flash != "off":
             return None
         llama, model = self._llama, self._model
-        saved_flops = (
-            4 * KV_BLOCK * llama.llama_model_n_embd(model) * llama.llama_model_n_layer(model)
-        )
+        saved_flops = 4 * KV_BLOCK * llama.llama_model_n_embd(model) * llama.llama_model_n_layer(model)
         another_pass_seconds = llama.llama_model_size(model) / READ_BYTES_PER_SECOND
         return min(KV_BLOCK, max(1, round(another_pass_seconds * FLOPS_PER_THREAD * self._threads / saved_flops)))
 
@@ -305,12 +307,15 @@ class LlamaCppBackend:
         raise EngineFailed(f"llama_decode returned {code} for a step of {tokens} tokens: {reason}")
 
 
-def cut_at_blocks(rows: list[Row], least: int) -> list[list[Row]]:
-    """A step as calls to make one after the other, so that no run of `least` tokens or more is computed together with a later KV block.
+def calls_of(rows: list[Row], least: int) -> list[list[Row]]:
+    """A step as the calls of llama_decode that compute it in the least time, to be made one after the other. The results are the same to
+    the bit, since without flash attention every sum in llama.cpp's CPU kernels is a token's own.
 
-    Without flash attention, llama.cpp computes every token of a pass against as many KV blocks of 256 as the longest sequence has: a
-    prompt of 262 tokens in one pass costs the attention of 262 x 512, in two (256, then 6) that of 256 x 256 + 6 x 512. The results are
-    the same to the bit. Only the last call is asked for logits, in the order of `rows`.
+    1. No run of `least` tokens or more is computed together with a later KV block. llama.cpp multiplies every token of a pass with as
+       many blocks of 256 as the longest sequence has: a prompt of 262 tokens in one pass costs the attention of 262 x 512, in two (256,
+       then 6) that of 256 x 256 + 6 x 512.
+    2. Prompts and decoding rows go apart. llama.cpp would take them apart too, but with the first token of each prompt among the decoding
+       rows; and its matrix kernels work on four tokens at a time, those left over cost three times as much each.
     """
     calls: list[list[Row]] = []
     while True:
@@ -322,9 +327,11 @@ def cut_at_blocks(rows: list[Row], least: int) -> list[list[Row]]:
                 row = replace(row, tokens=row.tokens[end:], start=row.start + end)
             rests.append(row)
         if not heads:
-            return [*calls, rows]
+            break
         calls.append(heads)
         rows = rests
+    prompts, decoding = [row for row in rows if len(row.tokens) > 1], [row for row in rows if len(row.tokens) == 1]
+    return [*calls, *(call for call in (prompts, decoding) if call)]
 
 
 class _Batch:

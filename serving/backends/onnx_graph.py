@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,14 @@ def graph_file(path: str | Path, chosen: str | None = None) -> Path:
     """The .onnx file to load: `path` itself, `chosen` inside it, model.onnx (also under onnx/), or the only one. Raises UnknownModel."""
     path = Path(path)
     if path.is_file():
-        return path
+        if chosen is None:
+            return path
+        path = path.parent.parent if path.parent.name == "onnx" else path.parent
     if not path.is_dir():
         raise UnknownModel(f"{path} is neither an ONNX file nor a folder")
     if chosen is not None:
-        inside = (path / chosen).resolve()
-        if not inside.is_file() or path.resolve() not in inside.parents:
+        inside = Path(os.path.normpath(path / chosen))  # links are not followed: the hub's cache is made of them
+        if not inside.is_file() or path not in inside.parents:
             raise UnknownModel(f"option file={chosen!r}: no such file in {path.name}")
         return inside
     for usual in (path / "model.onnx", path / "onnx" / "model.onnx"):

@@ -72,7 +72,7 @@ def main() -> None:
         for backend, weight_format in arguments.engines:
             config = settings(arguments.model, backend, weight_format, max(arguments.rows), context, len(arguments.cores), {})
             child = stack.enter_context(Child(COMMAND, msgspec.to_builtins(config), arguments.cores))
-            turns[f"{backend} {weight_format}"] = lambda child=child: cells(child, arguments)
+            turns[f"{backend} {weight_format}"] = lambda _, child=child: cells(child, arguments)
         runs = series.add("steps", take_turns(turns, arguments.rounds, lambda text: print(text, flush=True)))
     series.save(arguments.json)
     columns = ["prefill", *(f"{rows} rows" for rows in arguments.rows)]

@@ -2,7 +2,8 @@
 
 A fake engine plays the GPU (it has the real model's tokenizer, and answers at once), the real model on the CPU is what it falls back to;
 both are real engine processes behind the real HTTP server. Requests come at a fixed rate, whatever happens (an open loop on plain sockets),
-every other one streamed; the answer to one that is not has no byte before it is complete. In the midst of them the GPU's engine is killed (SIGKILL), aborts (SIGABRT) or hangs (SIGSTOP, found by the health timeout).
+every other one streamed; the answer to one that is not has no byte before it is complete. In the midst of them the GPU's engine is killed
+(SIGKILL), aborts (SIGABRT) or hangs (SIGSTOP, found by the health timeout).
 
 For each fault and each way of standing by (cold: the CPU's engine is loaded when it is needed; warm: it is loaded already):
 

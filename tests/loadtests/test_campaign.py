@@ -16,6 +16,8 @@ from loadtests.feasible import layout_of, shares, why_not
 from loadtests.manifest import seed_of
 from loadtests.servers import serve_command
 from loadtests.slo import PROMISES
+from models.formats import weight_bytes
+from models.ladder import rung
 from serving.hardware import hardware_facts
 
 
@@ -215,7 +217,7 @@ def test_workloads_and_promises_are_axes() -> None:
         ("search = { rates = [1.0, 0.0] }", "rates must all be above 0, got 0.0"),
         ("search = { rates = [1.0], rate_seconds = [5.0, 5.0] }", "rate_seconds has 2 entries for 1 rates"),
         ("search = { calibration_seconds = -1 }", "calibration_seconds must be 0 or more, got -1"),
-        ("[workloads.big]\nprompt_tokens = 3000\noutput_tokens = 8", r"prompts of 3000 and outputs of 8 tokens \(big\) do not fit"),
+        ("[workloads.big]\nprompt_tokens = 3000\noutput_tokens = 8", r"big: prompts of 3000 and outputs of 8 tokens do not fit"),
     ],
 )
 def test_axes_that_cannot_be_are_refused(text: str, message: str) -> None:

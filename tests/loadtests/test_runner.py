@@ -326,7 +326,9 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> Non
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert (
-        "smollm2-135m-Q4_0-llama_cpp: engine on" in done.stdout and "skipped, needs" in done.stdout and "the budget is 4 GiB" in done.stdout
+        "smollm2-135m-Q4_0-llama_cpp: at most 1 min 30 s; engine on" in done.stdout
+        and "skipped, needs" in done.stdout
+        and "the budget is 4 GiB" in done.stdout
     )
     assert "1 min 30 s of measuring" in done.stdout and not (tmp_path / "runs").exists()
 

@@ -172,6 +172,9 @@ class FakeSupervisor:
         self.cancelled.append(sequence)
         self.push(sequence, "", "cancelled", 0)
 
+    def check_room(self) -> None:
+        pass
+
     async def start(self) -> None:
         self.calls.append("start")
 

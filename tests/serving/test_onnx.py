@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,15 @@ from hypothesis import strategies as st
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.hub import resolve
+from models.onnx_files import patterns
+from models.tokenizer import load_tokenizer
 from serving.backends.base import EngineConfig, Row, Sampling
 from serving.backends.kv_rows import RowMap
-from serving.backends.onnx_graph import graph_file
+from serving.backends.onnx_graph import graph_file, weight_bytes
 from serving.backends.onnx_runtime import OnnxBackend, check_options
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
+from serving.preparation import backend_of_path
 from tests.serving.backend_contract import (
     check_churn,
     check_contract,
@@ -249,6 +254,72 @@ def test_which_file_is_loaded(tmp_path: Path) -> None:
         graph_file(tmp_path, "../" + tmp_path.name + "x.onnx")
     (tmp_path / "onnx" / "model.onnx").write_bytes(b"x")
     assert graph_file(tmp_path).name == "model.onnx"
+
+
+# --- the hub's layout ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository as the hub library keeps it: links into blobs, and under onnx/ a graph for each format, as transformers.js has them."""
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    source, root = onnx_folder("qwen3-growing"), tmp_path_factory.mktemp("hub")
+    repository = root / "models--someone--tiny"
+    blobs, commit = repository / "blobs", "0123456789abcdef0123456789abcdef01234567"
+    files = repository / "snapshots" / commit
+    (files / "onnx").mkdir(parents=True)
+    blobs.mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    whole = onnx.load(str(source / "model.onnx"))
+    onnx.save(whole, str(files / "onnx" / "model.onnx"), save_as_external_data=True, location="model.onnx_data", size_threshold=0)
+    quantize_dynamic(source / "model.onnx", files / "onnx" / "model_quantized.onnx", weight_type=QuantType.QInt8)
+    quantiser = MatMulNBitsQuantizer(onnx.load(str(source / "model.onnx")), block_size=32, is_symmetric=True)
+    quantiser.process()
+    quantiser.model.save_model_to_file(str(files / "onnx" / "model_q4.onnx"))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / name, files / name)
+    for number, file in enumerate(sorted(path for path in files.rglob("*") if path.is_file())):
+        file.rename(blobs / str(number))
+        file.symlink_to(os.path.relpath(blobs / str(number), file.parent))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "file"), [("fp32", "model.onnx"), (None, "model_q4.onnx"), ("dynamic-int8", "model_quantized.onnx")]
+)
+def test_repositories_of_the_hub_are_served(
+    make: Make, hub_cache: Path, monkeypatch: pytest.MonkeyPatch, weight_format: str | None, file: str
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub_cache))
+    found = resolve("someone/tiny", backend="onnx", weight_format=weight_format)
+    assert (Path(found.path).name, found.weight_format, found.quality_kl_nats) == (file, weight_format or "int4", None)
+    assert load_tokenizer(found.tokenizer_path).vocabulary == found.spec.vocabulary == 704
+    assert weight_bytes(Path(found.path)) > 100_000
+    backend = make(found.path, weight_format=found.weight_format)
+    assert backend.info.details["graph"] == "growing past_key_values"
+    if weight_format == "fp32":
+        check_contract(backend, generated(onnx_source("qwen3-growing")))
+        with_option = make(found.path, options={"file": "onnx/model_q4.onnx"})
+        assert with_option.info.vocabulary == 704
+        with pytest.raises(UnknownModel, match="no such file"):
+            make(found.path, options={"file": "../blobs/0"})
+    elif weight_format is None:  # blocks of integers, each row by itself: the same tokens in any company
+        check_churn(backend, greedy_alone(make(found.path, slots=1)), seed=4)
+
+
+def test_a_format_that_the_repository_lacks_is_named(hub_cache: Path) -> None:
+    (folder,) = hub_cache.glob("models--someone--tiny/snapshots/*")
+    with pytest.raises(UnknownModel, match=r"no graph of format int8; it has onnx/model\.onnx, onnx/model_q4\.onnx"):
+        resolve(str(folder), backend="onnx", weight_format="int8")
+    assert backend_of_path(folder) == "onnx"
+    assert patterns("int4")[0][-3:] == ["onnx/model_q4.onnx", "onnx/model_q4.onnx_data*", "onnx/model_q4.onnx.data*"]
 
 
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:

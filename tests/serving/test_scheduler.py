@@ -120,7 +120,7 @@ def test_the_budget_shrinks_until_a_mixed_step_fits_its_target() -> None:
     scheduler.add(request(1, [5] * 40, 100))
     scheduler.step()
     scheduler.add(request(2, [7] * 200, 4))
-    for _ in range(6):
+    for _ in range(7):
         scheduler.step()
     pieces = [count for step in backend.steps[1:] for slot, _, count in step if slot == 1 and count > 1]
     assert sum(pieces) == 200

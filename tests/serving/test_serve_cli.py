@@ -34,7 +34,8 @@ class Server:
         self.ready_file = folder / "ready.json"
         self.log = folder / "log"
         environment = {**os.environ, "CROSSOVER_CACHE": str(folder / "cache"), "COLUMNS": "200"}
-        command = [sys.executable, "-m", "serving", model, "--port", port, "--ready-file", str(self.ready_file), *arguments]
+        named = [model] if model else []
+        command = [sys.executable, "-m", "serving", *named, "--port", port, "--ready-file", str(self.ready_file), *arguments]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
 
@@ -255,8 +256,18 @@ def test_defaults_of_the_command_line_are_those_of_the_classes() -> None:
     assert (parameters["max_waiting"], parameters["max_wait"]) == (bounds.waiting_requests, bounds.wait_seconds)
     assert parameters["health_timeout"] == limits.health_timeout_seconds
     options = ServeOptions(models=("x",))
-    renamed = {"context": "context_tokens", "max_waiting": "most_waiting", "max_wait": "longest_wait_seconds", "option": "options",
-               "health_timeout": "health_timeout_seconds", "ttft_promise": "ttft_promise_seconds", "drain_timeout": "drain_seconds", "idle_unload": "idle_unload_seconds", "load_wait": "load_wait_seconds", "memory_check": "check_memory"}  # fmt: skip
+    renamed = {
+        "context": "context_tokens",
+        "max_waiting": "most_waiting",
+        "max_wait": "longest_wait_seconds",
+        "option": "options",
+        "health_timeout": "health_timeout_seconds",
+        "ttft_promise": "ttft_promise_seconds",
+        "drain_timeout": "drain_seconds",
+        "memory_check": "check_memory",
+        "idle_unload": "idle_unload_seconds",
+        "load_wait": "load_wait_seconds",
+    }
     for name, default in parameters.items():
         if name not in ("model", "option"):
             assert getattr(options, renamed.get(name, name)) == default, name

@@ -43,7 +43,7 @@ def run(scheduler: Scheduler, job: Job) -> Times:
         now = time.perf_counter() - started
         while added < len(arrivals) and arrivals[added] <= now:
             refused = scheduler.add(
-                Submit(id=added, prompt=job["prompts"][added], max_tokens=job["output_tokens"], sampling=Sampling(), ignore_eos=True)
+                Submit(id=added, prompt=job["prompts"][added], max_tokens=job["outputs"][added], sampling=Sampling(), ignore_eos=True)
             )
             if refused is not None:
                 raise RuntimeError(f"request {added} was refused: {refused.error}")

@@ -44,21 +44,22 @@ async def _drive(url: str, model: str, job: Job) -> Figures:
     parts = urlsplit(url)
     loop_start = time.perf_counter()
 
-    async def one(due: float, prompt: list[int]) -> closed_loop.Stream:
-        wish = {"prompt": prompt, "max_tokens": job["output_tokens"], "temperature": 0, "stream": True, "ignore_eos": True}
+    async def one(due: float, prompt: list[int], output_tokens: int) -> closed_loop.Stream:
+        wish = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
         body = json.dumps({**wish, "stream_options": {"include_usage": True}, "model": model}).encode()
         await asyncio.sleep(max(0.0, due - (time.perf_counter() - loop_start)))
         return await closed_loop._one(str(parts.hostname), int(parts.port or 80), body, loop_start)
 
-    done = await asyncio.gather(*(one(due, prompt) for due, prompt in zip(job["arrivals"], job["prompts"], strict=True)))
-    wrong = [stream.error or f"{stream.tokens} tokens" for stream in done if stream.error or stream.tokens != job["output_tokens"]]
+    done = await asyncio.gather(*map(one, job["arrivals"], job["prompts"], job["outputs"]))
+    outcomes = zip(done, job["outputs"], strict=True)
+    wrong = [stream.error or f"{stream.tokens} tokens" for stream, wanted in outcomes if stream.error or stream.tokens != wanted]
     if wrong:
         raise RuntimeError(f"{len(wrong)} of {len(done)} requests failed: {wrong[:3]}")
     first = [stream.chunks[0] - due for stream, due in zip(done, job["arrivals"], strict=True)]
     gaps = sorted(b - a for stream in done for a, b in zip(stream.chunks, stream.chunks[1:], strict=False))
     last = max(stream.chunks[-1] for stream in done)
     return {
-        "output_tokens_per_second": len(done) * job["output_tokens"] / (last - job["arrivals"][0]),
+        "output_tokens_per_second": sum(job["outputs"]) / (last - job["arrivals"][0]),
         "decode_tokens_per_second": None,  # a chunk may hold several tokens
         "ttft_p50_seconds": statistics.median(first),
         "ttft_max_seconds": max(first),

@@ -18,7 +18,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
     config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": settings["threads"]}}}}))
     model = onnxruntime_genai.Model(config)
 
-    def run_batch(prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> Times:
+    def run_batch(prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> list[float]:
         params = onnxruntime_genai.GeneratorParams(model)
         length = len(prompts[0]) + output_tokens
         # The minimum keeps every row going to the end, as ignore_eos does on our side.
@@ -30,7 +30,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
             generator.generate_next_token()
             generator.get_next_tokens()  # a server would hand them on
             times.append(clock())
-        return [times] * len(prompts)
+        return times
 
     return {"onnxruntime-genai": onnxruntime_genai.__version__}, lambda job: static_batches(job, run_batch)
 

@@ -23,18 +23,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-Job = dict[str, Any]  # arrivals: seconds each; prompts: token ids each; output_tokens; batch: most at once
+Job = dict[str, Any]  # of each request arrivals (seconds), prompts (token ids), outputs (tokens); and batch: most at once
 Times = list[list[float]]  # by request: when each token was there, seconds from the start of the job
-RunBatch = Callable[[list[list[int]], int, Callable[[], float]], list[list[float]]]
+RunBatch = Callable[[list[list[int]], int, Callable[[], float]], list[float]]
 
 
-def make_job(count: int, prompt_tokens: int, output_tokens: int, batch: int, gap_seconds: float, vocabulary: int, seed: int) -> Job:
-    """`count` requests with prompts of random tokens, `gap_seconds` apart; 0: all at once."""
+def make_job(
+    count: int, prompt_tokens: int, output_tokens: int, batch: int, gap_seconds: float, vocabulary: int, seed: int, spread: float = 0.0
+) -> Job:
+    """`count` requests with prompts of random tokens, `gap_seconds` apart; 0: all at once.
+
+    `spread`: 0 for answers of `output_tokens`, else evenly from (1 - spread) to (1 + spread) times that, in a random order.
+    """
     draw = random.Random(seed)
+    outputs = [round(output_tokens * (1 + spread * (2 * (index + 0.5) / count - 1))) for index in range(count)]
+    draw.shuffle(outputs)
     return {
         "arrivals": [index * gap_seconds for index in range(count)],
         "prompts": [[draw.randrange(3, vocabulary) for _ in range(prompt_tokens)] for _ in range(count)],
-        "output_tokens": output_tokens,
+        "outputs": outputs,
         "batch": batch,
     }
 
@@ -46,8 +53,8 @@ def figures(job: Job, times: Times) -> dict[str, float | None]:
     while every request of the job was decoding (after the last first token, before the first end), over that time; None where that never
     was so.
     """
-    if [len(each) for each in times] != [job["output_tokens"]] * len(job["prompts"]):
-        raise RuntimeError(f"{[len(each) for each in times]} tokens came back, {job['output_tokens']} each were asked for")
+    if [len(each) for each in times] != job["outputs"]:
+        raise RuntimeError(f"{[len(each) for each in times]} tokens came back, {job['outputs']} were asked for")
     first = [each[0] - arrival for each, arrival in zip(times, job["arrivals"], strict=True)]
     gaps = sorted(b - a for each in times for a, b in zip(each, each[1:], strict=False))
     begin, end = max(each[0] for each in times), min(each[-1] for each in times)
@@ -67,7 +74,8 @@ def figures(job: Job, times: Times) -> dict[str, float | None]:
 def static_batches(job: Job, run_batch: RunBatch) -> Times:
     """Serve a job as an engine without continuous batching must: whoever is there when the last batch has ended, at most `batch` of them.
 
-    `run_batch(prompts, output_tokens, clock)` gives the times of each prompt's tokens.
+    `run_batch(prompts, output_tokens, clock)` gives the times of a batch's steps, one token for everybody each. It goes on until the
+    longest answer is whole; what the others make beyond theirs is not counted.
     """
     started = time.perf_counter()
 
@@ -81,7 +89,9 @@ def static_batches(job: Job, run_batch: RunBatch) -> Times:
         now = clock()
         most = min(len(arrivals), len(times) + job["batch"])
         due = max(len(times) + 1, sum(at <= now for at in arrivals[:most]))
-        times += run_batch(job["prompts"][len(times) : due], job["output_tokens"], clock)
+        outputs = job["outputs"][len(times) : due]
+        steps = run_batch(job["prompts"][len(times) : due], max(outputs), clock)
+        times += [steps[:wanted] for wanted in outputs]
     return times
 
 

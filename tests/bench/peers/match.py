@@ -7,12 +7,14 @@ Workloads, for n at once:
   once       n requests at the same moment: the best case of an engine with static batches
   staggered  2 n requests, the next one after a 1/n of the time that a request takes alone: they join while others decode, and a static
              batch makes them wait for its end
+  uneven     as staggered, with answers of a quarter to seven quarters of --output: a static batch goes on until its longest is whole
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,15 +32,18 @@ LINES = (
 )
 
 
+KINDS = ("once", "staggered", "uneven")
+
+
 class Workload(NamedTuple):
-    """How many at once, and how they come: once or staggered."""
+    """How many at once, and how they come: one of KINDS."""
 
     kind: str
     batch: int
 
     @property
     def requests(self) -> int:
-        return 2 * self.batch if self.kind == "staggered" else self.batch
+        return self.batch if self.kind == "once" else 2 * self.batch
 
     def __str__(self) -> str:
         return f"{self.batch} {self.kind}"
@@ -47,14 +52,14 @@ class Workload(NamedTuple):
 def workload(text: str) -> Workload:
     """From "8" or "8:staggered"."""
     batch, _, kind = text.partition(":")
-    if kind not in ("", "once", "staggered") or not batch.isdigit() or int(batch) < 1:
-        raise argparse.ArgumentTypeError(f"a workload is N, N:once or N:staggered, got {text!r}")
+    if kind not in ("", *KINDS) or not batch.isdigit() or int(batch) < 1:
+        raise argparse.ArgumentTypeError(f"a workload is N or N:KIND with a KIND of {', '.join(KINDS)}, got {text!r}")
     return Workload(kind or "once", int(batch))
 
 
 def add_options(parser: argparse.ArgumentParser, workloads: list[str], packages: str) -> None:
     """The options that all comparisons have."""
-    parser.add_argument("--workloads", type=workload, nargs="+", default=[workload(one) for one in workloads], metavar="N[:staggered]")
+    parser.add_argument("--workloads", type=workload, nargs="+", default=[workload(one) for one in workloads], metavar="N[:KIND]")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
@@ -76,23 +81,22 @@ def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments
     series = Series.opened(arguments.json, {**settings, **shape}, facts)
     alone: float | None = None
     for one in arguments.workloads:
-        seed = 1000 * len(next(iter(series.runs.get(str(one), {"": []}).values())))
+        done = len(next(iter(series.runs.get(str(one), {"": []}).values())))
 
-        def job(gap: float, batch: int, count: int) -> Job:
-            nonlocal seed
-            seed += 1
-            return make_job(count, arguments.prompt, arguments.output, batch, gap, vocabulary, seed)
+        def job(gap: float, count: int, seed: int, one: Workload = one) -> Job:
+            spread = 0.75 if one.kind == "uneven" and count > 1 else 0.0
+            return make_job(count, arguments.prompt, arguments.output, one.batch, gap, vocabulary, seed, spread)
 
         for player in players.values():  # first touches, and how long a request takes alone
-            found = player(job(0.0, one.batch, 1))["seconds"]
+            found = player(job(0.0, 1, 10**6 + done))["seconds"]
             alone = found if alone is None or player is players[ours] else alone
         assert alone is not None
-        gap = alone / one.batch if one.kind == "staggered" else 0.0
+        gap = 0.0 if one.kind == "once" else alone / one.batch
 
-        def turn(player: Player, one: Workload = one, gap: float = gap) -> Figures:
-            return {**player(job(gap, one.batch, one.requests)), "gap_seconds": gap}
+        def turn(player: Player, number: int, one: Workload = one, gap: float = gap, done: int = done) -> Figures:
+            return {**player(job(gap, one.requests, done + number)), "gap_seconds": gap}  # the same prompts for all players of a round
 
-        turns = {name: (lambda player=player: turn(player)) for name, player in players.items()}
+        turns = {name: partial(turn, player) for name, player in players.items()}
         runs = series.add(str(one), take_turns(turns, arguments.rounds, lambda text: print(text, flush=True)))
         series.save(arguments.json)
         rounds = len(runs[ours])

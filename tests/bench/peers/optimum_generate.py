@@ -24,7 +24,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
         settings["folder"], session_options=options, use_io_binding=settings.get("use_io_binding"), local_files_only=True
     )
 
-    def run_batch(prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> Times:
+    def run_batch(prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> list[float]:
         ids, watch = torch.tensor(prompts), Stopwatch(clock)
         with torch.inference_mode():
             model.generate(
@@ -36,7 +36,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
                 pad_token_id=0,
                 stopping_criteria=[watch],
             )
-        return [watch.times] * len(prompts)
+        return watch.times
 
     facts = {name: importlib.metadata.version(name) for name in ("optimum", "optimum-onnx", "onnxruntime", "transformers", "torch")}
     return {**facts, "io_binding": bool(model.use_io_binding)}, lambda job: static_batches(job, run_batch)

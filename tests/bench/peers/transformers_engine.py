@@ -43,7 +43,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
     return facts, lambda job: static_batches(job, lambda *batch: static(model, *batch))
 
 
-def static(model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> Times:
+def static(model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> list[float]:
     """One generate() call over a batch, its cache allocated once and written in place."""
     ids, watch = torch.tensor(prompts), Stopwatch(clock)
     with torch.inference_mode():
@@ -58,7 +58,7 @@ def static(model: Any, prompts: list[list[int]], output_tokens: int, clock: Call
             pad_token_id=0,
             stopping_criteria=[watch],
         )
-    return [watch.times] * len(prompts)
+    return watch.times
 
 
 def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
@@ -83,15 +83,16 @@ def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
         names: dict[str, int] = {}
         times: Times = [[] for _ in job["prompts"]]
         added = 0
-        while sum(len(each) == job["output_tokens"] for each in times) < len(times):
+        outputs = job["outputs"]
+        while (ended := sum(len(each) == wanted for each, wanted in zip(times, outputs, strict=True))) < len(times):
             now = time.perf_counter() - started
             while added < len(times) and job["arrivals"][added] <= now:
                 name = f"r{serial}"
                 serial += 1
                 names[name] = added
-                manager.add_request(job["prompts"][added], name, max_new_tokens=job["output_tokens"], streaming=True, eos_token_id=-1)
+                manager.add_request(job["prompts"][added], name, max_new_tokens=outputs[added], streaming=True, eos_token_id=-1)
                 added += 1
-            if added == sum(len(each) == job["output_tokens"] for each in times):
+            if added == ended:
                 wait_until(job["arrivals"][added], lambda: time.perf_counter() - started)
                 continue
             due = job["arrivals"][added] - now if added < len(times) else 1.0

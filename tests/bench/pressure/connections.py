@@ -93,7 +93,7 @@ async def traffic_for(client: Client, rate: float, seconds: float) -> list[Outco
     return await traffic(client, rate, lambda: asyncio.get_running_loop().time() > end)
 
 
-async def crowd(server: Server, streams: int = 2000, tokens: int = 20) -> Found:
+async def crowd(server: Server, streams: int = 2000, tokens: int = 60) -> Found:
     client = Client(server.port)
     rest = Rest(server, client)
     await rest.start()

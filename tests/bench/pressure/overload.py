@@ -72,6 +72,7 @@ class Level:
     ttft_p50: float
     ttft_p99: float
     retry_after_mean: float | None
+    send_lag_p99: float  # of this client: what it lost itself is in TTFT too
     api_cpu_share: float
     client_cpu_share: float
     api_rss: tuple[int, int]  # before, after
@@ -168,6 +169,7 @@ async def level(server: Server, asker: Asker, capacity: float, factor: float, se
         ttft_p50=float(np.percentile(ttft, 50)),
         ttft_p99=float(np.percentile(ttft, 99, method="higher")),
         retry_after_mean=float(np.mean(given)) if given else None,
+        send_lag_p99=float(np.percentile([one.sent - one.due for one in outcomes if one.sent is not None], 99)),
         api_cpu_share=(api_after.cpu_seconds - api.cpu_seconds) / elapsed,
         client_cpu_share=(mine_after.cpu_seconds - mine.cpu_seconds) / elapsed,
         api_rss=(api.rss_bytes, api_after.rss_bytes),
@@ -268,6 +270,7 @@ def measure(
     verdicts = {
         "goodput at the highest load / peak >= 0.9": found[-1].goodput >= 0.9 * peak,
         "TTFT p99 of those let in <= promise": all(one.ttft_p99 <= setup.promise_seconds for one in found),
+        "this client kept up (send lag p99 under 50 ms)": all(one.send_lag_p99 < 0.05 for one in found),
         "nothing failed": not any(one.failed for one in found),
     }
     for text, kept in verdicts.items():
@@ -289,6 +292,7 @@ def line(one: Level) -> str:
     return (
         f"{one.factor:4g} x: offered {one.offered}, let in {one.accepted}, refused {one.refused}, failed {one.failed}, good {one.good}; "
         f"goodput {one.goodput:.1f}/s; TTFT p50 {one.ttft_p50 * 1000:.0f} ms, p99 {one.ttft_p99 * 1000:.0f} ms; Retry-After {given}; "
+        f"send lag p99 {one.send_lag_p99 * 1000:.0f} ms; "
         f"CPU of HTTP side {one.api_cpu_share:.0%}, client {one.client_cpu_share:.0%}; "
         f"RSS of HTTP side {mib(one.api_rss[0])} -> {mib(one.api_rss[1])}, engine {mib(one.engine_rss[0])} -> {mib(one.engine_rss[1])}"
     )

@@ -83,6 +83,7 @@ class Outcome:
     """What became of one request. Times are of the event loop's clock; missing is None."""
 
     due: float
+    sent: float | None = None
     status: int | None = None
     first: float | None = None  # the first byte of the body: the first token, where the answer is streamed
     last: float | None = None
@@ -183,6 +184,7 @@ class Client:
         """One request to its end. `due`: when it should have left (the loop's clock); its times count from there."""
         outcome = Outcome(self._loop.time() if due is None else due)
         connection = await self.connection()
+        outcome.sent = self._loop.time()
         try:
             await connection.send(data, outcome)
         except asyncio.CancelledError:

@@ -1,0 +1,260 @@
+"""`crossover selftest`: is this load generator, on this machine, telling the truth? Under two minutes, one table, exit status 0 or 1.
+
+A server with known truth (loadtests/truth_server.py) runs in a process of its own and is loaded as any endpoint would be: Locust as a
+child, records on disk, the same code from the due time to the record. Then the records are held against what the server says it did.
+
+    worlds   one and four tokens a chunk, each with and without a stall of 2 s in every third answer: TTFT, TPOT, E2E, gaps
+    counts   answers that are cut off, and 429s of a full queue
+    arrivals Poisson as the server saw it, from one load generator and from four
+    lateness send lag, the client's CPU, and a rate that one core should sustain
+    capacity a campaign finds the capacity of four slots, which is known from queueing
+
+A failed row on a busy or stolen machine says something about the machine: the table says how busy it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from loadtests.arrivals import Constant, Poisson
+from loadtests.children import Child, divide_cores, wait_for_file
+from loadtests.connections import connect, fetch, get_bytes
+from loadtests.errors import LoadError
+from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome
+from loadtests.progress import Progress
+from loadtests.proof import Row, arrival_rows, below, capacity_of_slots, failure_rows, lag_row, near, times_rows
+from loadtests.records import RequestRecord
+from loadtests.servers import client_environment
+from loadtests.store import read_events, read_lines
+from loadtests.target import Target, probe
+from loadtests.workload import Workload
+from serving.hardware import allowed_cores
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
+ARRIVAL_RATE, ARRIVAL_SECONDS = 150.0, 12.0
+SUSTAINED_RATE = 1000.0
+SLOTS, SERVICE_SECONDS, TTFT_SECONDS, SHARE = 4, 0.11, 0.25, 0.9
+CAPACITY_BUDGET_SECONDS = 30.0
+BUSY_STEAL, BUSY_OTHERS = 0.01, 0.25  # of the machine: more than this is named beside a failed row
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """What else went on on the machine meanwhile, as shares of all its cores; None: the kernel does not say."""
+
+    steal: float | None
+    others: float | None
+
+    @property
+    def is_busy(self) -> bool:
+        return (self.steal or 0.0) > BUSY_STEAL or (self.others or 0.0) > BUSY_OTHERS
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole self-test."""
+
+    rows: list[Row]
+    host: Host
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+
+class Bench:
+    """Where the worlds run: a folder, cores for the server and for the client, and the truth of each world."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self.folder = folder
+        self.progress = progress
+        layout = divide_cores(allowed_cores())
+        self.server_cores, self.client_cores = layout.engine[:1], layout.client
+        self.worlds = 0
+
+    @contextmanager
+    def server(self, **truth: Any) -> Iterator[str]:
+        """A truth server's URL."""
+        log = self.folder / f"server-{self.worlds}.log"
+        command = [sys.executable, "-m", "loadtests.truth_server", json.dumps(truth)]
+        with Child(command, cores=self.server_cores, log=log, environment=client_environment(), urgent=True) as child:
+            until = time.monotonic() + 30
+            while not (text := log.read_text()).endswith("\n"):
+                if child.poll() is not None or time.monotonic() > until:
+                    raise LoadError(f"the truth server did not start ({child.how_it_ended()})")
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{int(text)}"
+
+    def load(self, url: str, rate: float, seconds: float, *, processes: int = 1, tokens: int = TOKENS, **changes: Any) -> Loaded:
+        """One level by Locust, as the runner does it."""
+        self.worlds += 1
+        files = {part: str(self.folder / f"{self.worlds}.{part}") for part in ("requests", "started", "outcome")}
+        plan = LoadPlan(
+            target=Target(url=url), workload=Workload(prompt_tokens=16, output_tokens=tokens), rate_per_second=rate, window_seconds=seconds,
+            drain_seconds=20.0, requests_file=files["requests"], started_file=files["started"], outcome_file=files["outcome"], quiet=True,
+            facts=probe(Target(url=url)), level=f"world-{self.worlds}",
+        )  # fmt: skip
+        plan_file = self.folder / f"{self.worlds}.plan"
+        plan_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(plan, **changes)))
+        before = self._truth(url).keys()
+        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "--loglevel", "WARNING"]
+        if processes > 1:
+            command += ["--processes", str(processes)]
+        environment = client_environment() | {PLAN_VARIABLE: str(plan_file)}
+        log = self.folder / f"{self.worlds}.log"
+        with Child(command, cores=self.client_cores, log=log, environment=environment, urgent=True) as child:
+            if not wait_for_file(Path(files["outcome"]), child, seconds + 90):
+                raise LoadError(f"the load generator did not end well ({child.how_it_ended()})")
+            child.wait(15)
+        outcome = msgspec.json.decode(Path(files["outcome"]).read_bytes(), type=Outcome)
+        records = read_lines(Path(files["requests"]), RequestRecord).records
+        return Loaded(records, outcome, {name: entry for name, entry in self._truth(url).items() if name not in before}, seconds)
+
+    def _truth(self, url: str) -> dict[str, Any]:
+        with connect(url) as pool:
+            found: dict[str, Any] = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"), 30)[2])
+        return found
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A world as it came out: what the client wrote down, and what the server did."""
+
+    records: list[RequestRecord]
+    outcome: Outcome
+    log: dict[str, Any]
+    seconds: float
+
+
+def times(bench: Bench) -> list[Row]:
+    """Four worlds of chunks and stalls."""
+    rows: list[Row] = []
+    for chunk in (1, 4):
+        for stall in (0.0, STALL_SECONDS):
+            with bench.server(ttft=0.06, gap=GAP_SECONDS * chunk, chunk_tokens=chunk, stall=stall, stall_at=6, stall_every=3) as url:
+                loaded = bench.load(url, 50.0, 3.0)
+            world = f"{chunk} token{'s' if chunk > 1 else ''} a chunk" + (f", {stall:g} s stalls" if stall else "")
+            rows += times_rows(world, loaded.records, loaded.log)
+            if not stall:
+                rows.append(lag_row(world, loaded.records, 0.001))
+    return rows
+
+
+def counts(bench: Bench) -> list[Row]:
+    """Failures of every kind at once, on a server that is too slow."""
+    with bench.server(ttft=0.03, gap=0.004, slots=2, waiting=4, fail="cut", fail_every=5) as url:
+        loaded = bench.load(url, 60.0, 3.0, tokens=8)
+    return failure_rows(loaded.records, loaded.log)
+
+
+def arrivals(bench: Bench) -> list[Row]:
+    """The same process from one load generator and from four."""
+    rows: list[Row] = []
+    for processes in (1, 4):
+        with bench.server(ttft=0.01) as url:
+            loaded = bench.load(url, ARRIVAL_RATE, ARRIVAL_SECONDS, processes=processes, tokens=1, arrivals=Poisson())
+        arrived = np.sort(np.array([entry["arrived"] for entry in loaded.log.values()]))
+        rows += arrival_rows(f"Poisson, {processes} load generator{'s' if processes > 1 else ''}", arrived, ARRIVAL_RATE, ARRIVAL_SECONDS)
+    return rows
+
+
+def lateness(bench: Bench) -> list[Row]:
+    """A rate that one core should sustain with room to spare."""
+    with bench.server(ttft=0.01) as url:
+        loaded = bench.load(url, SUSTAINED_RATE, 4.0, tokens=1, arrivals=Constant())
+    world = f"{SUSTAINED_RATE:.0f} requests/s"
+    ok = sum(record.error is None for record in loaded.records)
+    return [
+        near(f"{world}: answers", len(loaded.log), ok, 0, "count"),
+        lag_row(world, loaded.records, 0.010),
+        below(f"{world}: client CPU of one core", loaded.outcome.cpu_seconds / loaded.seconds, 0.8, "number"),
+    ]
+
+
+def capacity(bench: Bench) -> list[Row]:
+    """A campaign on four slots."""
+    from loadtests.campaign import parse_campaign
+    from loadtests.runner import run
+    from loadtests.search import Capacity
+
+    true = capacity_of_slots(SLOTS, SERVICE_SECONDS, TTFT_SECONDS, SHARE)
+    with bench.server(ttft=SERVICE_SECONDS, slots=SLOTS) as url:
+        text = (
+            f'name = "selftest"\nbudget_seconds = {CAPACITY_BUDGET_SECONDS}\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\n'
+            f"output_tokens = 1\n[promise]\nttft_seconds = {TTFT_SECONDS}\ntarget = {SHARE}\n"
+        )
+        with open(os.devnull, "w") as nowhere:
+            folder = run(parse_campaign(text), bench.folder / "runs", Progress(nowhere))
+    finished = [event for event in read_events(folder).records if event.kind == "cell_finished"]
+    found = msgspec.convert(finished[-1].detail["capacity"], Capacity)
+    what = f"capacity of {SLOTS} slots of {SERVICE_SECONDS:g} s"
+    low, high = found.low, found.high
+    if high is None:
+        return [near(what, true, None, 0.0, "requests/s", found.reason)]
+    note = f"interval {low:.3g} to {high:.3g}"
+    middle = found.estimate if found.estimate is not None else (low + high) / 2
+    return [
+        Row(what=what, truth=true, measured=middle, limit=max(middle - low, high - middle), unit="requests/s", passed=low <= true <= high,
+            note=note)
+    ]  # fmt: skip
+
+
+PARTS: dict[str, tuple[Callable[[Bench], list[Row]], str]] = {
+    "times": (times, "times, with and without stalls"),
+    "counts": (counts, "failures and refusals"),
+    "arrivals": (arrivals, "Poisson arrivals from one and from four load generators"),
+    "lateness": (lateness, f"{SUSTAINED_RATE:.0f} requests/s"),
+    "capacity": (capacity, "the capacity of four slots"),
+}
+
+
+def run_selftest(progress: Progress, parts: list[str] | None = None) -> Report:
+    """All parts, or those named. Raises LoadError where a part cannot run at all."""
+    began = time.monotonic()
+    ticks, mine = _machine_ticks(), _own_seconds()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as folder:
+        bench = Bench(Path(folder), progress)
+        for name in parts or list(PARTS):
+            part, words = PARTS[name]
+            progress.say(words)
+            found = part(bench)
+            failed = sum(not row.passed for row in found)
+            progress.say(f"  {len(found) - failed} of {len(found)} pass", style=None if not failed else "red")
+            rows += found
+    return Report(rows=rows, host=_host(ticks, mine), seconds=time.monotonic() - began)
+
+
+def _host(ticks: tuple[float, float, float] | None, mine: float) -> Host:
+    now = _machine_ticks()
+    if ticks is None or now is None or now[0] <= ticks[0]:
+        return Host(steal=None, others=None)
+    whole = now[0] - ticks[0]
+    hertz = os.sysconf("SC_CLK_TCK")
+    return Host(steal=(now[2] - ticks[2]) / whole, others=max(0.0, (now[1] - ticks[1]) - (_own_seconds() - mine) * hertz) / whole)
+
+
+def _machine_ticks() -> tuple[float, float, float] | None:
+    """All, busy and stolen clock ticks of all cores since the machine started."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, idle, wait, irq, soft, steal = (float(v) for v in file.readline().split()[1:9])
+    except (OSError, ValueError):
+        return None
+    busy = user + nice + system + irq + soft
+    return busy + idle + wait + steal, busy, steal
+
+
+def _own_seconds() -> float:
+    times_ = os.times()
+    return times_.user + times_.system + times_.children_user + times_.children_system
