@@ -19,7 +19,7 @@ VERSION = "0.1.0"
 # verb -> (package.module:object, the line that --help shows)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("serving.cli:doctor", "What this machine is, which backends work on it, and why the others do not."),
-    "models": ("models.cli:app", "The ladder of models: list, make, plan."),
+    "models": ("serving.plan_cli:app", "The ladder of models: list, make, plan."),
     "serve": ("serving.cli:serve", "Serve one model over an OpenAI-compatible HTTP endpoint."),
     "load": ("loadtests.cli:load", "Send one level of load to a URL and say what came back."),
     "campaign": ("loadtests.cli:campaign", "Measure a ladder of models: run, resume, repeat, show."),

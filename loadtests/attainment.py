@@ -36,7 +36,10 @@ CORRELATED = 1.6  # batches of a tenth of a level see about this part less than 
 SAFETY = 1.3
 LAPSE = 0.002  # no share is taken for nearer to 0 than this: one stray good request far above capacity must not move the curve
 ROUNDS = 3
-PREDICTION_SCALE, PREDICTION_FREEDOM = 0.2, 3  # of ln(predicted / true): what calibration and simulation were off by, and worse now and then
+PREDICTION_SCALE, PREDICTION_FREEDOM = (
+    0.2,
+    3,
+)  # of ln(predicted / true): what calibration and simulation were off by, and worse now and then
 
 
 class Observation(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -121,15 +122,19 @@ def load(
     crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
     """
     from loadtests.errors import LoadError
-    from loadtests.oneoff import one_level
-    from loadtests.progress import Progress
+    from loadtests.generators import Spare
 
     if (rate is None) == (concurrency is None):
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
-    with Progress() as progress:
+    with contextlib.ExitStack() as stack:
+        spare = stack.enter_context(Spare(concurrency or 1))
+        from loadtests.oneoff import one_level  # takes its time, and the load generator starts meanwhile
+        from loadtests.progress import Progress
+
+        progress = stack.enter_context(Progress())
         one_level(
             url, rate=rate, concurrency=concurrency, seconds=seconds, workload=workload, arrivals=arrivals, promise=promise, target=target,
-            model=model, api=api, api_key_env=api_key_env, verify_tls=verify_tls, seed=seed, out=out, progress=progress,
+            model=model, api=api, api_key_env=api_key_env, verify_tls=verify_tls, seed=seed, out=out, progress=progress, spare=spare,
         )  # fmt: skip
 
 

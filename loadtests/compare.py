@@ -5,10 +5,10 @@
     for row in found.rows: ...
 
 Compared are cells that are the same thing, at loads that both runs measured (alone, or a rate within 2 %): medians and p95 of TTFT, TPOT
-and E2E, and the capacity. Runs that differ in a fact (machine, workload, settings: loadtests/facts.py) are refused with both values; `allow`
-names facts that may differ, which is how one compares two formats or two machines on purpose. The noise floor of a metric is the largest
-difference seen between runs of the same thing: the repeats given as `noise`, and levels that a run measured twice; without either,
-`floor`. Chance is corrected for the number of tests (Holm).
+and E2E, and the capacity. Runs that differ in a fact (machine, workload, settings: loadtests/facts.py) are refused with both values;
+`allow` names facts that may differ, which is how one compares two formats or two machines on purpose. The noise floor of a metric is the
+largest difference seen between runs of the same thing: the repeats given as `noise`, and levels that a run measured twice; without
+either, `floor`. Chance is corrected for the number of tests (Holm).
 """
 
 from __future__ import annotations

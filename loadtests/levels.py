@@ -11,7 +11,6 @@ sure before its time is over (slo.is_hopeless) is cut short, and its window with
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +23,12 @@ from loadtests.calibrate import Wave
 from loadtests.campaign import Campaign, Cell
 from loadtests.children import Child, wait_for_file
 from loadtests.errors import LevelInterrupted, ServerFailed
-from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome, Prompts, Share
+from loadtests.plan import LoadPlan, Outcome, Prompts, Share
 from loadtests.progress import Progress
 from loadtests.records import RequestRecord, ResourceSample
 from loadtests.sampler import Sampler
 from loadtests.search import Level, Measure, level_of
-from loadtests.servers import Server, client_environment
+from loadtests.servers import Server
 from loadtests.slo import Promise, is_hopeless
 from loadtests.store import REQUESTS, LevelStarted, RunFolder
 from loadtests.streaming import Ask, Pool, clock, post_bytes, stream
@@ -38,7 +37,6 @@ from loadtests.target import TargetFacts, body_of, path_of
 from loadtests.timings import is_good
 from loadtests.workload import Workload
 
-LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 START_SECONDS = 120.0  # that a load generator may take to make its prompts
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 300.0
@@ -75,6 +73,7 @@ class Site:
     pool: Pool
     progress: Progress
     sampler: Sampler = field(init=False)  # set once it runs
+    spare: Spare | None = None  # a load generator that is started already, for the next level that wants one
     samples: list[ResourceSample] = field(default_factory=list)  # of the level that runs now
     memory_bytes: int | None = None  # a cap that nobody but we hold: server and engine together
     over_memory: str | None = None  # how they broke it
@@ -177,15 +176,14 @@ def loaded_level(
         stop_file=str(stop_file), late_file=str(late_file), late_seconds=_patience(site.campaign),
     )  # fmt: skip
     plan_file.write_bytes(msgspec.json.encode(plan))
-    users = str(concurrency or 1)
-    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "--loglevel", "WARNING"]
-    environment = client_environment() | {PLAN_VARIABLE: str(plan_file)}
     mark = site.server.mark()
     tail = Tail(site.run.folder / REQUESTS, name)
     cores = site.server.layout.client if site.server.layout is not None else ()
     log = site.run.folder / "logs" / f"{site.cell.key}.locust.log"
     site.progress.tick(f"{name}: starting the load generator")
-    with Child([*command, "-u", users, "-r", users], cores=cores, log=log, environment=environment, urgent=True) as child:
+    spare, site.spare = site.spare, None
+    generator = spare.take(plan_file.read_bytes()) if spare else load_generator(plan_file, log=log, users=concurrency or 1, cores=cores)
+    with generator as child:
         if not wait_for_file(started_file, child, START_SECONDS):
             raise LevelInterrupted(f"the load generator did not start ({child.how_it_ended()}); all it said is in logs/{log.name}")
         announced = msgspec.json.decode(started_file.read_bytes(), type=Outcome)

@@ -1,6 +1,7 @@
 """What has come of a level so far, second by second, for whoever watches it: counts, and histograms of TTFT, TPOT and send lag.
 
     live = Live(PROMISES["chat"])
+    live.due(record.due_seconds)
     live.add(record)
     live.as_series(most=300)       # what the page draws
 
@@ -48,10 +49,13 @@ class Live:
         self.promise = promise
         self.seconds: dict[int, Second] = {}
 
+    def due(self, due_seconds: float) -> None:
+        """A request's time has come."""
+        self._at(due_seconds).due += 1
+
     def add(self, record: RequestRecord) -> None:
-        due = self._at(record.due_seconds)
-        due.due += 1
-        _count(due.lag, send_lag_seconds(record))
+        """A request has ended."""
+        _count(self._at(record.due_seconds).lag, send_lag_seconds(record))
         if record.ended_seconds is None:
             return
         second = self._at(record.ended_seconds)

@@ -10,6 +10,7 @@ import msgspec
 
 from loadtests.campaign import Campaign, Cell, Plan, PromiseSpec, Server, promise_of
 from loadtests.errors import Incomplete, LevelInterrupted, LoadError
+from loadtests.generators import Spare
 from loadtests.levels import Site, loaded_level
 from loadtests.manifest import manifest_of, new_folder, seed_of
 from loadtests.plan import parse_arrivals, parse_workload
@@ -26,7 +27,7 @@ from serving.hardware import hardware_facts
 def one_level(
     url: str, *, rate: float | None, concurrency: int | None, seconds: float, workload: str, arrivals: str, promise: str,
     target: float | None, model: str | None, api: str, api_key_env: str | None, verify_tls: bool, seed: int,
-    out: Path | None, progress: Progress,
+    out: Path | None, progress: Progress, spare: Spare | None = None,
 ) -> None:  # fmt: skip
     """Measures, prints, and keeps the records below `out` where it is given. Raises LoadError for whatever was in the way."""
     for name, value in (("--rate", rate), ("--duration", seconds)):
@@ -59,6 +60,7 @@ def one_level(
         run.event("cell_started", cell=cell.key)
         run.event("cell_ready", cell=cell.key, detail={"url": url, "target": msgspec.to_builtins(facts)})
         site = Site(run, cell, settings, External(endpoint), facts, pool, progress)
+        site.spare = spare
         site.sampler = stack.enter_context(
             Sampler(cell.key, site.keep_sample, metrics_url=url, api_key_env=api_key_env, verify_tls=verify_tls)
         )

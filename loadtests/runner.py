@@ -215,19 +215,29 @@ class _Runner:
             self.progress.say(f"{place}: given up for now, {problem}", style="red")
             return False
         first = next(iter(capacities.values()))
+        made = prediction_on_record(read_events(self.run.folder).records, cell.key)
         found: dict[str, Any] = {"capacity": msgspec.to_builtins(first), "spent_seconds": self._spent(cell.key)}
+        if made is not None and made.rates:
+            levels = levels_on_record(self.run.folder, cell.key, self.campaign, self.campaign.promise)
+            found["measured_only"] = msgspec.to_builtins(estimate(levels, self.campaign.of(cell).search, self.campaign.promise))
         if len(capacities) > 1:
             found["capacities"] = {name: msgspec.to_builtins(capacity) for name, capacity in capacities.items()}
         self.run.event("cell_finished", cell=cell.key, detail=found)
         for name, capacity in capacities.items():
             promise = f" (promise {name})" if len(capacities) > 1 else ""
-            self.progress.say(f"{place}{promise}: {in_words(capacity)}{self._how_well_predicted(cell, name, capacity)}", style="bold")
+            self.progress.say(f"{place}{promise}: {in_words(capacity)}{self._how_well_predicted(cell, name)}", style="bold")
         return True
 
-    def _how_well_predicted(self, cell: Cell, promise: str, capacity: Capacity) -> str:
+    def _how_well_predicted(self, cell: Cell, name: str) -> str:
+        """The prediction for a promise beside what the levels alone say."""
         made = prediction_on_record(read_events(self.run.folder).records, cell.key)
-        error = calibrate.error_of(made.rates.get(promise), capacity.estimate) if made is not None else None
-        return "" if made is None or error is None else (f"; predicted {made.rates[promise]:.3g}, {calibrate.error_in_words(error)}")
+        if made is None or name not in made.rates:
+            return ""
+        promise = next(promise for promise in self.campaign.all_promises if promise.name == name)
+        levels = levels_on_record(self.run.folder, cell.key, self.campaign, promise)
+        error = calibrate.error_of(made.rates[name], estimate(levels, self.campaign.of(cell).search, promise).estimate)
+        words = "" if error is None else f", {calibrate.error_in_words(error)} by the levels alone"
+        return f"; predicted {made.rates[name]:.3g}{words}"
 
     def _measure(self, cell: Cell, layout: Layout | None, budget_seconds: float) -> dict[str, Capacity]:
         """The search of one cell, with a new server where one was lost. Raises ServerFailed, LevelFailed."""
@@ -292,20 +302,20 @@ class _Runner:
                 if len(promises) > 1:  # what was measured for the later ones says something about the earlier ones too
                     for promise in promises:
                         levels = levels_on_record(self.run.folder, cell.key, self.campaign, promise)
-                        found[promise.name] = estimate(levels, site.campaign.search, promise)
+                        made = prediction_on_record(read_events(self.run.folder).records, cell.key)
+                        found[promise.name] = estimate(levels, with_prediction(site.campaign.search, made, promise), promise)
                 return found
 
     def _one_promise(self, site: Site, promise: Promise, config: SearchConfig, alone: float | None) -> Capacity:
         cell = site.cell
         levels = levels_on_record(self.run.folder, cell.key, self.campaign, promise)
+        config = with_prediction(config, prediction_on_record(read_events(self.run.folder).records, cell.key), promise)
+        is_asked = False
         while isinstance(step := next_step(levels, config, promise, self._spent(cell.key)), Measure):
-            if step.rate is not None and not config.rates and config.start_rate is None:
-                made = prediction_on_record(read_events(self.run.folder).records, cell.key)
-                if made is None and not any(level.rate is not None for level in levels):
-                    made = self._calibrate(site, config)
-                rate = made.rates.get(promise.name) if made is not None else None
-                if rate:
-                    config = msgspec.structs.replace(config, start_rate=rate)
+            if step.rate is not None and not config.rates and config.predicted_rate is None and not is_asked:
+                is_asked = True
+                if not any(level.rate is not None for level in levels):
+                    config = with_prediction(config, self._calibrate(site, config), promise)
                     continue
             measured = self._level(site, step)
             levels.append(measured.level)
@@ -426,6 +436,14 @@ def prediction_on_record(events: Sequence[Event], key: str) -> calibrate.Predict
     """What a cell's calibration predicted; None where there was none."""
     made = next((event for event in events if event.kind == "calibrated" and event.cell == key), None)
     return None if made is None else msgspec.convert(made.detail, calibrate.Prediction)
+
+
+def with_prediction(config: SearchConfig, made: calibrate.Prediction | None, promise: Promise) -> SearchConfig:
+    """The search as it is after a calibration: it starts at the predicted capacity, unless told where, and counts it as evidence."""
+    rate = made.rates.get(promise.name) if made is not None else None
+    if not rate or config.rates:
+        return config
+    return msgspec.structs.replace(config, predicted_rate=rate, start_rate=config.start_rate or rate)
 
 
 def policy_of(info: Mapping[str, Any], campaign: Campaign) -> Policy | None:

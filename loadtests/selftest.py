@@ -31,17 +31,16 @@ from loadtests.arrivals import Constant, Poisson
 from loadtests.children import Child, divide_cores, wait_for_file
 from loadtests.connections import connect, fetch, get_bytes
 from loadtests.errors import LoadError
-from loadtests.plan import PLAN_VARIABLE, LoadPlan, Outcome
+from loadtests.generators import client_environment, load_generator
+from loadtests.plan import LoadPlan, Outcome
 from loadtests.progress import Progress
 from loadtests.proof import Row, arrival_rows, below, capacity_of_slots, failure_rows, lag_row, near, times_rows
 from loadtests.records import RequestRecord
-from loadtests.servers import client_environment
 from loadtests.store import read_events, read_lines
 from loadtests.target import Target, probe
 from loadtests.workload import Workload
 from serving.hardware import allowed_cores
 
-LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
 ARRIVAL_RATE, ARRIVAL_SECONDS = 150.0, 12.0
 SUSTAINED_RATE = 1000.0
@@ -108,12 +107,8 @@ class Bench:
         plan_file = self.folder / f"{self.worlds}.plan"
         plan_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(plan, **changes)))
         before = self._truth(url).keys()
-        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary", "--loglevel", "WARNING"]
-        if processes > 1:
-            command += ["--processes", str(processes)]
-        environment = client_environment() | {PLAN_VARIABLE: str(plan_file)}
         log = self.folder / f"{self.worlds}.log"
-        with Child(command, cores=self.client_cores, log=log, environment=environment, urgent=True) as child:
+        with load_generator(plan_file, log=log, processes=processes, cores=self.client_cores) as child:
             if not wait_for_file(Path(files["outcome"]), child, seconds + 90):
                 raise LoadError(f"the load generator did not end well ({child.how_it_ended()})")
             child.wait(15)
@@ -164,6 +159,7 @@ def arrivals(bench: Bench) -> list[Row]:
         with bench.server(ttft=0.01) as url:
             loaded = bench.load(url, ARRIVAL_RATE, ARRIVAL_SECONDS, processes=processes, tokens=1, arrivals=Poisson())
         arrived = np.sort(np.array([entry["arrived"] for entry in loaded.log.values()]))
+        rows.append(lag_row(f"Poisson, {processes} load generator{'s' if processes > 1 else ''}", loaded.records, 0.002))
         rows += arrival_rows(f"Poisson, {processes} load generator{'s' if processes > 1 else ''}", arrived, ARRIVAL_RATE, ARRIVAL_SECONDS)
     return rows
 
@@ -192,6 +188,7 @@ def capacity(bench: Bench) -> list[Row]:
         text = (
             f'name = "selftest"\nbudget_seconds = {CAPACITY_BUDGET_SECONDS}\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\n'
             f"output_tokens = 1\n[promise]\nttft_seconds = {TTFT_SECONDS}\ntarget = {SHARE}\n"
+            "[search]\nprecision = 0.2\nlevel_seconds_min = 3\nlevel_seconds_max = 8\nlevel_requests_min = 40\nlone_requests = 2\n"
         )
         with open(os.devnull, "w") as nowhere:
             folder = run(parse_campaign(text), bench.folder / "runs", Progress(nowhere))

@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,17 +153,9 @@ class Local:
     def ready_detail(self) -> dict[str, Any]:
         """The detail of the cell_ready event: what /v1/placement says, in BackendInfo's words, and where everything runs."""
         seen = self._placement()
-        engine, memory = seen.get("engine") or {}, seen.get("memory") or {}
-        info = {
-            "name": engine.get("backend"),
-            "device_name": seen.get("device_name"),
-            "predicted": memory.get("predicted"),
-            "measured": memory.get("measured"),
-            "details": seen.get("details"),
-            **{key: engine.get(key) for key in ("device", "weight_format", "quality_kl_nats", "slots", "context_tokens", "kv_tokens", "threads")},
-        }
+        memory = seen.get("memory") or {}
         return {
-            "info": info,
+            "info": info_of(seen),
             "load_seconds": seen.get("load_seconds"),
             "rss_bytes": memory.get("rss_bytes"),
             "peak_rss_bytes": memory.get("peak_rss_bytes"),
@@ -220,6 +211,20 @@ def _cap(cell: Cell) -> tuple[MemoryCap | None, str | None]:
         return None, f"{limit:g} GiB, watched once a sample ({problem})"
 
 
+def info_of(placement: Mapping[str, Any]) -> dict[str, Any]:
+    """What /v1/placement says of the engine, in BackendInfo's words; reports read it from the cell_ready event."""
+    engine, memory = placement.get("engine") or {}, placement.get("memory") or {}
+    keys = ("device", "weight_format", "quality_kl_nats", "slots", "context_tokens", "kv_tokens", "threads")
+    return {
+        "name": engine.get("backend"),
+        "device_name": placement.get("device_name"),
+        "predicted": memory.get("predicted"),
+        "measured": memory.get("measured"),
+        "details": placement.get("details"),
+        **{key: engine.get(key) for key in keys},
+    }
+
+
 def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:
     """`crossover serve` as the cell wants it."""
     server = campaign.server
@@ -248,13 +253,3 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
     for key, value in server.options.items():
         command += ["--option", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
     return command
-
-
-def client_environment() -> dict[str, str]:
-    """For load generators: our packages first, and one thread for whatever numpy does."""
-    return {
-        "PYTHONPATH": python_path(),
-        "PYTHONSAFEPATH": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
-    }

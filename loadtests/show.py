@@ -84,9 +84,9 @@ def prediction_in_words(key: str, promise: str, events: list[Event]) -> str | No
     if rate is None:
         return f"no prediction for the promise {promise}{fitted}"
     ended = next((event for event in reversed(events) if event.cell == key and event.kind == "cell_finished"), None)
-    capacity = msgspec.convert(ended.detail["capacity"], Capacity) if ended is not None and "capacity" in ended.detail else None
-    error = error_of(rate, capacity.estimate if capacity is not None else None)
-    return f"predicted {rate:.3g} requests/s{fitted}" + (f": {error_in_words(error)}" if error is not None else "")
+    alone = ended.detail.get("measured_only") if ended is not None else None
+    error = error_of(rate, msgspec.convert(alone, Capacity).estimate if alone is not None else None)
+    return f"predicted {rate:.3g} requests/s{fitted}" + (f": {error_in_words(error)} by the levels alone" if error is not None else "")
 
 
 def load_in_words(start: LevelStarted) -> str:

@@ -43,6 +43,7 @@ from loadtests.target import pool_for, probe
 
 log = logging.getLogger("crossover")
 LEAD_SECONDS = 0.2  # between "begin" and t0: the message must be everywhere by then
+PLAN_SECONDS = 120.0  # that a load generator which was started ahead waits for what to do
 WRITE_SECONDS = 0.05  # how often records go to the disk
 YIELD_EVERY = 16  # requests that are late already leave in packs of so many: answers must be read between
 
@@ -105,6 +106,8 @@ class Generator:
         me = gevent.getcurrent()
         self.running.add(me)
         self.outcome.due += 1
+        if self.live is not None:
+            self.live.due(due_seconds)
         ask = Ask(
             cell=self.plan.cell, level=self.plan.level, index=request.index, due_seconds=due_seconds,
             asked_prompt_tokens=request.prompt_tokens, asked_output_tokens=request.output_tokens,
@@ -362,7 +365,10 @@ def _kind(plan: LoadPlan) -> str:
 
 def _plan(environment: Environment) -> LoadPlan:
     if os.environ.get(PLAN_VARIABLE):
-        return read_plan(Path(os.environ[PLAN_VARIABLE]))
+        file, until = Path(os.environ[PLAN_VARIABLE]), clock() + PLAN_SECONDS
+        while not file.exists() and clock() < until:  # started ahead of its plan: see loadtests/spare.py
+            gevent.sleep(0.005)
+        return read_plan(file)
     options = environment.parsed_options
     return plan_of_options({**vars(options), "host": environment.host or options.host}, users=options.num_users or 1)
 

@@ -1,8 +1,7 @@
-"""crossover models list | make | plan: what there is, putting it into the cache, and what fits in how much memory.
+"""crossover models list | make: what there is, and putting it into the cache. (`plan` is in serving/plan_cli.py: it needs placement.)
 
 crossover models list
 crossover models make 135m 1b --format Q4_K_M
-crossover models plan 8b --slots 16 --context 4096 --memory 24GiB --vram 16GiB
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import typer
 from rich.console import Console
@@ -25,38 +23,17 @@ from rich.table import Table
 from models import hub
 from models.cache import Wish, delete_synthetic, finished_formats
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
-from models.formats import known_formats, weight_bytes
-from models.gguf_header import read_header
-from models.hf_config import read_spec
-from models.ladder import LADDER, OVERHEAD_BYTES, Rung, fits, is_rung, rung
-from models.spec import KV_ELEMENT_BYTES, ModelSpec
+from models.formats import weight_bytes
+from models.ladder import LADDER, Rung, fits, is_rung, rung
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 KIND_BACKENDS = {"gguf": "llama_cpp", "hf": "torch", "onnx": "onnx"}  # for whom a kind of file is made
-PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="The ladder of models: list, make, plan.")
 
 _CACHE = typer.Option(None, "--cache", help="Where weights live (default: $CROSSOVER_CACHE or ~/.cache/crossover).")
 _NAMES = typer.Argument(None, metavar="[NAME]...", help="Rungs, local folders or hub ids.")
-_PLANNED = typer.Argument(None, metavar="[NAME]...", help="Rungs, GGUF files or folders (default: the whole ladder).")
-_FORMATS = typer.Option(list(PLANNED_FORMATS), "--format", help="May be given several times.")
 _JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
-
-
-class FormatPlan(msgspec.Struct, frozen=True):
-    """What one model takes in one format, in bytes. `fits_vram` is None where no VRAM was given."""
-
-    model: str
-    weight_format: str
-    weight_bytes: int
-    kv_bytes: int
-    overhead_bytes: int
-    total_bytes: int
-    memory_bytes: int
-    fits_memory: bool
-    vram_bytes: int | None
-    fits_vram: bool | None
 
 
 @app.command("list")
@@ -114,70 +91,6 @@ def make(
         typer.echo(f"{found.name}: {found.spec.parameters:,} parameters, {what}{quality}, {found.path or '-'}")
 
 
-@app.command("plan")
-def plan(
-    names: list[str] | None = _PLANNED,
-    weight_format: list[str] = _FORMATS,
-    slots: int = typer.Option(16, "--slots", min=1, help="Sequences at once."),
-    context: int = typer.Option(2048, "--context", min=1, help="Most tokens of one sequence."),
-    kv_dtype: str = typer.Option("fp16", "--kv-dtype", help=f"One of {', '.join(KV_ELEMENT_BYTES)}."),
-    memory: str | None = typer.Option(None, "--memory", help="RAM to plan for, such as 24GiB (default: this machine's)."),
-    vram: str | None = typer.Option(None, "--vram", help="VRAM to plan for, such as 16GiB."),
-    as_json: bool = _JSON,
-) -> None:
-    """The memory a model takes: weights + KV cache + overhead, per format, against RAM and VRAM."""
-    ram_bytes = parse_bytes(memory) if memory else memory_bytes()
-    vram_bytes = parse_bytes(vram) if vram else None
-    specs = [_shape(name) for name in names] if names else [one.spec for one in LADDER]
-    formats = [_known(name, known_formats(), "format") for name in weight_format]
-    kv = _known(kv_dtype, list(KV_ELEMENT_BYTES), "KV dtype")
-    for spec in specs:
-        if context > spec.context:
-            raise ModelError(f"--context {context} is more than the {spec.context} tokens that {spec.name} was made for")
-    plans = [plan_memory(spec, name, slots, context, kv, ram_bytes, vram_bytes) for spec in specs for name in formats]
-    if as_json:
-        typer.echo(json.dumps([msgspec.to_builtins(one) for one in plans], indent=2))
-        return
-    for spec in specs:
-        typer.echo(explain(spec, slots, context, kv))
-        for one in (each for each in plans if each.model == spec.name):
-            typer.echo("  " + sentence(one))
-
-
-def plan_memory(
-    spec: ModelSpec, weight_format: str, slots: int, context: int, kv_dtype: str, ram_bytes: int, vram_bytes: int | None
-) -> FormatPlan:
-    """weights + slots x context x KV bytes a token + overhead, against the memory there is."""
-    weights, kv = weight_bytes(spec, weight_format), slots * context * spec.kv_bytes_per_token(kv_dtype)
-    total = weights + kv + OVERHEAD_BYTES
-    return FormatPlan(
-        model=spec.name, weight_format=weight_format, weight_bytes=weights, kv_bytes=kv, overhead_bytes=OVERHEAD_BYTES, total_bytes=total,
-        memory_bytes=ram_bytes, fits_memory=total <= ram_bytes, vram_bytes=vram_bytes,
-        fits_vram=total <= vram_bytes if vram_bytes is not None else None,
-    )  # fmt: skip
-
-
-def explain(spec: ModelSpec, slots: int, context: int, kv_dtype: str) -> str:
-    """The KV formula in words, with this model's numbers."""
-    per_token = spec.kv_bytes_per_token(kv_dtype)
-    return (
-        f"{spec.name}: {spec.parameters:,} parameters; KV cache = {slots} slots x {context:,} tokens x {per_token:,} bytes a token "
-        f"({spec.layers} layers x 2 for key and value x {spec.kv_heads} heads x {spec.head_dim} x {KV_ELEMENT_BYTES[kv_dtype]:g} bytes) "
-        f"= {size_text(slots * context * per_token)}"
-    )
-
-
-def sentence(one: FormatPlan) -> str:
-    """One line: the sum, and whether it fits."""
-    verdicts = [f"{'fits' if one.fits_memory else 'does not fit'} in {size_text(one.memory_bytes)} of RAM"]
-    if one.vram_bytes is not None:
-        verdicts.append(f"{'fits' if one.fits_vram else 'does not fit'} in {size_text(one.vram_bytes)} of VRAM")
-    return (
-        f"{one.weight_format:7} weights {size_text(one.weight_bytes)} + KV {size_text(one.kv_bytes)} + overhead "
-        f"{size_text(one.overhead_bytes)} = {size_text(one.total_bytes)}: {', '.join(verdicts)}"
-    )
-
-
 def size_text(size_bytes: int) -> str:
     """Bytes for people: 73.4 MiB, 1.21 GiB."""
     value, unit = float(size_bytes), "B"
@@ -224,21 +137,6 @@ def _listed(one: Rung, root: Path) -> dict[str, Any]:
         "cached": finished_formats(spec, root),
         "source": one.source,
     }
-
-
-def _shape(name: str) -> ModelSpec:
-    """The shape of a rung, a GGUF file or a folder, without making or loading anything."""
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return read_header(path).spec(path.stem)
-    return read_spec(path, path.name) if path.is_dir() else rung(name).spec
-
-
-def _known(name: str, choices: list[str], what: str) -> str:
-    found = name if name in choices else next((choice for choice in choices if choice.lower() == name.lower()), None)
-    if found is not None:
-        return found
-    raise ModelError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from models.convert_onnx import TRANSFORMERS_LOCK, Comparison, distance_of, fixed_sequences
@@ -47,7 +48,10 @@ def make_torch(
         raise UnsupportedModel(f"there is no packed precision {precision!r} for torch; there are {', '.join(PRECISIONS)}")
     source, target = Path(hf_folder), Path(out_folder)
     config = read_config(source)
-    found = spec or spec_of(config, source.name)
+    found = spec_of(config, source.name)
+    if spec is not None and msgspec.structs.replace(spec, name=found.name) != found:
+        raise BrokenWeights(f"{source.name} does not hold {spec.name}: its config.json describes another shape")
+    found = spec or found
     tensors: dict[str, Tensor] = {}
     shapes = {tensor.name: tensor for tensor in found.tensors()}
     if precision == "int4" and any(tensor.shape[1] % GROUP for tensor in shapes.values() if tensor.is_matrix):

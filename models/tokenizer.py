@@ -16,6 +16,7 @@ import copy
 import hashlib
 import json
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from models.train_tokenizer import BYTES, DATA, SPECIAL_TOKENS
 
 SHIPPED = DATA / "tokenizer.json"
 SMALLEST_VOCABULARY = 512
+REHEARSAL_SECONDS = 60  # of a process that does nothing else; the largest known vocabularies take two
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<eos>")
 
 
@@ -68,6 +70,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not file.is_file():
         raise UnknownModel(f"no tokenizer at {str(path)!r}: neither a tokenizer.json, nor a folder with one, nor a GGUF file")
     return HfTokenizer(file)
+
+
+def rehearse(path: str, progress: object = None) -> None:
+    """Load a stranger's tokenizer and use it once; for `models.aside`, where a file that makes native code abort or hang ends only a child.
+
+    Raises BrokenWeights, UnknownModel or UnsupportedModel where it cannot be read.
+    """
+    signal.alarm(REHEARSAL_SECONDS)
+    tokenizer = load_tokenizer(path)
+    try:
+        tokenizer.token_bytes()
+        tokenizer.encode("Once <|im_start|>", parse_special=True)
+    except Exception as problem:
+        raise BrokenWeights(f"the tokenizer at {path!r} cannot be used: {type(problem).__name__}: {problem}") from problem
 
 
 class HfTokenizer:

@@ -35,7 +35,7 @@ class GgufTokenizer:
         self.eos_ids = frozenset(index for index in everyone if llama.llama_vocab_is_eog(vocab, index))
         self.bos_id = int(llama.llama_vocab_bos(vocab)) if llama.llama_vocab_get_add_bos(vocab) else None
         template = llama.llama_model_chat_template(self._model, None)
-        self.chat_template = template.decode() if template else None
+        self.chat_template = template.decode(errors="replace") if template else None
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:

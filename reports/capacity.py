@@ -113,7 +113,7 @@ def numbers_of_cells(run: RunRecords, promise: Promise) -> Iterable[CellNumbers]
             for name in ends
             if name in starts and starts[name].cell == key
         )
-        yield cell_numbers(run.manifest.run_id, cell, own, levels, samples[key], promise, config)
+        yield cell_numbers(run.manifest.run_id, cell, own, levels, samples[key], promise, config, promises_of(run.manifest))
 
 
 def level_numbers(
@@ -166,7 +166,7 @@ def _answer(record: RequestRecord) -> tuple[float | None, float | None]:
 
 def cell_numbers(
     run_id: str, cell: Mapping[str, Any], events: Sequence[Event], levels: tuple[LevelNumbers, ...], samples: Sequence[ResourceSample],
-    promise: Promise, config: SearchConfig,
+    promise: Promise, config: SearchConfig, promises: Sequence[Promise] = (),
 ) -> CellNumbers:  # fmt: skip
     """One cell from its entry in the manifest, its events, its finished levels and its samples."""
     kinds = [event.kind for event in events]
@@ -189,6 +189,7 @@ def cell_numbers(
         state, reason = "unfinished", _why_unfinished(events)
     else:
         state, reason = "measured", "" if "cell_finished" in kinds else "the cell was not finished: " + _why_unfinished(events)
+    predicted = predicted_rate(events, promise, promises)
     backend, device = str(info.get("name") or cell.get("backend") or ""), str(info.get("device") or cell.get("device") or "cpu")
     return CellNumbers(
         key=str(cell.get("key")),
@@ -207,12 +208,29 @@ def cell_numbers(
         state=state,  # type: ignore[arg-type]
         reason=reason,
         levels=levels,
-        capacity=capacity_of(levels, promise, config),
+        capacity=capacity_of(levels, promise, config if predicted is None else msgspec.structs.replace(config, predicted_rate=predicted)),
+        predicted_rate=predicted,
+        measured_only=capacity_of(levels, promise, config) if predicted is not None else None,
         memory=_with_measured(predicted_memory(spec, weight_format, kv_tokens, kv_dtype, backend, device, slots), ready, samples),
         random_weights=_random_weights(cell, ready),
         load_seconds=ready.get("load_seconds"),
         quality_kl_nats=info.get("quality_kl_nats"),
     )
+
+
+def promises_of(manifest: RunManifest) -> tuple[Promise, ...]:
+    """All promises that the campaign searched for."""
+    several = msgspec.convert(manifest.campaign.get("promises") or [], list[Promise])
+    return tuple(several) or (promise_of(manifest),)
+
+
+def predicted_rate(events: Sequence[Event], promise: Promise, promises: Sequence[Promise]) -> float | None:
+    """What the cell's calibration predicted for this promise; None where it did for another one, or for none."""
+    made = next((event.detail for event in events if event.kind == "calibrated"), None)
+    if made is None or promise not in promises:
+        return None
+    rate = (made.get("rates") or {}).get(promise.name)
+    return float(rate) if rate else None
 
 
 def capacity_of(levels: Sequence[LevelNumbers], promise: Promise, config: SearchConfig) -> CapacityNumbers:

@@ -5,6 +5,7 @@ Those of the levels (loadtests.doubts) are gathered by name; those of the run as
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -121,6 +122,21 @@ def _capacities(numbers: RunNumbers) -> Iterable[Doubt]:
         yield Doubt(
             "WideInterval", text, "Give the campaign more time: more levels, and longer ones.", "note", tuple(cell.key for cell in wide)
         )
+    leaning = [cell for cell in numbers.cells if _leans(cell)]
+    if leaning:
+        parts = [
+            f"{model_title(cell.model)} {formatting.interval(cell.measured_only.low, cell.measured_only.high)}"
+            for cell in leaning
+            if cell.measured_only is not None and cell.measured_only.low is not None
+        ]
+        alone = f"; by the levels alone, in requests/s: {formatting.listing(parts)}" if parts else ""
+        yield Doubt(
+            "LeansOnPrediction",
+            f"Little was measured, and the prediction by calibration and simulation made some intervals much narrower{alone}.",
+            "Give the campaign more time: with more levels the prediction counts for nothing.",
+            "note",
+            tuple(cell.key for cell in leaning),
+        )
     for cell in numbers.cells:
         capacity, name = cell.capacity, model_title(cell.model)
         if cell.state == "measured" and cell.reason:
@@ -153,6 +169,16 @@ def _capacities(numbers: RunNumbers) -> Iterable[Doubt]:
             held, failed = formatting.rate(higher[-1].rate_per_second), formatting.rate(lower[0].rate_per_second)
             text = f"{name} held at {held} and failed at {failed}: its levels contradict each other."
             yield Doubt("Contradiction", text, "The machine was not steady, or levels were too short: repeat them.", "serious", (cell.key,))
+
+
+def _leans(cell: CellNumbers) -> bool:
+    """Whether the interval would be half as wide again, or none at all, without the prediction."""
+    alone, found = cell.measured_only, cell.capacity
+    if alone is None or found.low is None or found.high is None or found.low <= 0:
+        return False
+    if not alone.low or not alone.high:
+        return True
+    return math.log(alone.high / alone.low) > 1.5 * math.log(found.high / found.low)
 
 
 def _setting(run: RunRecords, numbers: RunNumbers) -> Iterable[Doubt]:

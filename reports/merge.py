@@ -54,7 +54,9 @@ def merged(runs: Sequence[RunNumbers]) -> RunNumbers:
                 cells[cell.key] = cell
             elif cell.levels:
                 levels = seen.levels + cell.levels
-                cells[cell.key] = msgspec.structs.replace(seen, levels=levels, capacity=capacity_of(levels, first.promise, config))
+                # Two runs, two predictions: together their levels speak for themselves.
+                both = capacity_of(levels, first.promise, config)
+                cells[cell.key] = msgspec.structs.replace(seen, levels=levels, capacity=both, predicted_rate=None, measured_only=None)
     spent = [run.measured_seconds for run in runs if run.measured_seconds is not None]
     return msgspec.structs.replace(
         first,

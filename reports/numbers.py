@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from loadtests.calibrate import error_of
 from loadtests.records import RunManifest
 from loadtests.slo import Promise, Verdict
 from loadtests.summary import Distribution, Summary
@@ -109,6 +110,13 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     random_weights: bool | None
     quality_kl_nats: float | None = None  # KL divergence of the weights' format to the float model, measured when they were converted
     load_seconds: float | None
+    predicted_rate: float | None = None  # capacity by calibration and simulation, requests/s; None: no calibration, or another promise
+    measured_only: CapacityNumbers | None = None  # what the levels say without it; None where there is no prediction
+
+    @property
+    def prediction_error(self) -> float | None:
+        """(predicted - measured) / measured by the levels alone: above 0 where the prediction was too hopeful."""
+        return error_of(self.predicted_rate, self.measured_only.estimate if self.measured_only is not None else None)
 
     @property
     def parameters(self) -> int | None:

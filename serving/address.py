@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 import time
@@ -32,6 +33,12 @@ def listen(host: str, port: int) -> socket.socket:
         advice = "; --port 0 takes a free one" if getattr(problem, "errno", None) == errno.EADDRINUSE else ""
         raise CannotListen(f"cannot listen on {host}:{port}: {getattr(problem, 'strerror', None) or problem}{advice}") from problem
     return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can reach the socket."""
+    host = str(listener.getsockname()[0]).partition("%")[0]
+    return ipaddress.ip_address(host).is_loopback
 
 
 def url_of(listener: socket.socket, tls: bool = False) -> str:

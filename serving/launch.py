@@ -25,12 +25,13 @@ import uvicorn
 
 from models.cli import parse_bytes
 from serving.access import Limits
-from serving.address import listen, url_of, write_atomically
+from serving.address import is_loopback, listen, url_of, write_atomically
 from serving.admin import ROUTES as ADMIN_ROUTES
 from serving.admin import LoopbackOnly
 from serving.admission import QueueBounds
 from serving.app import App, app_of
 from serving.cores import parse_cores, physical_of, split_cores
+from serving.errors import ServingError
 from serving.fleet import Fleet, FleetLimits, Tenant
 from serving.hardware import allowed_cores, process_memory
 from serving.listener import room_for_connections, server_options
@@ -56,10 +57,17 @@ def launch(options: ServeOptions) -> int:
     narrator.take_logging(options.log_requests)
     api_key = read_api_key(options.api_key_env, options.api_key_file)
     admin_key = read_api_key(options.admin_key_env, options.admin_key_file, "--admin-key")
+    if admin_key is not None and admin_key == api_key:
+        raise ServingError("--admin-key-... is the same key as --api-key-...; whoever may ask a model may not load and unload them")
     memory_limit = parse_bytes(options.memory_limit) if options.memory_limit is not None else None
     models = models_of(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
+        if api_key is None and not is_loopback(listener):
+            narrator.say(
+                f"WARNING: --host {options.host} opens this server to everybody who can reach this machine, since it has no key; "
+                "--api-key-env or --api-key-file gives it one"
+            )
         admin = None if options.admin_port is None else stack.enter_context(listen("127.0.0.1", options.admin_port))
         machine = Machine(options.cache, options.api_cores, narrator)
         facts = machine.facts()

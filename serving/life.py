@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from serving.backends.base import EngineConfig
 from serving.child import Child, cause_of_exit
 from serving.messages import Died, Ready, ToEngine
 from serving.placement import Cause
+from serving.recovery import RecoveryLimits, is_hung
 
 _BUSY_CPU_SHARE = 0.05  # of one core; below it a child counts as asleep
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to the engines.
+
+    `kind`: started, ready, standby, died, restarting, fell_back, returning, returned, failed, draining, stopped, unloaded.
+    """
+
+    unix_seconds: float
+    kind: str
+    engine: str  # "llama_cpp/cpu"
+    message: str
+    cause: str | None = None  # a value of serving.placement.Cause
+    model: str = ""
 
 
 class Life:
@@ -54,6 +71,22 @@ class Life:
         if self._cpu is None or used - self._cpu[0] > _BUSY_CPU_SHARE * (now - self._cpu[1]):
             self.busy_at = now
         self._cpu = (used, now)
+
+    def trouble(self, now: float, limits: RecoveryLimits) -> str | None:
+        """What is wrong with a process that still runs: it is silent while it loads, or it hangs; None: nothing."""
+        if self.killed_for is not None or self.child is None:
+            return None
+        self.look_at_cpu(now)
+        if self.ready is None:
+            silent = now - self.heard_at
+            return f"no word from the loading engine for {silent:.0f} s" if silent > limits.load_timeout_seconds else None
+        if self.sequences and is_hung(now - self.step_at, now - self.busy_at, limits):
+            return f"no step finished for {now - self.step_at:.1f} s with {len(self.sequences)} sequences in flight"
+        return None
+
+    def give_up(self, trouble: str) -> None:
+        self.killed_for = (Cause.health_timeout, trouble)
+        self.kill()
 
     def why(self) -> tuple[Cause, str]:
         """The cause of an unasked-for end: what we killed it for, its last word, or its exit status."""

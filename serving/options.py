@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import ssl
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -165,6 +166,12 @@ def check_files(options: ServeOptions) -> None:
     for name, file in (("--tls-certificate", options.tls_certificate), ("--tls-key", options.tls_key)):
         if file is not None and not os.access(file, os.R_OK):
             raise ServingError(f"{name} {file}: there is no such file, or it cannot be read")
+    if options.tls_certificate is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.tls_certificate, options.tls_key, password="")
+        except (ssl.SSLError, OSError, ValueError) as problem:
+            files = f"--tls-certificate {options.tls_certificate}, --tls-key {options.tls_key}"
+            raise ServingError(f"{files}: not a certificate and its unencrypted key in PEM form: {problem}") from problem
     if options.ready_file is not None:
         folder = Path(options.ready_file).absolute().parent
         if not os.access(folder, os.W_OK):

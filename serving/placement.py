@@ -81,6 +81,7 @@ class Attempt(msgspec.Struct, frozen=True):
     kv_bytes: int
     overhead_bytes: int
     free_bytes: int | None
+    copied_bytes: int = 0  # of the overhead: weights that stay a second time, in the layout that the CPU's instructions want
 
     @property
     def need_bytes(self) -> int:
@@ -240,7 +241,8 @@ class _Sizes(msgspec.Struct, frozen=True):
         weights = self.weight_bytes if self.weight_bytes is not None else _nominal_bytes(self.spec, backend, chosen)
         overhead = _overhead_bytes(backend, device, chosen, weights, self.spec, self.slots)
         kv = 0 if backend == "fake" else self.kv_bytes
-        return Attempt(device, backend, chosen, device_name, weights, kv, overhead, free_bytes)
+        copied = _rearranged_bytes(self.spec, chosen) if (backend, device) == ("llama_cpp", "cpu") else 0
+        return Attempt(device, backend, chosen, device_name, weights, kv, overhead, free_bytes, copied)
 
 
 def _consider(options: list[Attempt | Reason], sizes: _Sizes, check_memory: bool, attempts: list[Attempt], reasons: list[Reason]) -> None:
@@ -355,11 +357,15 @@ def explain(placement: Placement) -> list[str]:
         lines.append(
             f"  {attempt.device.upper()} {attempt.backend} ({attempt.device_name}): "
             f"weights {gib(attempt.weight_bytes)} + KV {gib(attempt.kv_bytes)} "
-            f"({placement.kv_tokens} tokens, {placement.kv_dtype}) + overhead {gib(attempt.overhead_bytes)} "
+            f"({placement.kv_tokens} tokens, {placement.kv_dtype}) + overhead {gib(attempt.overhead_bytes)}{_copied(attempt)} "
             f"= {gib(attempt.need_bytes)}; may use {free}{'' if attempt.fits else ' - does not fit'}"
         )
     lines += [f"  {'because' if reason.cause is None else reason.cause.value}: {reason.text}" for reason in placement.reasons]
     return lines
+
+
+def _copied(attempt: Attempt) -> str:
+    return f" ({gib(attempt.copied_bytes)} of it a copy of the weights in the CPU's own layout)" if attempt.copied_bytes else ""
 
 
 def gib(size_bytes: int) -> str:
@@ -419,7 +425,7 @@ def _shortage(attempt: Attempt, sizes: _Sizes) -> str:
     free = attempt.free_bytes or 0
     text = (
         f"{sizes.spec.name} in {attempt.weight_format} needs {gib(attempt.need_bytes)} on the {attempt.device.upper()} "
-        f"(weights {gib(attempt.weight_bytes)}, KV {gib(attempt.kv_bytes)}, overhead {gib(attempt.overhead_bytes)}), "
+        f"(weights {gib(attempt.weight_bytes)}, KV {gib(attempt.kv_bytes)}, overhead {gib(attempt.overhead_bytes)}{_copied(attempt)}), "
         f"{gib(free)} may be used"
     )
     room = free - attempt.weight_bytes - attempt.overhead_bytes
@@ -432,7 +438,7 @@ def _shortage(attempt: Attempt, sizes: _Sizes) -> str:
 def _choice(attempt: Attempt, facts: HardwareFacts) -> str:
     if attempt.device == "gpu":
         usable = "" if attempt.free_bytes is None else f" of {gib(attempt.free_bytes)} usable"
-        return f"the GPU {attempt.device_name} serves with {attempt.backend}: {gib(attempt.need_bytes)} needed{usable} VRAM"
+        return f"the GPU ({attempt.device_name}) serves with {attempt.backend}: {gib(attempt.need_bytes)} needed{usable} VRAM"
     cores = f"{facts.usable_cores:g} core{'' if facts.usable_cores == 1 else 's'}"
     return (
         f"the CPU serves with {attempt.backend}: {facts.cpu_model}, {cores} usable, "

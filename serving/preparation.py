@@ -10,8 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from models.aside import run_aside
 from models.hub import resolve
 from models.ladder import is_rung, rung
+from models.manifest import read_manifest
 from models.onnx_files import graphs
 from models.spec import ModelSpec
 from serving.backends.base import EngineConfig
@@ -113,6 +115,8 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         )
         if found.synthetic and attempt.backend != "fake":
             narrator.say(f"{spec.name} has random weights: times and memory are those of the real model, the text is noise")
+    if spec.name != "fake" and not _made_here(Path(tokenizer_path)):
+        run_aside("models.tokenizer:rehearse", None, tokenizer_path)  # here, in the server's own process, it is loaded after this
     return Prepared(
         name=name,
         model=model,
@@ -123,6 +127,11 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         tokenizer_path=tokenizer_path,
         note=split.note,
     )
+
+
+def _made_here(path: Path) -> bool:
+    """Whether this project wrote the file or folder, so that its tokenizer is ours and not a stranger's."""
+    return any(read_manifest(place) is not None for place in (path, path.parent))
 
 
 def place(

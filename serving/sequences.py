@@ -23,6 +23,15 @@ from serving.streams import Stream
 MOST_ATTEMPTS = 3  # engines that one sequence is given to: it may be the one that kills them
 
 
+class Unavailable(ServingError):
+    """No engine serves at the moment: loading, restarting, failed, draining or stopped. Becomes a 503."""
+
+    def __init__(self, reason: str, retry_after_seconds: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
 class Overloaded(ServingError):
     """The queue is full by the bound named in `kind` (queue_requests, queue_tokens, queue_wait, queue_ttft). Becomes a 429."""
 

@@ -25,46 +25,22 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
-import msgspec
-
 from serving.admission import QueueBounds
 from serving.backends.base import EngineConfig, Sampling
 from serving.child import Child
 from serving.errors import EngineFailed, ServingError
-from serving.life import Life, label
+from serving.life import Event, Life, label
 from serving.messages import Died, FromEngine, Loading, Ready, Step, StepStats, Stop
 from serving.placement import Cause
-from serving.recovery import Ending, RecoveryLimits, after_death, is_hung, return_at
-from serving.sequences import Overloaded, Sequences
+from serving.recovery import Ending, RecoveryLimits, after_death
+from serving.sequences import Overloaded, Sequences, Unavailable
 from serving.streams import Stream
+from serving.way_back import WayBack
 
 KEPT_EVENTS = 200
 LAG_LOOK_SECONDS = 0.1
 _NOT_SOON = ("failed", "stopped", "draining")
 _BOUNDS, _LIMITS, _GREEDY = QueueBounds(), RecoveryLimits(), Sampling()
-
-
-class Unavailable(ServingError):
-    """No engine serves at the moment: loading, restarting, failed, draining or stopped. Becomes a 503."""
-
-    def __init__(self, reason: str, retry_after_seconds: float) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.retry_after_seconds = retry_after_seconds
-
-
-class Event(msgspec.Struct, frozen=True):
-    """Something that happened to the engines.
-
-    `kind`: started, ready, standby, died, restarting, fell_back, returning, returned, failed, draining, stopped, unloaded.
-    """
-
-    unix_seconds: float
-    kind: str
-    engine: str  # "llama_cpp/cpu"
-    message: str
-    cause: str | None = None  # a value of serving.placement.Cause
-    model: str = ""
 
 
 class Supervisor:
@@ -101,7 +77,7 @@ class Supervisor:
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.on_step: Callable[[StepStats], None] | None = None  # told of every step of the serving engine, for histograms
         self._warm = standby
-        self._preferred_usable = preferred_usable
+        self._way_back = WayBack(limits, preferred_usable, clock)
         self._on_event = on_event
         self._on_output = on_output  # lines that engines print; None: to standard error
         self._clock = clock
@@ -113,8 +89,6 @@ class Supervisor:
         self._standby_deaths = 0
         self._engines: set[Life] = set()  # every child that lives, those that drain included
         self._endings: list[Ending] = []
-        self._return_attempts: list[float] = []
-        self._fell_back_at: float | None = None
         self._load_seconds: dict[int, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed_before_stop = 0
@@ -192,7 +166,8 @@ class Supervisor:
             raise ServingError(f"{self.label} cannot be started: it is {self.state}")
         if configs:
             self.configs = tuple(configs)
-        self._endings, self._return_attempts, self._fell_back_at, self._standby_deaths = [], [], None, 0
+        self._endings, self._standby_deaths = [], 0
+        self._way_back.forget()
         self._place = 0
         self._become("loading", "starting")
         self._keep(self._watch_health())
@@ -374,7 +349,7 @@ class Supervisor:
             return
         if engine is self._candidate:
             previous, self._candidate = self._current, None
-            self._fell_back_at = None
+            self._way_back.fell_back_at = None
             self.returns += 1
             self._tell("returned", f"{engine.label} serves again", engine)
             self._retire(previous)
@@ -462,7 +437,7 @@ class Supervisor:
             return
         if verdict.engine != engine.place:
             self.fallbacks += 1
-            self._fell_back_at = now
+            self._way_back.fell_back_at = now
             warm = ", which stood by" if standby is not None and standby.ready is not None else ""
             self._tell("fell_back", f"to {label(self.configs[verdict.engine])}{warm}: {message}", engine, cause)
         else:
@@ -505,7 +480,9 @@ class Supervisor:
             await asyncio.sleep(min(0.5, self.limits.health_timeout_seconds / 5))
             now = self._clock()
             for engine in list(self._engines):
-                self._check_health(engine, now)
+                trouble = engine.trouble(now, self.limits)
+                if trouble is not None:
+                    engine.give_up(trouble)
 
     async def _watch_lag(self) -> None:
         """How far behind is this process itself? What waits in its sockets was not seen by the ledger yet."""
@@ -516,44 +493,16 @@ class Supervisor:
             ledger.lag_seconds = max(0.0, self._clock() - due)
 
     async def _watch_return(self) -> None:
-        """Can the preferred engine be had again? It must look usable for a while before it is tried."""
-        limits = self.limits
-        pause = min(5.0, max(0.05, limits.return_first_seconds / 6, limits.steady_seconds / 6))
-        usable_since: float | None = None
+        """Load the preferred engine beside the one that serves, when it can be had again."""
         while True:
-            await asyncio.sleep(pause)
-            if not self._may_return() or not await self._is_preferred_usable():
-                usable_since = None
-                continue
-            now = self._clock()
-            usable_since = now if usable_since is None else usable_since
-            if now - usable_since >= limits.steady_seconds and self._may_return():
-                usable_since = None
-                self._return_attempts = [*self._return_attempts[-99:], now]
+            await asyncio.sleep(self._way_back.pause_seconds)
+            if await self._way_back.is_open(self._may_return):
+                self._way_back.begin()
                 await self._spawn(0, "candidate")
 
-    async def _is_preferred_usable(self) -> bool:
-        return self._preferred_usable is None or await self._preferred_usable()
-
-    def _check_health(self, engine: Life, now: float) -> None:
-        if engine.killed_for is not None or engine.child is None:
-            return
-        engine.look_at_cpu(now)
-        if engine.ready is None:
-            if now - engine.heard_at > self.limits.load_timeout_seconds:
-                self._give_up(engine, f"no word from the loading engine for {now - engine.heard_at:.0f} s")
-        elif engine.sequences and is_hung(now - engine.step_at, now - engine.busy_at, self.limits):
-            self._give_up(engine, f"no step finished for {now - engine.step_at:.1f} s with {len(engine.sequences)} sequences in flight")
-
-    def _give_up(self, engine: Life, message: str) -> None:
-        engine.killed_for = (Cause.health_timeout, message)
-        engine.kill()
-
     def _may_return(self) -> bool:
-        if self.state != "ready" or self._place == 0 or self._candidate is not None or self._fell_back_at is None:
-            return False
-        at = return_at(self._endings, self._fell_back_at, self._return_attempts, self.limits)
-        return at is not None and self._clock() >= at
+        free = self.state == "ready" and self._place != 0 and self._candidate is None
+        return free and self._way_back.is_due(self._endings)
 
     # Telling.
 

@@ -17,21 +17,24 @@ import numpy as np
 
 @dataclass
 class Stream:
-    """What one request did; times in seconds from the start of the run."""
+    """What one request did; times in seconds from the start of the run. `finish`: the server's finish_reason; None where it gave none."""
 
     sent: float
     chunks: list[float] = field(default_factory=list)
     tokens: int | None = None
+    finish: str | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run's figures. Rates in tokens per second, times in seconds."""
+    """One run's figures. Rates in tokens per second, times in seconds. `failed`: requests that ended in an error; `cut`: those whose
+    answer broke off, or ended before it had the length asked for. Tokens of all of them count."""
 
     streams: int
     requests: int
-    errors: int
+    failed: int
+    cut: int
     output_tokens_per_second: float
     ttft_p50: float
     ttft_p95: float
@@ -42,8 +45,9 @@ class Result:
 
 async def _one(host: str, port: int, body: bytes, start: float) -> Stream:
     stream = Stream(sent=time.perf_counter() - start)
-    reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
+    writer = None
     try:
+        reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
             % len(body)
@@ -51,7 +55,7 @@ async def _one(host: str, port: int, body: bytes, start: float) -> Stream:
         )
         status = await reader.readline()
         if b" 200 " not in status:
-            stream.error = status.decode(errors="replace").strip()
+            stream.error = status.decode(errors="replace").strip() or "the connection was closed without an answer"
             return stream
         async for line in reader:
             if not line.startswith(b"data: {"):
@@ -63,10 +67,17 @@ async def _one(host: str, port: int, body: bytes, start: float) -> Stream:
             if event.get("usage"):
                 stream.tokens = event["usage"]["completion_tokens"]
             choices = event.get("choices") or []
-            if choices and choices[0].get("text"):
-                stream.chunks.append(now)
+            if choices:
+                stream.finish = choices[0].get("finish_reason") or stream.finish
+                if choices[0].get("text"):
+                    stream.chunks.append(now)
+            elif event.get("error"):
+                stream.error = str(event["error"])[:200]
+    except OSError as problem:
+        stream.error = f"{type(problem).__name__}: {problem}"
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()
     return stream
 
 
@@ -86,7 +97,8 @@ async def _drive(url: str, bodies: list[bytes], streams: int) -> tuple[list[Stre
 
 
 def run(url: str, prompts: list[str], output_tokens: int, streams: int, model: str = "", **extra: object) -> Result:
-    """Send every prompt once, `streams` at a time; output length fixed by ignore_eos. Raises RuntimeError where a request failed."""
+    """Send every prompt once, `streams` at a time; output length fixed by ignore_eos, where the server knows it. Raises RuntimeError where
+    no request at all brought a token."""
     bodies = [
         json.dumps(
             {
@@ -103,20 +115,28 @@ def run(url: str, prompts: list[str], output_tokens: int, streams: int, model: s
         for prompt in prompts
     ]
     done, seconds = asyncio.run(_drive(url, bodies, streams))
-    errors = [stream.error for stream in done if stream.error or not stream.chunks]
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(done)} requests failed: {errors[:3]}")
-    tokens = sum(stream.tokens or len(stream.chunks) for stream in done)
-    ttft = np.array([stream.chunks[0] - stream.sent for stream in done])
-    gaps = np.concatenate([np.diff(stream.chunks) for stream in done])
+    begun = [stream for stream in done if stream.chunks]
+    if not begun:
+        raise RuntimeError(f"none of {len(done)} requests brought a token: {[stream.error for stream in done][:3]}")
+    ttft = np.array([stream.chunks[0] - stream.sent for stream in begun])
+    gaps = np.concatenate([np.diff(stream.chunks) for stream in begun])
     return Result(
         streams=streams,
         requests=len(done),
-        errors=len(errors),
-        output_tokens_per_second=tokens / seconds,
+        failed=sum(stream.error is not None or not stream.chunks for stream in done),
+        cut=sum(stream.error is None and 0 < len(stream.chunks) and made(stream, output_tokens) < output_tokens for stream in done),
+        output_tokens_per_second=sum(made(stream, output_tokens) for stream in done) / seconds,
         ttft_p50=float(np.percentile(ttft, 50)),
         ttft_p95=float(np.percentile(ttft, 95)),
         itl_p50=float(np.percentile(gaps, 50)),
         itl_p99=float(np.percentile(gaps, 99)),
         seconds=seconds,
     )
+
+
+def made(stream: Stream, asked: int) -> int:
+    """The tokens of an answer: as the server counts them; else all that were asked for, where it says that the length ended it; else one
+    for each chunk with text, which is the least there can be."""
+    if stream.tokens is not None:
+        return stream.tokens
+    return asked if stream.finish == "length" else len(stream.chunks)

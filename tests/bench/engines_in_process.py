@@ -70,7 +70,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         turns = {}
         for backend, weight_format in arguments.engines:
-            config = settings(arguments.model, backend, weight_format, max(arguments.rows), context, len(arguments.cores), {})
+            config = settings(arguments.model, backend, weight_format, max(arguments.rows) + 1, context, len(arguments.cores), {})
             child = stack.enter_context(Child(COMMAND, msgspec.to_builtins(config), arguments.cores))
             turns[f"{backend} {weight_format}"] = lambda _, child=child: cells(child, arguments)
         runs = series.add("steps", take_turns(turns, arguments.rounds, lambda text: print(text, flush=True)))

@@ -23,7 +23,7 @@ from models.hub import resolve
 from serving.backends.base import EngineConfig
 from tests.bench.peers.crossover_http import served
 from tests.bench.peers.jobs import Child
-from tests.bench.peers.match import Player, add_options, compete, in_process
+from tests.bench.peers.match import Player, add_options, compete, in_process, room
 
 # Peer -> (its module, our formats that stand beside it, the format and exporter of its graph).
 PEERS: dict[str, tuple[str, tuple[str, ...], tuple[str, str]]] = {
@@ -56,8 +56,7 @@ def main() -> None:
 def contestants(arguments: argparse.Namespace, peer: str) -> Iterator[dict[str, Player]]:
     """All players of one comparison, loaded."""
     module, formats, (graph_format, exporter) = PEERS[peer]
-    slots = max(one.batch for one in arguments.workloads)
-    context = -(-(arguments.prompt + arguments.output) // 64) * 64
+    slots, context = room(arguments)
     players: dict[str, Player] = {}
     with contextlib.ExitStack() as stack:
         for weight_format in formats:

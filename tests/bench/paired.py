@@ -34,15 +34,17 @@ class Line(NamedTuple):
     scale: float = 1.0
 
 
-def take_turns(contestants: Mapping[str, Callable[[int], Figures]], rounds: int, said: Callable[[str], None] | None = None) -> Runs:
-    """Every contestant once a round, in turns, given the round's number; rounds with an odd number go the other way."""
+def take_turns(
+    contestants: Mapping[str, Callable[[int], Figures]], rounds: int, said: Callable[[str], None] | None = None, first: int = 0
+) -> Runs:
+    """Every contestant once a round, in turns, given the round's number; those with an odd number go the other way."""
     runs: Runs = {name: [] for name in contestants}
-    for number in range(rounds):
+    for number in range(first, first + rounds):
         for name in reversed(list(contestants)) if number % 2 else contestants:
             runs[name].append(contestants[name](number))
             if said is not None:
-                first = next(f"{key} {value:.4g}" for key, value in runs[name][-1].items() if value is not None)
-                said(f"  round {number + 1}: {name:32} {first}")
+                shown = next(f"{key} {value:.4g}" for key, value in runs[name][-1].items() if value is not None)
+                said(f"  round {number + 1}: {name:32} {shown}")
     return runs
 
 

@@ -28,6 +28,7 @@ from tests.bench.engines_in_process import COMMAND, engine
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child
 
+ROUNDING_NATS = 1e-7  # of log-probabilities taken from float32 logits; what is below it may even come out negative
 DEFAULT = (
     "onnx:fp32 onnx:int8 onnx:dynamic-int8 onnx:int4 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 "
     "torch:bf16 torch:int8 torch:dynamic-int8 torch:int4"
@@ -71,8 +72,9 @@ def main() -> None:
             size = weight_bytes(Path(found.path))
             out[f"{backend} {weight_format}"] = {**answer, "manifest_kl_nats": found.quality_kl_nats, "weight_bytes": size}
             said = "-" if found.quality_kl_nats is None else f"{found.quality_kl_nats:.2g}"
+            kl = f"{answer['kl_nats']:.2g}" if answer["kl_nats"] > ROUNDING_NATS else f"<{ROUNDING_NATS:g}"
             print(
-                f"{backend + ' ' + weight_format:28}{answer['kl_nats']:>12.2g}{answer['agreement']:>14.1%}{said:>13}{size / 1e6:>13.0f}",
+                f"{backend + ' ' + weight_format:28}{kl:>12}{answer['agreement']:>14.1%}{said:>13}{size / 1e6:>13.0f}",
                 flush=True,
             )
     if arguments.json:

@@ -24,7 +24,7 @@ import msgspec
 from models.hub import resolve
 from serving.backends.base import EngineConfig
 from tests.bench.peers.jobs import Child
-from tests.bench.peers.match import Player, add_options, compete, in_process
+from tests.bench.peers.match import Player, add_options, compete, in_process, room
 
 # Peer -> (mode, attention, True for the environment of transformers 5).
 PEERS: dict[str, tuple[str, str, bool]] = {
@@ -45,8 +45,7 @@ def main() -> None:
     add_options(parser, ["1", "8", "16"], "torch transformers")
     arguments = parser.parse_args()
     folder = resolve(arguments.model, backend="torch", weight_format="bf16").path
-    slots = max(one.batch for one in arguments.workloads)
-    context = -(-(arguments.prompt + arguments.output) // 64) * 64
+    slots, context = room(arguments)
     players: dict[str, Player] = {}
     with contextlib.ExitStack() as stack:
         for weight_format in arguments.formats:

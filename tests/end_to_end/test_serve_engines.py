@@ -17,6 +17,7 @@ import msgspec
 import openai
 import pytest
 
+from loadtests.servers import info_of
 from models.manifest import read_manifest
 from models.tokenizer import load_tokenizer
 from tests.serving.hf_folders import generated, hf_folder, onnx_folder
@@ -158,6 +159,7 @@ def test_the_formats_quality_and_the_memory_are_told(served: Served) -> None:
     }[served.name]()
     told = seen["engine"]["quality_kl_nats"]
     assert told is None if kept is None else told == kept.quality_kl_nats is not None
+    assert info_of(seen)["quality_kl_nats"] == told and info_of(seen)["name"] == served.name  # what a run writes down
     measured, predicted = seen["memory"]["measured"], seen["memory"]["predicted"]
     assert predicted["kv_bytes"] > 0 and predicted["weight_bytes"] > 0
     if measured["kv_bytes"] is not None:

@@ -14,10 +14,11 @@ from loadtests.workload import Workload, draw
 FACTS = TargetFacts(
     model="m", models=["m"], usage=True, continuous_usage=True, ignore_eos=True, min_tokens=True, tokenizer=None,
 )  # fmt: skip
+ALONE = Share(0, 1)
 TALK = Workload(prompt_tokens=20, output_tokens=10, turns=3.0, think_seconds=1.0)
 
 
-def prompts(api: str = "chat", share: Share = Share(0, 1), workload: Workload = TALK, rate: float | None = 5.0) -> Prompts:
+def prompts(api: str = "chat", share: Share = ALONE, workload: Workload = TALK, rate: float | None = 5.0) -> Prompts:
     target = Target(url="http://127.0.0.1:9", api=api)  # type: ignore[arg-type]
     plan = LoadPlan(
         target=target, workload=workload, rate_per_second=rate, concurrency=None if rate else 1, window_seconds=60.0, facts=FACTS

@@ -10,7 +10,7 @@ import pytest
 
 from models.cli import parse_bytes, size_text
 from models.errors import ModelError
-from models.ladder import LADDER, OVERHEAD_BYTES
+from models.ladder import LADDER
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,22 +46,6 @@ def test_make_repairs_what_it_made_itself(tmp_path: Path) -> None:
     assert file.stat().st_size > 80_000_000
 
 
-def test_plan_adds_up() -> None:
-    done = crossover("plan", "1b", "--format", "Q8_0", "--slots", "4", "--context", "1024", "--memory", "2GiB", "--vram", "1GB", "--json")
-    (plan,) = json.loads(done.stdout)
-    assert plan["kv_bytes"] == 4 * 1024 * 32_768
-    assert plan["overhead_bytes"] == OVERHEAD_BYTES
-    assert plan["total_bytes"] == plan["weight_bytes"] + plan["kv_bytes"] + plan["overhead_bytes"]
-    assert (plan["memory_bytes"], plan["fits_memory"]) == (2 << 30, True)
-    assert (plan["vram_bytes"], plan["fits_vram"]) == (10**9, False)
-
-
-def test_plan_says_its_formula_in_words() -> None:
-    shown = crossover("plan", "8b", "--memory", "8GiB", "--context", "2048").stdout
-    assert "16 slots x 2,048 tokens x 131,072 bytes a token (32 layers x 2 for key and value x 8 heads x 128 x 2 bytes) = 4 GiB" in shown
-    assert "does not fit in 8 GiB of RAM" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -71,11 +55,6 @@ def test_plan_says_its_formula_in_words() -> None:
         (["make", "1b", "--format", "Q9"], "'llama_cpp' has no weight format 'Q9'"),
         (["make", "1b", "--backend", "tpu"], "unknown backend 'tpu'"),
         (["make", "1b", "--exporter", "optimum"], "--exporter optimum is for --backend onnx"),
-        (["plan", "8b", "--context", "999999"], "--context 999999 is more than the 131072 tokens"),
-        (["plan", "8b", "--memory", "lots"], "'lots' is no size"),
-        (["plan", "8b", "--vram", "24"], "did you mean 24GiB?"),
-        (["plan", "8b", "--format", "Q9"], "unknown format 'Q9'"),
-        (["plan", "8b", "--kv-dtype", "int2"], "unknown KV dtype 'int2'"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(arguments: list[str], complaint: str, tmp_path: Path) -> None:

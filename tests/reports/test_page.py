@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from reports import tables
 from reports.cli import write_report
 from reports.crossover import Crossover, crossover
 from reports.figures import figures
+from reports.markdown import markdown
 from reports.numbers import RunNumbers
 from reports.page import page
 from tests.reports.example_run import RUNGS, write_example_run
@@ -109,6 +111,20 @@ def test_sentence_cards_and_labels(reader: Reader) -> None:
     assert "Llama-3.2-1B Q4_0 holds the chat promise up to" in reader.words
     assert "Largest model that holds Llama-3.2-1B" in reader.words and "Holds at no rate Llama-3.2-3B" in reader.words
     assert reader.words.count("measured here") > 10 and reader.words.count("predicted") > 8 and reader.words.count("published") >= 3
+
+
+def test_the_quality_of_a_format_is_shown_where_it_was_measured(text: str, run: RunNumbers, found: Crossover) -> None:
+    by_model = {cell.model: cell for cell in run.cells}
+    assert by_model["smollm2-135m"].quality_kl_nats == 0.0143 and by_model["llama-3.2-1b"].quality_kl_nats is None
+    table = tables.capacity_table(run, found)
+    shown = {row[0]: row[[column.title for column in table.columns].index("format's KL")] for row in table.rows}
+    assert shown["SmolLM2-135M"] == "0.014 nats" and shown["Llama-3.2-1B"] == "not measured"
+    assert "0.014 nats" in text and "mean divergence of its next-token probabilities" in text
+    written = markdown(run, found)
+    assert "| 0.014 nats |" in written and tables.QUALITY_WORDS in written
+    records = tables.cell_records(run)
+    assert {record["model"]: record["quality_kl_nats"] for record in records}["smollm2-135m"] == 0.0143
+    assert "quality_kl_nats" in tables.to_csv(records).splitlines()[0]
 
 
 def test_every_chart_is_drawn_and_specified(reader: Reader) -> None:

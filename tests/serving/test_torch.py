@@ -35,13 +35,16 @@ from tests.serving.backend_contract import (
     check_churn,
     check_contract,
     check_contradictions,
+    check_prompt_scores,
+    check_scheduled,
+    check_seeded,
     generate,
     greedy_alone,
     near_tie,
     prompt_of,
     row,
 )
-from tests.serving.hf_folders import generated, hf_folder
+from tests.serving.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
 
 Make = Callable[..., TorchBackend]
@@ -112,22 +115,24 @@ def test_a_full_row_between_others_costs_them_nothing(make: Make) -> None:
     assert backend.step([row(1, full[63:], 63)])[0].token == reference(full, 1)[0]
 
 
-def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make, on_device: bool) -> None:
     backend = make(hf_folder("tiny-qwen3"))
-    sampling = Sampling(temperature=0.8, top_k=40, seed=3)
-    prompt = prompt_of(backend, 12, 6)
+    backend._device_sampling = on_device
+    check_seeded(backend)
 
-    def mine(slot: int, mates: tuple[int, ...]) -> list[int]:
-        last = {mate: backend.step([row(mate, prompt_of(backend, 5 + mate, mate), 0)])[0].token for mate in mates}
-        out = [backend.step([row(slot, prompt, 0, sampling=sampling)])[0].token]
-        for step in range(6):
-            rows = [row(mate, [last[mate]], 5 + mate + step) for mate in mates]
-            rows = sorted([*rows, row(slot, out[-1:], 12 + step, sampling=sampling)], key=lambda item: item.slot)
-            results = backend.step(rows)
-            out.append(next(result.token for item, result in zip(rows, results, strict=True) if item.slot == slot))
-        return out
 
-    assert mine(0, ()) == mine(4, (0, 1)) == mine(2, (0, 1, 3, 4))
+@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 200}], ids=["room", "preempting"])
+def test_the_scheduler_gives_the_tokens_of_transformers(make: Make, settings: dict[str, Any]) -> None:
+    scheduler = check_scheduled(make(hf_folder("tiny-qwen2"), **settings), generated(hf_folder("tiny-qwen2")))
+    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_prompt_logprobs_are_those_of_transformers(make: Make, on_device: bool) -> None:
+    backend = make(hf_folder("tiny-llama3"))
+    backend._device_sampling = on_device
+    check_prompt_scores(backend, lambda tokens: logprobs_of(hf_folder("tiny-llama3"), tokens), tolerance=1e-3)
 
 
 # --- what runs on a GPU, on the CPU -------------------------------------------------------------------------------------

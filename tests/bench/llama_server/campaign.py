@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from models.hub import resolve
-from tests.bench.llama_server.compare import HERE, mask, server
+from tests.bench.llama_server.servers import PEERS, Setup, server
 
 PORT = 18433
 CAMPAIGN = """\
@@ -57,13 +57,9 @@ def main() -> None:
     parser.add_argument("--engine-cores", type=int, nargs="+", default=[0])
     arguments = parser.parse_args()
     model = resolve(arguments.model, backend="llama_cpp", weight_format=arguments.format)
-    programs = Path(subprocess.run(["bash", str(HERE / "build.sh")], check=True, capture_output=True, text=True).stdout.strip())
-    threads = str(len(arguments.engine_cores))
-    peer = [
-        *(str(programs / "llama-server"), "-m", str(model.path), "--port", str(PORT), "--alias", arguments.model),
-        *("-t", threads, "-tb", threads, "--cpu-mask", mask(arguments.engine_cores), "--cpu-strict", "1"),
-        *("-np", "8", "-c", str(8 * 256), "--no-webui"),
-    ]
+    alias = ("--alias", arguments.model)
+    setup = Setup(arguments.model, "", arguments.format, model.path, PORT, 8, 256, tuple(arguments.engine_cores), (), alias)
+    peer = PEERS["llama-server"].command(setup)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "llama-server.log"
         campaign = Path(folder) / "campaign.toml"

@@ -1,62 +1,41 @@
-"""Crossover's llama_cpp engine beside llama.cpp's own llama-server: same commit, same GGUF, same cores, in one run.
+"""Any engine of ours over HTTP beside another server: same machine, same cores, same requests, in turns within one run.
 
-    python -m tests.bench.llama_server.compare --model smollm2-135m --streams 1 4 16 --rounds 5
+    python -m tests.bench.llama_server.compare                                  # llama_cpp:Q4_0 beside llama-server, at 1, 4 and 16 streams
+    python -m tests.bench.llama_server.compare --theirs llama-cpp-python:Q4_0 --streams 16 --requests 32
+    python -m tests.bench.llama_server.compare --ours onnx:dynamic-int8 torch:dynamic-int8 --theirs llama-server:Q4_0 llama-server:Q8_0
 
-Both servers are up all the time and take turns, a round each, so that a slow minute of the machine falls on both; what is reported are
-medians over the rounds and the medians of the rounds' ratios. The engine's threads are on --engine-cores, HTTP and the client on
---client-cores. Prompts are different in every request (no prefix can be reused) and outputs have a fixed length (ignore_eos).
-Builds the peer first (build.sh), if it is not there yet.
+All servers are up all the time and take turns, a round each, so that a slow minute of the machine falls on all of them; what is reported
+are medians over the rounds and the medians of the rounds' ratios. Closed loop: each of --streams sends its next request when its last one
+ended. Prompts are different in every request (no prefix can be reused), outputs have a fixed length (ignore_eos). The engines' threads are
+on --engine-cores, HTTP and the client on --client-cores. llama-server is built from the source that llama-cpp-python ships: same commit,
+same flags. A format's KL divergence to the float model is stated where its weights were converted (`--model FOLDER` of safetensors, the
+ONNX and packed torch formats of a rung); the ladder's own GGUF files are random blocks, which have no float original.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import dataclasses
+import functools
 import os
 import random
-import statistics
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 
-from models.hub import resolve
+from models.hub import ResolvedModel, resolve
 from models.tokenizer import load_tokenizer
-from tests.bench.closed_loop import Result, run
+from tests.bench.closed_loop import run
+from tests.bench.llama_server.servers import OURS, PEERS, Launcher, Setup, server
+from tests.bench.paired import Figures, Line, Runs, Series, machine, machine_line, table, take_turns
 
-HERE = Path(__file__).parent
-PORTS = {"crossover": 18431, "llama-server": 18432}
+__all__ = ["main", "prompts", "server"]
 
-
-def mask(cores: list[int]) -> str:
-    return hex(sum(1 << core for core in cores))
-
-
-@contextlib.contextmanager
-def server(command: list[str], port: int, ready: str, log: Path) -> Iterator[str]:
-    """A server process for as long as the block runs; waits until it says that it is ready."""
-    url = f"http://127.0.0.1:{port}"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + 300
-            while True:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{command[0]} did not start:\n{log.read_text()[-2000:]}")
-                with contextlib.suppress(OSError):
-                    if urllib.request.urlopen(url + ready, timeout=2).status == 200:
-                        break
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+PORT = 18431
+LINES = (
+    Line("output_tokens_per_second", "tokens/s"),
+    *(Line(key, "ms", 1e3) for key in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p99")),
+)
 
 
 def prompts(tokenizer_path: str, count: int, tokens: int, seed: int) -> list[str]:
@@ -75,83 +54,92 @@ def prompts(tokenizer_path: str, count: int, tokens: int, seed: int) -> list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--format", default="Q4_0")
+    parser.add_argument("--model", default="smollm2-135m", help="a rung, or a folder of safetensors")
+    parser.add_argument("--ours", nargs="+", default=["llama_cpp:Q4_0"], metavar="BACKEND:FORMAT")
+    parser.add_argument("--theirs", nargs="*", default=["llama-server:Q4_0"], metavar="SERVER:FORMAT", help=f"servers: {', '.join(PEERS)}")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument(
-        "--requests", type=int, nargs="+", default=[4, 12, 32], help="requests of a round, one figure for each of --streams"
-    )
+    parser.add_argument("--requests", type=int, nargs="+", default=[4, 12, 32], help="of a round, one figure for each of --streams")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--engine-cores", type=int, nargs="+", default=[0])
     parser.add_argument("--client-cores", type=int, nargs="+", default=[1])
-    parser.add_argument("--option", action="append", default=[], help="passed on to crossover serve")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="passed on to every crossover serve")
+    parser.add_argument("--their-argument", action="append", default=[], metavar="WORD", help="passed on to every peer")
+    parser.add_argument("--json", type=Path, help="keeps every run; one that is there is gone on with")
     arguments = parser.parse_args()
+    if len(arguments.streams) != len(arguments.requests):
+        parser.error(f"--requests must have a figure for each of --streams, got {len(arguments.requests)} for {len(arguments.streams)}")
 
-    model = resolve(arguments.model, backend="llama_cpp", weight_format=arguments.format)
-    programs = Path(subprocess.run(["bash", str(HERE / "build.sh")], check=True, capture_output=True, text=True).stdout.strip())
-    slots, context = max(arguments.streams), 512
-    cores, client = ",".join(map(str, arguments.engine_cores)), ",".join(map(str, arguments.client_cores))
-    ours = [
-        *(sys.executable, "-m", "crossover", "serve", arguments.model, "--format", arguments.format, "--port", str(PORTS["crossover"])),
-        *("--cores", cores, "--api-cores", client, "--slots", str(slots), "--context", str(context)),
-    ] + [word for option in arguments.option for word in ("--option", option)]
-    both = ",".join(map(str, sorted({*arguments.engine_cores, *arguments.client_cores})))
-    theirs = [
-        *("taskset", "-c", both, str(programs / "llama-server"), "-m", str(model.path), "--port", str(PORTS["llama-server"])),
-        *("-t", str(len(arguments.engine_cores)), "-tb", str(len(arguments.engine_cores))),
-        *("--cpu-mask", mask(arguments.engine_cores), "--cpu-strict", "1", "-np", str(slots), "-c", str(slots * context)),
-        *("--no-webui",),
-    ]
-    logs = Path(os.environ.get("TMPDIR", "/tmp"))
-    table: dict[str, dict[str, list[Result]]] = {}
-    with (
-        server(ours, PORTS["crossover"], "/ready", logs / "bench-crossover.log") as our_url,
-        server(theirs, PORTS["llama-server"], "/health", logs / "bench-llama-server.log") as their_url,
-    ):
+    settings = {key: str(value) for key, value in vars(arguments).items() if key not in ("rounds", "json", "streams", "requests")}
+    facts = machine("llama-cpp-python", "onnxruntime", "torch")
+    series = Series.opened(arguments.json, settings, facts)
+    print(machine_line(facts))
+    entered = [("ours", word) for word in arguments.ours] + [("theirs", word) for word in arguments.theirs]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="crossover-bench-")))
+        urls: dict[str, str] = {}
+        for number, (side, word) in enumerate(entered):
+            launcher, model, setup = _chosen(parser, side, word, arguments, PORT + number)
+            quality = "not measured" if model.quality_kl_nats is None else f"{model.quality_kl_nats:.2g} nats"
+            name = f"{launcher.name} {word}" if side == "ours" else word
+            print(f"{name}: KL to the float model {quality}, {Path(model.path).name}", flush=True)
+            os.sched_setaffinity(0, {*arguments.engine_cores, *arguments.client_cores})
+            urls[name] = stack.enter_context(server(launcher.command(setup), setup.port, launcher.ready, folder / f"{number}.log"))
         os.sched_setaffinity(0, arguments.client_cores)
-        urls = {"crossover": our_url, "llama-server": their_url}
         for url in urls.values():
             run(url, prompts(model.tokenizer_path, 2, 32, 0), 8, 1, arguments.model)  # first touches
         for streams, count in zip(arguments.streams, arguments.requests, strict=True):
-            rows: dict[str, list[Result]] = {name: [] for name in urls}
-            for number in range(arguments.rounds):
-                for name in sorted(urls, reverse=number % 2 == 1):
-                    texts = prompts(model.tokenizer_path, count, arguments.prompt, 1000 * streams + 2 * number + (name == "crossover"))
-                    rows[name].append(run(urls[name], texts, arguments.output, streams, arguments.model))
-                    print(
-                        f"  {streams:2} streams, round {number + 1}: {name:13} {rows[name][-1].output_tokens_per_second:7.1f} tokens/s",
-                        flush=True,
-                    )
-            table[str(streams)] = rows
-            report(arguments.model, streams, rows)
-    if arguments.json:
-        raw = {s: {name: [vars(r) for r in results] for name, results in rows.items()} for s, rows in table.items()}
-        arguments.json.write_text(json.dumps(raw, indent=1))
+            contestants = {
+                name: functools.partial(_once, url, model, arguments, streams, count, place)
+                for place, (name, url) in enumerate(urls.items())
+            }
+            workload = f"{streams} streams, {count} requests a round"
+            before = len(next(iter(series.runs.get(workload, {"": []}).values())))
+            for number in range(before, before + arguments.rounds):
+                one = take_turns(contestants, 1, first=number)
+                runs = series.add(workload, one)
+                series.save(arguments.json)
+                rates = ", ".join(f"{name} {one[name][0]['output_tokens_per_second']:.1f}" for name in urls)
+                print(f"  {streams:2} streams, round {number + 1}: {rates} tokens/s", flush=True)
+            _report(f"{arguments.model}, {workload}", runs)
 
 
-def report(model: str, streams: int, rows: dict[str, list[Result]]) -> None:
-    """Medians, and the medians of the paired ratios."""
+def _chosen(
+    parser: argparse.ArgumentParser, side: str, word: str, arguments: argparse.Namespace, port: int
+) -> tuple[Launcher, ResolvedModel, Setup]:
+    name, _, weight_format = word.partition(":")
+    if not weight_format or (side == "theirs" and name not in PEERS):
+        parser.error(f"--{side} takes {'BACKEND' if side == 'ours' else ' or '.join(PEERS)}:FORMAT, got {word!r}")
+    launcher = OURS if side == "ours" else PEERS[name]
+    backend = launcher.backend or name
+    model = resolve(arguments.model, backend=backend, weight_format=weight_format)
+    extra = [part for option in arguments.option for part in ("--option", option)] if side == "ours" else arguments.their_argument
+    cores = tuple(arguments.engine_cores), tuple(arguments.client_cores)
+    return (
+        launcher,
+        model,
+        Setup(arguments.model, backend, weight_format, model.path, port, max(arguments.streams), arguments.context, *cores, tuple(extra)),
+    )
 
-    def middle(name: str, key: str) -> float:
-        return statistics.median(getattr(result, key) for result in rows[name])
 
-    def ratio(key: str) -> float:
-        pairs = zip(rows["crossover"], rows["llama-server"], strict=True)
-        return statistics.median(getattr(a, key) / getattr(b, key) for a, b in pairs)
+def _once(url: str, model: ResolvedModel, arguments: argparse.Namespace, streams: int, count: int, place: int, number: int) -> Figures:
+    """One round of one server, with prompts that no server has seen before."""
+    texts = prompts(model.tokenizer_path, count, arguments.prompt, 100_000 * streams + 100 * number + place)
+    return dict(dataclasses.asdict(run(url, texts, arguments.output, streams, arguments.model)))
 
-    print(f"{model}, {streams} streams: (medians; ratio = crossover / llama-server)")
-    for key, unit, scale in (
-        ("output_tokens_per_second", "tokens/s", 1.0),
-        ("ttft_p50", "ms", 1e3),
-        ("ttft_p95", "ms", 1e3),
-        ("itl_p50", "ms", 1e3),
-        ("itl_p99", "ms", 1e3),
-    ):
-        ours, theirs = middle("crossover", key) * scale, middle("llama-server", key) * scale
-        print(f"  {key:26} {ours:10.1f} {theirs:10.1f} {unit:9} ratio {ratio(key):.2f}", flush=True)
+
+def _report(title: str, runs: Runs) -> None:
+    """Medians beside each other, and for every engine of ours the ratio to every other contestant."""
+    ours = [name for name in runs if name.startswith(OURS.name)]
+    for name in ours:
+        print(f"{title}: (medians; ratio = {name} / the other)")
+        print(table({name: runs[name], **{other: runs[other] for other in runs if other not in ours}}, name, LINES), flush=True)
+    for name in runs:
+        wrong = {key: sum(int(one[key] or 0) for one in runs[name]) for key in ("failed", "cut", "requests")}
+        if wrong["failed"] or wrong["cut"]:
+            print(f"  {name}: {wrong['failed']} requests failed and {wrong['cut']} were cut off or short, of {wrong['requests']}")
 
 
 if __name__ == "__main__":

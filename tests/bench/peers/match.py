@@ -41,6 +41,14 @@ class Workload(NamedTuple):
     kind: str
     batch: int
 
+    def longest(self, output_tokens: int) -> int:
+        """Tokens of the longest answer."""
+        return round(output_tokens * (1 + self.spread))
+
+    @property
+    def spread(self) -> float:
+        return 0.75 if self.kind == "uneven" else 0.0
+
     @property
     def requests(self) -> int:
         return self.batch if self.kind == "once" else 2 * self.batch
@@ -68,6 +76,12 @@ def add_options(parser: argparse.ArgumentParser, workloads: list[str], packages:
     parser.set_defaults(packages=packages.split())
 
 
+def room(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Slots, and the context tokens of each, that hold every workload."""
+    longest = max(one.longest(arguments.output) for one in arguments.workloads)
+    return max(one.batch for one in arguments.workloads), -(-(arguments.prompt + longest) // 64) * 64
+
+
 def in_process(child: Child) -> Player:
     """A player in a child process."""
     return lambda job: figures(job, child.ask(job))
@@ -84,7 +98,7 @@ def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments
         done = len(next(iter(series.runs.get(str(one), {"": []}).values())))
 
         def job(gap: float, count: int, seed: int, one: Workload = one) -> Job:
-            spread = 0.75 if one.kind == "uneven" and count > 1 else 0.0
+            spread = one.spread if count > 1 else 0.0
             return make_job(count, arguments.prompt, arguments.output, one.batch, gap, vocabulary, seed, spread)
 
         for player in players.values():  # first touches, and how long a request takes alone
@@ -93,12 +107,13 @@ def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments
         assert alone is not None
         gap = 0.0 if one.kind == "once" else alone / one.batch
 
-        def turn(player: Player, number: int, one: Workload = one, gap: float = gap, done: int = done) -> Figures:
-            return {**player(job(gap, one.requests, done + number)), "gap_seconds": gap}  # the same prompts for all players of a round
+        def turn(player: Player, number: int, one: Workload = one, gap: float = gap) -> Figures:
+            return {**player(job(gap, one.requests, number)), "gap_seconds": gap}  # the same prompts for all players of a round
 
         turns = {name: partial(turn, player) for name, player in players.items()}
-        runs = series.add(str(one), take_turns(turns, arguments.rounds, lambda text: print(text, flush=True)))
-        series.save(arguments.json)
+        for number in range(done, done + arguments.rounds):  # kept round by round: what is cut off is not lost
+            runs = series.add(str(one), take_turns(turns, 1, lambda text: print(text, flush=True), number))
+            series.save(arguments.json)
         rounds = len(runs[ours])
         print(
             f"{one}, prompts of {arguments.prompt}, outputs of {arguments.output}, {rounds} rounds (medians; ratio = {ours} / the other):"

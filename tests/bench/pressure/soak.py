@@ -155,7 +155,7 @@ class Soak:
             self._open.add(task)
             task.add_done_callback(self._ended)
         if self._open:
-            await asyncio.wait(self._open, timeout=120)
+            await asyncio.wait(self._open, timeout=300)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._open.discard(task)
@@ -173,7 +173,7 @@ class Soak:
     async def idle(self) -> Sample:
         """Nothing in flight and no connection of ours open but one: what the server holds then."""
         self.client.close()
-        numbers = await until_idle(self.client, 120)
+        numbers = await until_idle(self.client, 300)
         await asyncio.sleep(0.2)
         return self.sample(0.0, numbers.get(TASKS))
 

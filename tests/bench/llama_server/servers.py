@@ -1,0 +1,131 @@
+"""The servers that a comparison over HTTP starts: `crossover serve` with any backend, llama.cpp's llama-server, llama-cpp-python's own.
+
+    with server(PEERS["llama-server"](setup), setup.port, "/health", log) as url: ...
+
+Every one is given the same engine threads, slots and context. They end with the process that started them, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+TETHER = HERE.parents[2] / "loadtests" / "tether.py"
+
+
+class Setup(NamedTuple):
+    """What a server is to serve, and with what. Cores: the engine's threads, and where HTTP and the client run."""
+
+    model: str  # as resolved for `crossover serve`: a rung, a folder, a file
+    backend: str  # of ours only
+    weight_format: str
+    path: str  # the weights, for the peers
+    port: int
+    slots: int
+    context_tokens: int
+    engine_cores: tuple[int, ...]
+    client_cores: tuple[int, ...]
+    extra: tuple[str, ...] = ()  # more arguments
+
+    @property
+    def threads(self) -> str:
+        return str(len(self.engine_cores))
+
+
+class Launcher(NamedTuple):
+    """How a server is started, where it says that it is ready, and which weights it takes."""
+
+    command: Callable[[Setup], list[str]]
+    ready: str
+    backend: str | None  # whose kind of weights; None: the setup's
+    name: str
+
+
+def mask(cores: tuple[int, ...] | list[int]) -> str:
+    return hex(sum(1 << core for core in cores))
+
+
+def built(script: str) -> str:
+    """The last line that a build script prints; what it says goes to our stderr."""
+    found = subprocess.run(
+        ["bash", str(HERE / script)], check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHON": sys.executable}
+    )
+    return found.stdout.strip().splitlines()[-1]
+
+
+def crossover(setup: Setup) -> list[str]:
+    return [
+        *(sys.executable, "-m", "crossover", "serve", setup.model, "--backend", setup.backend, "--format", setup.weight_format),
+        *("--port", str(setup.port), "--slots", str(setup.slots), "--context", str(setup.context_tokens)),
+        *("--cores", ",".join(map(str, setup.engine_cores)), "--api-cores", ",".join(map(str, setup.client_cores))),
+        *setup.extra,
+    ]
+
+
+def llama_server(setup: Setup) -> list[str]:
+    return [
+        *(built("build.sh") + "/llama-server", "-m", setup.path, "--port", str(setup.port), "--no-webui"),
+        *("-t", setup.threads, "-tb", setup.threads, "--cpu-mask", mask(setup.engine_cores), "--cpu-strict", "1"),
+        *("-np", str(setup.slots), "-c", str(setup.slots * setup.context_tokens)),
+        *setup.extra,
+    ]
+
+
+def llama_cpp_python(setup: Setup) -> list[str]:
+    """One request at a time is all that it does: so one context. Helped where its defaults would hurt it: a new request does not cut a
+    running stream off, and no logits are computed for the prompt. It cannot keep its threads and its HTTP apart, and has both cores."""
+    return [
+        *(built("llama_cpp_python.sh"), "-m", "llama_cpp.server", "--model", setup.path, "--model_alias", setup.model),
+        *("--host", "127.0.0.1", "--port", str(setup.port), "--n_ctx", str(setup.context_tokens), "--verbose", "false"),
+        *("--n_threads", setup.threads, "--n_threads_batch", setup.threads, "--interrupt_requests", "false", "--logits_all", "false"),
+        *setup.extra,
+    ]
+
+
+OURS = Launcher(crossover, "/ready", None, "crossover")
+PEERS = {
+    "llama-server": Launcher(llama_server, "/health", "llama_cpp", "llama-server"),
+    "llama-cpp-python": Launcher(llama_cpp_python, "/v1/models", "llama_cpp", "llama-cpp-python"),
+}
+
+
+@contextlib.contextmanager
+def server(command: list[str], port: int, ready: str, log: Path) -> Iterator[str]:
+    """A server process for as long as the block runs; waits until it says that it is ready. Yields its URL. It is killed when this process
+    ends, even by SIGKILL; SIGTERM ends this process as Ctrl-C does, so that the servers get to end in order."""
+    url = f"http://127.0.0.1:{port}"
+    with contextlib.suppress(ValueError):  # only the main thread may
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), "-", "0"]
+    with log.open("w") as out:
+        process = subprocess.Popen([*tether, *command], stdout=out, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + 600
+            while not _answers(url + ready):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"{' '.join(command[:5])} did not start:\n{log.read_text()[-2000:]}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(url, timeout=2).status == 200)
+    except OSError:
+        return False

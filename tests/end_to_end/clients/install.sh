@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes the environments of the clients that tests/end_to_end/test_clients.py drives a server with: what is written against OpenAI's
+# interface, and what is written to measure it. None of their dependencies is ours, so each has an environment of its own.
+#
+#   tests/end_to_end/clients/install.sh              # LangChain and LlamaIndex (350 MB), and vLLM's benchmark client (1.9 GB)
+#   tests/end_to_end/clients/install.sh frameworks   # only the first
+#
+# GuideLLM and AIPerf are installed by tests/bench/driver_peers/install.sh. Everything lies in $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or
+# ~/.cache/crossover, under peers/. A second call installs nothing. vLLM is installed without the packages that its GPU engine needs:
+# `vllm bench serve` runs without them, on a machine without a GPU too.
+set -euo pipefail
+
+PYTHON=${PYTHON:-python3}
+CACHE=${CROSSOVER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/crossover}
+PEERS=$CACHE/peers
+WHAT=${1:-all}
+mkdir -p "$PEERS"
+exec 9>"$PEERS/.clients.lock"
+flock 9
+
+install() {  # name, then the arguments of one pip install each, in order
+    local place=$PEERS/$1
+    shift
+    [[ -e $place/.complete ]] && return 0
+    rm -rf "$place"
+    "$PYTHON" -m venv "$place"
+    for what in "$@"; do
+        # shellcheck disable=SC2086
+        nice -n 19 "$place/bin/pip" install --quiet --no-compile ${PIP_FLAGS:-} $what >>"$place/install.log" 2>&1 || {
+            echo "pip install $what failed; the end of $place/install.log:" >&2
+            tail -n 20 "$place/install.log" >&2
+            exit 1
+        }
+    done
+    touch "$place/.complete"
+}
+
+install frameworks-1 "langchain-openai==1.7.3 llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1"
+[[ $WHAT == frameworks ]] || install vllm-bench-0.33.0 \
+    "torch==2.13.0 numpy" \
+    "--no-deps vllm==0.33.0 llguidance==1.7.6 outlines_core==0.2.14 xgrammar==0.2.8 compressed-tensors==0.17.0 depyf==0.20.0 lm-format-enforcer==0.11.3" \
+    "torch==2.13.0 transformers==5.20.* aiohttp cachetools sentencepiece blake3 py-cpuinfo pillow openai fastapi orjson prometheus_client
+     prometheus-fastapi-instrumentator tiktoken partial-json-parser pyzmq mistral_common opencv-python-headless einops cloudpickle watchfiles
+     python-json-logger pybase64 cbor2 ijson setproctitle oss-harmony anthropic model-hosting-container-standards mcp msgspec lark==1.2.2
+     opentelemetry-api opentelemetry-sdk datasets pandas jsonschema diskcache uvloop apache-tvm-ffi==0.1.11 regex psutil"
+echo "$PEERS"
