@@ -13,11 +13,12 @@ DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 
-.PHONY: demo test lint types env bench clean help
+.PHONY: demo test clients lint types env bench clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (at most 15 minutes on 2 cores, after the installation)"
 	@echo "make test   the tests (under 10 minutes on 2 cores)"
+	@echo "make clients  LangChain, LlamaIndex, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make lint   ruff and mypy"
 
 demo: $(STAMP)
@@ -29,6 +30,11 @@ test: $(STAMP)
 	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
 	@$(BIN)/python -m tests.serving.transformers5
 	$(BIN)/python -m pytest
+
+clients: $(STAMP)
+	tests/end_to_end/clients/install.sh
+	tests/bench/driver_peers/install.sh
+	CROSSOVER_CLIENTS=1 $(BIN)/python -m pytest tests/end_to_end/test_clients.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

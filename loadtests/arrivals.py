@@ -220,11 +220,14 @@ class ArrivalCheck(msgspec.Struct, frozen=True):
     against: Literal["exponential", "gamma", "constant", "none"]
 
 
-def check(arrivals: Arrivals, times: Times, rate: float, duration_seconds: float) -> ArrivalCheck:
-    """Test a sequence (due or sent times, seconds) against the process it was drawn from. Needs 20 arrivals to say anything."""
+def check(arrivals: Arrivals, times: Times, rate: float, duration_seconds: float, late_seconds: float = 0.0) -> ArrivalCheck:
+    """Test a sequence (due or sent times, seconds) against the process it was drawn from. Needs 20 arrivals to say anything.
+
+    `late_seconds` is how late requests leave: of gaps shorter than that only the number is tested, since their lengths are the sender's.
+    """
     times = np.sort(np.asarray(times, dtype=np.float64))
     gaps = np.diff(times)
-    against, ks_p, lag1_rescaled = _against(arrivals, times, rate, duration_seconds)
+    against, ks_p, lag1_rescaled = _against(arrivals, times, rate, duration_seconds, max(late_seconds, 1e-9))
     known = len(gaps) >= 20
     as_asked: bool | None = None
     if known and against == "constant":
@@ -244,7 +247,7 @@ def check(arrivals: Arrivals, times: Times, rate: float, duration_seconds: float
     )
 
 
-def _against(arrivals: Arrivals, times: Times, rate: float, duration_seconds: float) -> tuple[
+def _against(arrivals: Arrivals, times: Times, rate: float, duration_seconds: float, finest_seconds: float) -> tuple[
     Literal["exponential", "gamma", "constant", "none"], float | None, float | None
 ]:  # fmt: skip
     if isinstance(arrivals, Constant):
@@ -259,14 +262,20 @@ def _against(arrivals: Arrivals, times: Times, rate: float, duration_seconds: fl
         shape = 1.0 / arrivals.cv**2
         gaps = np.diff(times)
         law = stats.gamma(shape, scale=1.0 / (shape * rate))
-        # Very bursty gaps fall below what a time in seconds resolves: below a nanosecond only their number is tested.
-        unit = np.asarray(law.cdf(gaps))
-        tiny = gaps < 1e-9
-        unit[tiny] = (np.arange(int(tiny.sum())) + 0.5) / max(1, int(tiny.sum())) * float(law.cdf(1e-9))
+        unit = _uniform_below(np.asarray(law.cdf(gaps)), float(law.cdf(finest_seconds)))
         return "gamma", float(stats.kstest(unit, stats.uniform.cdf).pvalue), _lag1(gaps)
     expected, _ = _expected_count(arrivals, rate, duration_seconds)
     gaps = np.diff(expected(times))
-    return "exponential", float(stats.kstest(gaps, stats.expon.cdf).pvalue), _lag1(gaps)
+    unit = _uniform_below(-np.expm1(-gaps), -math.expm1(-finest_seconds * rate))
+    return "exponential", float(stats.kstest(unit, stats.uniform.cdf).pvalue), _lag1(gaps)
+
+
+def _uniform_below(unit: Times, finest: float) -> Times:
+    """Uniform numbers whose values below `finest` are spread evenly there: of what is not resolved only the number is tested."""
+    tiny = unit < finest
+    spread = unit.copy()
+    spread[tiny] = (np.arange(int(tiny.sum())) + 0.5) / max(1, int(tiny.sum())) * finest
+    return spread
 
 
 def _lag1(gaps: Times) -> float | None:

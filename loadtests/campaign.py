@@ -36,7 +36,6 @@ from loadtests.slo import PROMISES, Promise
 from loadtests.target import Target
 from loadtests.workload import Workload
 from models.errors import ModelError
-from models.hub import DEFAULT_FORMATS, weight_kind
 from models.ladder import is_rung, rung
 
 DEMO = Path(__file__).with_name("demo.toml")
@@ -324,6 +323,8 @@ def _check(file: CampaignFile) -> None:
 
 
 def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -> Cell:
+    from models.hub import DEFAULT_FORMATS, weight_kind  # brings gguf and the makers of weights: not for who only loads a URL
+
     try:
         known = is_rung(one.model)
         is_elsewhere = any(mark in one.model for mark in ("/", ".gguf"))  # a file, a folder or a hub id

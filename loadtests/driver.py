@@ -1,7 +1,7 @@
 """`python -m loadtests.driver ...` is `python -m locust ...`, half a second sooner: what a level starts as its load generator.
 
-Most of the time that `import locust` takes is gevent asking, once for each module that it patches, which installed packages want to be told:
-each time a walk through the metadata of everything that is installed. Here that walk is made once and its answer kept. Nothing else
+Most of the time that `import locust` takes is gevent asking, once for each module that it patches, which installed packages want to be
+told: each time a walk through the metadata of everything that is installed. Here that walk is made once and its answer kept. Nothing else
 differs; any locustfile and any option of Locust's works.
 """
 

@@ -23,6 +23,7 @@ from loadtests.calibrate import Wave
 from loadtests.campaign import Campaign, Cell
 from loadtests.children import Child, wait_for_file
 from loadtests.errors import LevelInterrupted, ServerFailed
+from loadtests.generators import Spare, load_generator
 from loadtests.plan import LoadPlan, Outcome, Prompts, Share
 from loadtests.progress import Progress
 from loadtests.records import RequestRecord, ResourceSample

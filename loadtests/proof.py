@@ -4,7 +4,7 @@
     [row.verdict for row in rows]
 
 Pure. A row holds what was true, what was measured, the difference, how much of it is allowed, and the verdict. Times may differ by 1 % or
-1 ms, whichever is more; counts may not differ at all.
+1 ms (0.1 ms for a TPOT), whichever is more; counts may not differ at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Log = Mapping[str, Mapping[str, Any]]  # request id -> what the server did (load
 Unit = Literal["seconds", "count", "number", "requests/s"]
 QUANTILES = (0.50, 0.95, 0.99)
 DISPERSION_GAPS = 2  # mean gaps in a window of the index of dispersion: short ones are many, and the index is read to +- 0.15
-SHARE, FLOOR_SECONDS = 0.01, 0.001  # of a time: what it may be off by
+SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that is more
+FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001}  # a TPOT is a mean over an answer: a tenth of the others' error is plenty
+GAP_FLOOR_SECONDS = 0.001
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,15 +65,15 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
     True are the moments at which the server had read the request and wrote each chunk; so the client's own delays, of sending and of
     receiving, are all error.
     """
-    pairs = [(r, log[r.request_id]) for r in records if r.request_id in log and log[r.request_id]["chunks"]]
+    pairs = [(r, entry) for r in records if (entry := log.get(r.request_id or "")) is not None and entry["chunks"]]
     true: dict[str, list[float]] = {"TTFT": [], "TPOT": [], "E2E": []}
-    for record, entry in pairs:
+    for _, entry in pairs:
         chunks, arrived = entry["chunks"], entry["arrived"]
-        first = record.first_chunk_tokens or 1
+        later = entry["tokens"] - entry["first_tokens"]
         true["TTFT"].append(chunks[0] - arrived)
         true["E2E"].append(chunks[-1] - arrived)
-        if record.output_tokens is not None and record.output_tokens > first:
-            true["TPOT"].append((chunks[-1] - chunks[0]) / (record.output_tokens - first))
+        if later:
+            true["TPOT"].append((chunks[-1] - chunks[0]) / later)
     seen = {
         "TTFT": [ttft_seconds(r) for r, _ in pairs], "TPOT": [tpot_seconds(r) for r, _ in pairs], "E2E": [e2e_seconds(r) for r, _ in pairs]
     }  # fmt: skip
@@ -80,12 +82,12 @@ def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[R
         for share in QUANTILES:
             is_, found = quantile(values, share), quantile([v for v in seen[name] if v is not None], share)
             if is_ is not None:
-                rows.append(near(f"{world}: {name} p{share * 100:g}", is_, found, max(SHARE * is_, FLOOR_SECONDS), "seconds"))
+                rows.append(near(f"{world}: {name} p{share * 100:g}", is_, found, max(SHARE * is_, FLOOR_SECONDS[name]), "seconds"))
     true_gaps = [b - a for _, entry in pairs for a, b in zip(entry["chunks"], entry["chunks"][1:], strict=False)]
     seen_gaps = [gap for r, _ in pairs for gap in itl_seconds(r)]
     if true_gaps and seen_gaps:
         longest = max(true_gaps)
-        rows.append(near(f"{world}: longest gap", longest, max(seen_gaps), max(SHARE * longest, FLOOR_SECONDS), "seconds"))
+        rows.append(near(f"{world}: longest gap", longest, max(seen_gaps), max(SHARE * longest, GAP_FLOOR_SECONDS), "seconds"))
         if longest > 1.0:
             stalls = sum(gap > 1.0 for gap in true_gaps)
             rows.append(near(f"{world}: stalls seen", stalls, sum(gap > 1.0 for gap in seen_gaps), 0, "count"))

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from loadtests.calibrate import error_in_words, error_of
-from loadtests.compare import Comparison, Row
 from loadtests.levels import LevelFinished, judge
 from loadtests.progress import duration
 from loadtests.records import Event
-from loadtests.runner import campaign_of, prediction_on_record
 from loadtests.search import Capacity
-from loadtests.selftest import Report
 from loadtests.store import LevelStarted, completed_levels, read_events, read_manifest, read_requests, read_samples, started_levels
 from loadtests.summary import Distribution, Summary
 from loadtests.words import in_words
 
+if TYPE_CHECKING:  # each only for what it names: a level on the terminal must not wait for the rest of the house
+    from loadtests.compare import Comparison, Row
+    from loadtests.selftest import Report
+
 
 def show_run(folder: Path, console: Console | None = None) -> None:
     """Prints cells, levels, verdicts and capacities of a run, finished or not. Raises BadRunFolder."""
+    from loadtests.runner import campaign_of
+
     console = console or wide_console()
     manifest = read_manifest(folder)
     campaign, cells = campaign_of(manifest)
@@ -74,6 +78,8 @@ def cell_state(key: str, events: list[Event]) -> str:
 
 def prediction_in_words(key: str, promise: str, events: list[Event]) -> str | None:
     """What calibration and simulation said before the search, and how far off it was; None where there was none."""
+    from loadtests.runner import prediction_on_record
+
     made = prediction_on_record(events, key)
     if made is None:
         return None

@@ -5,8 +5,9 @@
 
 The policy is the scheduler's (serving/scheduler.py): each step decodes every running sequence that is past its prompt, one token each,
 then takes prompt tokens, oldest sequence first, up to a budget: the backend's whole step while nobody decodes, else `prefill_tokens` and
-no more than is expected to fit in `step_seconds_target`. Sequences are admitted first come, first served, to a free slot while the KV
-pool has room. Left out: preemption (a pool that overflows in mid-answer), prefix reuse, and time spent outside the step.
+no more than is expected to fit in `step_seconds_target` or in PREFILL_SHARE times what the decoding rows take. Sequences are admitted
+first come, first served, to a free slot while the KV pool has room. Left out: preemption (a pool that overflows in mid-answer), prefix
+reuse, and time spent outside the step.
 
 Steps that only decode are not played one by one: from one arrival or ending to the next the law sums them in closed form, so 10,000
 requests take about a second.
@@ -30,7 +31,7 @@ from loadtests.steptime import StepLaw
 
 Array = npt.NDArray[np.float64]
 
-MIN_PREFILL_TOKENS = 16  # as the scheduler's
+MIN_PREFILL_TOKENS, PREFILL_SHARE = 16, 5.0  # as the scheduler's
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,8 +223,9 @@ def _budget(law: StepLaw, policy: Policy, rows: int, context: int) -> int:
     most = min(room, policy.prefill_tokens)
     if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
         return max(1, most)
-    left = policy.step_seconds_target - law.seconds(rows, 0, context)
-    return max(1, min(room, max(MIN_PREFILL_TOKENS, min(most, int(left / law.prompt_token_seconds) if left > 0 else 0))))
+    decode_seconds = law.seconds(rows, 0, context)
+    left = max(policy.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds)
+    return max(1, min(room, max(MIN_PREFILL_TOKENS, min(most, int(left / law.prompt_token_seconds)))))
 
 
 def _steps_until(law: StepLaw, rows: int, context: int, most: int, seconds: float) -> int:

@@ -32,6 +32,7 @@ __all__ = [
 PERCENTILES: tuple[tuple[str, float], ...] = (("p50", 0.50), ("p90", 0.90), ("p95", 0.95), ("p99", 0.99))
 BEYOND = 3  # observations that must lie beyond a percentile for it to be given
 BATCHES = 10
+LATE_SECONDS = 0.001  # gaps between sends are not read finer than this
 T_975_9 = 2.262  # Student's t for 95 % two-sided at BATCHES - 1 degrees of freedom
 
 
@@ -315,7 +316,9 @@ def _arrivals(records: Sequence[RequestRecord], process: Arrivals | None, rate: 
     ):  # a ramp's slope belongs to the whole level, of which this may be a part
         return None
     sent = [r.sent_seconds for r in records if r.sent_seconds is not None and r.due_seconds < window.end_seconds]
-    return check(process, np.array(sent), rate, window.end_seconds)
+    lags = [lag for r in records if (lag := send_lag_seconds(r)) is not None]
+    late = max(LATE_SECONDS, float(np.quantile(lags, 0.99))) if lags else LATE_SECONDS
+    return check(process, np.array(sent), rate, window.end_seconds, late)
 
 
 def _littles_law(inside: Sequence[RequestRecord], window: Window) -> float | None:

@@ -347,6 +347,9 @@ class Stream:
         if self._streams:
             out += _event(self._choice(self._words(tokens), usage=self._usage() if self._usage_each else None))
         failing = self._fail in ("cut", "error", "garbage") and self._sent >= self._asked / 2
+        if not chunks:
+            self._entry["first_tokens"] = tokens
+        self._entry["tokens"] = self._sent
         chunks.append(clock())
         if failing or self._sent >= self._asked:
             self._last(out)

@@ -18,14 +18,13 @@ import msgspec
 
 from models.aside import run_aside
 from models.errors import ModelError, UnsupportedModel
-from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, weight_bytes
+from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, PACKED_FORMATS, weight_bytes
 from models.manifest import Manifest, Progress, atomic_folder, making, manifest_path, read_manifest, verify
 from models.spec import ModelSpec
 from models.synthesis import GENERATOR, write_gguf, write_hf_folder
 from models.tokenizer import shipped_files, shipped_mark
 
 # What can be made, by kind of file. Packed folders for torch (CPU only) are made offline from a folder of floats.
-PACKED_FORMATS = ("int8", "dynamic-int8", "int4")
 FORMATS: dict[str, tuple[str, ...]] = {
     "gguf": tuple(GGUF_FORMATS),
     "hf": (*HF_FORMATS, *PACKED_FORMATS),

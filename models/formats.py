@@ -49,6 +49,7 @@ GGUF_FORMATS: dict[str, tuple[str, int]] = {
     "Q4_K_M": ("Q4_K", 15),
 }
 HF_FORMATS: tuple[str, ...] = ("bf16", "fp16", "fp32")
+PACKED_FORMATS = ("int8", "dynamic-int8", "int4")  # of folders that models.convert_torch has packed
 ONNX_FORMATS: tuple[str, ...] = ("int4", "int8", "fp32")
 
 # What a row that is no multiple of 256 falls back to.

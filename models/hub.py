@@ -19,8 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from models.cache import FORMATS, PACKED_FORMATS, Wish, cache_dir, converted, synthetic, tokenizer_folder
+from models.cache import FORMATS, Wish, cache_dir, converted, synthetic, tokenizer_folder
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.formats import PACKED_FORMATS
 from models.gguf_header import read_header
 from models.hf_config import read_spec
 from models.ladder import LADDER, is_rung, rung

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from serving.errors import ServingError
 
+SEND_BUFFER_BYTES = 128 << 10  # of the kernel for one connection; Linux doubles it for its own bookkeeping
+
 
 class CannotListen(ServingError):
     """The address is taken, or not this machine's."""
@@ -25,6 +27,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Its connections inherit this. Else the kernel keeps megabytes for each reader that takes nothing, and nobody sees it stall.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(2048)
         listener.set_inheritable(False)

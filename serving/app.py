@@ -15,6 +15,7 @@ of it stands between a handler and the socket.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -53,6 +54,7 @@ from serving.service import Desk, EngineLike, Service
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
 DRAIN_SECONDS = 30.0
+_TURN_CHARACTERS = 64  # a turn's own work, as so many characters of text
 
 Handler = Callable[[Desk, Exchange], Awaitable[None]]
 
@@ -86,8 +88,13 @@ async def completions(desk: Desk, exchange: Exchange) -> None:
 
 
 async def _chat_ids(service: Service, facts: Facts, messages: list[Message], generation: bool) -> list[int]:
+    told = turns(messages, service.limits)
+    size = sum(len(turn["content"]) + _TURN_CHARACTERS for turn in told)
+    render = service.tokenizer.render_chat
     try:
-        text = service.tokenizer.render_chat(turns(messages, service.limits), generation)
+        # A template is a program: over a long chat it may take a second, in which nobody else should have to wait.
+        long = size > service.limits.inline_characters
+        text = await asyncio.to_thread(render, told, generation) if long else render(told, generation)
     except BadChat as problem:
         raise invalid(scrubbed(str(problem)), "messages") from None
     return await service.tokens(text, facts, "messages", parse_special=True)

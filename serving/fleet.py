@@ -295,8 +295,14 @@ class Fleet:
         finally:
             tenant.load, tenant.doing = None, None
 
-    async def _room_for(self, tenant: Tenant, evict: bool = True) -> Placement:
-        """Where this model goes now; whoever must go for it has gone (unless nobody may). Raises NoRoom or NoPlacement."""
+    async def _room_for(self, tenant: Tenant, evict: bool = True, replaces: bool = False) -> Placement:
+        """Where this model goes now; whoever must go for it has gone (unless nobody may). Raises NoRoom or NoPlacement.
+
+        `replaces`: it takes the place of one that is loaded, which will go afterwards: one more may be loaded meanwhile.
+        """
+        most_loaded = self.limits.most_loaded
+        if most_loaded is not None and replaces:
+            most_loaded += 1
         prepared = tenant.prepared
         evicted: list[str] = []
         while True:
@@ -310,7 +316,7 @@ class Fleet:
                 raise NoPlacement(f"{tenant.name} can run nowhere any more: {'; '.join(reason.text for reason in wanted.reasons)}")
             residents, promised = self._residents(tenant)
             free = self._free(attempts, promised, residents) if prepared.model.check_memory else {}
-            verdict = make_room(self._needs(prepared, attempts), residents, free, self.limits.most_loaded)
+            verdict = make_room(self._needs(prepared, attempts), residents, free, most_loaded)
             if verdict.option is None:
                 what = f"{tenant.name}: {verdict.text}"
                 raise NoRoom(what) if verdict.may_change else NoPlacement(what)
@@ -410,15 +416,15 @@ class Fleet:
             new = old.swapping_to = self._tenant(prepared, old.service.metrics)
             async with self._turn:
                 old.doing = "looking for room for the new model beside the old one"
-                new.placement = await self._room_for(new)
+                new.placement = await self._room_for(new, replaces=bool(old.supervisor.pids))
                 old.doing = "loading the new model"
                 await new.supervisor.start(prepared.configs_of(new.placement))
                 await new.supervisor.wait_ready()
         except (ServingError, ModelError) as problem:
             old.problem = f"the swap to {model.source} failed: {problem}"
             old.service.metrics.loads["failed"] += 1
-            if new is not None:
-                await new.supervisor.stop(drain=False)
+            if new is not None and new.supervisor.events:  # it was started
+                await new.supervisor.unload("it could not be swapped in", drain=False)
             if isinstance(problem, EngineFailed):
                 raise LoadFailed(str(problem)) from problem
             raise

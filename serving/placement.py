@@ -21,8 +21,7 @@ from enum import StrEnum
 
 import msgspec
 
-from models.cache import PACKED_FORMATS
-from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, gguf_tensors
+from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, PACKED_FORMATS, gguf_tensors
 from models.formats import weight_bytes as format_bytes
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.errors import ServingError

@@ -172,7 +172,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, Meta(description="GBNF, where the backend can.")] | None = None
-    deadline_seconds: Annotated[float, Meta(gt=0, le=86400, description="From arrival; past it the answer is an error.")] | None = None
+    deadline_seconds: Annotated[float, Meta(ge=0.001, le=86400, description="From arrival; past it the answer is an error.")] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None

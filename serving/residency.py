@@ -61,7 +61,11 @@ def make_room(
     if not could:
         return RoomVerdict(None, text=f"it would not fit even alone: {_shortage(options, free)}")
     if most_loaded is not None and len(residents) - len(idle) >= most_loaded:
-        return RoomVerdict(None, text=f"{most_loaded} models may be loaded at once, and {_named(busy)} busy", may_change=True)
+        return RoomVerdict(
+            None,
+            text=f"{most_loaded} model{'s' if most_loaded > 1 else ''} may be loaded at once, and {_named(busy)} busy",
+            may_change=True,
+        )
     return RoomVerdict(None, text=f"{_shortage(options, free)}, and {_named(busy)} busy", may_change=True)
 
 

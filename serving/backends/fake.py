@@ -98,7 +98,7 @@ class FakeBackend:
             kv_tokens=kv_tokens,
             vocabulary=self._vocabulary,
             weight_format="none",
-            step_tokens=512,
+            step_tokens=max(512, 2 * config.slots),
             predicted=MemoryParts(0, 8 * kv_tokens),
             measured=MemoryParts(0, 8 * kv_tokens),
             capabilities=CAN,

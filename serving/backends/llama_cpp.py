@@ -10,6 +10,11 @@ Options are llama_cpp_library.LlamaOptions. Measured choices, 135M Q4_0 on one A
 of their own 130 without flash attention and 100 with it, a unified pool 50 and 69. With parts, each run of neighbouring slots is a pass
 over the weights; the worst case, every second slot, costs a third (8 rows at 128 tokens: 103 instead of 165; unified 141).
 
+Flash attention stays off on the CPU. With it, llama.cpp takes one path for sequences with 64 tokens or more in a pass (tiles, float32
+sums) and another for fewer (float16 sums), so that logits depend on how a prompt was cut, which depends on who else was there: on a 135M
+Q4_0 model they differ by up to 1.0, and the best token with them. Without it they are the same to the bit. What it saves, skipping what is
+masked, `calls_of` saves too (prompt of 262 tokens: 991 ms in one piece, 860 cut, 859 with flash attention).
+
 llama.cpp aborts the process on some failures (a lost GPU, a broken invariant): that is why engines are child processes.
 """
 
@@ -255,7 +260,8 @@ class LlamaCppBackend:
         llama, model = self._llama, self._model
         saved_flops = 4 * KV_BLOCK * llama.llama_model_n_embd(model) * llama.llama_model_n_layer(model)
         another_pass_seconds = llama.llama_model_size(model) / READ_BYTES_PER_SECOND
-        return min(KV_BLOCK, max(1, round(another_pass_seconds * FLOPS_PER_THREAD * self._threads / saved_flops)))
+        tokens: int = round(another_pass_seconds * FLOPS_PER_THREAD * self._threads / saved_flops)
+        return min(KV_BLOCK, max(1, tokens))
 
     def _warm_up(self) -> None:
         self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
@@ -308,8 +314,8 @@ class LlamaCppBackend:
 
 
 def calls_of(rows: list[Row], least: int) -> list[list[Row]]:
-    """A step as the calls of llama_decode that compute it in the least time, to be made one after the other. The results are the same to
-    the bit, since without flash attention every sum in llama.cpp's CPU kernels is a token's own.
+    """A step as the calls of llama_decode that compute it in the least time, to be made one after the other. Logits do not change: to the
+    bit with 4-bit weights, whose kernels sum each token by itself and always in one order; else up to the rounding of float32.
 
     1. No run of `least` tokens or more is computed together with a later KV block. llama.cpp multiplies every token of a pass with as
        many blocks of 256 as the longest sequence has: a prompt of 262 tokens in one pass costs the attention of 262 x 512, in two (256,

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import torch
 
-from models.cache import PACKED_FORMATS
+from models.formats import PACKED_FORMATS
 from models.spec import ModelSpec
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.torch_weights import DTYPES

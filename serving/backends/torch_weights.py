@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional
 
-from models.cache import PACKED_FORMATS
 from models.convert_torch import ACTIVATION_STEPS
 from models.errors import BrokenWeights, UnsupportedModel
+from models.formats import PACKED_FORMATS
 from models.spec import ModelSpec
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.bench.paired import Line, Series, ratios, table, take_turns
+from tests.bench.paired import Figures, Line, Series, ratios, table, take_turns
 from tests.bench.peers.jobs import Child, figures, make_job, static_batches
 
 JOB = {"arrivals": [0.0, 1.0], "prompts": [[1], [2]], "outputs": [3, 2], "batch": 2}
@@ -20,13 +21,14 @@ def test_contestants_take_turns_in_both_orders() -> None:
         order.append(name)
         return {"rate": float(len(order))}
 
-    runs = take_turns({name: lambda _, name=name: player(name) for name in ("a", "b")}, 2)
+    runs = take_turns({"a": lambda _: player("a"), "b": lambda _: player("b")}, 2)
     assert order == ["a", "b", "b", "a"]
     assert runs == {"a": [{"rate": 1.0}, {"rate": 4.0}], "b": [{"rate": 2.0}, {"rate": 3.0}]}
 
 
 def test_a_ratio_is_of_pairs_and_leaves_out_rounds_that_did_not_measure() -> None:
-    ours, theirs = [{"x": 10.0}, {"x": 30.0}, {"x": None}], [{"x": 5.0}, {"x": 10.0}, {"x": 1.0}]
+    ours: list[Figures] = [{"x": 10.0}, {"x": 30.0}, {"x": None}]
+    theirs: list[Figures] = [{"x": 5.0}, {"x": 10.0}, {"x": 1.0}]
     assert ratios(ours, theirs, "x") == [2.0, 3.0]
     text = table({"we": ours, "they": theirs}, "we", (Line("x", "ms"), Line("never", "ms")))
     assert "ratio 2.50 (2.00-3.00, 2 pairs)" in text and "never" not in text
@@ -78,7 +80,7 @@ def test_a_child_answers_and_says_why_it_died() -> None:
         "def load(settings):\n    print('chatter')\n    return {'loaded': settings['x']}, lambda job: 1 / job['by']\n"
         "answer_jobs(load)"
     )
-    with Child([sys.executable, "-c", code], {"x": 7}, [0]) as child:
+    with Child([sys.executable, "-c", code], {"x": 7}, [min(os.sched_getaffinity(0))]) as child:
         assert child.facts == {"loaded": 7}
         assert child.ask({"by": 4}) == 0.25
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from models.synthesis import write_gguf
 from models.tokenizer import shipped_files
 from tests.serving.fakes import ask
 from tests.serving.test_serve_cli import server
+from tests.shapes import TINY_LLAMA
 
 NAME = "gpt-4o-mini"  # LlamaIndex's OpenAI class refuses, on its own side, any name that is not one of OpenAI's
 HERE = Path(__file__).parent
@@ -83,12 +85,21 @@ def driven(url: str, before: dict[str, float], requests: int, tokens: int) -> No
 def test_langchain_runs_unchanged(url: str) -> None:
     found = json.loads(ran(program("frameworks-1", "python"), "clients/langchain_client.py", url, NAME))
     assert len(found["chat"]) == 4 and len(set(found["chat"])) == 1 and found["chat"][0]
-    assert found["usage"][0] == found["usage"][1] and found["usage"][0]["output_tokens"] == 8 and found["finish"] == "length"
+    whole, streamed = found["usage"]
+    assert whole["input_tokens"] == streamed["input_tokens"] > 8 and whole["output_tokens"] == streamed["output_tokens"] == 8
+    assert found["finish"] == "length"
     assert len(found["batch"]) == 3 and len(set(found["choices"])) == 2 and found["logprobs"] == 8
     assert found["text"][0] == found["text"][1] != ""
     assert [len(group) for group in found["best"]] == [2, 2] and found["best_usage"] == 2 * 4 * 8
-    assert found["structured"]["size"] in ("s", "l")
     assert "BadRequestError" in found["refused"] and "function calling is not supported" in found["refused"][-1]
+
+
+def test_langchain_gets_a_structured_answer_from_llama_cpp(tmp_path: Path) -> None:
+    python = program("frameworks-1", "python")
+    write_gguf(TINY_LLAMA, tmp_path / "tiny.gguf", "F16", seed=4)
+    with server(tmp_path, "--served-name", NAME, "--context", "512", "--slots", "2", model=str(tmp_path / "tiny.gguf")) as one:
+        found = json.loads(ran(python, "clients/langchain_client.py", one.wait_ready()["url"], NAME, "structured"))
+    assert found["size"] in ("s", "l")
 
 
 def test_llama_index_runs_unchanged(url: str) -> None:

@@ -19,6 +19,7 @@ from loadtests.arrivals import (
     check,
     deal,
     due_times,
+    process_of,
     stamp_step_seconds,
 )
 from loadtests.errors import LoadError
@@ -212,3 +213,41 @@ def test_too_few_arrivals_say_nothing():
     found = check(Poisson(), np.array([1.0, 2.0]), 1.0, 10.0)
     assert found.as_asked is None and found.cv is None and found.ks_p is None
     assert check(Poisson(), np.empty(0), 1.0, 10.0).count == 0
+
+
+@pytest.mark.parametrize("process", KINDS, ids=kind)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_every_process_is_itself_when_dealt_out(process, workers):
+    """The check that is kept with every level, on what several load generators sent, each a little late: it accepts the process asked."""
+    times = due_times(process, RATE, 300.0, 11)
+    rng = np.random.default_rng(5)
+    sent = np.concatenate([deal(times, worker, workers)[1] for worker in range(workers)])
+    found = check(process, sent + rng.exponential(0.0002, len(sent)), RATE, 300.0, late_seconds=0.002)
+    assert found.count == len(times) and found.dispersion
+    assert found.as_asked is (None if isinstance(process, OnOff) else True)
+
+
+def test_a_process_on_record_is_read_again():
+    for process in KINDS:
+        assert process_of(msgspec.to_builtins(process)) == process
+    assert process_of({"kind": "closed"}) is None
+    with pytest.raises(LoadError, match="on record cannot be read"):
+        process_of({"kind": "tea"})
+
+
+def test_arrivals_that_are_not_as_asked_are_a_doubt():
+    from loadtests.slo import PROMISES
+    from loadtests.summary import Window, summarise
+    from tests.loadtests.test_summary import request
+
+    def level(times, process):
+        records = [request(i, at) for i, at in enumerate(times)]
+        return summarise(records, [], Window(0.0, 60.0), PROMISES["chat"], rate=RATE, arrivals=process)
+
+    good = level(due_times(Poisson(), RATE, 60.0, 1), Poisson())
+    assert good.arrivals.as_asked and "ArrivalsOff" not in {doubt.code for doubt in good.doubts}
+    off = level(due_times(Constant(), RATE, 60.0, 1), Poisson())
+    (doubt,) = [doubt for doubt in off.doubts if doubt.code == "ArrivalsOff"]
+    assert "dispersion 0.00 at 1 s" in doubt.text and "exponential" in doubt.text and not doubt.invalidates
+    assert level(due_times(Ramp(), RATE, 60.0, 1), Ramp()).arrivals is None
+    assert level(due_times(Constant(), RATE, 60.0, 1), None).arrivals is None

@@ -100,7 +100,8 @@ def played_step_by_step(law, policy, due, pairs):
         if decoding and filling:
             room = min(room, policy.prefill_tokens)
             if policy.step_seconds_target is not None and law.prompt_token_seconds:
-                spare = policy.step_seconds_target - law.seconds(len(decoding), 0, context)
+                decode = law.seconds(len(decoding), 0, context)
+                spare = max(policy.step_seconds_target - decode, 5 * decode)
                 room = max(MIN_PREFILL_TOKENS, min(room, max(0, int(spare / law.prompt_token_seconds))))
         taken = 0
         done = []

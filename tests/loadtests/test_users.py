@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import msgspec
 import pytest
 
 from loadtests.arrivals import Constant, Poisson, due_times
-from loadtests.errors import LoadError
+from loadtests.errors import LoadError, TargetUnusable
 from loadtests.plan import (
     OPTIONS,
     PLAN_VARIABLE,
@@ -222,3 +224,93 @@ def test_outcomes_add_up() -> None:
     two = Outcome(due=2, recorded=1, stopped_seconds=1.5, cpu_seconds=0.25, wall_seconds=3.0, started_unix_seconds=10.0)
     both = total([one, two])
     assert (both.due, both.recorded, both.gave_up, both.stopped_seconds, both.wall_seconds, both.processes) == (5, 4, 1, 1.5, 3.0, 2)
+
+
+# Conversations, the page, and the self-test.
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_conversation_goes_on_from_what_the_server_really_said(truth_server: Start, tmp_path: Path, api: Any, closed: bool) -> None:
+    """The server answers request k with the words "wk": the next turn must hold them, and the user's own words before and after."""
+    target = Target(url=truth_server(ttft=0.01, gap=0.001, echo=True, case=f"talk-{api}-{closed}"), api=api)
+    talk = Workload(prompt_tokens=8, output_tokens=4, turns=3.0, think_seconds=0.2 if not closed else 0.0)
+    load: dict[str, Any] = {"concurrency": 2} if closed else {"rate_per_second": 12.0}
+    records, outcome, log = level(
+        target.url, tmp_path, ["-u", "2", "-r", "2"] if closed else [], target=target, workload=talk, window_seconds=2.0, **load
+    )
+    by_turn = {(r.session, r.turn): r for r in records}
+    later = [r for r in records if r.turn and (r.session, r.turn - 1) in by_turn]
+    assert len(later) > 5 and all(r.error is None for r in records)
+    real = 0
+    for record in later:
+        before = by_turn[record.session, (record.turn or 0) - 1]
+        prompt = log[record.request_id or ""]["prompt"]
+        answer = f"w{(before.request_id or '').rpartition('-')[2]} " * 4
+        real += answer.strip() in prompt
+        first = by_turn[record.session, 0]
+        assert prompt.startswith(log[first.request_id or ""]["prompt"]), "what was said before is said again, word for word"
+    assert real >= len(later) - outcome.stand_ins and real > 0
+    assert outcome.stand_ins == 0 or not closed, "in a closed loop the answer is always there"
+    assert {record.turn for record in records} > {0, 1}
+
+
+def test_lines_leave_whole_while_the_disk_is_written_by_a_thread(truth_server: Start, tmp_path: Path) -> None:
+    """A thousand requests a second: every record is on disk once, in whole lines."""
+    records, outcome, log = level(
+        truth_server(ttft=0.005, case="many"), tmp_path, rate_per_second=1000.0, window_seconds=1.5,
+        workload=Workload(prompt_tokens=16, output_tokens=1),
+    )  # fmt: skip
+    assert len(records) == outcome.recorded == len({record.index for record in records}) > 1200
+    assert {record.request_id for record in records if record.request_id} <= set(log)
+
+
+def test_the_page_shows_the_level_as_it_runs(truth_server: Start, tmp_path: Path) -> None:
+    """Locust as people start it, with its web server: a level is started by the form, and our page and its numbers are there."""
+    url = truth_server(ttft=0.02, gap=0.002, fail="status:500", fail_every=4, case="page")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != PLAN_VARIABLE}
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--web-host", "127.0.0.1", "--web-port", str(port)]
+    with open(tmp_path / "log", "wb") as log:
+        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        page, until = connect(f"http://127.0.0.1:{port}"), time.monotonic() + 60
+        while True:
+            try:
+                status, _, html = fetch(page, get_bytes(page, "/crossover"), 5)
+                break
+            except TargetUnusable:
+                assert time.monotonic() < until and child.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+        assert status == 200 and b"<title>Crossover" in html and b"https://" not in html, "works with no network"
+        assert b'href="/crossover"' in fetch(page, get_bytes(page, "/"))[2], "and is found from Locust's own page"
+        form = f"user_count=1&spawn_rate=1&host={url}&rate=20&window=2&workload=16x6&promise=interactive".encode()
+        head = (
+            f"POST /swarm HTTP/1.1\r\n{page.headers}Content-Type: application/x-www-form-urlencoded\r\nContent-Length: {len(form)}\r\n\r\n"
+        )
+        assert json.loads(fetch(page, head.encode() + form)[2])["success"]
+        until = time.monotonic() + 30
+        while (stats := json.loads(fetch(page, get_bytes(page, "/crossover/stats"))[2]))["state"] != "stopped" or not stats["total"]["due"]:
+            assert time.monotonic() < until, stats
+            time.sleep(0.2)
+    finally:
+        child.terminate()
+        child.wait(20)
+    total = stats["total"]
+    assert total["due"] == total["ended"] > 20 and stats["promise"]["name"] == "interactive"
+    assert 0 < total["failed"] < total["due"] / 2 and 0 < total["good"] <= total["due"] - total["failed"]
+    assert 0.02 < total["ttft_p50"] < 0.5 and 0.002 <= total["tpot_p50"] < 0.1 and total["lag_p99"] is not None
+    assert stats["what"].startswith(url)
+
+
+def test_the_self_test_passes_its_counts_and_fails_a_wrong_part_by_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "crossover", "selftest", "--only", "counts", "--json"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and report["passed"], done.stdout + done.stderr
+    rows = {row["what"]: row for row in report["rows"]}
+    assert set(rows) == {"failures: cut off", "failures: refused (429)", "failures: whole"}
+    assert all(row["truth"] == row["measured"] > 0 for row in rows.values())
+    done = subprocess.run([*command[:4], "--only", "tea"], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "'tea' is not one of times, counts" in done.stderr

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from models import convert_torch
-from models.cache import PACKED_FORMATS
 from models.convert_torch import PRECISIONS, make_torch
 from models.errors import BrokenWeights, UnsupportedModel
+from models.formats import PACKED_FORMATS
 from models.manifest import read_manifest, verify
 from models.synthesis import write_hf_folder
 from models.tokenizer import load_tokenizer
@@ -52,7 +52,7 @@ def test_a_wrong_packing_is_refused_and_leaves_nothing(tmp_path: Path, monkeypat
 def test_what_cannot_be_packed_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="'int3'"):
         make_torch(hf_folder("tiny-llama"), tmp_path / "out", "int3")
-    with pytest.raises(BrokenWeights, match="tiny-qwen2 does not hold tiny-llama"):
+    with pytest.raises(BrokenWeights, match="tiny-qwen2-fp32 does not hold tiny-llama"):
         make_torch(hf_folder("tiny-qwen2"), tmp_path / "out", "int8", spec=TINY_LLAMA)
     cut = tmp_path / "cut"
     write_hf_folder(TINY_MISTRAL, cut, "fp32")

@@ -38,7 +38,8 @@ def test_the_backend_decides_the_kind_of_file() -> None:
     assert weight_kind("mine.module:Mine", "Q8_0") == ("gguf", "Q8_0")
     assert weight_kind("mine.module:Mine") == ("hf", "bf16")
     assert weight_kind("mine.module:Mine", "fp32") == ("hf", "fp32")
-    assert weight_kind("mine.module:Mine", "dynamic-int8") == ("onnx", "dynamic-int8")
+    assert weight_kind("mine.module:Mine", "dynamic-int8") == ("hf", "dynamic-int8")
+    assert weight_kind("onnx", "dynamic-int8") == ("onnx", "dynamic-int8")
     with pytest.raises(UnsupportedModel, match="'torch' has no weight format 'Q4_0'; it has bf16"):
         weight_kind("torch", "Q4_0")
     with pytest.raises(UnsupportedModel, match="unknown backend 'llama'"):

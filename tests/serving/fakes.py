@@ -187,7 +187,8 @@ def _details(word: str, sampling: Sampling) -> list[TokenDetail]:
     if sampling.logprobs is None:
         return []
     token = word.encode()[0]
-    return [TokenDetail(token, -0.5 if sampling.seed % 2 == 0 else -0.125, [token, 256][: sampling.logprobs], [-0.5, float("-inf")][: sampling.logprobs])]
+    logprob = -0.5 if sampling.seed % 2 == 0 else -0.125
+    return [TokenDetail(token, logprob, [token, 256][: sampling.logprobs], [-0.5, float("-inf")][: sampling.logprobs])]
 
 
 @contextmanager

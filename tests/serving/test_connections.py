@@ -1,12 +1,14 @@
 """Many connections, and clients that leave: tests.bench.pressure.connections in small, and the limit of open files."""
 
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from serving.address import SEND_BUFFER_BYTES, listen
 from tests.bench.pressure.connections import crowd, leavers, slot
 from tests.bench.pressure.wire import run, serving
 
@@ -39,6 +41,13 @@ def test_the_limit_of_open_files_is_raised_as_far_as_connections_need_and_the_sy
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(room), str(min(hard, max(soft, 4096 + 96))), str(hard)]
+
+
+def test_the_kernel_keeps_little_for_a_reader_that_takes_nothing() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SEND_BUFFER_BYTES
 
 
 def test_fewer_connections_than_wanted_are_told(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from models.spec import ModelSpec
 from models.synthesis import write_gguf
 from models.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling
-from serving.backends.llama_cpp import LlamaCppBackend
+from serving.backends.llama_cpp import LlamaCppBackend, calls_of
 from serving.backends.llama_cpp_library import missing_isa, parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 from serving.grammar import Grammars
@@ -417,3 +417,50 @@ def test_a_grammar_holds_through_the_scheduler(make: Make, grammars: Grammars, t
 def test_is_a_backend(make: Make) -> None:
     backend: Backend = make()
     assert backend.info.name == "llama_cpp" and backend.info.weight_format == "F16"
+
+
+# --- how a step is cut ----------------------------------------------------------------------------------------------------
+
+
+def _pieces(calls: list[list[Row]]) -> list[list[tuple[int, int, int, bool]]]:
+    return [[(piece.slot, piece.start, len(piece.tokens), piece.wants_token) for piece in call] for call in calls]
+
+
+def test_a_step_is_cut_where_kv_blocks_end_and_decoding_rows_go_apart() -> None:
+    tokens = np.arange(1000, dtype=np.int32)
+    one = Row(0, tokens[:1], 300, wants_token=True)
+    assert _pieces(calls_of([Row(2, tokens[:262], 0, wants_token=True)], 25)) == [[(2, 0, 256, False)], [(2, 256, 6, True)]]
+    assert _pieces(calls_of([one, Row(1, tokens[:257], 255, wants_token=True)], 25)) == [[(1, 255, 257, True)], [(0, 300, 1, True)]]
+    assert _pieces(calls_of([one, Row(1, tokens[:258], 255, wants_token=False)], 25)) == [
+        [(1, 255, 257, False)],  # the first block's end is too near
+        [(0, 300, 1, True), (1, 512, 1, False)],
+    ]
+    assert _pieces(calls_of([Row(0, tokens[:600], 0, wants_token=True), Row(1, tokens[:300], 100, wants_token=True)], 25)) == [
+        [(0, 0, 256, False), (1, 100, 156, False)],
+        [(0, 256, 256, False)],
+        [(0, 512, 88, True), (1, 256, 144, True)],
+    ]
+    for whole in (one, Row(0, tokens[:256], 0, wants_token=True), Row(0, tokens[:1], 0, wants_token=False)):
+        assert _pieces(calls_of([whole], 25)) == [[(0, whole.start, len(whole.tokens), whole.wants_token)]]
+
+
+@pytest.mark.parametrize(("weight_format", "apart"), [("Q4_0", 0.0), ("F16", 1e-4)])
+def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(make: Make, weight_format: str, apart: float) -> None:
+    """To the bit where matrices are 4-bit; floating-point matrices have another order of summation for one token than for several."""
+    settings: dict[str, Any] = {"weight_format": weight_format, "context_tokens": 1024}
+    whole, cut = make(**settings), make(**settings)
+    whole._least_cut, cut._least_cut = None, 1
+    prompt, other = prompt_of(whole, 520, 1), prompt_of(whole, 301, 2)
+    reference = []
+    for begin in (0, 260):
+        whole.step([row(1, prompt[begin : begin + 260], begin)])
+    reference.append(whole._logits(1)[0].copy())
+    whole.step([row(1, [7], 520)])
+    reference.append(whole._logits(1)[0].copy())
+    cut.step([row(0, other[:300], 0)])
+    for begin, end in ((0, 100), (100, 263), (263, 519)):
+        cut.step([row(0, other[300:301], 300), row(1, prompt[begin:end], begin, wants_token=False), row(3, other[:9], 0)])
+    cut.step([row(1, prompt[519:], 519)])
+    np.testing.assert_allclose(cut._logits(1)[0], reference[0], rtol=0, atol=apart)
+    cut.step([row(0, other[300:301], 300), row(1, [7], 520), row(3, other[9:60], 9, wants_token=False)])
+    np.testing.assert_allclose(cut._logits(2)[1], reference[1], rtol=0, atol=apart)

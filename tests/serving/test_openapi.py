@@ -17,7 +17,6 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode, Response
-from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -36,7 +35,6 @@ DOCUMENT = document("m", Limits())
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
 CHECKS: list[Any] = [
-    not_a_server_error,
     status_code_conformance,
     content_type_conformance,
     response_headers_conformance,
@@ -71,6 +69,8 @@ def conforms(case: Case, url: str, session: requests.Session) -> Response:
     """Send the request; raises where the answer is none that the document promises."""
     answer = case.call(base_url=url, session=session, timeout=20)
     case.validate_response(answer, checks=CHECKS)
+    late = answer.status_code == 504 and isinstance(case.body, dict) and case.body.get("deadline_seconds")
+    assert answer.status_code < 500 or late, (answer.text, case.body)
     assert answer.headers["x-request-id"] and answer.headers["x-crossover-backend"]
     return answer
 

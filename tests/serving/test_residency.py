@@ -58,7 +58,7 @@ def test_the_number_of_loaded_models_is_a_limit_of_its_own() -> None:
     assert make_room([{"cpu": 1}], residents, FREE, most_loaded=1).evict == ("a", "b")
     held = [resident("a", 0, 1.0, busy=True)]
     verdict = make_room([{"cpu": 1}], held, FREE, most_loaded=1)
-    assert verdict.option is None and verdict.may_change and "1 models may be loaded at once" in verdict.text
+    assert verdict.option is None and verdict.may_change and "1 model may be loaded at once" in verdict.text
 
 
 def test_a_device_that_does_not_say_what_is_free_is_not_in_the_way() -> None:

@@ -130,8 +130,9 @@ class Ours(Tool):
     def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         (place / "campaign.toml").write_text(
-            f'name = "mock"\nbudget_seconds = 90\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = 1\n'
-            f"[promise]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n"
+            f'name = "mock"\nbudget_seconds = 25\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = 1\n'
+            f"[promise]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\nprecision = 0.2\nlevel_seconds_min = 3\n"
+            "level_seconds_max = 12\nlevel_requests_min = 20\nlone_requests = 2\n"
         )
         command = [sys.executable, "-m", "crossover", "campaign", "run", str(place / "campaign.toml"), "--out", str(place / "runs")]
         run = execute(command, place / "log", {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}, 400)

@@ -23,6 +23,7 @@ import random
 import tempfile
 from pathlib import Path
 
+from loadtests.tether import be_urgent
 from models.hub import ResolvedModel, resolve
 from models.tokenizer import load_tokenizer
 from tests.bench.closed_loop import run
@@ -88,6 +89,7 @@ def main() -> None:
             os.sched_setaffinity(0, {*arguments.engine_cores, *arguments.client_cores})
             urls[name] = stack.enter_context(server(launcher.command(setup), setup.port, launcher.ready, folder / f"{number}.log"))
         os.sched_setaffinity(0, arguments.client_cores)
+        be_urgent()  # else a busy neighbour makes the client read several tokens at once, and they seem to have come at once
         for url in urls.values():
             run(url, prompts(model.tokenizer_path, 2, 32, 0), 8, 1, arguments.model)  # first touches
         for streams, count in zip(arguments.streams, arguments.requests, strict=True):

@@ -57,8 +57,14 @@ def serving(model: str, *arguments: str, folder: Path, ready_seconds: float = 12
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
+    async def whole() -> T:
+        try:
+            return await work
+        finally:
+            await asyncio.sleep(0.01)  # connections that were just closed are gone now
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+        return runner.run(whole())
 
 
 def post(path: str = "/v1/completions", *, raw: bytes | None = None, **fields: object) -> bytes:

@@ -1,6 +1,7 @@
 """LangChain's OpenAI classes against a server: every way in which they ask. Run in their environment; prints one JSON object.
 
 python langchain_client.py http://127.0.0.1:8000 MODEL
+python langchain_client.py http://127.0.0.1:8000 MODEL structured     # only an answer that follows a schema
 """
 
 import asyncio
@@ -15,6 +16,19 @@ url, model = sys.argv[1] + "/v1", sys.argv[2]
 common: dict[str, Any] = {"base_url": url, "api_key": "none", "model": model, "max_retries": 0, "max_tokens": 8}
 chat, text = ChatOpenAI(**common, temperature=0), OpenAI(**common, temperature=0)
 messages = [SystemMessage("Be brief."), HumanMessage("hi")]
+
+
+if sys.argv[3:] == ["structured"]:
+    schema = {
+        "title": "Size",
+        "type": "object",
+        "properties": {"size": {"enum": ["s", "l"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    structured = ChatOpenAI(**{**common, "max_tokens": 64}, temperature=0).with_structured_output(schema, method="json_schema")
+    print(json.dumps(structured.invoke("how big?")))
+    sys.exit()
 
 
 def refused() -> list[str]:
@@ -36,14 +50,6 @@ many = ChatOpenAI(**common, temperature=1, seed=3, n=2, logprobs=True, top_logpr
 choices = many.generate([messages])
 shaped = OpenAI(**common, temperature=1, seed=4, n=2, best_of=4, logprobs=2, logit_bias={"5": -10}, presence_penalty=0.1)
 best = shaped.generate(["a", "b"])
-schema = {
-    "title": "Size",
-    "type": "object",
-    "properties": {"size": {"enum": ["s", "l"]}},
-    "required": ["size"],
-    "additionalProperties": False,
-}
-structured = ChatOpenAI(**{**common, "max_tokens": 64}, temperature=0).with_structured_output(schema, method="json_schema")
 print(
     json.dumps(
         {
@@ -56,7 +62,6 @@ print(
             "text": [text.invoke("Once"), "".join(text.stream("Once"))],
             "best": [[one.text for one in group] for group in best.generations],
             "best_usage": best.llm_output["token_usage"]["completion_tokens"],
-            "structured": structured.invoke("how big?"),
             "refused": refused(),
         }
     )
