@@ -132,11 +132,11 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def capacity_of_slots(
-    slots: int, service_seconds: float, ttft_seconds: float, share: float, requests: int = 200_000, seed: int = 1
+    slots: int, service_seconds: float, wait_seconds: float, share: float, requests: int = 200_000, seed: int = 1
 ) -> float:
-    """The Poisson rate, in requests/s, at which `share` of the answers of an M/D/c queue come within `ttft_seconds`.
+    """The Poisson rate, in requests/s, at which `share` of the requests of an M/D/c queue wait at most `wait_seconds` for a slot.
 
-    By bisection over a simulation with common random numbers, exact to about 0.5 %. An answer is there at the end of its service.
+    By bisection over a simulation with common random numbers, exact to about 0.5 %.
     """
     unit = np.cumsum(generator(seed, 0x5E1F).standard_exponential(requests))
 
@@ -146,7 +146,7 @@ def capacity_of_slots(
         for at in (unit / rate).tolist():
             start = max(at, free[0])
             heapq.heapreplace(free, start + service_seconds)
-            good += start + service_seconds - at <= ttft_seconds
+            good += start - at <= wait_seconds
         return good / requests
 
     low, high = 0.0, slots / service_seconds

@@ -44,7 +44,7 @@ from serving.hardware import allowed_cores
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
 ARRIVAL_RATE, ARRIVAL_SECONDS = 150.0, 12.0
 SUSTAINED_RATE = 1000.0
-SLOTS, SERVICE_SECONDS, TTFT_SECONDS, SHARE = 4, 0.11, 0.25, 0.9
+SLOTS, SLOT_TOKENS, TOKEN_SECONDS, WAIT_SECONDS, SHARE = 4, 51, 0.010, 0.5, 0.9
 CAPACITY_BUDGET_SECONDS = 30.0
 BUSY_STEAL, BUSY_OTHERS = 0.01, 0.25  # of the machine: more than this is named beside a failed row
 
@@ -183,18 +183,19 @@ def capacity(bench: Bench) -> list[Row]:
     from loadtests.runner import run
     from loadtests.search import Capacity
 
-    true = capacity_of_slots(SLOTS, SERVICE_SECONDS, TTFT_SECONDS, SHARE)
-    with bench.server(ttft=SERVICE_SECONDS, slots=SLOTS) as url:
+    service = SLOT_TOKENS * TOKEN_SECONDS
+    true = capacity_of_slots(SLOTS, service, WAIT_SECONDS, SHARE)
+    with bench.server(ttft=TOKEN_SECONDS, gap=TOKEN_SECONDS, slots=SLOTS) as url:
         text = (
             f'name = "selftest"\nbudget_seconds = {CAPACITY_BUDGET_SECONDS}\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\n'
-            f"output_tokens = 1\n[promise]\nttft_seconds = {TTFT_SECONDS}\ntarget = {SHARE}\n"
-            "[search]\nprecision = 0.2\nlevel_seconds_min = 3\nlevel_seconds_max = 8\nlevel_requests_min = 40\nlone_requests = 2\n"
+            f"output_tokens = {SLOT_TOKENS}\n[promise]\nttft_seconds = {WAIT_SECONDS + TOKEN_SECONDS}\ntarget = {SHARE}\n"
+            "[search]\nprecision = 0.2\nlevel_seconds_min = 3\nlevel_seconds_max = 12\nlevel_requests_min = 20\nlone_requests = 2\n"
         )
         with open(os.devnull, "w") as nowhere:
             folder = run(parse_campaign(text), bench.folder / "runs", Progress(nowhere))
     finished = [event for event in read_events(folder).records if event.kind == "cell_finished"]
     found = msgspec.convert(finished[-1].detail["capacity"], Capacity)
-    what = f"capacity of {SLOTS} slots of {SERVICE_SECONDS:g} s"
+    what = f"capacity of {SLOTS} slots of {service:g} s"
     low, high = found.low, found.high
     if high is None:
         return [near(what, true, None, 0.0, "requests/s", found.reason)]

@@ -102,5 +102,5 @@ def test_quantiles_are_by_nearest_rank() -> None:
 
 def test_the_capacity_of_slots_is_that_of_queueing_theory() -> None:
     """M/D/1: an answer comes without a wait where the server is idle, which it is 1 - rho of the time."""
-    rate = capacity_of_slots(1, 1.0, 1.0, 0.6)
+    rate = capacity_of_slots(1, 1.0, 0.0, 0.6)
     assert rate == pytest.approx(0.4, rel=0.02), "60 % do not wait at all where the server is busy 40 % of the time"

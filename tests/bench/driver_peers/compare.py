@@ -115,11 +115,13 @@ def cost(tools: list[Tool]) -> Iterator[dict[str, Any]]:
 
 
 def search(tools: list[Tool]) -> Iterator[dict[str, Any]]:
-    """Four slots of 0.51 s; TTFT <= 1.2 s for 95 % of the requests."""
+    """Four slots of 0.51 s (51 tokens); good is a TTFT of at most 0.51 s, wanted for 90 %. Each tool answers in its own terms: we with a
+    Poisson rate (6.08 requests/s is true), the others with streams of a closed loop (7 is true: with 8 each request waits a whole service).
+    """
     for tool in tools:
-        with truth(ttft=0.51, slots=4) as url:
-            run, found = tool.search(url, 1.2, 0.95)
-            served = len(log_of(url, 1))
+        with truth(ttft=0.01, gap=0.01, slots=4) as url:
+            run, found = tool.search(url, 51, 0.51, 0.9)
+            served = len(log_of(url, 51))
         yield {
             "part": "search", "tool": tool.name, "wall_seconds": run.wall_seconds, "cpu_seconds": run.cpu_seconds, "requests": served,
             "found": found,

@@ -95,7 +95,7 @@ class Tool:
         """Poisson arrivals at `rate`, `requests` of them, of 16 prompt and `tokens` output tokens each."""
         raise NotImplementedError
 
-    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         """The capacity under a TTFT promise kept for `share` of the requests: what it took, and what was found, in words."""
         raise NotImplementedError
 
@@ -127,10 +127,10 @@ class Ours(Tool):
             "E2E": quantiles([e2e_seconds(r) for r in kept]),
         })  # fmt: skip
 
-    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         (place / "campaign.toml").write_text(
-            f'name = "mock"\nbudget_seconds = 25\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = 1\n'
+            f'name = "mock"\nbudget_seconds = 25\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n'
             f"[promise]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\nprecision = 0.2\nlevel_seconds_min = 3\n"
             "level_seconds_max = 12\nlevel_requests_min = 20\nlone_requests = 2\n"
         )
@@ -171,11 +171,11 @@ class GuideLlm(Tool):
             ours: {q: metrics[theirs]["successful"]["percentiles"][q] * unit for q in QUANTILES} for ours, (theirs, unit) in names.items()
         })  # fmt: skip
 
-    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         profile = f"kind=goodput,initial_streams=4,max_streams=64,target_attainment={share}"
         metrics = json.dumps({"kind": "generative", "slo": {"ttft_ms": ttft_seconds * 1000}})
-        command = self._command(place, url, profile, 1, "--metrics", metrics, "--constraint", "kind=max_duration,seconds=10")
+        command = self._command(place, url, profile, tokens, "--metrics", metrics, "--constraint", "kind=max_duration,seconds=10")
         run = execute(command, place / "log", self._environment(1), 600)
         report = json.loads((place / "report.json").read_text())
         found = [(one["config"]["strategy"].get("streams"), _attainment(one)) for one in report["benchmarks"]]
@@ -207,10 +207,10 @@ class AiPerf(Tool):
             ours: {q: report[theirs][q] / 1000 for q in QUANTILES} for ours, theirs in names.items() if report.get(theirs)
         })  # fmt: skip
 
-    def search(self, url: str, ttft_seconds: float, share: float) -> tuple[Run, str]:
+    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         command = self._command(
-            place, url, 1, "--search-recipe", "max-concurrency-under-sla", "--ttft-sla-ms", f"{ttft_seconds * 1000:g}",
+            place, url, tokens, "--search-recipe", "max-concurrency-under-sla", "--ttft-sla-ms", f"{ttft_seconds * 1000:g}",
             "--concurrency-min", "1", "--concurrency-max", "64", "--benchmark-duration", "10", "--workers-max", "1",
         )  # fmt: skip
         run = execute(command, place / "log", {}, 600)

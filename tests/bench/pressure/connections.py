@@ -169,7 +169,7 @@ async def slowloris(server: Server, sockets: int = 500, seconds: float = 25.0, r
     }
 
 
-async def readers(server: Server, count: int = 50, tokens: int = 1500, seconds: float = 100.0, rate: float = 20.0) -> Found:
+async def readers(server: Server, count: int = 50, tokens: int = 1500, seconds: float = 120.0, rate: float = 20.0) -> Found:
     """Each reads a byte a second with a small window. The answers end in the engine all the same; who takes nothing is cut off in time.
 
     A client notices that only when it has read what lay in its own buffer, an hour later; so the server's descriptors are counted.
