@@ -111,6 +111,9 @@ def load(
     api: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment variable that holds the API key.")] = None,
     verify_tls: Annotated[bool, typer.Option(help="Check the endpoint's certificate.")] = True,
+    extra_body: Annotated[
+        str | None, typer.Option(metavar="JSON", help="Fields added to every request, for example '{\"top_k\": 1}'.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and texts.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Keep the run in a folder below this one; else nothing is kept.")] = None,
 ) -> None:
@@ -134,7 +137,8 @@ def load(
         progress = stack.enter_context(Progress())
         one_level(
             url, rate=rate, concurrency=concurrency, seconds=seconds, workload=workload, arrivals=arrivals, promise=promise, target=target,
-            model=model, api=api, api_key_env=api_key_env, verify_tls=verify_tls, seed=seed, out=out, progress=progress, spare=spare,
+            model=model, api=api, api_key_env=api_key_env, verify_tls=verify_tls, extra_body=extra_body, seed=seed, out=out,
+            progress=progress, spare=spare,
         )  # fmt: skip
 
 

@@ -226,6 +226,9 @@ def _watch(site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail
     cut_short: str | None = None
     over = end + plan.drain_seconds + plan.target.timeout_seconds + START_SECONDS
     looked = 0.0
+    read = counted = 0  # records so far, and those due in the window; each is judged once, however often this looks
+    bads: list[set[int]] = [set() for _ in promises]
+    bad: set[int] = set() if len(promises) > 1 else bads[0]  # by the campaign's first promise
     while not outcome_file.exists():
         if child.poll() is not None and not outcome_file.exists():
             raise LevelInterrupted(f"the load generator ended early ({child.how_it_ended()})")
@@ -237,17 +240,20 @@ def _watch(site: Site, plan: LoadPlan, started: LevelStarted, child: Child, tail
             site.check()
             if site.server.engine_pids() != engines:
                 raise LevelInterrupted("the engine was restarted")
-        tail.read()
-        counted = [record for record in tail.records if start <= record.due_seconds < end]
+        for record in tail.read()[read:]:
+            read += 1
+            if start <= record.due_seconds < end:
+                counted += 1
+                for promise, its_bad in ((site.campaign.promise, bad), *zip(promises, bads, strict=True)):
+                    if not is_good(record, promise):
+                        its_bad.add(record.index)
         late = set(msgspec.json.decode(late_file.read_bytes())) if late_file.exists() else set()
-        bads = [{record.index for record in counted if not is_good(record, promise)} for promise in promises]
-        hopeless = min(len(bad | (late & counting)) for bad in bads)
-        bad = bads[0] if len(bads) == 1 else {r.index for r in counted if not is_good(r, site.campaign.promise)}
-        lost = all(is_hopeless(len(bad | (late & counting)), len(counting), p) for bad, p in zip(bads, promises, strict=True))
+        hopeless = min(len(its_bad | (late & counting)) for its_bad in bads)
+        lost = all(is_hopeless(len(its | (late & counting)), len(counting), p) for its, p in zip(bads, promises, strict=True))
         if cut_short is None and hopeless >= LEAST_BAD and lost:
             cut_short = f"{hopeless} requests were bad, too many for the {len(counting)} of the level to keep the promise"
             Path(plan.stop_file or "").touch()
-        words = _words(site, plan, now, len(tail.records), len(counted) - len(bad), len(counted))
+        words = _words(site, plan, now, read, counted - len(bad), counted)
         site.progress.tick(words, fraction=min(1.0, now / end))
         time.sleep(POLL_SECONDS)
     return cut_short

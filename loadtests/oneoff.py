@@ -13,7 +13,7 @@ from loadtests.errors import Incomplete, LevelInterrupted, LoadError
 from loadtests.generators import Spare
 from loadtests.levels import Site, loaded_level
 from loadtests.manifest import manifest_of, new_folder, seed_of
-from loadtests.plan import parse_arrivals, parse_workload
+from loadtests.plan import parse_arrivals, parse_extra_body, parse_workload
 from loadtests.progress import Progress
 from loadtests.sampler import Sampler
 from loadtests.search import Measure, SearchConfig
@@ -26,7 +26,7 @@ from serving.hardware import hardware_facts
 
 def one_level(
     url: str, *, rate: float | None, concurrency: int | None, seconds: float, workload: str, arrivals: str, promise: str,
-    target: float | None, model: str | None, api: str, api_key_env: str | None, verify_tls: bool, seed: int,
+    target: float | None, model: str | None, api: str, api_key_env: str | None, verify_tls: bool, extra_body: str | None, seed: int,
     out: Path | None, progress: Progress, spare: Spare | None = None,
 ) -> None:  # fmt: skip
     """Measures, prints, and keeps the records below `out` where it is given. Raises LoadError for whatever was in the way."""
@@ -34,7 +34,8 @@ def one_level(
         if value is not None and not value > 0:
             raise LoadError(f"{name} must be above 0, got {value}")
     try:
-        endpoint = msgspec.convert({"url": url, "model": model, "api": api, "api_key_env": api_key_env, "verify_tls": verify_tls}, Target)
+        raw = {"url": url, "model": model, "api": api, "api_key_env": api_key_env, "verify_tls": verify_tls}
+        endpoint = msgspec.convert(raw | {"extra_body": parse_extra_body(extra_body)}, Target)
     except msgspec.ValidationError as problem:
         raise LoadError(str(problem)) from problem
     settings = Campaign(

@@ -274,6 +274,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "model": (None, "model name; default: the first that the endpoint lists"),
     "api": ("completions", "completions or chat"),
     "api-key-env": (None, "environment variable that holds the API key"),
+    "verify-tls": ("yes", "yes or no: check the endpoint's certificate"),
+    "extra-body": (None, 'JSON object whose fields are added to every request, for example {"top_k": 1}'),
     "promise": ("chat", "chat, interactive, reading, batch ...: what the page calls a good request"),
     "requests-file": (None, "append one JSON line per request to this file"),
 }  # fmt: skip
@@ -295,8 +297,12 @@ def plan_of_options(options: Mapping[str, Any], users: int) -> LoadPlan:
     values = {name: _value(name, options.get(name.replace("-", "_"))) for name in OPTIONS}
     try:
         target = msgspec.convert(
-            {"url": options["host"], "model": values["model"], "api": values["api"], "api_key_env": values["api-key-env"]}, Target
-        )
+            {
+                "url": options["host"], "model": values["model"], "api": values["api"], "api_key_env": values["api-key-env"],
+                "verify_tls": _yes("verify-tls", values["verify-tls"]), "extra_body": parse_extra_body(values["extra-body"]),
+            },
+            Target,
+        )  # fmt: skip
     except msgspec.ValidationError as problem:
         raise LoadError(str(problem)) from problem
     return check_plan(
@@ -314,6 +320,20 @@ def plan_of_options(options: Mapping[str, Any], users: int) -> LoadPlan:
             promise=values["promise"],
         )
     )
+
+
+def parse_extra_body(text: str | None) -> dict[str, Any]:
+    """Fields for every request's body, from a JSON object. Raises LoadError for what is none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except msgspec.MsgspecError as problem:
+        raise LoadError(f'--extra-body must be a JSON object such as {{"top_k": 1}}, got {text!r}: {problem}') from problem
+
+
+def _yes(name: str, given: str) -> bool:
+    if given not in ("yes", "no"):
+        raise LoadError(f"--{name} must be yes or no, got {given!r}")
+    return given == "yes"
 
 
 def _value(name: str, given: Any) -> Any:

@@ -11,6 +11,7 @@ three observations lie beyond it (p99: 300 requests), else it is None.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -268,9 +269,10 @@ def output_throughput(records: Iterable[RequestRecord], window: Window) -> float
     for r in records:
         first: float = timings.first_chunk_tokens(r) or usual
         later = usual if r.output_tokens is None else (r.output_tokens - first) / max(1, len(r.content_seconds) - 1)
-        for position, at in enumerate(r.content_seconds):
-            if window.start_seconds <= at < window.end_seconds:
-                tokens += first if position == 0 else later
+        stamps = r.content_seconds  # in order
+        inside = bisect_left(stamps, window.end_seconds) - bisect_left(stamps, window.start_seconds)
+        begun = window.start_seconds <= stamps[0] < window.end_seconds
+        tokens += later * (inside - begun) + first * begun
     return tokens / window.seconds
 
 

@@ -103,7 +103,7 @@ class LlamaCppBackend:
                 self.truncate(row.slot, row.start)
         by_slot = {row.slot: row for row in rows}
         drawn: dict[int, Sampled] = {}
-        for call in [rows] if self._least_cut is None else calls_of(rows, self._least_cut):
+        for call in [rows] if self._least_cut is None else calls_of(rows, self._least_cut, 4 * self._threads):
             self._decode(call)
             asking = [by_slot[piece.slot] for piece in call if piece.wants_token]
             if asking:
@@ -313,15 +313,17 @@ class LlamaCppBackend:
         raise EngineFailed(f"llama_decode returned {code} for a step of {tokens} tokens: {reason}")
 
 
-def calls_of(rows: list[Row], least: int) -> list[list[Row]]:
+def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
     """A step as the calls of llama_decode that compute it in the least time, to be made one after the other. Logits do not change: to the
     bit with 4-bit weights, whose kernels sum each token by itself and always in one order; else up to the rounding of float32.
 
     1. No run of `least` tokens or more is computed together with a later KV block. llama.cpp multiplies every token of a pass with as
        many blocks of 256 as the longest sequence has: a prompt of 262 tokens in one pass costs the attention of 262 x 512, in two (256,
        then 6) that of 256 x 256 + 6 x 512.
-    2. Prompts and decoding rows go apart. llama.cpp would take them apart too, but with the first token of each prompt among the decoding
-       rows; and its matrix kernels work on four tokens at a time, those left over cost three times as much each.
+    2. Decoding rows go apart, and so does every prompt of at least `alone` tokens. llama.cpp's matrix kernels work on four tokens at a
+       time, those left over cost three times as much each; and left to itself it cuts sequences to equal lengths: the first token of each
+       prompt goes with the decoding rows, then as many of each prompt as the shortest has, and so on. The scheduler cuts prompts to
+       multiples of 8. Another pass over the weights costs what a few tokens for each thread do: `alone` says when that pays.
     """
     calls: list[list[Row]] = []
     while True:
@@ -336,8 +338,10 @@ def calls_of(rows: list[Row], least: int) -> list[list[Row]]:
             break
         calls.append(heads)
         rows = rests
-    prompts, decoding = [row for row in rows if len(row.tokens) > 1], [row for row in rows if len(row.tokens) == 1]
-    return [*calls, *(call for call in (prompts, decoding) if call)]
+    prompts = [[row] for row in rows if len(row.tokens) >= max(2, alone)]
+    shorter = [row for row in rows if 1 < len(row.tokens) < alone]
+    decoding = [row for row in rows if len(row.tokens) == 1]
+    return [*calls, *prompts, *(call for call in (shorter, decoding) if call)]
 
 
 class _Batch:

@@ -219,6 +219,18 @@ def test_options_of_the_web_page_may_be_empty() -> None:
         plan_of_options({}, users=1)
 
 
+def test_fields_of_ones_own_and_tls_reach_the_target() -> None:
+    plan = plan_of_options({"host": "https://x", "rate": "1", "extra_body": '{"top_k": 1}', "verify_tls": "no"}, users=1)
+    assert plan.target.extra_body == {"top_k": 1} and not plan.target.verify_tls
+    for wrong in ("{", "[1]", "7"):
+        with pytest.raises(LoadError, match="--extra-body must be a JSON object"):
+            plan_of_options({"host": "x", "rate": "1", "extra_body": wrong}, users=1)
+    with pytest.raises(LoadError, match="--verify-tls must be yes or no, got 'maybe'"):
+        plan_of_options({"host": "x", "rate": "1", "verify_tls": "maybe"}, users=1)
+    with pytest.raises(LoadError, match="promise 'tea' is not one of chat"):
+        plan_of_options({"host": "x", "rate": "1", "promise": "tea"}, users=1)
+
+
 def test_outcomes_add_up() -> None:
     one = Outcome(due=3, recorded=3, gave_up=1, cpu_seconds=0.5, wall_seconds=2.0, started_unix_seconds=10.0)
     two = Outcome(due=2, recorded=1, stopped_seconds=1.5, cpu_seconds=0.25, wall_seconds=3.0, started_unix_seconds=10.0)

@@ -429,19 +429,22 @@ def _pieces(calls: list[list[Row]]) -> list[list[tuple[int, int, int, bool]]]:
 def test_a_step_is_cut_where_kv_blocks_end_and_decoding_rows_go_apart() -> None:
     tokens = np.arange(1000, dtype=np.int32)
     one = Row(0, tokens[:1], 300, wants_token=True)
-    assert _pieces(calls_of([Row(2, tokens[:262], 0, wants_token=True)], 25)) == [[(2, 0, 256, False)], [(2, 256, 6, True)]]
-    assert _pieces(calls_of([one, Row(1, tokens[:257], 255, wants_token=True)], 25)) == [[(1, 255, 257, True)], [(0, 300, 1, True)]]
-    assert _pieces(calls_of([one, Row(1, tokens[:258], 255, wants_token=False)], 25)) == [
+    assert _pieces(calls_of([Row(2, tokens[:262], 0, wants_token=True)], 25, 4)) == [[(2, 0, 256, False)], [(2, 256, 6, True)]]
+    assert _pieces(calls_of([one, Row(1, tokens[:257], 255, wants_token=True)], 25, 4)) == [[(1, 255, 257, True)], [(0, 300, 1, True)]]
+    assert _pieces(calls_of([one, Row(1, tokens[:258], 255, wants_token=False)], 25, 4)) == [
         [(1, 255, 257, False)],  # the first block's end is too near
         [(0, 300, 1, True), (1, 512, 1, False)],
     ]
-    assert _pieces(calls_of([Row(0, tokens[:600], 0, wants_token=True), Row(1, tokens[:300], 100, wants_token=True)], 25)) == [
+    assert _pieces(calls_of([Row(0, tokens[:600], 0, wants_token=True), Row(1, tokens[:300], 100, wants_token=True)], 25, 4)) == [
         [(0, 0, 256, False), (1, 100, 156, False)],
         [(0, 256, 256, False)],
-        [(0, 512, 88, True), (1, 256, 144, True)],
+        [(0, 512, 88, True)],
+        [(1, 256, 144, True)],
     ]
+    short = [Row(2, tokens[:5], 7, wants_token=True), Row(3, tokens[:9], 0, wants_token=False), Row(4, tokens[:16], 0, wants_token=True)]
+    assert _pieces(calls_of([one, *short], 25, 16)) == [[(4, 0, 16, True)], [(2, 7, 5, True), (3, 0, 9, False)], [(0, 300, 1, True)]]
     for whole in (one, Row(0, tokens[:256], 0, wants_token=True), Row(0, tokens[:1], 0, wants_token=False)):
-        assert _pieces(calls_of([whole], 25)) == [[(0, whole.start, len(whole.tokens), whole.wants_token)]]
+        assert _pieces(calls_of([whole], 25, 4)) == [[(0, whole.start, len(whole.tokens), whole.wants_token)]]
 
 
 @pytest.mark.parametrize(("weight_format", "apart"), [("Q4_0", 0.0), ("F16", 1e-4)])

@@ -24,6 +24,14 @@ def test_what_does_not_grow_is_seldom_said_to(memory: float) -> None:
     assert wrong <= 10  # 5 % of 60, and room for chance and for the autocorrelation's own error
 
 
+def test_a_stair_now_and_then_is_chance_and_one_every_two_minutes_a_leak() -> None:
+    times = (np.arange(288) * EVERY).tolist()
+    for seed in range(20):
+        places = np.random.default_rng(seed).choice(288, 12, replace=False)
+        few, many = (np.array([np.sum(places[:count] <= number) for number in range(288)]) * 32768.0 for count in (2, 12))
+        assert trend(times, few.tolist()).verdict == "flat" and trend(times, many.tolist()).verdict == "grows"
+
+
 @pytest.mark.parametrize("memory", [0.0, 0.9])
 def test_what_grows_is_found(memory: float) -> None:
     times = np.arange(300) * EVERY
