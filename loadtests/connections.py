@@ -34,6 +34,7 @@ from loadtests.errors import TargetUnusable
 clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
 
 IDLE_SECONDS = 2.0  # an idle connection older than this is not used again: servers close theirs after 5 s, and a request must not meet that
+FRESH_SECONDS = 0.02  # one that is idle for less is not looked at again: a server that wants to close it says so in its answer
 CONNECT_SECONDS = 30.0
 _Socket = gevent.monkey.get_original("socket", "socket")  # the system's own, also where Locust has put gevent's in its place
 _buffer = bytearray(1 << 18)  # one for all: what was read is parsed before anything else is
@@ -98,8 +99,11 @@ class Connection:
 
     def is_good(self) -> bool:
         """Whether a request may be sent over it: not idle for too long, and not closed by the server meanwhile."""
-        if self._trouble is not None or clock() - self.parked > IDLE_SECONDS:
+        idle = clock() - self.parked
+        if self._trouble is not None or idle > IDLE_SECONDS:
             return False
+        if idle < FRESH_SECONDS:
+            return True
         try:
             return not self._sock.recv(1, names.MSG_PEEK)  # b"" is the server's end, bytes are an answer that nobody asked for
         except BlockingIOError:

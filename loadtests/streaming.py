@@ -118,9 +118,12 @@ class Answer:
         if self.status != 200:
             self._rest += data[: _ERROR_BYTES - len(self._rest)]
             return
+        self._received = received
         if self._rest:
             data = self._rest + data
-        self._received = received
+        elif data.startswith(b"data: {") and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
+            self._data(data[6:], received)  # nearly all there is: one whole event
+            return
         lines = data.split(b"\n")
         self._rest = lines.pop()
         for line in lines:

@@ -200,7 +200,8 @@ class CompletionRequest(Generation, kw_only=True, frozen=True):
     suffix: Annotated[Literal[""], Meta(description="not supported: must be empty")] | None = None
 
 
-class TextPart(Wire, kw_only=True, frozen=True, tag="text", tag_field="type"):
+class TextPart(Wire, kw_only=True, frozen=True):
+    type: Literal["text"]  # a field and not msgspec's tag: a tag of one struct alone may be left out
     text: str
 
 

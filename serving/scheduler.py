@@ -33,9 +33,7 @@ MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
 MIN_PREFILL_TOKENS = 16  # progress that a prompt makes in every step, however slow the machine
 PREFILL_SHARE = 5.0  # what prompts may always have of a step's time, in times of what its decoding rows take
 LEARNING_RATE = 0.3  # of what a prompt token costs and what a decoding row
-ROW_WEIGHT = (
-    16.0  # how much more of an error is put down to a row's cost than to a prompt token's: it varies more
-)
+ROW_WEIGHT = 16.0  # how much more of an error is put down to a row's cost than to a prompt token's: it varies more
 PREFILL_MULTIPLE = 8  # prompts are cut at multiples of this: matrix kernels work on several tokens at a time
 _NOTHING_BANNED: tuple[int, ...] = ()
 _NO_STEP = (0.0, 0.0, 0, 0)  # seconds, the backend's seconds, decode rows, prompt tokens

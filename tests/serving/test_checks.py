@@ -226,7 +226,7 @@ def test_prompts_times_answers_are_bounded() -> None:
 
 
 def test_turns_are_texts() -> None:
-    parts = Message(role="developer", content=[TextPart(text="a"), TextPart(text="b")])
+    parts = Message(role="developer", content=[TextPart(type="text", text="a"), TextPart(type="text", text="b")])
     assert turns([parts, Message(role="assistant")], LIMITS) == [
         {"role": "system", "content": "a\nb"},
         {"role": "assistant", "content": ""},

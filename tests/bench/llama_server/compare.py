@@ -23,6 +23,8 @@ import random
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from loadtests.tether import be_urgent
 from models.hub import ResolvedModel, resolve
 from models.tokenizer import load_tokenizer
@@ -35,6 +37,7 @@ __all__ = ["main", "prompts", "server"]
 PORT = 18431
 LINES = (
     Line("output_tokens_per_second", "tokens/s"),
+    Line("output_tokens_per_cpu_second", "tokens/s"),  # of the server's processes: what a neighbour on the machine cannot falsify much
     *(Line(key, "ms", 1e3) for key in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p99")),
 )
 
@@ -81,20 +84,24 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="crossover-bench-")))
         urls: dict[str, str] = {}
+        processes: dict[str, psutil.Process] = {}
         for number, (side, word) in enumerate(entered):
             launcher, model, setup = _chosen(parser, side, word, arguments, PORT + number)
             quality = "not measured" if model.quality_kl_nats is None else f"{model.quality_kl_nats:.2g} nats"
             name = f"{launcher.name} {word}" if side == "ours" else word
             print(f"{name}: KL to the float model {quality}, {Path(model.path).name}", flush=True)
             os.sched_setaffinity(0, {*arguments.engine_cores, *arguments.client_cores})
-            urls[name] = stack.enter_context(server(launcher.command(setup), setup.port, launcher.ready, folder / f"{number}.log"))
+            command = launcher.command(setup)
+            before = set(psutil.Process().children())
+            urls[name] = stack.enter_context(server(command, setup.port, launcher.ready, folder / f"{number}.log"))
+            (processes[name],) = set(psutil.Process().children()) - before
         os.sched_setaffinity(0, arguments.client_cores)
         be_urgent()  # else a busy neighbour makes the client read several tokens at once, and they seem to have come at once
         for url in urls.values():
             run(url, prompts(model.tokenizer_path, 2, 32, 0), 8, 1, arguments.model)  # first touches
         for streams, count in zip(arguments.streams, arguments.requests, strict=True):
             contestants = {
-                name: functools.partial(_once, url, model, arguments, streams, count, place)
+                name: functools.partial(_once, url, processes[name], model, arguments, streams, count, place)
                 for place, (name, url) in enumerate(urls.items())
             }
             workload = f"{streams} streams, {count} requests a round"
@@ -126,10 +133,28 @@ def _chosen(
     )
 
 
-def _once(url: str, model: ResolvedModel, arguments: argparse.Namespace, streams: int, count: int, place: int, number: int) -> Figures:
+def _once(
+    url: str,
+    process: psutil.Process,
+    model: ResolvedModel,
+    arguments: argparse.Namespace,
+    streams: int,
+    count: int,
+    place: int,
+    number: int,
+) -> Figures:
     """One round of one server, with prompts that no server has seen before."""
     texts = prompts(model.tokenizer_path, count, arguments.prompt, 100_000 * streams + 100 * number + place)
-    return dict(dataclasses.asdict(run(url, texts, arguments.output, streams, arguments.model)))
+    before = _cpu_seconds(process)
+    result = run(url, texts, arguments.output, streams, arguments.model)
+    tokens = result.output_tokens_per_second * result.seconds
+    return dataclasses.asdict(result) | {"output_tokens_per_cpu_second": tokens / (_cpu_seconds(process) - before)}
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """User and system time of a process and all that it started."""
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
 def _report(title: str, runs: Runs) -> None:
