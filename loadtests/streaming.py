@@ -114,21 +114,23 @@ class Answer:
                 case b"x-request-id":
                     self.request_id = value.decode("latin-1")
 
-    def body(self, data: bytes, received: float) -> None:
+    def body(self, data: bytes, received: float) -> bool:
+        """True once there is content: until then somebody waits for its first."""
         if self.status != 200:
             self._rest += data[: _ERROR_BYTES - len(self._rest)]
-            return
+            return True
         self._received = received
         if self._rest:
             data = self._rest + data
         elif data.startswith(b"data: {") and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
             self._data(data[6:], received)  # nearly all there is: one whole event
-            return
+            return bool(self.contents)
         lines = data.split(b"\n")
         self._rest = lines.pop()
         for line in lines:
             if line:
                 self._line(line, received)
+        return bool(self.contents)
 
     def ended(self) -> None:
         """The answer is whole: what is left of it, and whether it may end so."""

@@ -130,7 +130,7 @@ class Ours(Tool):
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         (place / "campaign.toml").write_text(
-            f'name = "mock"\nbudget_seconds = 25\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n'
+            f'name = "mock"\nbudget_seconds = 22\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n'
             f"[promise]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\nprecision = 0.2\nlevel_seconds_min = 3\n"
             "level_seconds_max = 12\nlevel_requests_min = 20\nlone_requests = 2\n"
         )
