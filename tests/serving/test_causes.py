@@ -68,9 +68,9 @@ class Served:
         pid = self.supervisor.engine_pid
         assert pid is not None
         os.kill(pid, number)
-        if number is not signal.SIGSTOP:  # a stopped one is found out when it has something to do
-            wait_until(lambda: self.supervisor.engine_pid != pid, 10)
-        wait_until(lambda: self.supervisor.state == "ready", 20)
+        # A stopped one is found out when it has something to do. A dead one may be gone for a moment before the state says so.
+        fine = {pid} if number is signal.SIGSTOP else set()
+        wait_until(lambda: self.supervisor.state == "ready" and self.supervisor.engine_pid not in {None, pid} - fine, 20)
 
 
 @contextmanager
