@@ -228,7 +228,7 @@ def check(arrivals: Arrivals, times: Times, rate: float, duration_seconds: float
     times = np.sort(np.asarray(times, dtype=np.float64))
     gaps = np.diff(times)
     against, ks_p, lag1_rescaled = _against(arrivals, times, rate, duration_seconds, max(late_seconds, 1e-9))
-    known = len(gaps) >= 20
+    known = len(times) >= 20
     as_asked: bool | None = None
     if known and against == "constant":
         off_seconds = np.quantile(np.abs(gaps - 1.0 / rate), 0.99)

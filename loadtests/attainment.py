@@ -79,14 +79,16 @@ class Posterior:
         """
         low, high = max(low, self.quantile(0.02) * 0.97), min(high, self.quantile(0.98) * 1.03)
         best, best_score = self.quantile(0.5), -1.0
+        held = self._marginal > 1e-12  # a narrow belief leaves most of the grid empty
+        capacities, weights, marginal = self.capacities[held, None], self.weights[held], self._marginal[held]
         for rate in np.geomspace(min(low, high), max(low, high), 25):
-            good = share_good(float(rate), self.capacities[:, None], SLOPES[None, :], self.target)
-            mean = float((self.weights * good).sum())
-            by_capacity = (self.weights * good).sum(axis=1) / np.maximum(self._marginal, 1e-300)
-            explained = float((self._marginal * (by_capacity - mean) ** 2).sum())
-            total = float((self.weights * (good - mean) ** 2).sum())
+            good = share_good(float(rate), capacities, SLOPES[None, :], self.target)
+            mean = float((weights * good).sum())
+            by_capacity = (weights * good).sum(axis=1) / marginal
+            explained = float((marginal * (by_capacity - mean) ** 2).sum())
+            total = float((weights * (good - mean) ** 2).sum())
             counted = max(1.0, rate * seconds / dispersion(1.0 - mean, self.clump))
-            noise = float((self.weights * good * (1 - good)).sum()) / counted
+            noise = float((weights * good * (1 - good)).sum()) / counted
             score = explained / (total - explained + noise + 1e-12)
             if score > best_score:
                 best, best_score = float(rate), score

@@ -78,7 +78,8 @@ def repeat_campaign(
     Two such runs differ by what the machine does by itself: crossover compare A B --noise A_AGAIN.
     """
     from loadtests.progress import Progress
-    from loadtests.runner import repeat_of, run
+    from loadtests.runner import run
+    from loadtests.standing import repeat_of
 
     with Progress() as progress:
         again = run(repeat_of(folder), out, progress, beside_others=beside_others)

@@ -2,7 +2,7 @@
 
     folder = run(read_campaign(path), Path("runs"), progress)
     resume(folder, progress)
-    run(repeat_of(folder), Path("runs"), progress)
+    run(repeat_of(folder), Path("runs"), progress)              # repeat_of: loadtests.standing
 
 Per cell: start the server, wait until it is ready, probe it, measure lone requests, calibrate and predict, then ask the search what to
 measure until it has its answer, once per promise; a level serves all of them. All state is the run folder: what a finished level showed
@@ -26,29 +26,21 @@ import msgspec
 from loadtests import calibrate
 from loadtests.campaign import Campaign, Cell, Plan, cell_of_target
 from loadtests.children import Layout
-from loadtests.errors import BadRunFolder, Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed, ServerLost
+from loadtests.errors import Incomplete, LevelFailed, LevelInterrupted, LoadError, ServerFailed, ServerLost
 from loadtests.feasible import layout_of, shares, why_not
-from loadtests.levels import LevelFinished, Measured, Site, judge, loaded_level, lone_level, quick_seconds, send_wave, settle
+from loadtests.levels import Measured, Site, loaded_level, lone_level, quick_seconds, send_wave, settle
 from loadtests.machine_lock import machine_lock
 from loadtests.manifest import manifest_of, new_folder, seed_of
 from loadtests.progress import Progress, duration
-from loadtests.records import Event, RequestRecord, RunManifest
+from loadtests.records import Event, RequestRecord
 from loadtests.sampler import Sampler
-from loadtests.search import Capacity, Level, Measure, SearchConfig, estimate, next_step
+from loadtests.search import Capacity, Measure, SearchConfig, estimate, next_step
 from loadtests.servers import External, Local, Server
 from loadtests.simulate import Policy
 from loadtests.slo import Promise
+from loadtests.standing import campaign_of, levels_on_record, lone_requests, open_level_of, prediction_on_record, spent_seconds
 from loadtests.steptime import observations_of
-from loadtests.store import (
-    LevelStarted,
-    RunFolder,
-    completed_levels,
-    read_events,
-    read_manifest,
-    read_requests,
-    read_samples,
-    started_levels,
-)
+from loadtests.store import RunFolder, completed_levels, read_events, read_manifest
 from loadtests.streaming import Pool
 from loadtests.target import TargetFacts, pool_for, probe
 from loadtests.words import in_words, level_in_words
@@ -90,7 +82,7 @@ def resume(folder: Path, progress: Progress, *, beside_others: bool = False) -> 
         if any(event.kind == "run_finished" for event in events):
             progress.say(f"{folder} is complete: nothing to do")
             return folder
-        open_level = _open_level(events)
+        open_level = open_level_of(events)
         if open_level is not None:
             reason = "the runner ended within it"
             opened.event("level_abandoned", cell=open_level.cell, level=open_level.level, detail={"reason": reason})
@@ -115,38 +107,6 @@ def _named(campaign: Plan) -> Plan:
     target = msgspec.structs.replace(target, model=probe(target).model)
     cells = [cell_of_target(target, cell.workload) for cell in campaign.cells]
     return Plan(msgspec.structs.replace(campaign.campaign, target=target), cells, campaign.text)
-
-
-def repeat_of(folder: Path) -> Plan:
-    """The levels of a run that is there, as a plan to measure them again: the same cells, rates, seconds and seeds, and no search.
-
-    What two such runs differ in is what the machine does by itself: `crossover compare --noise`. Raises BadRunFolder.
-    """
-    manifest = read_manifest(folder)
-    campaign, cells = campaign_of(manifest)
-    events = read_events(folder).records
-    finished, started = completed_levels(events), started_levels(events)
-    levels: dict[str, list[tuple[float, float]]] = {cell.key: [] for cell in cells}
-    for name, event in finished.items():
-        said = msgspec.convert(started[name].detail, LevelStarted)
-        if said.rate_per_second is not None and event.cell in levels:
-            levels[event.cell].append((said.rate_per_second, said.window_seconds))
-    done = [cell for cell in cells if any(event.cell == cell.key for event in finished.values())]
-    if not done:
-        raise BadRunFolder(f"{folder} has no finished level to repeat")
-    again = msgspec.structs.replace(
-        campaign, repeats=manifest.run_id, budget_seconds=None,
-        cell_levels={cell.key: tuple(levels[cell.key]) for cell in done},
-    )  # fmt: skip
-    return Plan(again, done, manifest.campaign_text)
-
-
-def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
-    """The campaign of a run as it was read when it started. Raises BadRunFolder."""
-    try:
-        return msgspec.convert(manifest.campaign, Campaign), msgspec.convert(manifest.cells, list[Cell])
-    except msgspec.ValidationError as problem:
-        raise BadRunFolder(f"the manifest of run {manifest.run_id} holds a campaign of another make: {problem}") from problem
 
 
 class _Runner:
@@ -182,7 +142,7 @@ class _Runner:
     def _interrupted(self, reason: str) -> None:
         self.progress.quiet()
         events = read_events(self.run.folder).records
-        open_level = _open_level(events)
+        open_level = open_level_of(events)
         if open_level is not None:
             self.run.event("level_abandoned", cell=open_level.cell, level=open_level.level, detail={"reason": reason})
         self.run.event("interrupted", detail={"reason": reason})
@@ -332,7 +292,7 @@ class _Runner:
             return None
         began = time.monotonic()
         self.progress.tick(f"{site.cell.key}: calibrating for at most {duration(seconds)}")
-        lone = [r for r in read_requests(self.run.folder).records if r.cell == site.cell.key and self._is_lone(r.level)]
+        lone = lone_requests(self.run.folder, site.cell.key)
         policy = policy_of(site.server.ready_detail().get("info") or {}, site.campaign)
         number = iter(range(1, 1000))
 
@@ -359,10 +319,6 @@ class _Runner:
             f"  calibrated in {made.spent_seconds:.0f} s: " + (f"predicted {said}" if said else f"no prediction ({made.reason})")
         )
         return made
-
-    def _is_lone(self, level: str) -> bool:
-        started = started_levels(read_events(self.run.folder).records).get(level)
-        return started is not None and started.detail.get("purpose") == "lone"
 
     def _level(self, site: Site, step: Measure) -> Measured:
         """One level, tried again where something else broke it. Raises LevelFailed when that does not help."""
@@ -419,9 +375,7 @@ class _Runner:
         return max(0.0, shares(left, self.campaign.budget_seconds - spent)[cell.key])
 
     def _spent(self, key: str) -> float:
-        events = read_events(self.run.folder).records
-        ended = (event for event in events if event.cell == key and event.kind in ("level_finished", "level_abandoned", "calibrated"))
-        return sum(float(event.detail.get("spent_seconds", 0.0)) for event in ended)
+        return spent_seconds(read_events(self.run.folder).records, key)
 
 
 class _Ready:
@@ -430,12 +384,6 @@ class _Ready:
     def __init__(self, server: Server, detail: dict[str, Any]) -> None:
         self.server = server
         self.detail = detail
-
-
-def prediction_on_record(events: Sequence[Event], key: str) -> calibrate.Prediction | None:
-    """What a cell's calibration predicted; None where there was none."""
-    made = next((event for event in events if event.kind == "calibrated" and event.cell == key), None)
-    return None if made is None else msgspec.convert(made.detail, calibrate.Prediction)
 
 
 def with_prediction(config: SearchConfig, made: calibrate.Prediction | None, promise: Promise) -> SearchConfig:
@@ -456,33 +404,6 @@ def policy_of(info: Mapping[str, Any], campaign: Campaign) -> Policy | None:
         slots=slots, prefill_tokens=campaign.server.prefill_tokens or defaults.prefill_tokens, kv_tokens=info.get("kv_tokens"),
         step_seconds_target=defaults.step_seconds_target,
     )  # fmt: skip
-
-
-def levels_on_record(folder: Path, key: str, campaign: Campaign, promise: Promise) -> list[Level]:
-    """What the search for one promise knows of a cell from the finished levels on disk, in the order they were measured."""
-    events = [event for event in read_events(folder).records if event.cell == key]
-    finished, started = completed_levels(events), started_levels(events)
-    if not finished:
-        return []
-    requests, samples = read_requests(folder).records, read_samples(folder).records
-    levels: list[Level] = []
-    for name, event in finished.items():
-        detail = msgspec.convert(event.detail, LevelFinished)
-        _, level = judge(
-            [record for record in requests if record.level == name],
-            [sample for sample in samples if sample.level == name],
-            msgspec.convert(started[name].detail, LevelStarted),
-            detail.window_seconds,
-            promise,
-        )
-        levels.append(level)
-    return levels
-
-
-def _open_level(events: Sequence[Event]) -> Event | None:
-    """The level that was begun and neither finished nor abandoned."""
-    closed = {event.level for event in events if event.kind in ("level_finished", "level_abandoned")}
-    return next((event for event in reversed(events) if event.kind == "level_started" and event.level not in closed), None)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # each only for what it names: a level on the terminal must n
 
 def show_run(folder: Path, console: Console | None = None) -> None:
     """Prints cells, levels, verdicts and capacities of a run, finished or not. Raises BadRunFolder."""
-    from loadtests.runner import campaign_of
+    from loadtests.standing import campaign_of
 
     console = console or wide_console()
     manifest = read_manifest(folder)
@@ -78,7 +78,7 @@ def cell_state(key: str, events: list[Event]) -> str:
 
 def prediction_in_words(key: str, promise: str, events: list[Event]) -> str | None:
     """What calibration and simulation said before the search, and how far off it was; None where there was none."""
-    from loadtests.runner import prediction_on_record
+    from loadtests.standing import prediction_on_record
 
     made = prediction_on_record(events, key)
     if made is None:

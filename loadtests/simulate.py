@@ -31,7 +31,7 @@ from loadtests.steptime import StepLaw
 
 Array = npt.NDArray[np.float64]
 
-MIN_PREFILL_TOKENS, PREFILL_SHARE = 16, 5.0  # as the scheduler's
+MIN_PREFILL_TOKENS, PREFILL_SHARE, PREFILL_WORTH = 16, 3.75, 120.0  # as the scheduler's
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,7 +224,8 @@ def _budget(law: StepLaw, policy: Policy, rows: int, context: int) -> int:
     if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
         return max(1, most)
     decode_seconds = law.seconds(rows, 0, context)
-    left = max(policy.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds)
+    lost_seconds = decode_seconds / rows - law.seconds(policy.slots, 0, context) / policy.slots
+    left = max(policy.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds, PREFILL_WORTH * lost_seconds)
     return max(1, min(room, max(MIN_PREFILL_TOKENS, min(most, int(left / law.prompt_token_seconds)))))
 
 

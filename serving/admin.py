@@ -26,7 +26,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from models.errors import ModelError
 from serving.access import Exchange, header
-from serving.admin_wire import ModelChoice, UnloadRequest
+from serving.admin_wire import ModelChoice, UnlistedModel, UnloadRequest
+from serving.background import Background
 from serving.errors import ServingError
 from serving.fleet import Busy, Fleet, LoadFailed, NoRoom
 from serving.options import ModelOptions, model_options
@@ -36,8 +37,8 @@ from serving.protocol import ApiError, decode, invalid, try_again
 from serving.replies import encode
 from serving.service import Desk
 
-_background: set[asyncio.Future[Any]] = set()  # asyncio keeps only weak references to tasks
-
+# What one of these raises is in the model's state, in the log, and in the answer of whoever waited.
+_background = Background("an admin route", expected=(ServingError, ModelError))
 
 CHOICE: msgspec.json.Decoder[ModelChoice] = msgspec.json.Decoder(ModelChoice)
 UNLOAD: msgspec.json.Decoder[UnloadRequest] = msgspec.json.Decoder(UnloadRequest)
@@ -101,9 +102,7 @@ ROUTES = (
 async def _do(desk: Desk, exchange: Exchange, name: str, work: Coroutine[Any, Any, Any], wait: bool) -> None:
     """Run it to its end even when the client goes away; the state afterwards (or so far) is the answer. Raises ApiError."""
     fleet = _fleet(desk)
-    task = asyncio.ensure_future(work)
-    _background.add(task)
-    task.add_done_callback(_ended)
+    task = _background.keep(work)
     if not wait:
         await asyncio.sleep(0)  # so far that it shows in the state, and what is wrong at once is said at once
     if wait or task.done():
@@ -112,14 +111,8 @@ async def _do(desk: Desk, exchange: Exchange, name: str, work: Coroutine[Any, An
         except (ServingError, ModelError) as problem:
             raise _as_answer(problem) from problem
     status = 200 if task.done() else 202
-    state: Any = fleet.state_of_model(name) if name in fleet.tenants else {"name": name, "state": "forgotten" if task.done() else "loading"}
-    await exchange.answer(state, status)
-
-
-def _ended(task: asyncio.Future[Any]) -> None:
-    _background.discard(task)
-    if not task.cancelled():
-        task.exception()  # seen: it is in the state, in the log, and in the answer of whoever waited
+    listed = name in fleet.tenants
+    await exchange.answer(fleet.state_of_model(name) if listed else UnlistedModel(name, "forgotten" if task.done() else "loading"), status)
 
 
 def _as_answer(problem: ServingError | ModelError) -> ApiError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serving.options import Standby
 from serving.placement import Policy
 from serving.protocol import Wire, scrubbed
 
@@ -35,7 +36,7 @@ class ModelChoice(Wire, kw_only=True, frozen=True):
     prefix_reuse: bool | UnsetType = UNSET
     options: dict[str, Any] | UnsetType = UNSET
     check_memory: bool | UnsetType = UNSET
-    standby: str | UnsetType = UNSET
+    standby: Standby | UnsetType = UNSET
     idle_unload_seconds: float | None | UnsetType = UNSET
     wait: bool = True
 
@@ -123,6 +124,13 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
             unloads=dict(metrics.unloads),
             engine_pid=supervisor.engine_pid,
         )
+
+
+class UnlistedModel(msgspec.Struct, frozen=True):
+    """One that is not on the list: not yet, since it is being got ready, or no more."""
+
+    name: str
+    state: Literal["loading", "forgotten"]
 
 
 class FleetState(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ import msgspec
 from models.errors import ModelError
 from models.tokenizer import load_tokenizer
 from serving.admin_wire import FleetState, ModelState, memory_of, state_of
+from serving.background import Background
 from serving.errors import EngineFailed, ServingError
 from serving.metrics import Metrics
 from serving.options import ModelOptions
@@ -124,7 +125,7 @@ class Fleet:
         self.desk, self._make_supervisor = desk, make_supervisor
         self._retiring: set[Tenant] = set()  # swapped out, finishing what they have
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background("the fleet", expected=(ServingError,))  # what a load raises is for its waiters
         self._stopping = False
         desk.keeper = self
 
@@ -152,8 +153,8 @@ class Fleet:
 
     async def start(self) -> None:
         """Begin to load, in the given order, what is to be loaded at the start; returns at once."""
-        self._keep(self._watch_idle())
-        self._keep(self._load_all([t for t in self.tenants.values() if t.prepared.model.load == "start"]))
+        self._background.keep(self._watch_idle())
+        self._background.keep(self._load_all([t for t in self.tenants.values() if t.prepared.model.load == "start"]))
 
     async def _load_all(self, tenants: list[Tenant]) -> None:
         for tenant in tenants:
@@ -166,8 +167,7 @@ class Fleet:
         for tenant in self.all():
             _give_up_waiting(tenant)
         counts = await asyncio.gather(*(tenant.supervisor.stop(drain, timeout_seconds) for tenant in self.all()))
-        for task in [task for task in self._tasks if task is not asyncio.current_task()]:
-            task.cancel()
+        self._background.cancel()
         return sum(counts)
 
     @property
@@ -259,7 +259,7 @@ class Fleet:
 
     def _load_soon(self, tenant: Tenant, evict: bool = True) -> asyncio.Task[None]:
         if tenant.load is None:
-            tenant.load = self._keep(self._load(tenant, evict))
+            tenant.load = self._background.keep(self._load(tenant, evict))
         return tenant.load
 
     async def _load(self, tenant: Tenant, evict: bool) -> None:
@@ -437,7 +437,7 @@ class Fleet:
         self.desk.add(new.service)
         new.service.metrics.loads["ready"] += 1
         self._retiring.add(old)
-        self._keep(self._retire(old))
+        self._background.keep(self._retire(old))
 
     async def _retire(self, old: Tenant) -> None:
         until = time.monotonic() + self.limits.drain_seconds
@@ -473,18 +473,6 @@ class Fleet:
     def state_of_model(self, name: str) -> ModelState:
         """One model's. Raises KeyError."""
         return ModelState.of(self.tenants[name])
-
-    def _keep(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        """Run in the background. What a load raises is its waiters' to see; anything that is no ServingError is a bug and is shown."""
-        task: asyncio.Task[Any] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (problem := task.exception()) is not None and not isinstance(problem, ServingError):
-            asyncio.get_running_loop().call_exception_handler({"message": "the fleet failed", "exception": problem, "task": task})
 
 
 def _give_up_waiting(tenant: Tenant) -> None:

@@ -30,6 +30,7 @@ from serving.admin import ROUTES as ADMIN_ROUTES
 from serving.admin import LoopbackOnly
 from serving.admission import QueueBounds
 from serving.app import App, app_of
+from serving.background import Background
 from serving.cores import parse_cores, physical_of, split_cores
 from serving.errors import ServingError
 from serving.fleet import Fleet, FleetLimits, Tenant
@@ -236,12 +237,10 @@ def _on_signal(fleet: Fleet, stop: asyncio.Event, narrator: Narrator) -> None:
         stop.set()
     else:
         narrator.say("aborting")
-        task = asyncio.ensure_future(fleet.stop(drain=False))
-        _background.add(task)
-        task.add_done_callback(_background.discard)
+        _background.keep(fleet.stop(drain=False))
 
 
-_background: set[asyncio.Future[int]] = set()  # asyncio keeps only weak references to tasks
+_background = Background("the end of the server")
 
 
 def _preferred_usable(placed: Callable[[], Placement]) -> Callable[[], Awaitable[bool]]:

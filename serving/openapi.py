@@ -8,7 +8,7 @@ import msgspec
 
 from serving import protocol, replies
 from serving.access import Limits
-from serving.admin_wire import FleetState, ModelChoice, ModelState, UnloadRequest
+from serving.admin_wire import FleetState, ModelChoice, ModelState, UnlistedModel, UnloadRequest
 from serving.placement_view import PlacementView
 
 _JSON = "application/json"
@@ -23,7 +23,7 @@ def document(model: str, limits: Limits, admin: bool = False) -> dict[str, Any]:
         *(p.ChatRequest, p.CompletionRequest, p.TokenizeRequest, p.DetokenizeRequest),
         *(r.ChatCompletion, r.ChatChunk, r.Completion, r.Tokenized, r.Detokenized),
         *(r.ModelList, r.ModelCard, r.Health, r.Readiness, PlacementView, p.ErrorBody),
-        *((ModelChoice, UnloadRequest, ModelState, FleetState) if admin else ()),
+        *((ModelChoice, UnloadRequest, ModelState, UnlistedModel, FleetState) if admin else ()),
     ]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     stops = {"minLength": 1, "maxLength": limits.stop_characters}
@@ -41,6 +41,11 @@ def document(model: str, limits: Limits, admin: bool = False) -> dict[str, Any]:
     text, ids = {"type": "string", "minLength": 1}, _some({"type": "integer", "minimum": 0, "maximum": 2**31 - 1})
     prompts = [text, ids, _some(text, limits.sequences), _some(ids, limits.sequences)]  # no mixtures, which the type alone would allow
     components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": prompts}
+    if admin:
+        choice = components["ModelChoice"]["properties"]
+        for name in ("slots", "context_tokens", "kv_tokens", "prefill_tokens", "threads"):
+            _bound(choice[name], "integer", minimum=1)
+        _bound(choice["idle_unload_seconds"], "number", exclusiveMinimum=0)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -66,10 +71,13 @@ def _bound(schema: dict[str, Any], kind: str, **more: Any) -> None:
 
 
 def _paths() -> dict[str, Any]:
-    stream = {"text/event-stream": {"schema": {"type": "string", "description": "events of ChatChunk or Completion, then [DONE]"}}}
     return {
-        "/v1/chat/completions": {"post": _post("Answer a chat", "ChatRequest", "ChatCompletion", stream, (404, 429, 500, 503, 504))},
-        "/v1/completions": {"post": _post("Continue a text", "CompletionRequest", "Completion", stream, (404, 429, 500, 503, 504))},
+        "/v1/chat/completions": {
+            "post": _post("Answer a chat", "ChatRequest", "ChatCompletion", _stream("ChatChunk"), (404, 429, 500, 503, 504))
+        },
+        "/v1/completions": {
+            "post": _post("Continue a text", "CompletionRequest", "Completion", _stream("Completion"), (404, 429, 500, 503, 504))
+        },
         "/v1/models": {"get": _get("What is served", "ModelList")},
         "/v1/models/{name}": {
             "get": _get("One model", "ModelCard", (404,))
@@ -92,7 +100,8 @@ def _admin_paths() -> dict[str, Any]:
     """Behind the admin key: not the API key, whatever the scheme's name here says."""
     errors = (404, 409, 500, 503, 507)
     named = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
-    later = {"202": {"description": "It goes on; this is the state so far", "content": {_JSON: _ref("ModelState")}}}
+    state = {_JSON: {"schema": {"anyOf": [_ref(name)["schema"] for name in ("ModelState", "UnlistedModel")]}}}
+    later = {"202": {"description": "It goes on; this is the state so far", "content": state}}
     paths: dict[str, Any] = {
         "/admin/models": {"get": _get("State of every model", "FleetState")},
         "/admin/models/{name}": {"get": _get("State of one model", "ModelState", (404,)) | named},
@@ -102,10 +111,17 @@ def _admin_paths() -> dict[str, Any]:
         ("unload", "Unload a model", "UnloadRequest"),
         ("swap", "Serve another model under the same name", "ModelChoice"),
     ):
-        operation = _post(what, body, "ModelState", {}, errors)
+        operation = _post(what, body, "ModelState", state, errors)
         operation["responses"] |= later
         paths[f"/admin/{path}"] = {"post": operation}
     return paths
+
+
+def _stream(chunk: str) -> dict[str, Any]:
+    """Server-sent events; before version 3.2 of OpenAPI the schema is that of one event."""
+    one = {"anyOf": [_ref(name)["schema"] for name in (chunk, "ErrorBody")]}
+    data = [{"const": "[DONE]"}, {"type": "string", "contentMediaType": _JSON, "contentSchema": one}]
+    return {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"anyOf": data}}, "required": ["data"]}}}
 
 
 def _ref(name: str) -> dict[str, Any]:

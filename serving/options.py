@@ -29,18 +29,11 @@ from serving.placement import Policy
 
 Standby = Literal["cold", "warm"]
 LogFormat = Literal["text", "json"]
-# What the command line says for every model alike.
-_SHARED = (
-    *("backend", "weight_format", "policy", "threads", "cores", "slots", "context_tokens", "kv_tokens", "kv_dtype", "prefill_tokens"),
-    *("prefix_reuse", "check_memory", "standby", "idle_unload_seconds"),
-)
 
 
-class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is asked for one model: a line of `crossover serve MODEL...`, a [[model]] of a models file, or the body of an admin request."""
+class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model is run: what the command line says for every model alike, and an entry of a models file may say otherwise."""
 
-    source: str
-    name: str | None = None  # in requests; None: the model's own
     backend: str | None = None
     weight_format: str | None = None
     policy: Policy = Policy.auto
@@ -52,11 +45,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_dtype: str = "fp16"
     prefill_tokens: int = 256
     prefix_reuse: bool = True
-    options: dict[str, Any] = {}
     check_memory: bool = True
     standby: Standby = "cold"
-    load: Literal["start", "demand"] = "start"
     idle_unload_seconds: float | None = None
+
+
+class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked for one model: a line of `crossover serve MODEL...`, a [[model]] of a models file, or the body of an admin request."""
+
+    source: str
+    name: str | None = None  # in requests; None: the model's own
+    options: dict[str, Any] = {}
+    load: Literal["start", "demand"] = "start"
 
     def __post_init__(self) -> None:
         for key in ("slots", "context_tokens", "kv_tokens", "prefill_tokens", "threads"):
@@ -71,25 +71,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"name {self.name[:50]!r} is no name: 1 to 200 characters, no control characters, no slash or blank first")
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `crossover serve` was asked for; its help says what each option means."""
 
     models: tuple[str, ...]
     models_file: str | None = None
-    backend: str | None = None
-    weight_format: str | None = None
-    policy: Policy = Policy.auto
     host: str = "127.0.0.1"
     port: int = 8000
-    threads: int | None = None
-    cores: str = ""
     api_cores: str = ""
-    slots: int = 16
-    context_tokens: int = 2048
-    kv_tokens: int | None = None
-    kv_dtype: str = "fp16"
-    prefill_tokens: int = 256
-    prefix_reuse: bool = True
     cache: str | None = None
     served_name: str | None = None
     api_key_env: str | None = None
@@ -98,10 +87,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admin_key_file: str | None = None
     admin_port: int | None = None
     options: tuple[str, ...] = ()
-    standby: Standby = "cold"
     memory_limit: str | None = None
     max_loaded_models: int | None = None
-    idle_unload_seconds: float | None = None
     load_wait_seconds: float = 60.0
     most_waiting: int = 256
     longest_wait_seconds: float = 30.0
@@ -109,7 +96,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     health_timeout_seconds: float = 30.0
     drain_seconds: float = 60.0
     ready_file: str | None = None
-    check_memory: bool = True
     tls_certificate: str | None = None
     tls_key: str | None = None
     otlp_endpoint: str | None = None
@@ -147,7 +133,7 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
 
 def shared_of(options: ServeOptions) -> dict[str, Any]:
     """What the command line says for every model alike. Raises ServingError."""
-    shared: dict[str, Any] = {name: getattr(options, name) for name in _SHARED}
+    shared: dict[str, Any] = {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
     return {**shared, "options": parse_options(options.options)}
 
 

@@ -31,8 +31,9 @@ from serving.text import StreamText
 
 MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
 MIN_PREFILL_TOKENS = 16  # progress that a prompt makes in every step, however slow the machine
-PREFILL_SHARE = 5.0  # what prompts may always have of a step's time, in times of what its decoding rows take
-LEARNING_RATE = 0.3  # of what a prompt token costs and what a decoding row
+PREFILL_SHARE = 3.75  # what prompts may always have of a step's time, in times of what its decoding rows take
+PREFILL_WORTH = 120.0  # and in times of what a row costs more among so few than among many
+LEARNING_RATE = 0.3  # of what a prompt token costs and what decoding rows
 ROW_WEIGHT = 16.0  # how much more of an error is put down to a row's cost than to a prompt token's: it varies more
 PREFILL_MULTIPLE = 8  # prompts are cut at multiples of this: matrix kernels work on several tokens at a time
 _NOTHING_BANNED: tuple[int, ...] = ()
@@ -130,9 +131,10 @@ class Scheduler:
         self._idle_since: list[float] = [0.0] * slots
         self._reuses = config.prefix_reuse and "prefix_reuse" in self.info.capabilities
         self._prompt_seconds: float | None = None  # a prompt token's cost, learnt from the steps
-        self._row_seconds: float | None = None  # a decoding row's cost
+        self._decode_seconds: dict[int, float] = {}  # what so many decoding rows cost
         self._serial = 0
         self._with_deadline = 0
+        self._rides: Callable[[Sequence[int], int], bool] | None = getattr(backend, "rides", None)
         self.preemptions = 0
         self._last_step = _NO_STEP
 
@@ -213,10 +215,14 @@ class Scheduler:
         if decoding and filling:
             budget = min(room, self._prefill_budget(len(decoding)))
         prompt_tokens = 0
+        slots = [sequence.slot for sequence in decoding]
         for sequence in sorted(filling, key=lambda s: s.serial):
             count = min(sequence.fills, budget - prompt_tokens)
             if PREFILL_MULTIPLE < count < sequence.fills:
-                count -= count % PREFILL_MULTIPLE
+                riding = self._rides is not None and bool(slots) and self._rides(slots, sequence.slot)
+                count -= (count - riding) % PREFILL_MULTIPLE
+                if riding:
+                    slots.append(sequence.slot)
             if count <= 0:
                 break
             rows.append(self._row(sequence, count))
@@ -243,30 +249,46 @@ class Scheduler:
         )
 
     def _prefill_budget(self, decoding: int) -> int:
-        """Prompt tokens that may share a step with so many decoding rows: what is expected to fit in the target time. Where the decoding
-        rows take most of that themselves (a big model on a small machine), prompts get PREFILL_SHARE times as much time as they do:
-        otherwise the queue of prompts would be worked off in steps that are nearly all decoding of a few rows."""
+        """Prompt tokens that may share a step with so many decoding rows: what is expected to fit in the target time, but for two bounds.
+        Where the decoding rows take most of that themselves (a big model on a small machine), prompts get PREFILL_SHARE times as much time
+        as they do: otherwise the queue of prompts would be worked off in steps that are nearly all decoding. And where few rows decode,
+        each costs more than it would once the prompts have joined it: that loss is kept small against the time given to prompts."""
         most = self.config.prefill_tokens
         if self._prompt_seconds is None:
             return most
-        decode_seconds = decoding * (self._row_seconds or 0.0)
-        left = max(self.config.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds)
+        decode_seconds = self._expected_decode_seconds(decoding) or 0.0
+        cheapest = min((seconds / rows for rows, seconds in self._decode_seconds.items()), default=0.0)
+        lost_seconds = decode_seconds / decoding - cheapest  # a row
+        left = max(self.config.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds, PREFILL_WORTH * lost_seconds)
         return max(MIN_PREFILL_TOKENS, min(most, int(left / self._prompt_seconds)))
 
+    def _expected_decode_seconds(self, rows: int) -> float | None:
+        """From the nearest number of rows that there was a step of; None before the first one."""
+        if not self._decode_seconds:
+            return None
+        nearest = min(self._decode_seconds, key=lambda count: abs(count - rows))
+        return self._decode_seconds[nearest] * rows / nearest
+
     def _learn(self, rows: list[Row], prompt_tokens: int, seconds: float) -> None:
-        """What a prompt token costs and what a decoding row, from what the step took: a normalised least-mean-squares step for both, so
-        that they are told apart even where no step is all of one kind (Haykin, Adaptive Filter Theory, on NLMS)."""
+        """What a prompt token costs, and what so many decoding rows. Where the backend does not say what of a mixed step the decoding rows
+        took, a normalised least-mean-squares step tells them apart (Haykin, Adaptive Filter Theory, on NLMS)."""
         decoding = sum(len(row.tokens) for row in rows) - prompt_tokens
-        if 0 < prompt_tokens < MIN_PREFILL_TOKENS:
-            return  # the end of a prompt says more of what a step costs than of what a token does
-        prompt = self._prompt_seconds if self._prompt_seconds is not None else seconds / (prompt_tokens + decoding)
-        row = self._row_seconds if self._row_seconds is not None else prompt if prompt_tokens else seconds / decoding
-        weight = ROW_WEIGHT * decoding
-        error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * decoding) / (prompt_tokens**2 + weight * decoding)
-        if prompt_tokens:
+        known = seconds if not prompt_tokens else getattr(self.backend, "last_decode_seconds", None) if decoding else 0.0
+        decode = self._expected_decode_seconds(decoding) if decoding else 0.0
+        if known is not None:
+            if decoding:
+                self._decode_seconds[decoding] = known if decode is None else decode + LEARNING_RATE * (known - decode)
+            if prompt_tokens >= MIN_PREFILL_TOKENS:  # the end of a prompt says more of what a step costs than of what a token does
+                found = (seconds - known) / prompt_tokens
+                before = self._prompt_seconds
+                self._prompt_seconds = found if before is None else max(before + LEARNING_RATE * (found - before), 0.1 * before)
+        elif prompt_tokens >= MIN_PREFILL_TOKENS:
+            prompt = self._prompt_seconds if self._prompt_seconds is not None else seconds / (prompt_tokens + decoding)
+            row = prompt if decode is None else decode / decoding
+            weight = ROW_WEIGHT * decoding
+            error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * decoding) / (prompt_tokens**2 + weight * decoding)
             self._prompt_seconds = max(prompt + error * prompt_tokens, 0.1 * prompt)
-        if decoding:
-            self._row_seconds = max(row + error * weight, 0.1 * row)
+            self._decode_seconds[decoding] = decoding * max(row + error * weight, 0.1 * row)
 
     def _collect(self, rows: list[Row], sampled: list[Sampled], deltas: list[Delta]) -> None:
         drawn: Iterator[Sampled] = iter(sampled)

@@ -27,6 +27,7 @@ from typing import Literal
 
 from serving.admission import QueueBounds
 from serving.backends.base import EngineConfig, Sampling
+from serving.background import Background
 from serving.child import Child
 from serving.errors import EngineFailed, ServingError
 from serving.life import Event, Life, label
@@ -34,11 +35,12 @@ from serving.messages import Died, FromEngine, Loading, Ready, Step, StepStats, 
 from serving.placement import Cause
 from serving.recovery import Ending, RecoveryLimits, after_death
 from serving.sequences import Overloaded, Sequences, Unavailable
+from serving.standby import Standby
 from serving.streams import Stream
+from serving.watching import watch_health, watch_lag
 from serving.way_back import WayBack
 
 KEPT_EVENTS = 200
-LAG_LOOK_SECONDS = 0.1
 _NOT_SOON = ("failed", "stopped", "draining")
 _BOUNDS, _LIMITS, _GREEDY = QueueBounds(), RecoveryLimits(), Sampling()
 
@@ -76,7 +78,6 @@ class Supervisor:
         self.deaths: Counter[str] = Counter()  # by cause
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.on_step: Callable[[StepStats], None] | None = None  # told of every step of the serving engine, for histograms
-        self._warm = standby
         self._way_back = WayBack(limits, preferred_usable, clock)
         self._on_event = on_event
         self._on_output = on_output  # lines that engines print; None: to standard error
@@ -85,12 +86,11 @@ class Supervisor:
         self._place = 0
         self._current: Life | None = None
         self._candidate: Life | None = None  # the preferred engine, loading while another serves
-        self._standby: Life | None = None  # the next engine, loaded (or loading) to take over at once
-        self._standby_deaths = 0
+        self._standby = Standby(standby, limits)
         self._engines: set[Life] = set()  # every child that lives, those that drain included
         self._endings: list[Ending] = []
         self._load_seconds: dict[int, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background("the supervisor", on_failure=lambda bug: self._become("failed", f"the supervisor failed: {bug}"))
         self._failed_before_stop = 0
         self._changed = asyncio.Event()
 
@@ -133,7 +133,7 @@ class Supervisor:
     @property
     def standby(self) -> str | None:
         """The label of the engine that waits, loaded, to take over; None where none does."""
-        return self._standby.label if self._standby is not None and self._standby.ready is not None else None
+        return self._standby.loaded.label if self._standby.loaded is not None else None
 
     @property
     def pids(self) -> list[int]:
@@ -166,14 +166,15 @@ class Supervisor:
             raise ServingError(f"{self.label} cannot be started: it is {self.state}")
         if configs:
             self.configs = tuple(configs)
-        self._endings, self._standby_deaths = [], 0
+        self._endings = []
+        self._standby.forget()
         self._way_back.forget()
         self._place = 0
         self._become("loading", "starting")
-        self._keep(self._watch_health())
-        self._keep(self._watch_lag())
+        self._background.keep(watch_health(self._engines, self.limits, self._clock))
+        self._background.keep(watch_lag(self._sequences.ledger, self._clock))
         if len(self.configs) > 1:
-            self._keep(self._watch_return())
+            self._background.keep(self._way_back.watch(self._may_return, lambda: self._spawn(0, "candidate")))
         await self._spawn(self._place)
 
     def shelve(self, reason: str) -> None:
@@ -280,12 +281,9 @@ class Supervisor:
             await self._until_no_engine()
         self._sequences.fail_all(f"{after} before this request had finished")
         cut_off = self._sequences.failed - self._failed_before_stop
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._background.cancel(), return_exceptions=True)
         if self.state == "draining":
-            self._current = self._candidate = self._standby = None
+            self._current = self._candidate = self._standby.engine = None
             self._tell(state, f"{after}, {cut_off} sequences cut off" if cut_off else after)
             self._become(state, after)
         return cut_off
@@ -298,7 +296,7 @@ class Supervisor:
             case "candidate":
                 self._candidate = engine
             case "standby":
-                self._standby = engine
+                self._standby.engine = engine
             case "current":
                 self._place, self._current, self.loading = place, engine, None
         self._engines.add(engine)
@@ -342,7 +340,7 @@ class Supervisor:
 
     def _hear_ready(self, engine: Life) -> None:
         took = f"loaded in {self._load_seconds[engine.place]:.1f} s"
-        if engine is self._standby:
+        if engine is self._standby.engine:
             self._tell("standby", f"{took}, ready to take over", engine)
             return
         if engine is not self._current and engine is not self._candidate:
@@ -374,8 +372,8 @@ class Supervisor:
         """Another engine serves now; this one finishes what it has, and then stands by or ends."""
         if engine is None:
             return
-        if self._warm and engine.ready is not None:
-            engine, self._standby = self._standby, engine
+        if self._standby.wanted and engine.ready is not None:
+            engine, self._standby.engine = self._standby.engine, engine
             if engine is None:
                 return
         engine.asked_to_end = True
@@ -384,14 +382,16 @@ class Supervisor:
         else:
             engine.kill()
 
+    def _lacks_standby(self) -> bool:
+        return self._standby.wanted and self._standby.engine is None and self._place + 1 < len(self.configs) and self.state == "ready"
+
     def _want_standby(self) -> None:
-        if self._warm and self._standby is None and self._place + 1 < len(self.configs) and self.state == "ready":
-            pause = min(self.limits.backoff_longest_seconds, self.limits.backoff_first_seconds * 2.0**self._standby_deaths)
-            self._keep(self._stand_by_later(pause if self._standby_deaths else 0.0))
+        if self._lacks_standby():
+            self._background.keep(self._stand_by_later(self._standby.pause_seconds()))
 
     async def _stand_by_later(self, delay_seconds: float) -> None:
         await asyncio.sleep(delay_seconds)
-        if self.state == "ready" and self._standby is None and self._place + 1 < len(self.configs):
+        if self._lacks_standby():
             await self._spawn(self._place + 1, "standby")
 
     def _ended(self, engine: Life) -> None:
@@ -409,11 +409,10 @@ class Supervisor:
         ending = Ending(engine.place, cause, message, now, lived)
         self.deaths[cause.value] += 1
         self._tell("died", message, engine, cause)
-        if engine is self._standby:
-            self._standby = None
+        if engine is self._standby.engine:
+            worth_a_try = self._standby.died()
             self._rehouse(engine, message)  # one that has just been retired may still have some
-            self._standby_deaths += 1
-            if self._standby_deaths < self.limits.deaths:
+            if worth_a_try:
                 self._want_standby()
             return
         self._endings = [*self._endings[-99:], ending]
@@ -423,8 +422,7 @@ class Supervisor:
         if engine is not self._current:
             self._rehouse(engine, message)
             return
-        standby = self._standby
-        verdict = after_death(self._endings, len(self.configs), self.limits, standby is not None and standby.ready is not None)
+        verdict = after_death(self._endings, len(self.configs), self.limits, self._standby.loaded is not None)
         self._current = None
         if verdict.engine is None:
             self._rehouse(engine, message)
@@ -438,14 +436,15 @@ class Supervisor:
         if verdict.engine != engine.place:
             self.fallbacks += 1
             self._way_back.fell_back_at = now
-            warm = ", which stood by" if standby is not None and standby.ready is not None else ""
+            warm = ", which stood by" if self._standby.loaded is not None else ""
             self._tell("fell_back", f"to {label(self.configs[verdict.engine])}{warm}: {message}", engine, cause)
         else:
             self.restarts += 1
             self._tell("restarting", f"in {verdict.delay_seconds:.1f} s: {message}", engine, cause)
         self._place = verdict.engine
+        standby = self._standby.engine
         if standby is not None and standby.place == verdict.engine:
-            self._standby = None
+            self._standby.engine = None
             if standby.ready is not None:
                 self._rehouse(engine, message)
                 self._serve_with(standby)
@@ -454,7 +453,7 @@ class Supervisor:
         self._become("restarting" if engine.ready_at is not None or self.state == "restarting" else "loading", verdict.text)
         self._rehouse(engine, message)
         if self._current is None:
-            self._keep(self._spawn_later(verdict.engine, verdict.delay_seconds))
+            self._background.keep(self._spawn_later(verdict.engine, verdict.delay_seconds))
 
     def _adopt_candidate(self, reason: str) -> None:
         engine = self._candidate
@@ -471,34 +470,6 @@ class Supervisor:
         """Find a place for the sequences of an engine that is gone."""
         successor = self._current if self._current is not engine and self.ready is not None else None
         self._sequences.rehouse(engine, message, successor, retry=self.state in ("loading", "ready", "restarting"))
-
-    # Watching.
-
-    async def _watch_health(self) -> None:
-        """Is a child hung?"""
-        while True:
-            await asyncio.sleep(min(0.5, self.limits.health_timeout_seconds / 5))
-            now = self._clock()
-            for engine in list(self._engines):
-                trouble = engine.trouble(now, self.limits)
-                if trouble is not None:
-                    engine.give_up(trouble)
-
-    async def _watch_lag(self) -> None:
-        """How far behind is this process itself? What waits in its sockets was not seen by the ledger yet."""
-        ledger = self._sequences.ledger
-        while True:
-            due = self._clock() + LAG_LOOK_SECONDS
-            await asyncio.sleep(LAG_LOOK_SECONDS)
-            ledger.lag_seconds = max(0.0, self._clock() - due)
-
-    async def _watch_return(self) -> None:
-        """Load the preferred engine beside the one that serves, when it can be had again."""
-        while True:
-            await asyncio.sleep(self._way_back.pause_seconds)
-            if await self._way_back.is_open(self._may_return):
-                self._way_back.begin()
-                await self._spawn(0, "candidate")
 
     def _may_return(self) -> bool:
         free = self.state == "ready" and self._place != 0 and self._candidate is None
@@ -524,20 +495,6 @@ class Supervisor:
     async def _until_no_engine(self) -> None:
         while self._engines:
             await self._changed.wait()
-
-    def _keep(self, work: Awaitable[None]) -> None:
-        """Run in the background; a failure in there is a bug and must be seen."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (problem := task.exception()) is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "the supervisor's watch failed", "exception": problem, "task": task}
-            )
-            self._become("failed", f"the supervisor failed: {problem}")
 
 
 __all__ = ["Event", "Overloaded", "Supervisor", "Unavailable", "label"]

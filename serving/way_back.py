@@ -1,13 +1,14 @@
 """When the preferred engine may be tried again: it is due, and it has looked usable for a while.
 
     way_back.fell_back_at = clock()
-    if await way_back.is_open(may): way_back.begin(); ...
+    await way_back.watch(may, load)
 
 The pauses and the limit of attempts an hour are serving.recovery.return_at's.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from serving.recovery import Ending, RecoveryLimits, return_at
@@ -46,6 +47,14 @@ class WayBack:
         if self._usable_since is None:
             self._usable_since = now
         return now - self._usable_since >= self._limits.steady_seconds and may()
+
+    async def watch(self, may: Callable[[], bool], load: Callable[[], Awaitable[None]]) -> None:
+        """Loads the preferred engine beside the one that serves whenever it can be had again; until it is cancelled."""
+        while True:
+            await asyncio.sleep(self.pause_seconds)
+            if await self.is_open(may):
+                self.begin()
+                await load()
 
     def begin(self) -> None:
         """An attempt begins now."""

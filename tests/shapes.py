@@ -23,4 +23,4 @@ TINY_MISTRAL = ModelSpec(
     name="tiny-mistral", family="mistral", layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=160,
     vocabulary=640, context=2048, tied=False, rope_theta=1_000_000.0,
 )  # fmt: skip
-TINY = {spec.name: spec for spec in (TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3)}
+TINY = {spec.name: spec for spec in (TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3, TINY_MISTRAL)}

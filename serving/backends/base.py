@@ -13,6 +13,10 @@ The contract that tests hold every backend to (tests/serving/backend_contract.py
   - `row.start` may be lower than what the slot holds: the rest is dropped (`truncate` is implied).
   - a step that does not fit in a shared KV pool raises KvFull and leaves the KV as it was; the scheduler makes room and tries again.
   - greedy results do not depend on which other rows are in the step, beyond what the numeric format allows.
+
+A backend may also have `rides(decoding, slot) -> bool`: whether one token of the prompt in `slot` is best computed together with the
+decoding slots; the scheduler then makes that prompt's piece one token longer than a round number. And `last_decode_seconds`: what the
+decoding rows of the last step took, where they were computed apart from prompts; None where they were not.
 """
 
 from __future__ import annotations

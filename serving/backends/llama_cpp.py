@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from models.errors import BrokenWeights, UnsupportedModel
 from models.gguf_header import read_header
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Row, Sampled
 from serving.backends.kv_rows import FLOPS_PER_THREAD
+from serving.backends.llama_cpp_calls import KV_BLOCK, NEVER, NO_TOKEN, calls_of, dummies, rides
 from serving.backends.llama_cpp_library import (
     FLASH_ATTENTION,
     KV_TYPES,
@@ -54,7 +55,6 @@ from serving.sampling import sample
 Progress = Callable[[str, float | None], None]
 
 _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
-KV_BLOCK = 256  # llama.cpp rounds the KV length that a pass attends to up to a multiple of this
 READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; a round figure like those of serving.backends.kv_rows
 CAN = frozenset(CAPABILITIES)
 
@@ -83,6 +83,8 @@ class LlamaCppBackend:
             step_tokens: int = llama.llama_n_batch(self._context)
             self._batch = _Batch(llama, step_tokens)
             self._lengths = [0] * config.slots
+            self.last_decode_seconds: float | None = None
+            self._can_rewind = not (llama.llama_model_is_recurrent(self._model) or llama.llama_model_is_hybrid(self._model))
             self._least_cut = self._tokens_worth_a_cut(config)
             self._logits = _LogitsView(llama, self._context, config.slots, self._vocabulary)
             self.info = self._describe(config, predicted, measured, step_tokens)
@@ -103,8 +105,12 @@ class LlamaCppBackend:
                 self.truncate(row.slot, row.start)
         by_slot = {row.slot: row for row in rows}
         drawn: dict[int, Sampled] = {}
+        self.last_decode_seconds = None
         for call in [rows] if self._least_cut is None else calls_of(rows, self._least_cut, 4 * self._threads):
-            self._decode(call)
+            before = time.perf_counter()
+            self._decode(self._filled_up(call))
+            if all(len(row.tokens) == 1 for row in call):
+                self.last_decode_seconds = time.perf_counter() - before
             asking = [by_slot[piece.slot] for piece in call if piece.wants_token]
             if asking:
                 drawn |= zip([row.slot for row in asking], sample(self._logits(len(asking)), asking), strict=True)
@@ -118,7 +124,23 @@ class LlamaCppBackend:
         if code != _OK:
             self._failed(code, batch.batch.n_tokens)
         for row in rows:
-            self._lengths[row.slot] = row.start + len(row.tokens)
+            if row.tokens is NO_TOKEN:
+                self._llama.llama_memory_seq_rm(self._memory, row.slot, row.start, -1)
+            else:
+                self._lengths[row.slot] = row.start + len(row.tokens)
+
+    def _filled_up(self, call: list[Row]) -> list[Row]:
+        """A call of single tokens, with the rows that compute for nothing (llama_cpp_calls.dummies): their KV entries are dropped again."""
+        if self._least_cut is None or not self._can_rewind or any(len(row.tokens) > 1 for row in call):
+            return call
+        present = {row.slot for row in call}
+        free = {slot for slot, length in enumerate(self._lengths) if slot not in present and length < self.info.context_tokens}
+        extra = [Row(slot, NO_TOKEN, self._lengths[slot], wants_token=False) for slot in dummies(present, free)]
+        return sorted([*call, *extra], key=lambda row: row.slot) if extra else call
+
+    def rides(self, decoding: Collection[int], slot: int) -> bool:
+        """Whether a token of the prompt in `slot` is best computed with those of the decoding slots."""
+        return self._least_cut is not None and rides(decoding, slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Prefix reuse. In the unified pool the cells are shared, and nothing is moved."""
@@ -253,10 +275,12 @@ class LlamaCppBackend:
         raise BrokenWeights(f"llama.cpp cannot load {name}: {reason}")
 
     def _tokens_worth_a_cut(self, config: EngineConfig) -> int | None:
-        """From how many tokens on a run is cut where its KV block ends; None where cutting gains nothing: flash attention skips what is
-        masked, and in a unified pool blocks are not a sequence's own."""
-        if config.device != "cpu" or self._unified or self._flash != "off":
+        """From how many tokens on a run is cut where its KV block ends: never with flash attention, which skips what is masked. None where
+        a step is best left whole: on a GPU, and in a unified pool, whose passes take any mix of rows."""
+        if config.device != "cpu" or self._unified:
             return None
+        if self._flash != "off":
+            return NEVER
         llama, model = self._llama, self._model
         saved_flops = 4 * KV_BLOCK * llama.llama_model_n_embd(model) * llama.llama_model_n_layer(model)
         another_pass_seconds = llama.llama_model_size(model) / READ_BYTES_PER_SECOND
@@ -311,37 +335,6 @@ class LlamaCppBackend:
         if _is_memory(reason):
             raise OutOfMemory(f"llama.cpp ran out of memory in a step of {tokens} tokens: {reason}")
         raise EngineFailed(f"llama_decode returned {code} for a step of {tokens} tokens: {reason}")
-
-
-def calls_of(rows: list[Row], least: int, alone: int) -> list[list[Row]]:
-    """A step as the calls of llama_decode that compute it in the least time, to be made one after the other. Logits do not change: to the
-    bit with 4-bit weights, whose kernels sum each token by itself and always in one order; else up to the rounding of float32.
-
-    1. No run of `least` tokens or more is computed together with a later KV block. llama.cpp multiplies every token of a pass with as
-       many blocks of 256 as the longest sequence has: a prompt of 262 tokens in one pass costs the attention of 262 x 512, in two (256,
-       then 6) that of 256 x 256 + 6 x 512.
-    2. Decoding rows go apart, and so does every prompt of at least `alone` tokens. llama.cpp's matrix kernels work on four tokens at a
-       time, those left over cost three times as much each; and left to itself it cuts sequences to equal lengths: the first token of each
-       prompt goes with the decoding rows, then as many of each prompt as the shortest has, and so on. The scheduler cuts prompts to
-       multiples of 8. Another pass over the weights costs what a few tokens for each thread do: `alone` says when that pays.
-    """
-    calls: list[list[Row]] = []
-    while True:
-        heads, rests = [], []
-        for row in rows:
-            end = -(-(row.start + least) // KV_BLOCK) * KV_BLOCK - row.start  # of the first block that holds `least` tokens
-            if end < len(row.tokens):
-                heads.append(replace(row, tokens=row.tokens[:end], wants_token=False))
-                row = replace(row, tokens=row.tokens[end:], start=row.start + end)
-            rests.append(row)
-        if not heads:
-            break
-        calls.append(heads)
-        rows = rests
-    prompts = [[row] for row in rows if len(row.tokens) >= max(2, alone)]
-    shorter = [row for row in rows if 1 < len(row.tokens) < alone]
-    decoding = [row for row in rows if len(row.tokens) == 1]
-    return [*calls, *prompts, *(call for call in (shorter, decoding) if call)]
 
 
 class _Batch:

@@ -10,6 +10,7 @@ row.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class GrowingGraph:
         self._empty = np.zeros((facts.kv_heads, 0, facts.head_dim), KV_TYPES[facts.kv_type])
         self._caches: list[Cache] = [[self._empty] * len(self._names) for _ in range(slots)]
         self._batch: Batch | None = None
+        self.last_decode_seconds: float | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -59,8 +61,11 @@ class GrowingGraph:
         """Run the rows; returns logits [n, vocabulary] of those that want a token, and these rows in the logits' order."""
         decoding = [row for row in rows if len(row.tokens) == 1]
         parts: list[tuple[Logits, Row]] = []
+        self.last_decode_seconds = None
         if decoding and self._facts.position_ids:
+            before = time.perf_counter()
             parts += self._decode(decoding)
+            self.last_decode_seconds = time.perf_counter() - before
             alone = [row for row in rows if len(row.tokens) > 1]
         else:
             alone = rows

@@ -124,6 +124,11 @@ class OnnxBackend:
         drawn = dict(zip([row.slot for row in wanted], sample(logits, wanted), strict=True))
         return [drawn[row.slot] for row in rows if row.wants_token]
 
+    @property
+    def last_decode_seconds(self) -> float | None:
+        """See serving.backends.base."""
+        return None if self._graph is None else self._graph.last_decode_seconds
+
     def copy(self, source: int, target: int, tokens: int) -> None:
         """See serving.backends.base.Backend.copy."""
         if self._graph is not None:

@@ -7,6 +7,7 @@ ragged decode step is therefore one call with no padding, and a prompt is prefil
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -40,6 +41,7 @@ class SlotGraph:
         self._out = np.zeros((slots, 1, facts.vocabulary), np.float16 if facts.logits_type == "tensor(float16)" else np.float32)
         self._columns = np.arange(context_tokens, dtype=np.int64)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self.last_decode_seconds: float | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -52,8 +54,11 @@ class SlotGraph:
         """
         decoding = [row for row in rows if len(row.tokens) == 1]
         parts: list[tuple[Logits, list[Row]]] = []
+        self.last_decode_seconds = None
         if decoding:
+            before = time.perf_counter()
             parts.append(self._decode(decoding))
+            self.last_decode_seconds = time.perf_counter() - before
         for row in rows:
             if len(row.tokens) > 1:
                 logits = self._prefill(row, chunk)

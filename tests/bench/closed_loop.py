@@ -20,6 +20,7 @@ class Stream:
     """What one request did; times in seconds from the start of the run. `finish`: the server's finish_reason; None where it gave none."""
 
     sent: float
+    asked: int  # tokens of output
     chunks: list[float] = field(default_factory=list)
     tokens: int | None = None
     finish: str | None = None
@@ -43,8 +44,8 @@ class Result:
     seconds: float
 
 
-async def _one(host: str, port: int, body: bytes, start: float) -> Stream:
-    stream = Stream(sent=time.perf_counter() - start)
+async def _one(host: str, port: int, body: bytes, asked: int, start: float) -> Stream:
+    stream = Stream(sent=time.perf_counter() - start, asked=asked)
     writer = None
     try:
         reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
@@ -81,7 +82,7 @@ async def _one(host: str, port: int, body: bytes, start: float) -> Stream:
     return stream
 
 
-async def _drive(url: str, bodies: list[bytes], streams: int) -> tuple[list[Stream], float]:
+async def _drive(url: str, bodies: list[tuple[bytes, int]], streams: int) -> tuple[list[Stream], float]:
     parts = urlsplit(url)
     assert parts.hostname and parts.port
     queue = list(reversed(bodies))
@@ -90,20 +91,21 @@ async def _drive(url: str, bodies: list[bytes], streams: int) -> tuple[list[Stre
 
     async def user() -> None:
         while queue:
-            done.append(await _one(str(parts.hostname), int(parts.port or 80), queue.pop(), start))
+            done.append(await _one(str(parts.hostname), int(parts.port or 80), *queue.pop(), start))
 
     await asyncio.gather(*(user() for _ in range(streams)))
     return done, time.perf_counter() - start
 
 
-def run(url: str, prompts: list[str], output_tokens: int, streams: int, model: str = "", **extra: object) -> Result:
-    """Send every prompt once, `streams` at a time; output length fixed by ignore_eos, where the server knows it. Raises RuntimeError where
-    no request at all brought a token."""
+def run(url: str, prompts: list[str], output_tokens: int | list[int], streams: int, model: str = "", **extra: object) -> Result:
+    """Send every prompt once, `streams` at a time; output length (of all, or of each prompt) fixed by ignore_eos, where the server knows
+    it. Raises RuntimeError where no request at all brought a token."""
+    lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
     bodies = [
         json.dumps(
             {
                 "prompt": prompt,
-                "max_tokens": output_tokens,
+                "max_tokens": length,
                 "temperature": 0,
                 "stream": True,
                 "ignore_eos": True,
@@ -112,9 +114,9 @@ def run(url: str, prompts: list[str], output_tokens: int, streams: int, model: s
                 **extra,
             }
         ).encode()
-        for prompt in prompts
+        for prompt, length in zip(prompts, lengths, strict=True)
     ]
-    done, seconds = asyncio.run(_drive(url, bodies, streams))
+    done, seconds = asyncio.run(_drive(url, list(zip(bodies, lengths, strict=True)), streams))
     begun = [stream for stream in done if stream.chunks]
     if not begun:
         raise RuntimeError(f"none of {len(done)} requests brought a token: {[stream.error for stream in done][:3]}")
@@ -124,8 +126,8 @@ def run(url: str, prompts: list[str], output_tokens: int, streams: int, model: s
         streams=streams,
         requests=len(done),
         failed=sum(stream.error is not None or not stream.chunks for stream in done),
-        cut=sum(stream.error is None and 0 < len(stream.chunks) and made(stream, output_tokens) < output_tokens for stream in done),
-        output_tokens_per_second=sum(made(stream, output_tokens) for stream in done) / seconds,
+        cut=sum(stream.error is None and 0 < len(stream.chunks) and made(stream) < stream.asked for stream in done),
+        output_tokens_per_second=sum(made(stream) for stream in done) / seconds,
         ttft_p50=float(np.percentile(ttft, 50)),
         ttft_p95=float(np.percentile(ttft, 95)),
         itl_p50=float(np.percentile(gaps, 50)),
@@ -134,9 +136,9 @@ def run(url: str, prompts: list[str], output_tokens: int, streams: int, model: s
     )
 
 
-def made(stream: Stream, asked: int) -> int:
+def made(stream: Stream) -> int:
     """The tokens of an answer: as the server counts them; else all that were asked for, where it says that the length ended it; else one
     for each chunk with text, which is the least there can be."""
     if stream.tokens is not None:
         return stream.tokens
-    return asked if stream.finish == "length" else len(stream.chunks)
+    return stream.asked if stream.finish == "length" else len(stream.chunks)

@@ -95,7 +95,7 @@ def test_killed_at_random_moments_and_complete_in_the_end(campaign: Path, tmp_pa
     killed: list[str] = []
     kept: set[str] = set()
     for name, find in victims:
-        time.sleep(chance.uniform(0.0, 2.5))
+        time.sleep(chance.uniform(0.0, 1.5))
         target = wait_for(partial(_found, find, runner))
         if target is True:
             break  # it was quicker than we were

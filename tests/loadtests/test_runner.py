@@ -26,6 +26,7 @@ from loadtests.progress import Progress, duration
 from loadtests.resources import api_pids, engine_pids, family
 from loadtests.runner import resume, run
 from loadtests.search import Capacity
+from loadtests.standing import campaign_of
 from loadtests.store import (
     LevelStarted,
     completed_levels,
@@ -90,8 +91,6 @@ def check_folder(folder: Path) -> None:
 
 
 def _promise(folder: Path) -> Any:
-    from loadtests.runner import campaign_of
-
     return campaign_of(read_manifest(folder))[0].promise
 
 
@@ -138,13 +137,13 @@ def test_a_promise_that_a_lone_request_breaks_holds_at_no_rate(truth_server: Sta
 def test_a_hopeless_level_is_cut_short_and_the_next_waits_for_an_idle_server(truth_server: Start, tmp_path: Path) -> None:
     """This server goes on with what its client has given up; the level after it must not be billed for that."""
     url = truth_server(slots=1, ttft=0.15, gap=0.0, cancels=False, case="hopeless")
-    plan = campaign(url, budget=7.0, ttft=0.3)
-    search = msgspec.structs.replace(plan.campaign.search, start_rate=25.0, level_seconds_min=1.5, level_seconds_max=2.0)
+    plan = campaign(url, ttft=0.3)
+    search = msgspec.structs.replace(plan.campaign.search, rates=(15.0, 2.0), rate_seconds=(2.5, 1.0))
     folder = run(msgspec.structs.replace(plan, campaign=msgspec.structs.replace(plan.campaign, search=search)), tmp_path, quiet())
     check_folder(folder)
     events = read_events(folder).records
     loaded = [event for event in events if event.kind == "level_finished"][1:]
-    assert loaded[0].detail["cut_short"] and loaded[0].detail["window_seconds"] < 2.0 and loaded[0].detail["verdict"] == "fails"
+    assert loaded[0].detail["cut_short"] and loaded[0].detail["window_seconds"] < 2.5 and loaded[0].detail["verdict"] == "fails"
     assert len(loaded) >= 2
     second = [record for record in read_requests(folder).records if record.level == loaded[1].level]
     first = min(second, key=lambda record: record.due_seconds)

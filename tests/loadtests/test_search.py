@@ -1,6 +1,7 @@
 """The search against servers of known capacity on a simulated clock, and its behaviour at every edge."""
 
 import math
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from loadtests.steptime import StepLaw
 from loadtests.summary import runs_of
 from loadtests.workload import Workload, draw
 from tests.loadtests.known_worlds import batching, capacity, md4, search
+from tests.side_by_side import side_by_side
 
 NINE = Promise("nine", 0.5, None, target=0.9)
 LONE = Level(rate=None, due=5, good=5, duration_seconds=2.55, mean_e2e_seconds=0.51)
@@ -25,11 +27,10 @@ def level(rate, good, due, seconds=100.0, **changes):
     return Level(rate=rate, good=good, due=due, duration_seconds=seconds, **changes)
 
 
-def coverage(world, config, promise, truth, lone_seconds, runs=100):
-    """(runs whose interval covers the truth, median estimate / truth, levels of the last)."""
+def coverage(run, truth):
+    """(of 100 runs those whose interval covers the truth, median estimate / truth). `run`: seed -> Capacity."""
     covered, estimates, widths = 0, [], []
-    for seed in range(runs):
-        found = search(world, config, promise, seed, lone_seconds)[0].capacity
+    for found in side_by_side(run, range(100)):
         covered += found.low <= truth and (found.high is None or truth <= found.high)
         assert found.high is not None and found.estimate is not None  # an interval, not a shrug
         widths.append((found.high - found.low) / found.estimate)
@@ -38,11 +39,14 @@ def coverage(world, config, promise, truth, lone_seconds, runs=100):
     return covered, float(np.median(estimates))
 
 
+def found_of_four_slots(seed):
+    return search(md4(0.5), SearchConfig(budget_seconds=900.0), NINE, seed, 0.51)[0].capacity
+
+
 def test_interval_covers_the_capacity_of_four_slots_in_ninety_of_a_hundred_runs():
-    world = md4(0.5)
-    truth = capacity(world, 0.9, 5.0, 7.5)
+    truth = capacity(md4(0.5), 0.9, 5.0, 7.5)
     assert truth == pytest.approx(6.08, abs=0.05)  # of 7.84 that the slots could serve
-    covered, middle = coverage(world, SearchConfig(budget_seconds=900.0), NINE, truth, 0.51)
+    covered, middle = coverage(found_of_four_slots, truth)
     assert covered >= 90
     assert middle == pytest.approx(1.0, abs=0.04)
 
@@ -54,12 +58,17 @@ PAIRS = np.array(
 BOTH = Promise("both", 2.0, 0.1, target=0.9)
 
 
+def found_of_batching(seed, start_rate):
+    config = SearchConfig(budget_seconds=1200.0, start_rate=start_rate)
+    return search(batching(LAW, Policy(slots=16), PAIRS, BOTH), config, BOTH, seed, 2.5)[0].capacity
+
+
 def test_interval_covers_the_capacity_of_continuous_batching_in_ninety_of_a_hundred_runs():
     world = batching(LAW, Policy(slots=16), PAIRS, BOTH)
     truth = capacity(world, 0.9, 0.5, 3.0, n=40_000)
     predicted = predict(LAW, Policy(slots=16), PAIRS, BOTH, seed=5).rate
     assert predicted == pytest.approx(truth, rel=0.1)
-    covered, middle = coverage(world, SearchConfig(budget_seconds=1200.0, start_rate=predicted * 0.8), BOTH, truth, 2.5)
+    covered, middle = coverage(partial(found_of_batching, start_rate=predicted * 0.8), truth)
     assert covered >= 90
     assert middle == pytest.approx(1.0, abs=0.06)
 

@@ -101,7 +101,8 @@ def played_step_by_step(law, policy, due, pairs):
             room = min(room, policy.prefill_tokens)
             if policy.step_seconds_target is not None and law.prompt_token_seconds:
                 decode = law.seconds(len(decoding), 0, context)
-                spare = max(policy.step_seconds_target - decode, 5 * decode)
+                lost = decode / len(decoding) - law.seconds(policy.slots, 0, context) / policy.slots
+                spare = max(policy.step_seconds_target - decode, 3.75 * decode, 120 * lost)
                 room = max(MIN_PREFILL_TOKENS, min(room, max(0, int(spare / law.prompt_token_seconds))))
         taken = 0
         done = []

@@ -15,13 +15,13 @@ from models.spec import ModelSpec
 from models.synthesis import write_hf_folder
 from models.tokenizer import load_tokenizer
 from tests.models.test_tokenizer import sentencepiece
-from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3, TINY_MISTRAL
+from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
 
 # Long enough for Llama 3's scaled frequencies to matter.
 LONG = np.random.default_rng(3).integers(3, 640, (1, 300)).tolist()
 
 
-@pytest.mark.parametrize("spec", [*TINY.values(), TINY_MISTRAL], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", TINY.values(), ids=lambda spec: spec.name)
 def test_float32_is_converted_exactly(spec: ModelSpec, tmp_path: Path) -> None:
     write_hf_folder(spec, tmp_path / "source", "fp32")
     manifest = make_gguf(tmp_path / "source", tmp_path / "out.gguf", "F32", spec=spec, sequences=LONG)

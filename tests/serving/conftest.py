@@ -1,7 +1,7 @@
-"""Fixtures of the tests with engine children: a small tokenizer on disk, and configurations of the fake backend."""
+"""Fixtures of many tests here: the app over a scripted supervisor, a small tokenizer on disk, and configurations of the fake backend."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from models.tokenizer import shipped
 from serving.backends.base import EngineConfig
 from tests.serving.children import VOCABULARY
+from tests.serving.fakes import FakeSupervisor, app_on, served
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +28,15 @@ def config(tokenizer_path: str) -> Callable[..., EngineConfig]:
         )
 
     return make
+
+
+@pytest.fixture
+def supervisor() -> FakeSupervisor:
+    return FakeSupervisor()
+
+
+@pytest.fixture
+def port(supervisor: FakeSupervisor) -> Iterator[int]:
+    """Where the app over `supervisor` listens."""
+    with served(app_on(supervisor)) as port:
+        yield port

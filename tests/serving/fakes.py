@@ -191,6 +191,19 @@ def _details(word: str, sampling: Sampling) -> list[TokenDetail]:
     return [TokenDetail(token, logprob, [token, 256][: sampling.logprobs], [-0.5, float("-inf")][: sampling.logprobs])]
 
 
+class _ShortPauses:
+    """asyncio, but for the pauses of a tenth of a second that uvicorn makes at its end: hundreds of tests would wait for them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.002))
+
+
+uvicorn.server.asyncio = _ShortPauses()  # type: ignore[attr-defined]
+
+
 @contextmanager
 def served(app: Any, limits: Limits | None = None) -> Iterator[int]:
     """The app behind a real uvicorn on a port of this machine, in a thread of its own; gives the port."""

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import openai
 import pytest
 
 from serving.admin import is_loopback_host
+from serving.admin_wire import ModelChoice
+from serving.options import ModelOptions
 from tests.serving.fakes import Answer, ask
 from tests.serving.test_serve_cli import Server, run, server
 
@@ -57,15 +60,27 @@ class Admin:
         raise AssertionError(f"{name} is not {wanted}: {found}")
 
 
-@pytest.fixture(scope="module")
-def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
-    folder = tmp_path_factory.mktemp("admin")
+@contextmanager
+def two_models(folder: Path, **environment: str) -> Iterator[Admin]:
+    """A server of MODELS with its admin port."""
     file = folder / "models.toml"
     file.write_text(MODELS)
-    with server(folder, "--models-file", str(file), "--admin-port", "0", "--log-format", "json", model="") as one:
+    options = ("--models-file", str(file), "--admin-port", "0", "--log-format", "json")
+    with server(folder, *options, model="", environment=environment) as one:
         url = one.wait_ready()["url"]
         said = next(line for line in one.log.read_text().splitlines() if "admin routes on" in line)
         yield Admin(one, url, int(json.loads(said)["message"].split(":")[2].partition("/")[0]))
+
+
+@pytest.fixture(scope="module")
+def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
+    with two_models(tmp_path_factory.mktemp("admin")) as found:
+        yield found
+
+
+def test_a_model_can_be_described_by_an_administrator_as_in_a_models_file() -> None:
+    """All but when it is loaded: an administrator loads it now."""
+    assert {*ModelChoice.__struct_fields__} - {"wait"} == {*ModelOptions.__struct_fields__} - {"load"}
 
 
 def test_every_model_is_listed_with_its_state_and_the_one_asked_for_is_loaded(admin: Admin) -> None:

@@ -1,7 +1,7 @@
 """Every cause why an engine is not (or no longer) where the policy would like it, seen through the HTTP server.
 
 Engines are real children of the fake backend; the machine's facts are made up, since a cause such as a driver that does not match cannot be
-had on demand. With a real GPU, tests/serving/test_torch.py does the same on it.
+had on demand.
 """
 
 from __future__ import annotations

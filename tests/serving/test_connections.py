@@ -16,10 +16,10 @@ from tests.bench.pressure.wire import run, serving
 def test_a_crowd_streams_at_once_and_a_third_of_it_leaves_and_nothing_is_left(tmp_path: Path) -> None:
     arguments = ("--slots", "200", "--context", "512", "--no-prefix-reuse", "--option", "step_seconds=0.03")
     with serving("fake", *arguments, folder=tmp_path) as server:
-        found = run(crowd(server, streams=200, tokens=100))
+        found = run(crowd(server, streams=200, tokens=60))
         assert found["complete"] == 200 and found["nothing leaked"], found
         assert found["streaming at the same moment"] > 100
-        found = run(leavers(server, requests=400, users=40))
+        found = run(leavers(server, requests=400, users=80))
         assert found["kept"] and 60 < found["left"] < 180, found
 
 
@@ -27,7 +27,7 @@ def test_who_leaves_frees_the_slot_for_the_next_step(tmp_path: Path) -> None:
     """Two steps of 0.25 s: the rest of the one that runs, and the next one's own first. (Less than three: the machine may be busy.)"""
     arguments = ("--slots", "1", "--context", "512", "--max-wait", "1000", "--option", "step_seconds=0.25")
     with serving("fake", *arguments, folder=tmp_path) as server:
-        found = run(slot(server, rounds=4, step_seconds=0.25))
+        found = run(slot(server, rounds=3, step_seconds=0.25))
     assert found["nothing leaked"] and 0 < found["at most"] < 3, found
 
 

@@ -5,7 +5,7 @@
 | address      | loopback                                       | nobody else can connect; elsewhere without a key it warns |
 | API key      | none; from the environment or a file           | both, never in the command line, the log or an answer     |
 | TLS          | off; a certificate and its key                 | HTTPS answers, HTTP does not; wrong files are a sentence  |
-| CORS         | off                                            | tests/serving/test_attacks.py: no_other_origin_is_invited |
+| CORS         | off                                            | tests/serving/test_attacks_on_trust.py: no_other_origin_is_invited |
 | admin routes | not there; a key of their own, or another port | the API key opens none of them; a name is no path         |
 """
 

@@ -18,7 +18,8 @@ from models.spec import ModelSpec
 from models.synthesis import write_gguf
 from models.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling
-from serving.backends.llama_cpp import LlamaCppBackend, calls_of
+from serving.backends.llama_cpp import LlamaCppBackend
+from serving.backends.llama_cpp_calls import calls_of
 from serving.backends.llama_cpp_library import missing_isa, parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 from serving.grammar import Grammars

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,17 +14,6 @@ from serving.messages import StepStats
 from serving.metrics import PREFIX, Histogram, Metrics, ServerMetrics
 from serving.supervisor import Overloaded
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, served, wait_until
-
-
-@pytest.fixture
-def supervisor() -> FakeSupervisor:
-    return FakeSupervisor()
-
-
-@pytest.fixture
-def port(supervisor: FakeSupervisor) -> Iterator[int]:
-    with served(app_on(supervisor)) as port:
-        yield port
 
 
 def scraped(data: bytes) -> dict[tuple[str, ...], float]:

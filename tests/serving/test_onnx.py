@@ -62,7 +62,7 @@ def make() -> Iterator[Make]:
 # --- the right tokens ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama-fp32", "llama3-fp32", "qwen2-fp32", "qwen3-fp32"])
+@pytest.mark.parametrize("name", ["llama-fp32", "llama3-fp32", "qwen2-fp32", "qwen3-fp32", "mistral-fp32"])
 def test_float_graphs_give_the_tokens_of_transformers(make: Make, name: str) -> None:
     backend = make(onnx_folder(name))
     assert backend.info.details["graph"] == "GroupQueryAttention"

@@ -13,8 +13,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -30,10 +31,12 @@ ROOT = Path(__file__).parents[2]
 class Server:
     """`python -m serving fake ...` with a free port and a ready file."""
 
-    def __init__(self, folder: Path, *arguments: str, model: str = "fake", port: str = "0") -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, model: str = "fake", port: str = "0", environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.ready_file = folder / "ready.json"
         self.log = folder / "log"
-        environment = {**os.environ, "CROSSOVER_CACHE": str(folder / "cache"), "COLUMNS": "200"}
+        environment = {**os.environ, "CROSSOVER_CACHE": str(folder / "cache"), "COLUMNS": "200", **environment}
         named = [model] if model else []
         command = [sys.executable, "-m", "serving", *named, "--port", port, "--ready-file", str(self.ready_file), *arguments]
         with self.log.open("w") as log:
@@ -65,7 +68,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *arguments: str, **options: str) -> Iterator[Server]:
+def server(folder: Path, *arguments: str, **options: Any) -> Iterator[Server]:
     one = Server(folder, *arguments, **options)
     try:
         yield one

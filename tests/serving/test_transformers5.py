@@ -18,7 +18,8 @@ from models.errors import UnsupportedModel
 from models.hf_config import read_spec
 from models.manifest import read_manifest
 from models.tokenizer import load_tokenizer
-from tests.serving.transformers5 import SHAPES, NotMade, engine_tokens, environment, run, save
+from tests.serving.transformers5 import NotMade, engine_tokens, environment, run, save
+from tests.shapes import TINY
 
 pytestmark = pytest.mark.timeout(400)  # where the environment is not there yet, making it counts too
 
@@ -31,7 +32,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     except NotMade as problem:
         pytest.skip(str(problem))
     folder = tmp_path_factory.mktemp("both")
-    older = [folder / "older" / name for name in SHAPES]
+    older = [folder / "older" / name for name in TINY]
     for path in older:
         save(path.name, path)
     return folder, run(folder / "newer", older)
@@ -45,19 +46,19 @@ def test_the_two_versions_write_different_folders(both: tuple[Path, dict[str, An
     assert older["rope_theta"] == 500_000.0 and "rope_parameters" not in older
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", TINY)
 def test_a_folder_of_5_is_read_rightly_under_4(both: tuple[Path, dict[str, Any]], name: str) -> None:
     folder, said = both
     newer = folder / "newer" / name
     spec = read_spec(newer, name)
-    assert spec == SHAPES[name] and spec == read_spec(folder / "older" / name, name)
+    assert spec == TINY[name] and spec == read_spec(folder / "older" / name, name)
     assert engine_tokens(newer) == said["written"][name]
     text = "Where is 日本? <|im_end|>"
     assert load_tokenizer(newer).encode(text) == load_tokenizer(folder / "older" / name).encode(text)
     assert load_tokenizer(newer).eos_ids == {2}
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", TINY)
 def test_a_folder_of_4_is_read_rightly_under_5(both: tuple[Path, dict[str, Any]], name: str) -> None:
     said = both[1]["read"][name]
     assert said["engine"] == said["transformers"]
@@ -69,7 +70,7 @@ def test_a_folder_of_5_is_converted_rightly_under_4(both: tuple[Path, dict[str, 
     newer = both[0] / "newer" / "tiny-llama3"
     make_gguf(newer, both[0] / "out.gguf", "F32")
     long = [[(n * 31) % 700 + 3 for n in range(600)]]
-    assert compare(newer, both[0] / "out.gguf", SHAPES["tiny-llama3"], long).distance < 1e-4
+    assert compare(newer, both[0] / "out.gguf", TINY["tiny-llama3"], long).distance < 1e-4
     manifest = read_manifest(make_onnx(newer, both[0] / "onnx", "fp32", sequences=[long[0][:200]]))
     assert manifest is not None and manifest.quality_kl_nats == pytest.approx(0, abs=1e-6)
 

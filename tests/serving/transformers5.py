@@ -23,10 +23,9 @@ from typing import Any
 
 from models.cache import cache_dir
 from models.manifest import making
-from tests.shapes import TINY, TINY_MISTRAL
+from tests.shapes import TINY
 
 REQUIREMENT = "transformers>=5,<6"
-SHAPES = TINY | {TINY_MISTRAL.name: TINY_MISTRAL}
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 8  # tokens generated after each prompt
 PROMPTS = [[5, 9, 100, 33], [int(n) for n in range(40, 70)], [(n * 7919) % 600 + 3 for n in range(550)]]
@@ -87,27 +86,27 @@ def run(out: Path, read: list[Path]) -> dict[str, Any]:
 
 
 def work(out: Path, read: list[Path]) -> dict[str, Any]:
-    """Under transformers 5: write each of SHAPES to `out` and generate from it; read each folder of `read` with both engines,
+    """Under transformers 5: write each of the tiny shapes to `out` and generate from it; read each folder of `read` with both engines,
     and convert it."""
     import transformers
 
     return {
         "version": transformers.__version__,
-        "written": {name: _write(name, out / name) for name in SHAPES},
+        "written": {name: _write(name, out / name) for name in TINY},
         "read": {folder.name: {"transformers": _generated(folder), "engine": engine_tokens(folder)} for folder in read},
         "converted": {folder.name: _convert(folder, out / "converted") for folder in read},
     }
 
 
 def save(name: str, folder: Path) -> None:
-    """One of SHAPES, saved by whichever transformers is installed, with its tokenizer."""
+    """One of the tiny shapes, saved by whichever transformers is installed, with its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from models.convert_onnx import TRANSFORMERS_LOCK
     from models.tokenizer import shipped
 
-    spec = SHAPES[name]
+    spec = TINY[name]
     rope: dict[str, Any] = {"rope_theta": spec.rope_theta}
     if spec.rope_scaling is not None:
         scaling = {key: getattr(spec.rope_scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}

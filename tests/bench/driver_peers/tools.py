@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ def execute(command: Sequence[str], log: Path, environment: Mapping[str, str], t
     return Run(started, wall, usage.ru_utime + usage.ru_stime, log.read_text(errors="replace"))
 
 
-class Tool:
+class Tool(ABC):
     """What all have in common: a folder for their files."""
 
     name = ""
@@ -91,13 +92,13 @@ class Tool:
         place.mkdir(parents=True, exist_ok=True)
         return place
 
+    @abstractmethod
     def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
         """Poisson arrivals at `rate`, `requests` of them, of 16 prompt and `tokens` output tokens each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         """The capacity under a TTFT promise kept for `share` of the requests: what it took, and what was found, in words."""
-        raise NotImplementedError
 
 
 class Ours(Tool):

@@ -1,6 +1,7 @@
 """Any engine of ours over HTTP beside another server: same machine, same cores, same requests, in turns within one run.
 
     python -m tests.bench.llama_server.compare                                  # llama_cpp:Q4_0 beside llama-server, at 1, 4 and 16 streams
+    python -m tests.bench.llama_server.compare --spread 0.5                     # answers of different lengths: streams are not in step
     python -m tests.bench.llama_server.compare --theirs llama-cpp-python:Q4_0 --streams 16 --requests 32
     python -m tests.bench.llama_server.compare --ours onnx:dynamic-int8 torch:dynamic-int8 --theirs llama-server:Q4_0 llama-server:Q8_0
 
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--spread", type=float, default=0.0, help="outputs are --output tokens, more or less by up to this share of it")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--engine-cores", type=int, nargs="+", default=[0])
     parser.add_argument("--client-cores", type=int, nargs="+", default=[1])
@@ -145,8 +147,10 @@ def _once(
 ) -> Figures:
     """One round of one server, with prompts that no server has seen before."""
     texts = prompts(model.tokenizer_path, count, arguments.prompt, 100_000 * streams + 100 * number + place)
+    least, most = round(arguments.output * (1 - arguments.spread)), round(arguments.output * (1 + arguments.spread))
+    lengths = random.Random(number).choices(range(least, most + 1), k=count)  # the same for all contestants of a round
     before = _cpu_seconds(process)
-    result = run(url, texts, arguments.output, streams, arguments.model)
+    result = run(url, texts, lengths, streams, arguments.model)
     tokens = result.output_tokens_per_second * result.seconds
     return dataclasses.asdict(result) | {"output_tokens_per_cpu_second": tokens / (_cpu_seconds(process) - before)}
 

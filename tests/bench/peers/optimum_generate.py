@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import onnxruntime
@@ -11,7 +12,7 @@ import torch
 from optimum.onnxruntime import ORTModelForCausalLM
 
 from tests.bench.peers.jobs import Job, Times, answer_jobs, static_batches
-from tests.bench.peers.stopwatch import Stopwatch
+from tests.bench.peers.stopwatch import timed_generate
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Times]]:
@@ -24,22 +25,8 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
         settings["folder"], session_options=options, use_io_binding=settings.get("use_io_binding"), local_files_only=True
     )
 
-    def run_batch(prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> list[float]:
-        ids, watch = torch.tensor(prompts), Stopwatch(clock)
-        with torch.inference_mode():
-            model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=output_tokens,
-                min_new_tokens=output_tokens,
-                do_sample=False,
-                pad_token_id=0,
-                stopping_criteria=[watch],
-            )
-        return watch.times
-
     facts = {name: importlib.metadata.version(name) for name in ("optimum", "optimum-onnx", "onnxruntime", "transformers", "torch")}
-    return {**facts, "io_binding": bool(model.use_io_binding)}, lambda job: static_batches(job, run_batch)
+    return {**facts, "io_binding": bool(model.use_io_binding)}, lambda job: static_batches(job, partial(timed_generate, model))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A stopping criterion that never stops: it notes when each token of a `generate` call was there."""
+"""`generate` of transformers' kind with a stopwatch: a stopping criterion that never stops notes when each token was there."""
 
 from __future__ import annotations
 
@@ -19,3 +19,20 @@ class Stopwatch(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.times.append(self._clock())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def timed_generate(model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float], **more: Any) -> list[float]:
+    """One greedy `generate` call over a batch of prompts of one length: when each of exactly `output_tokens` tokens was there."""
+    ids, watch = torch.tensor(prompts), Stopwatch(clock)
+    with torch.inference_mode():
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=output_tokens,
+            min_new_tokens=output_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[watch],
+            **more,
+        )
+    return watch.times

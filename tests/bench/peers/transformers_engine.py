@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from tests.bench.peers.jobs import Job, Times, answer_jobs, static_batches, wait_until
-from tests.bench.peers.stopwatch import Stopwatch
+from tests.bench.peers.stopwatch import timed_generate
 
 PAGE_TOKENS = 64
 
@@ -45,20 +45,8 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
 
 def static(model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> list[float]:
     """One generate() call over a batch, its cache allocated once and written in place."""
-    ids, watch = torch.tensor(prompts), Stopwatch(clock)
-    with torch.inference_mode():
-        model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output_tokens,
-            min_new_tokens=output_tokens,
-            do_sample=False,
-            cache_implementation="static",
-            disable_compile=True,  # 25 to 60 s a shape on a CPU
-            pad_token_id=0,
-            stopping_criteria=[watch],
-        )
-    return watch.times
+    # compiling takes 25 to 60 s a shape on a CPU
+    return timed_generate(model, prompts, output_tokens, clock, cache_implementation="static", disable_compile=True)
 
 
 def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:

@@ -111,7 +111,8 @@ class Asker:
                 if outcome.complete and outcome.status == 200 and outcome.last is not None:
                     ends.append(outcome.last - start)
                 else:
-                    await asyncio.sleep(outcome.retry_after or 0.1)
+                    left = start + seconds - loop.time()
+                    await asyncio.sleep(max(0.0, min(outcome.retry_after or 0.1, left)))
 
         await asyncio.gather(*(user() for _ in range(streams)))
         return sum(seconds / 3 <= end < seconds for end in ends) / (seconds * 2 / 3)
