@@ -50,6 +50,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv_tokens: int | None = None
     kv_dtype: str = "fp16"
     prefill_tokens: int | None = None
+    step_seconds: float | None = None
     prefix_reuse: bool = True
     cache: str | None = None
     options: dict[str, str | int | float | bool] = {}  # of the backend

@@ -28,7 +28,17 @@ MACHINE: dict[str, str] = {
     "gpus": "GPUs",
 }
 CAMPAIGN: tuple[str, ...] = ("workload", "workloads", "arrivals", "promise")
-SERVER: tuple[str, ...] = ("slots", "context_tokens", "kv_tokens", "kv_dtype", "policy", "prefill_tokens", "prefix_reuse", "options")
+SERVER: tuple[str, ...] = (
+    "slots",
+    "context_tokens",
+    "kv_tokens",
+    "kv_dtype",
+    "policy",
+    "prefill_tokens",
+    "step_seconds",
+    "prefix_reuse",
+    "options",
+)
 CELL: tuple[str, ...] = ("model", "format", "backend", "hardware", "url")  # matched cell by cell, not run by run
 FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, *SERVER, *CELL)
 SAME_MEMORY = 0.02  # a kernel update moves MemTotal by less

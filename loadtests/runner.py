@@ -401,9 +401,11 @@ def policy_of(info: Mapping[str, Any], campaign: Campaign) -> Policy | None:
         return None
     defaults = EngineConfig(backend="", model_path="", model_name="")
     return Policy(
-        slots=slots, prefill_tokens=campaign.server.prefill_tokens or defaults.prefill_tokens, kv_tokens=info.get("kv_tokens"),
-        step_seconds_target=defaults.step_seconds_target,
-    )  # fmt: skip
+        slots=slots,
+        prefill_tokens=campaign.server.prefill_tokens or defaults.prefill_tokens,
+        kv_tokens=info.get("kv_tokens"),
+        step_seconds_target=campaign.server.step_seconds or defaults.step_seconds_target,
+    )
 
 
 @contextlib.contextmanager

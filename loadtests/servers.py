@@ -241,6 +241,7 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "--kv-tokens": server.kv_tokens,
         "--kv-dtype": server.kv_dtype,
         "--prefill-tokens": server.prefill_tokens,
+        "--step-seconds": server.step_seconds,
         "--cache": server.cache,
         "--ready-file": ready_file.absolute(),
     }

@@ -33,6 +33,7 @@ class ModelChoice(Wire, kw_only=True, frozen=True):
     kv_tokens: int | None | UnsetType = UNSET
     kv_dtype: str | UnsetType = UNSET
     prefill_tokens: int | UnsetType = UNSET
+    step_seconds_target: float | UnsetType = UNSET
     prefix_reuse: bool | UnsetType = UNSET
     options: dict[str, Any] | UnsetType = UNSET
     check_memory: bool | UnsetType = UNSET

@@ -62,6 +62,14 @@ def _serve(
         str, typer.Option(help="fp32, fp16, bf16, q8_0 or q4_0, as far as the backend can.", rich_help_panel=_ENGINE)
     ] = "fp16",
     prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a step while others decode.", rich_help_panel=_ENGINE)] = 256,
+    step_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            help="What a step with prompt tokens should take while others decode: less for smooth text, more for throughput.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = 0.3,
     prefix_reuse: Annotated[
         bool, typer.Option(help="Keep the KV of finished sequences for prompts that begin alike.", rich_help_panel=_ENGINE)
     ] = True,
@@ -168,6 +176,7 @@ def _serve(
                 kv_tokens=kv_tokens,
                 kv_dtype=kv_dtype,
                 prefill_tokens=prefill_tokens,
+                step_seconds_target=step_seconds,
                 prefix_reuse=prefix_reuse,
                 cache=cache,
                 served_name=served_name,

@@ -45,6 +45,7 @@ def document(model: str, limits: Limits, admin: bool = False) -> dict[str, Any]:
         choice = components["ModelChoice"]["properties"]
         for name in ("slots", "context_tokens", "kv_tokens", "prefill_tokens", "threads"):
             _bound(choice[name], "integer", minimum=1)
+        _bound(choice["step_seconds_target"], "number", exclusiveMinimum=0)
         _bound(choice["idle_unload_seconds"], "number", exclusiveMinimum=0)
     return {
         "openapi": "3.1.0",

@@ -44,6 +44,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_tokens: int | None = None
     kv_dtype: str = "fp16"
     prefill_tokens: int = 256
+    step_seconds_target: float = 0.3
     prefix_reuse: bool = True
     check_memory: bool = True
     standby: Standby = "cold"
@@ -63,6 +64,8 @@ class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"{key} must be at least 1, got {value}")
+        if not 0 < self.step_seconds_target < float("inf"):
+            raise ValueError(f"step_seconds_target must be above 0 and finite, got {self.step_seconds_target:g}")
         if self.idle_unload_seconds is not None and self.idle_unload_seconds <= 0:
             raise ValueError(f"idle_unload_seconds must be above 0, got {self.idle_unload_seconds:g}")
         if not self.source or "\0" in self.source:

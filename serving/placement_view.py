@@ -26,6 +26,7 @@ _SHOWN = (
     "threads",
     "prefix_reuse",
     "prefill_tokens",
+    "step_seconds_target",
 )
 
 

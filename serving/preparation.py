@@ -108,6 +108,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
                 threads=split.threads,
                 cores=split.engine,
                 prefill_tokens=model.prefill_tokens,
+                step_seconds_target=model.step_seconds_target,
                 prefix_reuse=model.prefix_reuse,
                 quality_kl_nats=found.quality_kl_nats,
                 options=extra,

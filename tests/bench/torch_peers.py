@@ -1,6 +1,7 @@
-"""The torch engine on the CPU beside transformers: ContinuousBatching of 5.x, and generate() with a static cache of 4.57 and 5.x.
+"""The torch engine beside transformers: ContinuousBatching of 5.x, and generate() with a static cache of 4.57 and 5.x.
 
     python -m tests.bench.torch_peers --model smollm2-135m --workloads 1 8 16 --rounds 5
+    python -m tests.bench.torch_peers --device gpu --model llama-3.2-3b --dtypes bfloat16 --peers continuous-sdpa --workloads 1 8 32 128
     python -m tests.bench.torch_peers --peers continuous-eager static-5 --dtypes bfloat16 float32 --formats bf16 int4 --workloads 8
 
 transformers 5 has an environment of its own, which tests/bench/peers/transformers5.sh makes; it has the same torch. Every engine runs in a
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["bf16"], help="ours; the first is the one that ratios are of")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"], help="the peers'")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="of all of them")
     parser.add_argument("--batch-tokens", type=int, default=512, help="most tokens of one ContinuousBatching step")
     add_options(parser, ["1", "8", "16"], "torch transformers")
     arguments = parser.parse_args()
@@ -49,7 +51,7 @@ def main() -> None:
     players: dict[str, Player] = {}
     with contextlib.ExitStack() as stack:
         for weight_format in arguments.formats:
-            config = our_config(arguments.model, weight_format, slots, context, len(arguments.cores))
+            config = our_config(arguments.model, weight_format, arguments.device, slots, context, len(arguments.cores))
             command = [sys.executable, "-m", "tests.bench.peers.crossover_engine"]
             child = stack.enter_context(Child(command, msgspec.to_builtins(config), arguments.cores))
             players[f"crossover {weight_format}"] = in_process(child)
@@ -57,17 +59,23 @@ def main() -> None:
             mode, attention, is_five = PEERS[peer]
             for dtype in arguments.dtypes:
                 settings: dict[str, Any] = {"folder": folder, "threads": len(arguments.cores), "dtype": dtype, "mode": mode}
-                settings |= {"attention": attention, "slots": slots, "context_tokens": context, "batch_tokens": arguments.batch_tokens}
+                settings |= {
+                    "device": "cuda" if arguments.device == "gpu" else "cpu",
+                    "attention": attention,
+                    "slots": slots,
+                    "context_tokens": context,
+                    "batch_tokens": arguments.batch_tokens,
+                }
                 command = [five() if is_five else sys.executable, "-m", "tests.bench.peers.transformers_engine"]
                 child = stack.enter_context(Child(command, settings, arguments.cores))
                 players[f"{peer} {dtype} {child.facts['transformers']}"] = in_process(child)
-        about = {"model": arguments.model, "batch_tokens": arguments.batch_tokens}
+        about = {"model": arguments.model, "device": arguments.device, "batch_tokens": arguments.batch_tokens}
         vocabulary = resolve(arguments.model, backend="fake").spec.vocabulary
         compete(players, f"crossover {arguments.formats[0]}", vocabulary, arguments, about)
 
 
-def our_config(model: str, weight_format: str, slots: int, context_tokens: int, threads: int) -> EngineConfig:
-    """The torch backend on the CPU for one of its formats."""
+def our_config(model: str, weight_format: str, device: str, slots: int, context_tokens: int, threads: int) -> EngineConfig:
+    """The torch backend for one of its formats."""
     found = resolve(model, backend="torch", weight_format=weight_format)
     return EngineConfig(
         backend="torch",
@@ -75,6 +83,7 @@ def our_config(model: str, weight_format: str, slots: int, context_tokens: int, 
         model_name=found.name,
         weight_format=weight_format,
         tokenizer_path=found.tokenizer_path,
+        device=device,
         slots=slots,
         context_tokens=context_tokens,
         threads=threads,

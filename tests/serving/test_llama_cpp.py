@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from models.convert import make_gguf
@@ -19,7 +20,6 @@ from models.synthesis import write_gguf
 from models.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.base import Backend, EngineConfig, Row, Sampled, Sampling
 from serving.backends.llama_cpp import LlamaCppBackend
-from serving.backends.llama_cpp_calls import calls_of
 from serving.backends.llama_cpp_library import missing_isa, parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 from serving.grammar import Grammars
@@ -423,31 +423,6 @@ def test_is_a_backend(make: Make) -> None:
 # --- how a step is cut ----------------------------------------------------------------------------------------------------
 
 
-def _pieces(calls: list[list[Row]]) -> list[list[tuple[int, int, int, bool]]]:
-    return [[(piece.slot, piece.start, len(piece.tokens), piece.wants_token) for piece in call] for call in calls]
-
-
-def test_a_step_is_cut_where_kv_blocks_end_and_decoding_rows_go_apart() -> None:
-    tokens = np.arange(1000, dtype=np.int32)
-    one = Row(0, tokens[:1], 300, wants_token=True)
-    assert _pieces(calls_of([Row(2, tokens[:262], 0, wants_token=True)], 25, 4)) == [[(2, 0, 256, False)], [(2, 256, 6, True)]]
-    assert _pieces(calls_of([one, Row(1, tokens[:257], 255, wants_token=True)], 25, 4)) == [[(1, 255, 257, True)], [(0, 300, 1, True)]]
-    assert _pieces(calls_of([one, Row(1, tokens[:258], 255, wants_token=False)], 25, 4)) == [
-        [(1, 255, 257, False)],  # the first block's end is too near
-        [(0, 300, 1, True), (1, 512, 1, False)],
-    ]
-    assert _pieces(calls_of([Row(0, tokens[:600], 0, wants_token=True), Row(1, tokens[:300], 100, wants_token=True)], 25, 4)) == [
-        [(0, 0, 256, False), (1, 100, 156, False)],
-        [(0, 256, 256, False)],
-        [(0, 512, 88, True)],
-        [(1, 256, 144, True)],
-    ]
-    short = [Row(2, tokens[:5], 7, wants_token=True), Row(3, tokens[:9], 0, wants_token=False), Row(4, tokens[:16], 0, wants_token=True)]
-    assert _pieces(calls_of([one, *short], 25, 16)) == [[(4, 0, 16, True)], [(2, 7, 5, True), (3, 0, 9, False)], [(0, 300, 1, True)]]
-    for whole in (one, Row(0, tokens[:256], 0, wants_token=True), Row(0, tokens[:1], 0, wants_token=False)):
-        assert _pieces(calls_of([whole], 25, 4)) == [[(0, whole.start, len(whole.tokens), whole.wants_token)]]
-
-
 @pytest.mark.parametrize(("weight_format", "apart"), [("Q4_0", 0.0), ("F16", 1e-4)])
 def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(make: Make, weight_format: str, apart: float) -> None:
     """To the bit where matrices are 4-bit; floating-point matrices have another order of summation for one token than for several."""
@@ -468,3 +443,43 @@ def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(make: M
     np.testing.assert_allclose(cut._logits(1)[0], reference[0], rtol=0, atol=apart)
     cut.step([row(0, other[300:301], 300), row(1, [7], 520), row(3, other[9:60], 9, wants_token=False)])
     np.testing.assert_allclose(cut._logits(2)[1], reference[1], rtol=0, atol=apart)
+
+
+def test_a_prompts_last_token_and_an_idle_slot_run_along_and_nothing_changes(make: Make) -> None:
+    """All slots but 3 decode: between them runs a prompt's token, then a dummy beside a prefix that is kept. Logits are the same to
+    the bit, and the prefix goes on as if nothing had been there."""
+    settings: dict[str, Any] = {"weight_format": "Q4_0", "slots": 8}
+    together, alone = make(**settings), make(**settings)
+    prompts = [prompt_of(alone, 30 + slot, slot) for slot in range(8)]
+    expected: dict[int, list[npt.NDArray[np.float32]]] = {}
+    for slot, prompt in enumerate(prompts):
+        alone.step([row(slot, prompt, 0, wants_token=False)])
+        expected[slot] = []
+        for step, token in enumerate((7, 8)):
+            alone.step([row(slot, [token], len(prompt) + step)])
+            expected[slot].append(alone._logits(1)[0].copy())
+    made: list[list[tuple[int, int]]] = []
+    plain = together._decode
+
+    def noted(rows: list[Row]) -> None:
+        made.append([(each.slot, len(each.tokens)) for each in rows])
+        plain(rows)
+
+    together._decode = noted  # type: ignore[method-assign]
+    others = [slot for slot in range(8) if slot != 3]
+    for slot in others:
+        together.step([row(slot, prompts[slot], 0, wants_token=False)])
+    assert together.rides(others, 3) and not together.rides([0, 1], 3)
+    for step, token in enumerate((7, 8)):
+        made.clear()
+        rows = [row(slot, [token], len(prompts[slot]) + step) for slot in others]
+        if step == 0:
+            rows.append(row(3, prompts[3][:21], 0, wants_token=False))
+        together.step(sorted(rows, key=lambda each: each.slot))
+        assert made == [[(3, 20)]] * (step == 0) + [[(slot, 1) for slot in range(8)]]
+        for place, slot in enumerate(others):
+            np.testing.assert_array_equal(together._logits(7)[place], expected[slot][step])
+        assert together.last_decode_seconds is not None
+    together.step([row(3, [*prompts[3][21:], 7], 21)])
+    np.testing.assert_array_equal(together._logits(1)[0], expected[3][0])
+    assert together.last_decode_seconds is None

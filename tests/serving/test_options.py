@@ -57,6 +57,7 @@ def test_one_model_may_be_named_on_the_command_line(tmp_path: Path) -> None:
         ("[[model]]\nname = 'x'", "source"),
         ("[[model]]\nsource = 'fake'\n[[model]]\nsource = 'fake'\nslotz = 1", "model 2: .*slotz"),
         ("[[model]]\nsource = 'fake'\nslots = -1", "slots must be at least 1, got -1"),
+        ("[[model]]\nsource = 'fake'\nstep_seconds_target = 0.0", "step_seconds_target must be above 0 and finite, got 0"),
         ("[[model]]\nsource = 'fake'\nthreads = 0", "threads must be at least 1"),
         ("[[model]]\nsource = 'fake'\nidle_unload_seconds = 0", "idle_unload_seconds must be above 0"),
         ("[[model]]\nsource = 'fake'\npolicy = 'tpu'", "tpu"),

@@ -127,6 +127,54 @@ def test_the_budget_shrinks_until_a_mixed_step_fits_its_target() -> None:
     assert all(16 <= piece <= 48 for piece in pieces[:-1]), pieces
 
 
+class Timed(Recorder):
+    """A backend whose rows get cheaper in company, by a clock of its own; `says`: whether it tells what the decoding rows took."""
+
+    PROMPT_TOKEN = 0.003
+
+    def __init__(self, config: EngineConfig, says: bool) -> None:
+        super().__init__(config)
+        self.now, self.says = 0.0, says
+        self.last_decode_seconds: float | None = None
+
+    @staticmethod
+    def decode_seconds(rows: int) -> float:
+        blocks, ones = divmod(rows, 4)
+        return 0.026 * blocks + 0.011 * ones
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        decode = self.decode_seconds(sum(len(row.tokens) == 1 for row in rows))
+        self.now += decode + self.PROMPT_TOKEN * sum(len(row.tokens) for row in rows if len(row.tokens) > 1)
+        self.last_decode_seconds = decode if self.says else None
+        return super().step(rows)
+
+
+@pytest.mark.parametrize(("says", "over"), [(True, 1.1), (False, 1.6)])
+def test_while_prompts_keep_coming_a_step_takes_what_the_rule_gives_it(says: bool, over: float) -> None:
+    """From the first sequence to the sixteenth, with no step of decoding alone in between to learn from."""
+    config = EngineConfig(
+        backend="fake", model_path="", model_name="fake", options={"vocabulary": VOCABULARY}, slots=16, context_tokens=512
+    )
+    backend = Timed(config, says)
+    scheduler = Scheduler(backend, TABLE, frozenset({0}), config, clock=lambda: backend.now)
+    for number in range(16):
+        scheduler.add(request(number, list(range(number, number + 260)), 200, ignore_eos=True))
+    mixed = 0
+    while scheduler.busy and len(scheduler.running) + len(scheduler.waiting) == 16:
+        before = backend.now
+        scheduler.step()
+        decoding = sum(count == 1 for _, _, count in backend.steps[-1])
+        filled = sum(count for _, _, count in backend.steps[-1] if count > 1)
+        if not decoding or not filled:
+            continue
+        mixed += 1
+        decode = backend.decode_seconds(decoding)
+        cheapest = backend.decode_seconds(4) / 4
+        allowed = max(0.3, decode * 4.75, decode + 120 * (decode / decoding - cheapest))
+        assert backend.now - before <= allowed * over + 0.03, (decoding, filled)
+    assert mixed > 30
+
+
 def test_a_conversation_does_not_fill_its_history_again() -> None:
     scheduler, backend = make()
     first = prompt_of(random.Random(1), 80)

@@ -255,12 +255,13 @@ def test_defaults_of_the_command_line_are_those_of_the_classes() -> None:
     config, bounds, limits = {f.name: f.default for f in msgspec.structs.fields(EngineConfig)}, QueueBounds(), RecoveryLimits()
     assert parameters["slots"] == config["slots"] and parameters["context"] == config["context_tokens"]
     assert parameters["kv_dtype"] == config["kv_dtype"] and parameters["prefill_tokens"] == config["prefill_tokens"]
-    assert parameters["prefix_reuse"] == config["prefix_reuse"]
+    assert parameters["prefix_reuse"] == config["prefix_reuse"] and parameters["step_seconds"] == config["step_seconds_target"]
     assert (parameters["max_waiting"], parameters["max_wait"]) == (bounds.waiting_requests, bounds.wait_seconds)
     assert parameters["health_timeout"] == limits.health_timeout_seconds
     options = ServeOptions(models=("x",))
     renamed = {
         "context": "context_tokens",
+        "step_seconds": "step_seconds_target",
         "max_waiting": "most_waiting",
         "max_wait": "longest_wait_seconds",
         "option": "options",

@@ -23,7 +23,7 @@ class Stopwatch(StoppingCriteria):  # type: ignore[misc]
 
 def timed_generate(model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float], **more: Any) -> list[float]:
     """One greedy `generate` call over a batch of prompts of one length: when each of exactly `output_tokens` tokens was there."""
-    ids, watch = torch.tensor(prompts), Stopwatch(clock)
+    ids, watch = torch.tensor(prompts, device=model.device), Stopwatch(clock)
     with torch.inference_mode():
         model.generate(
             input_ids=ids,

@@ -22,7 +22,7 @@ PAGE_TOKENS = 64
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Times]]:
-    """`settings`: folder, threads, dtype, mode ("continuous" or "static"), attention, slots, context_tokens."""
+    """`settings`: folder, threads, device, dtype, mode ("continuous" or "static"), attention, slots, context_tokens."""
     torch.set_num_threads(settings["threads"])
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as staged:
@@ -34,7 +34,7 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
         model = transformers.AutoModelForCausalLM.from_pretrained(
             staged, dtype=getattr(torch, settings["dtype"]), local_files_only=True, attn_implementation=attention
         )
-    model.eval()
+    model.eval().to(settings["device"])
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     facts = {"transformers": transformers.__version__, "torch": torch.__version__, "attention": attention, "dtype": settings["dtype"]}
@@ -58,7 +58,7 @@ def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
         max_batch_tokens=settings["batch_tokens"],
         max_requests_per_batch=settings["slots"],
         allow_block_sharing=False,  # no two prompts have a beginning in common
-        use_cuda_graph=False,
+        use_cuda_graph=settings["device"] == "cuda",
     )
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
     manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
