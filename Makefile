@@ -17,7 +17,7 @@ STAMP = $(VENV)/.installed
 
 help:
 	@echo "make demo   the main job: models, campaign, report (at most 15 minutes on 2 cores, after the installation)"
-	@echo "make test   the tests (under 10 minutes on 2 cores)"
+	@echo "make test   the tests (some 10 minutes on 2 cores)"
 	@echo "make clients  LangChain, LlamaIndex, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make lint   ruff and mypy"
 

@@ -31,14 +31,13 @@ from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import GGUF_FORMATS, GgufTensor
 from models.gguf_write import ARCHITECTURES, write_file
 from models.hf_config import read_config, spec_of, v4_config
-from models.manifest import Manifest, Progress, atomic_file, file_facts, manifest_path, read_manifest, write_manifest
+from models.manifest import CONVERSIONS, Manifest, Progress, atomic_file, file_facts, manifest_path, read_manifest, write_manifest
 from models.safetensors_header import Stored, check_tensors, read_tensors
 from models.spec import ModelSpec
 from models.synthesis import rope_factors
 from models.tokenizer import load_tokenizer
 from models.tokenizer_gguf import GgufTokenizer, llama_library
 
-GENERATOR = "convert 1"
 OWN_FORMAT = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # Greatest distance |file - source| / |source - its mean| (root mean squares over all logits) that is let through. Unrelated logits are at
 # about 1.4. llama.cpp rounds activations to the weights' precision, so even unchanged 16-bit weights are not at 0; random weights magnify
@@ -107,7 +106,7 @@ def make_gguf(
         weight_format=weight_format,
         source=before.source if before is not None else source.name,
         files={target.name: facts},
-        generator=GENERATOR,
+        generator=CONVERSIONS["gguf"],
         seed=before.seed if before is not None else None,
         quality_kl_nats=quality,
     )

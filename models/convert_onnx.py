@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config, spec_of, v4_config
-from models.manifest import Manifest, Progress, atomic_folder, file_facts, read_manifest, write_manifest
+from models.manifest import CONVERSIONS, Manifest, Progress, atomic_folder, file_facts, read_manifest, write_manifest
 from models.spec import ModelSpec
 
 Floats = npt.NDArray[np.float32]
@@ -262,15 +262,7 @@ def _export(staged: Path, made: Path) -> None:
 
 def _quantise(made: Path, out: Path) -> None:
     _require("optimum.onnxruntime", "optimum")
-    code = (
-        "import sys; from optimum.onnxruntime import ORTQuantizer; "
-        "from optimum.onnxruntime.configuration import AutoQuantizationConfig as Settings; "
-        "quantiser = ORTQuantizer.from_pretrained(sys.argv[1], file_name='model.onnx'); "
-        "narrow = {'reduce_range': True} if sys.argv[3] == 'avx512' else {}; "
-        "settings = getattr(Settings, sys.argv[3])(is_static=False, per_channel=True, **narrow); "
-        "quantiser.quantize(save_dir=sys.argv[2], quantization_config=settings, file_suffix='', use_external_data_format=True)"
-    )
-    _child(["-c", code, str(made), str(out), quantiser_target()], "optimum's quantiser")
+    _child(["-m", "models.quantise_onnx", str(made), str(out), quantiser_target()], "optimum's quantiser")
     _child(["-m", "models.per_token", str(out / "model.onnx")], "the rewriting of activation scales")
 
 
@@ -352,7 +344,7 @@ def _write_manifest(done: Path, source: Path, spec: ModelSpec, precision: str, e
         weight_format=precision,
         source=before.source if before is not None else source.name,
         files={file.name: file_facts(file) for file in sorted(done.iterdir())},
-        generator=f"convert_onnx {exporter}",
+        generator=f"{CONVERSIONS['onnx']} {exporter}",
         seed=before.seed if before is not None else None,
         quality_kl_nats=comparison.kl_nats,
     )

@@ -25,6 +25,10 @@ from models.spec import ModelSpec
 MANIFEST_VERSION = 1
 CHUNK_BYTES = 8 << 20
 
+# Who converts what, and how: the number goes up when the same source would give other files. What an earlier one left in the cache is
+# made again.
+CONVERSIONS = {"gguf": "convert 1", "hf": "convert_torch", "onnx": "convert_onnx 2"}
+
 Progress = Callable[[str, float | None], None]  # (what, fraction 0..1 or None where it is not known)
 
 
@@ -43,7 +47,7 @@ class Manifest(msgspec.Struct, frozen=True):
     weight_format: str
     source: str  # "synthetic", or the path or hub id they were converted from
     files: dict[str, FileFacts]
-    generator: str  # "synthesis 1", "convert 1"
+    generator: str  # "synthesis 1", or one of CONVERSIONS, for ONNX with the exporter
     seed: int | None = None
     quality_kl_nats: float | None = None
     version: int = MANIFEST_VERSION

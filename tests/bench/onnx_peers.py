@@ -29,7 +29,7 @@ from tests.bench.peers.match import Player, add_options, compete, in_process, ro
 PEERS: dict[str, tuple[str, tuple[str, ...], tuple[str, str]]] = {
     "genai": ("tests.bench.peers.genai_generator", ("int4",), ("int4", "genai")),
     "optimum-fp32": ("tests.bench.peers.optimum_generate", ("fp32",), ("fp32", "optimum")),
-    "optimum-int8": ("tests.bench.peers.optimum_generate", ("int8", "dynamic-int8"), ("dynamic-int8", "optimum")),
+    "optimum-int8": ("tests.bench.peers.optimum_generate", ("dynamic-int8", "int8"), ("dynamic-int8", "optimum")),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 from models.convert_onnx import LIMITS, check_request, distance_of, make_onnx, quantiser_target
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest, verify
+from models.quantise_onnx import without_weights
 from models.spec import ModelSpec
 from models.synthesis import write_hf_folder
 from tests.serving.hf_folders import ONNX, hf_folder, onnx_folder
@@ -31,6 +32,18 @@ def test_the_graph_is_compared_with_its_source_and_the_distance_kept(name: str) 
     assert facts["kl_nats"] <= most
     assert (folder / "tokenizer.json").read_bytes() == (hf_folder(shape) / "tokenizer.json").read_bytes()  # not the stand-in
     assert not [file for file in folder.parent.iterdir() if file.name.startswith("convert-onnx-") and name in file.name]
+
+
+def test_only_products_with_weights_are_quantised() -> None:
+    """Not queries x keys, nor positions x frequencies, which 8 bits cannot hold: the unfused graph has both as plain products."""
+    import onnx
+
+    graph = onnx.load(str(onnx_folder("qwen2-growing-dynamic") / "model.onnx"), load_external_data=False).graph
+    kinds = [node.op_type for node in graph.node]
+    layers = TINY["tiny-qwen2"].layers
+    assert kinds.count("MatMulInteger") == 7 * layers + 1  # the head too
+    assert kinds.count("MatMul") == 2 * layers + 1 == len(without_weights(graph))
+    assert "DynamicQuantizeLinear" not in kinds
 
 
 def test_a_builder_that_takes_the_wrong_head_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from models import cache
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.hub import ResolvedModel, cache_dir, resolve, weight_kind
 from models.ladder import rung
-from models.manifest import manifest_path, read_manifest
+from models.manifest import manifest_path, read_manifest, write_manifest
 from models.synthesis import write_gguf, write_hf_folder
 from models.tokenizer import load_tokenizer
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
@@ -213,3 +213,19 @@ def test_a_disk_that_is_too_small_is_said_before_the_work(tmp_path: Path, monkey
     monkeypatch.setattr(cache, "SPARE_DISK_BYTES", 1 << 60)
     with pytest.raises(ModelError, match="needs 89.* bytes of disk"):
         resolve("135m", backend="llama_cpp", cache=tmp_path)
+
+
+def test_what_an_earlier_converter_left_in_the_cache_is_made_again(tmp_path: Path) -> None:
+    """So that nobody goes on with files that this version would not make."""
+    folder = tmp_path / "own"
+    write_hf_folder(TINY_LLAMA, folder, dtype="fp32")
+
+    def made() -> Path:
+        return Path(resolve(str(folder), backend="llama_cpp", weight_format="F16", cache=tmp_path / "cache").path)
+
+    path = made()
+    written, manifest = path.stat().st_mtime_ns, read_manifest(path)
+    assert made().stat().st_mtime_ns == written and manifest is not None
+    write_manifest(path, msgspec.structs.replace(manifest, generator="convert 0"))
+    assert made().stat().st_mtime_ns > written
+    assert read_manifest(path) == manifest

@@ -6,6 +6,7 @@ ONNX folders take some seconds each, so that those which any test in this run wa
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -39,6 +40,7 @@ ONNX = {
     "qwen3-int4": ("tiny-qwen3", "int4", "genai"),
     "llama3-dynamic": ("tiny-llama3", "dynamic-int8", "genai"),
     "qwen3-growing": ("tiny-qwen3", "fp32", "optimum"),
+    "qwen2-growing-dynamic": ("tiny-qwen2", "dynamic-int8", "optimum"),
 }
 
 
@@ -62,11 +64,11 @@ def _as_python_would(arguments: list[str]) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     kind, what, *rest = arguments
     sys.argv = [what, *rest]
-    sys.stdout = open(os.devnull, "w")
-    if kind == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
-        exec(what, {"__name__": "__main__"})
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(what, {"__name__": "__main__"})
 
 
 def _forked(arguments: list[str], what: str) -> None:
