@@ -19,7 +19,7 @@ import msgspec
 from models.aside import run_aside
 from models.errors import ModelError, UnsupportedModel
 from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, PACKED_FORMATS, weight_bytes
-from models.manifest import CONVERSIONS, Manifest, Progress, atomic_folder, making, manifest_path, read_manifest, verify
+from models.manifest import Manifest, Progress, atomic_folder, converter, making, manifest_path, read_manifest, verify
 from models.spec import ModelSpec
 from models.synthesis import GENERATOR, write_gguf, write_hf_folder
 from models.tokenizer import shipped_files, shipped_mark
@@ -134,8 +134,11 @@ def finished_formats(spec: ModelSpec, cache: Path) -> list[str]:
 def _convert(folder: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
     with making(path):
         manifest = read_manifest(path) if path.exists() else None
-        made_by = CONVERSIONS[wish.kind] + (f" {wish.exporter}" if wish.kind == "onnx" else "")
-        if manifest is None or manifest.generator != made_by or msgspec.structs.replace(manifest.spec, name=spec.name) != spec:
+        if (
+            manifest is None
+            or manifest.generator != converter(wish.kind, wish.exporter)
+            or msgspec.structs.replace(manifest.spec, name=spec.name) != spec
+        ):
             _check_disk(path, weight_bytes(spec, "fp32" if wish.kind == "onnx" else "fp16") + weight_bytes(spec, wish.weight_format))
             settings = {"exporter": wish.exporter} if wish.kind == "onnx" else {}
             run_aside(CONVERTERS[wish.kind], wish.progress, folder, path, wish.weight_format, spec=spec, **settings)

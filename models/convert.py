@@ -31,7 +31,7 @@ from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import GGUF_FORMATS, GgufTensor
 from models.gguf_write import ARCHITECTURES, write_file
 from models.hf_config import read_config, spec_of, v4_config
-from models.manifest import CONVERSIONS, Manifest, Progress, atomic_file, file_facts, manifest_path, read_manifest, write_manifest
+from models.manifest import Manifest, Progress, atomic_file, converter, file_facts, manifest_path, read_manifest, write_manifest
 from models.safetensors_header import Stored, check_tensors, read_tensors
 from models.spec import ModelSpec
 from models.synthesis import rope_factors
@@ -106,7 +106,7 @@ def make_gguf(
         weight_format=weight_format,
         source=before.source if before is not None else source.name,
         files={target.name: facts},
-        generator=CONVERSIONS["gguf"],
+        generator=converter("gguf"),
         seed=before.seed if before is not None else None,
         quality_kl_nats=quality,
     )

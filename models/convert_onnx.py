@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config, spec_of, v4_config
-from models.manifest import CONVERSIONS, Manifest, Progress, atomic_folder, file_facts, read_manifest, write_manifest
+from models.manifest import Manifest, Progress, atomic_folder, converter, file_facts, read_manifest, write_manifest
 from models.spec import ModelSpec
 
 Floats = npt.NDArray[np.float32]
@@ -344,7 +344,7 @@ def _write_manifest(done: Path, source: Path, spec: ModelSpec, precision: str, e
         weight_format=precision,
         source=before.source if before is not None else source.name,
         files={file.name: file_facts(file) for file in sorted(done.iterdir())},
-        generator=f"{CONVERSIONS['onnx']} {exporter}",
+        generator=converter("onnx", exporter),
         seed=before.seed if before is not None else None,
         quality_kl_nats=comparison.kl_nats,
     )

@@ -24,7 +24,7 @@ import numpy as np
 from models.convert_onnx import TRANSFORMERS_LOCK, Comparison, distance_of, fixed_sequences
 from models.errors import BrokenWeights, UnsupportedModel
 from models.hf_config import read_config, spec_of, v4_config
-from models.manifest import CONVERSIONS, Manifest, Progress, atomic_folder, file_facts, read_manifest, write_manifest
+from models.manifest import Manifest, Progress, atomic_folder, converter, file_facts, read_manifest, write_manifest
 from models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def make_torch(
             weight_format=precision,
             source=before.source if before is not None else source.name,
             files={file.name: file_facts(file) for file in sorted(folder.iterdir())},
-            generator=CONVERSIONS["hf"],
+            generator=converter("hf"),
             seed=before.seed if before is not None else None,
             quality_kl_nats=comparison.kl_nats,
         )

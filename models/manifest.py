@@ -25,9 +25,9 @@ from models.spec import ModelSpec
 MANIFEST_VERSION = 1
 CHUNK_BYTES = 8 << 20
 
-# Who converts what, and how: the number goes up when the same source would give other files. What an earlier one left in the cache is
-# made again.
-CONVERSIONS = {"gguf": "convert 1", "hf": "convert_torch", "onnx": "convert_onnx 2"}
+# The converter of each kind of file. Its number goes up when the same source would give other files: what an earlier one left in the cache
+# is made again.
+_CONVERTERS = {"gguf": "convert 1", "hf": "convert_torch", "onnx": "convert_onnx 2"}
 
 Progress = Callable[[str, float | None], None]  # (what, fraction 0..1 or None where it is not known)
 
@@ -47,10 +47,15 @@ class Manifest(msgspec.Struct, frozen=True):
     weight_format: str
     source: str  # "synthetic", or the path or hub id they were converted from
     files: dict[str, FileFacts]
-    generator: str  # "synthesis 1", or one of CONVERSIONS, for ONNX with the exporter
+    generator: str  # "synthesis 1", or `converter`
     seed: int | None = None
     quality_kl_nats: float | None = None
     version: int = MANIFEST_VERSION
+
+
+def converter(kind: str, exporter: str = "") -> str:
+    """What a manifest calls the converter of this version for a kind of file; ONNX has two exporters."""
+    return f"{_CONVERTERS[kind]} {exporter}" if kind == "onnx" else _CONVERTERS[kind]
 
 
 def manifest_path(weights: Path) -> Path:
