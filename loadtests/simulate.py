@@ -5,9 +5,9 @@
 
 The policy is the scheduler's (serving/scheduler.py): each step decodes every running sequence that is past its prompt, one token each,
 then takes prompt tokens, oldest sequence first, up to a budget: the backend's whole step while nobody decodes, else `prefill_tokens` and
-no more than is expected to fit in `step_seconds_target` or in PREFILL_SHARE times what the decoding rows take. Sequences are admitted
-first come, first served, to a free slot while the KV pool has room. Left out: preemption (a pool that overflows in mid-answer), prefix
-reuse, and time spent outside the step.
+no more than is expected to fit in `step_seconds_target`, in PREFILL_SHARE times what the decoding rows take, or in PREFILL_WORTH times
+what a row costs more than it would with every slot decoding. Sequences are admitted first come, first served, to a free slot while the KV
+pool has room. Left out: preemption (a pool that overflows in mid-answer), prefix reuse, and time spent outside the step.
 
 Steps that only decode are not played one by one: from one arrival or ending to the next the law sums them in closed form, so 10,000
 requests take about a second.

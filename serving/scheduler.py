@@ -270,25 +270,36 @@ class Scheduler:
         return self._decode_seconds[nearest] * rows / nearest
 
     def _learn(self, rows: list[Row], prompt_tokens: int, seconds: float) -> None:
-        """What a prompt token costs, and what so many decoding rows. Where the backend does not say what of a mixed step the decoding rows
-        took, a normalised least-mean-squares step tells them apart (Haykin, Adaptive Filter Theory, on NLMS)."""
+        """What a prompt token costs, and what so many decoding rows."""
         decoding = sum(len(row.tokens) for row in rows) - prompt_tokens
-        known = seconds if not prompt_tokens else getattr(self.backend, "last_decode_seconds", None) if decoding else 0.0
-        decode = self._expected_decode_seconds(decoding) if decoding else 0.0
-        if known is not None:
-            if decoding:
-                self._decode_seconds[decoding] = known if decode is None else decode + LEARNING_RATE * (known - decode)
-            if prompt_tokens >= MIN_PREFILL_TOKENS:  # the end of a prompt says more of what a step costs than of what a token does
-                found = (seconds - known) / prompt_tokens
-                before = self._prompt_seconds
-                self._prompt_seconds = found if before is None else max(before + LEARNING_RATE * (found - before), 0.1 * before)
+        if not prompt_tokens:
+            self._learn_apart(decoding, 0, seconds, 0.0)
+        elif not decoding:
+            self._learn_apart(0, prompt_tokens, 0.0, seconds)
+        elif (told := getattr(self.backend, "last_decode_seconds", None)) is not None:
+            self._learn_apart(decoding, prompt_tokens, told, seconds - told)
         elif prompt_tokens >= MIN_PREFILL_TOKENS:
-            prompt = self._prompt_seconds if self._prompt_seconds is not None else seconds / (prompt_tokens + decoding)
-            row = prompt if decode is None else decode / decoding
-            weight = ROW_WEIGHT * decoding
-            error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * decoding) / (prompt_tokens**2 + weight * decoding)
-            self._prompt_seconds = max(prompt + error * prompt_tokens, 0.1 * prompt)
-            self._decode_seconds[decoding] = decoding * max(row + error * weight, 0.1 * row)
+            self._learn_mixed(decoding, prompt_tokens, seconds)
+
+    def _learn_apart(self, decoding: int, prompt_tokens: int, decode_seconds: float, prompt_seconds: float) -> None:
+        """Where it is known what each took. The last few tokens of a prompt say more of what a step costs than of what a token does."""
+        if decoding:
+            expected = self._expected_decode_seconds(decoding)
+            self._decode_seconds[decoding] = decode_seconds if expected is None else expected + LEARNING_RATE * (decode_seconds - expected)
+        if prompt_tokens >= MIN_PREFILL_TOKENS:
+            found, before = prompt_seconds / prompt_tokens, self._prompt_seconds
+            self._prompt_seconds = found if before is None else max(before + LEARNING_RATE * (found - before), 0.1 * before)
+
+    def _learn_mixed(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+        """Where prompts and decoding rows were one pass: a normalised least-mean-squares step tells them apart (Haykin, Adaptive Filter
+        Theory, on NLMS)."""
+        expected = self._expected_decode_seconds(decoding)
+        prompt = self._prompt_seconds if self._prompt_seconds is not None else seconds / (prompt_tokens + decoding)
+        row = prompt if expected is None else expected / decoding
+        weight = ROW_WEIGHT * decoding
+        error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * decoding) / (prompt_tokens**2 + weight * decoding)
+        self._prompt_seconds = max(prompt + error * prompt_tokens, 0.1 * prompt)
+        self._decode_seconds[decoding] = decoding * max(row + error * weight, 0.1 * row)
 
     def _collect(self, rows: list[Row], sampled: list[Sampled], deltas: list[Delta]) -> None:
         drawn: Iterator[Sampled] = iter(sampled)

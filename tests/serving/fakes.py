@@ -192,7 +192,7 @@ def _details(word: str, sampling: Sampling) -> list[TokenDetail]:
 
 
 class _ShortPauses:
-    """asyncio, but for the pauses of a tenth of a second that uvicorn makes at its end: hundreds of tests would wait for them."""
+    """asyncio, but for the tenth of a second between two of uvicorn's looks whether it should end: hundreds of tests would wait for it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
