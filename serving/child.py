@@ -28,6 +28,10 @@ from serving.probe import python_path
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
 KEPT_LINES = 20
+# Backends whose large allocations go on huge pages where the system grants them on request (transparent_hugepage = madvise, the usual
+# default): the weights are read through fewer page tables. 135M on one core: llama_cpp 1 to 3 %, onnx at one stream 3 to 6 %, torch none.
+HUGE_PAGES = frozenset({"llama_cpp", "onnx"})
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -223,12 +227,22 @@ def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
         TOKENIZERS_PARALLELISM="false",
         HF_HUB_OFFLINE="1",  # weights are resolved before; an engine opens no connection
     )
+    variables |= allocator(config.backend)
     variables[CONFIG_VARIABLE] = json.dumps(msgspec.to_builtins(config))
     variables[SOCKET_VARIABLE] = str(socket_number)
     if config.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
         variables["HIP_VISIBLE_DEVICES"] = ""
     return variables
+
+
+def allocator(backend: str) -> dict[str, str]:
+    """What the C library's allocator is told (see HUGE_PAGES), in the environment variable that it reads before a program starts. What the
+    user set comes first: GLIBC_TUNABLES=glibc.malloc.hugetlb=0 means none. C libraries other than glibc ignore it."""
+    said = os.environ.get(_TUNABLES, "")
+    if backend not in HUGE_PAGES or _HUGE_PAGES in said:
+        return {}
+    return {_TUNABLES: ":".join(filter(None, (said, f"{_HUGE_PAGES}=1")))}
 
 
 def cause_of_exit(returncode: int | None, ready: bool, out_of_memory_killed: bool = False) -> Cause:

@@ -236,7 +236,8 @@ class LlamaCppBackend:
 
     def _model_settings(self, config: EngineConfig) -> Any:
         options, llama = self._options, self._llama
-        mode = ("mmap+mlock" if options.mlock else "mmap") if options.mmap else ("mlock" if options.mlock else "none")
+        mapped = config.device == "gpu" if options.mmap is None else options.mmap
+        mode = ("mmap+mlock" if options.mlock else "mmap") if mapped else ("mlock" if options.mlock else "none")
         settings = llama.llama_model_default_params()
         settings.load_mode = llama.llama_load_mode_from_str(mode.encode())
         settings.use_extra_bufts = options.repack

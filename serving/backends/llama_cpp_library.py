@@ -53,7 +53,9 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # One KV pool for all slots (every row's attention then walks over all rows' tokens), or a part for each slot (slots that are no
     # neighbours then take a pass over the weights each). None, "auto": a part for each, unless kv_tokens is less than that takes.
     kv_unified: bool | None = None
-    mmap: bool = True  # map the file; False: read it into private memory
+    # Map the file (its pages can be dropped, and are shared with whoever else maps it), or read it into memory of the process's own, which
+    # is quicker to compute from: 135M Q4_0, one row 5 %, four 2 %. None, "auto": on a GPU mapped, on the CPU read.
+    mmap: bool | None = None
     mlock: bool = False  # keep the weights from being swapped out
     repack: bool = True  # rearrange quantised weights for this CPU's instructions while loading (costs a copy of them)
     step_tokens: int = 512  # most tokens of one step (llama.cpp's n_batch)
@@ -78,8 +80,9 @@ def parse_options(options: dict[str, Any]) -> LlamaOptions:
         key: words.get(value, value) if key not in ("flash_attention", "wait_policy") and isinstance(value, str) else value
         for key, value in options.items()
     }
-    if plain.get("kv_unified") == "auto":
-        plain["kv_unified"] = None
+    for key in ("kv_unified", "mmap"):
+        if plain.get(key) == "auto":
+            plain[key] = None
     try:
         parsed = msgspec.convert(plain, LlamaOptions, strict=False)
     except msgspec.ValidationError as problem:

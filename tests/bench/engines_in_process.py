@@ -19,6 +19,7 @@ import msgspec
 
 from models.hub import resolve
 from serving.backends.base import EngineConfig
+from serving.child import allocator
 from tests.bench.paired import Figures, Series, machine, machine_line, take_turns
 from tests.bench.peers.jobs import Child
 
@@ -71,7 +72,7 @@ def main() -> None:
         turns = {}
         for backend, weight_format in arguments.engines:
             config = settings(arguments.model, backend, weight_format, max(arguments.rows) + 1, context, len(arguments.cores), {})
-            child = stack.enter_context(Child(COMMAND, msgspec.to_builtins(config), arguments.cores))
+            child = stack.enter_context(Child(COMMAND, msgspec.to_builtins(config), arguments.cores, allocator(backend)))
             turns[f"{backend} {weight_format}"] = lambda _, child=child: cells(child, arguments)
         runs = series.add("steps", take_turns(turns, arguments.rounds, lambda text: print(text, flush=True)))
     series.save(arguments.json)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from serving.child import allocator
 from tests.bench.engines_in_process import COMMAND, engine, settings
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child
@@ -44,7 +45,7 @@ def main() -> int:
     out = {}
     for backend, weight_format in arguments.engines:
         config = settings(arguments.model, backend, weight_format, arguments.slots, arguments.context, len(arguments.cores), {})
-        with Child(COMMAND, msgspec.to_builtins(config), arguments.cores) as child:
+        with Child(COMMAND, msgspec.to_builtins(config), arguments.cores, allocator(backend)) as child:
             full = child.ask({"do": "fill"})
             out[f"{backend} {weight_format}"] = found = figures(child.facts, full)
         print(f"{backend + ' ' + weight_format:28}{line(found)}", flush=True)

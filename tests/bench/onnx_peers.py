@@ -21,6 +21,7 @@ import msgspec
 
 from models.hub import resolve
 from serving.backends.base import EngineConfig
+from serving.child import allocator
 from tests.bench.peers.crossover_http import served
 from tests.bench.peers.jobs import Child
 from tests.bench.peers.match import Player, add_options, compete, in_process, room
@@ -72,7 +73,8 @@ def contestants(arguments: argparse.Namespace, peer: str) -> Iterator[dict[str, 
                 threads=len(arguments.cores),
             )
             settings: dict[str, Any] = msgspec.to_builtins(config)
-            child = Child([sys.executable, "-m", "tests.bench.peers.crossover_engine"], settings, arguments.cores)
+            command = [sys.executable, "-m", "tests.bench.peers.crossover_engine"]
+            child = Child(command, settings, arguments.cores, allocator("onnx"))
             players[f"crossover {weight_format}"] = in_process(stack.enter_context(child))
             if arguments.http:
                 server = served(config, arguments.model, arguments.cores, arguments.client_cores)
