@@ -32,7 +32,7 @@ from models.ladder import rung
 from models.spec import ModelSpec
 from reports.errors import BadRun
 from reports.numbers import CapacityNumbers, CellNumbers, LevelNumbers, MemoryNumbers, RunNumbers
-from serving.placement import memory_parts
+from serving.placement import overhead_bytes
 
 
 class RunRecords(msgspec.Struct, frozen=True):
@@ -293,8 +293,8 @@ def predicted_memory(
         kv = kv_tokens * spec.kv_bytes_per_token(kv_dtype)
     except KeyError:
         return MemoryNumbers()
-    loaded, overhead = memory_parts(backend, device, weight_format, weights, spec, slots or 1)
-    return MemoryNumbers(weight_bytes=loaded, kv_bytes=kv, overhead_bytes=overhead)
+    overhead = overhead_bytes(backend, device, weight_format, weights, spec, slots or 1)
+    return MemoryNumbers(weight_bytes=weights, kv_bytes=kv, overhead_bytes=overhead)
 
 
 def _random_weights(cell: Mapping[str, Any], ready: Mapping[str, Any]) -> bool | None:

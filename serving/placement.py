@@ -21,7 +21,7 @@ from enum import StrEnum
 
 import msgspec
 
-from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, PACKED_FORMATS, gguf_tensors
+from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, PACKED_FORMATS
 from models.formats import weight_bytes as format_bytes
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.errors import ServingError
@@ -80,7 +80,6 @@ class Attempt(msgspec.Struct, frozen=True):
     kv_bytes: int
     overhead_bytes: int
     free_bytes: int | None
-    copied_bytes: int = 0  # of the overhead: weights that stay a second time, in the layout that the CPU's instructions want
 
     @property
     def need_bytes(self) -> int:
@@ -126,12 +125,12 @@ class Overhead(msgspec.Struct, frozen=True):
 
 MIB = 1 << 20
 # Process with its libraries, compute buffers, tokenizer tables, and copies of the weights that stay.
-# llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 6 % of the RSS measured; 4-bit matrices are rearranged
-# for the CPU's instructions into a copy, beside the mapped file: see `_rearranged_bytes`. onnx: int4 and int8 weights keep a prepacked
-# copy, fp32 a quarter. torch on the CPU: peak RSS is 1.3 to 1.5 x (weights + KV); on the GPU: the CUDA context (about 0.5 GB), graph
+# llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 % of the RSS measured, with weights read into memory;
+# with option mmap=on the mapped file is beside the rearranged weights, in pages that the system may drop. onnx: int4 and int8 weights keep
+# a prepacked copy, fp32 a quarter. torch on the CPU: peak RSS is 1.3 to 1.5 x (weights + KV); on the GPU: the CUDA context (about 0.5 GB), graph
 # pool, the allocator's slack.
 OVERHEAD: dict[tuple[str, str], Overhead] = {
-    ("llama_cpp", "cpu"): Overhead(90_000_000, 46 << 10, 600),
+    ("llama_cpp", "cpu"): Overhead(82_000_000, 46 << 10, 600),
     ("llama_cpp", "gpu"): Overhead(500 * MIB, 46 << 10, 600, 0.02),
     ("onnx", "cpu"): Overhead(200 * MIB, 0, 600, 0.70),
     ("torch", "cpu"): Overhead(400 * MIB, 0, 600, 0.35),
@@ -238,10 +237,9 @@ class _Sizes(msgspec.Struct, frozen=True):
     def attempt(self, device: str, backend: str, device_name: str, free_bytes: int | None) -> Attempt:
         chosen = canonical_format(backend, self.weight_format)
         weights = self.weight_bytes if self.weight_bytes is not None else _nominal_bytes(self.spec, backend, chosen)
-        overhead = _overhead_bytes(backend, device, chosen, weights, self.spec, self.slots)
+        overhead = overhead_bytes(backend, device, chosen, weights, self.spec, self.slots)
         kv = 0 if backend == "fake" else self.kv_bytes
-        copied = _rearranged_bytes(self.spec, chosen) if (backend, device) == ("llama_cpp", "cpu") else 0
-        return Attempt(device, backend, chosen, device_name, weights, kv, overhead, free_bytes, copied)
+        return Attempt(device, backend, chosen, device_name, weights, kv, overhead, free_bytes)
 
 
 def _consider(options: list[Attempt | Reason], sizes: _Sizes, check_memory: bool, attempts: list[Attempt], reasons: list[Reason]) -> None:
@@ -356,15 +354,11 @@ def explain(placement: Placement) -> list[str]:
         lines.append(
             f"  {attempt.device.upper()} {attempt.backend} ({attempt.device_name}): "
             f"weights {gib(attempt.weight_bytes)} + KV {gib(attempt.kv_bytes)} "
-            f"({placement.kv_tokens} tokens, {placement.kv_dtype}) + overhead {gib(attempt.overhead_bytes)}{_copied(attempt)} "
+            f"({placement.kv_tokens} tokens, {placement.kv_dtype}) + overhead {gib(attempt.overhead_bytes)} "
             f"= {gib(attempt.need_bytes)}; may use {free}{'' if attempt.fits else ' - does not fit'}"
         )
     lines += [f"  {'because' if reason.cause is None else reason.cause.value}: {reason.text}" for reason in placement.reasons]
     return lines
-
-
-def _copied(attempt: Attempt) -> str:
-    return f" ({gib(attempt.copied_bytes)} of it a copy of the weights in the CPU's own layout)" if attempt.copied_bytes else ""
 
 
 def gib(size_bytes: int) -> str:
@@ -380,29 +374,12 @@ def _check(**sizes: int | None) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def memory_parts(backend: str, device: str, weight_format: str, weight_bytes: int, spec: ModelSpec, slots: int) -> tuple[int, int]:
-    """(bytes of weights once loaded, bytes of everything else but the KV cache), as placement expects them.
-
-    Loaded weights are more than the file where an engine keeps a rearranged copy: llama.cpp's 4-bit matrices on the CPU.
-    """
-    copied = _rearranged_bytes(spec, weight_format) if (backend, device) == ("llama_cpp", "cpu") else 0
-    return weight_bytes + copied, _overhead_bytes(backend, device, weight_format, weight_bytes, spec, slots) - copied
-
-
-def _overhead_bytes(backend: str, device: str, weight_format: str, weight_bytes: int, spec: ModelSpec, slots: int) -> int:
+def overhead_bytes(backend: str, device: str, weight_format: str, weight_bytes: int, spec: ModelSpec, slots: int) -> int:
+    """Bytes of everything but weights and KV cache, as placement expects them: see OVERHEAD."""
     row = OVERHEAD.get((backend, device), _UNKNOWN_OVERHEAD)
     share = 0.25 if (backend, weight_format) == ("onnx", "fp32") else row.weight_share
     total = row.fixed_bytes + row.hidden_bytes * spec.hidden + row.vocabulary_bytes * spec.vocabulary + int(share * weight_bytes)
-    if (backend, device) == ("llama_cpp", "cpu"):
-        total += _rearranged_bytes(spec, weight_format)
     return total + slots * spec.vocabulary * 4  # a row of float32 logits for each slot
-
-
-def _rearranged_bytes(spec: ModelSpec, weight_format: str) -> int:
-    """Bytes of the matrices that llama.cpp copies into the CPU's own layout when it loads: its 4-bit types, in the layers."""
-    if weight_format not in GGUF_FORMATS:
-        return 0
-    return sum(t.bytes for t in gguf_tensors(spec, weight_format) if t.type in ("Q4_0", "Q4_K") and t.name.startswith("blk."))
 
 
 def _gpu_trouble(facts: HardwareFacts, backend: str, missing: Mapping[str, str], probed: Mapping[str, tuple[Cause, str]]) -> Reason | None:
@@ -424,7 +401,7 @@ def _shortage(attempt: Attempt, sizes: _Sizes) -> str:
     free = attempt.free_bytes or 0
     text = (
         f"{sizes.spec.name} in {attempt.weight_format} needs {gib(attempt.need_bytes)} on the {attempt.device.upper()} "
-        f"(weights {gib(attempt.weight_bytes)}, KV {gib(attempt.kv_bytes)}, overhead {gib(attempt.overhead_bytes)}{_copied(attempt)}), "
+        f"(weights {gib(attempt.weight_bytes)}, KV {gib(attempt.kv_bytes)}, overhead {gib(attempt.overhead_bytes)}), "
         f"{gib(free)} may be used"
     )
     room = free - attempt.weight_bytes - attempt.overhead_bytes

@@ -41,7 +41,6 @@ class FormatPlan(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     overhead_bytes: int
-    copied_bytes: int  # of the overhead: weights in the layout that the CPU's instructions want
     total_bytes: int
     may_use_bytes: int | None
     fits: bool
@@ -121,7 +120,6 @@ def _format_plan(spec: ModelSpec, attempt: Attempt) -> FormatPlan:
         weight_bytes=attempt.weight_bytes,
         kv_bytes=attempt.kv_bytes,
         overhead_bytes=attempt.overhead_bytes,
-        copied_bytes=attempt.copied_bytes,
         total_bytes=attempt.need_bytes,
         may_use_bytes=attempt.free_bytes,
         fits=attempt.fits,
@@ -144,10 +142,9 @@ def _table(plans: list[FormatPlan]) -> list[str]:
     for one in plans:
         room = "nobody knows what is free" if one.may_use_bytes is None else f"{size_text(one.may_use_bytes)} may be used"
         parts = f"weights {size_text(one.weight_bytes)} + KV {size_text(one.kv_bytes)} + overhead {size_text(one.overhead_bytes)}"
-        copied = f" ({size_text(one.copied_bytes)} of it a copy of the weights)" if one.copied_bytes else ""
         verdict = "fits" if one.fits else "does not fit"
         what = f"{one.device.upper()} {one.backend:9} {one.weight_format:7}"
-        lines.append(f"  {what} {parts}{copied} = {size_text(one.total_bytes)}: {verdict}, {room}")
+        lines.append(f"  {what} {parts} = {size_text(one.total_bytes)}: {verdict}, {room}")
     return lines
 
 

@@ -202,8 +202,8 @@ class LlamaCppBackend:
         return parts
 
     def _copied_bytes(self, config: EngineConfig) -> int:
-        """What the load adds to the file: 4-bit matrices of the layers, rearranged for the CPU's instructions into a copy."""
-        if config.device != "cpu" or not self._options.repack:
+        """What the load adds to a mapped file: 4-bit matrices of the layers, rearranged for the CPU's instructions into a copy."""
+        if config.device != "cpu" or not self._options.repack or not self._mapped(config):
             return 0
         tensors = read_header(Path(config.model_path)).tensors
         return sum(t.bytes for name, t in tensors.items() if name.startswith("blk.") and len(t.shape) == 2 and t.type in ("Q4_0", "Q4_K"))
@@ -234,10 +234,12 @@ class LlamaCppBackend:
             self._not_loaded(config)
         return model
 
+    def _mapped(self, config: EngineConfig) -> bool:
+        return config.device == "gpu" if self._options.mmap is None else self._options.mmap
+
     def _model_settings(self, config: EngineConfig) -> Any:
         options, llama = self._options, self._llama
-        mapped = config.device == "gpu" if options.mmap is None else options.mmap
-        mode = ("mmap+mlock" if options.mlock else "mmap") if mapped else ("mlock" if options.mlock else "none")
+        mode = ("mmap+mlock" if options.mlock else "mmap") if self._mapped(config) else ("mlock" if options.mlock else "none")
         settings = llama.llama_model_default_params()
         settings.load_mode = llama.llama_load_mode_from_str(mode.encode())
         settings.use_extra_bufts = options.repack

@@ -53,11 +53,12 @@ class LlamaOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # One KV pool for all slots (every row's attention then walks over all rows' tokens), or a part for each slot (slots that are no
     # neighbours then take a pass over the weights each). None, "auto": a part for each, unless kv_tokens is less than that takes.
     kv_unified: bool | None = None
-    # Map the file (its pages can be dropped, and are shared with whoever else maps it), or read it into memory of the process's own, which
-    # is quicker to compute from: 135M Q4_0, one row 5 %, four 2 %. None, "auto": on a GPU mapped, on the CPU read.
+    # Map the file, whose pages can be dropped and are shared with whoever else maps it, or read it into memory of the process's own. None,
+    # "auto": mapped on a GPU; read on the CPU, where it is quicker to compute from (135M Q4_0: one row 5 %, four 2 %), and where weights
+    # that are rearranged (`repack`) are then there once and not twice (135M 90 instead of 150 MB).
     mmap: bool | None = None
     mlock: bool = False  # keep the weights from being swapped out
-    repack: bool = True  # rearrange quantised weights for this CPU's instructions while loading (costs a copy of them)
+    repack: bool = True  # rearrange quantised weights for this CPU's instructions while loading (with `mmap` a copy of them)
     step_tokens: int = 512  # most tokens of one step (llama.cpp's n_batch)
     ubatch_tokens: int = 512  # most tokens of one pass over the weights (n_ubatch); a bigger step takes several
     prefill_threads: int | None = None  # threads for steps of more than one token; None: as many as for decoding

@@ -17,7 +17,6 @@ from loadtests.records import FORMAT_VERSION, Event, ProcessSample, RequestRecor
 from loadtests.slo import PROMISES, Promise
 from models.formats import weight_bytes
 from models.ladder import rung
-from models.spec import ModelSpec
 
 START = 1_780_000_000.0
 SLOTS = 16
@@ -221,7 +220,7 @@ class _Writer:
             self.requests.append(record)
 
     def _sample(self, model: str, key: str, level: str, seconds: float) -> None:
-        base = _loaded(rung(model).spec) + (280 << 20)
+        base = weight_bytes(rung(model).spec, "Q4_0") + (280 << 20)
         for second in range(int(seconds) + 1):
             self.samples.append(
                 ResourceSample(
@@ -288,15 +287,9 @@ class LevelStartedDetail(msgspec.Struct, frozen=True, kw_only=True):
     target: float | None = None
 
 
-def _loaded(spec: ModelSpec) -> int:
-    """Weights as llama.cpp holds them on a CPU: the file, and a rearranged copy of the layers' matrices."""
-    layers = spec.matrix_parameters - spec.vocabulary * spec.hidden
-    return weight_bytes(spec, "Q4_0") + layers * 18 // 32
-
-
 def _ready(model: str) -> dict[str, Any]:
     spec = rung(model).spec
-    weights = _loaded(spec)
+    weights = weight_bytes(spec, "Q4_0")
     kv = SLOTS * CONTEXT * spec.kv_bytes_per_token("fp16")
     return {
         "info": {
