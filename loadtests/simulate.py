@@ -31,7 +31,7 @@ from loadtests.steptime import StepLaw
 
 Array = npt.NDArray[np.float64]
 
-MIN_PREFILL_TOKENS, PREFILL_SHARE, PREFILL_WORTH = 16, 3.75, 120.0  # as the scheduler's
+MIN_PREFILL_TOKENS, PREFILL_SHARE, PREFILL_WORTH = 17, 3.75, 120.0  # as the scheduler's
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):

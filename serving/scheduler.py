@@ -30,12 +30,12 @@ from serving.messages import Delta, StepStats, Submit, TokenDetail
 from serving.text import StreamText
 
 MIN_REUSED_TOKENS = 16  # a shorter common prefix is not worth a copy
-MIN_PREFILL_TOKENS = 16  # progress that a prompt makes in every step, however slow the machine
+PREFILL_MULTIPLE = 16  # prompts are cut at multiples of this: matrix kernels work on so many tokens at a time, and half a block costs 70 %
+MIN_PREFILL_TOKENS = PREFILL_MULTIPLE + 1  # progress that a prompt makes in every step, however slow the machine; one may ride
 PREFILL_SHARE = 3.75  # what prompts may always have of a step's time, in times of what its decoding rows take
 PREFILL_WORTH = 120.0  # and in times of what a row costs more among so few than among many
 LEARNING_RATE = 0.3  # of what a prompt token costs and what decoding rows
 ROW_WEIGHT = 16.0  # how much more of an error is put down to a row's cost than to a prompt token's: it varies more
-PREFILL_MULTIPLE = 8  # prompts are cut at multiples of this: matrix kernels work on several tokens at a time
 _NOTHING_BANNED: tuple[int, ...] = ()
 _NO_STEP = (0.0, 0.0, 0, 0)  # seconds, the backend's seconds, decode rows, prompt tokens
 
@@ -218,6 +218,8 @@ class Scheduler:
         slots = [sequence.slot for sequence in decoding]
         for sequence in sorted(filling, key=lambda s: s.serial):
             count = min(sequence.fills, budget - prompt_tokens)
+            if count < min(sequence.fills, PREFILL_MULTIPLE) and prompt_tokens:
+                break  # too little is left for a piece of another prompt
             if PREFILL_MULTIPLE < count < sequence.fills:
                 riding = self._rides is not None and bool(slots) and self._rides(slots, sequence.slot)
                 count -= (count - riding) % PREFILL_MULTIPLE
