@@ -280,7 +280,7 @@ class Scheduler:
             self._learn_apart(0, prompt_tokens, 0.0, seconds)
         elif (told := getattr(self.backend, "last_decode_seconds", None)) is not None:
             self._learn_apart(decoding, prompt_tokens, told, seconds - told)
-        elif prompt_tokens >= MIN_PREFILL_TOKENS:
+        elif prompt_tokens >= PREFILL_MULTIPLE:
             self._learn_mixed(decoding, prompt_tokens, seconds)
 
     def _learn_apart(self, decoding: int, prompt_tokens: int, decode_seconds: float, prompt_seconds: float) -> None:
@@ -288,7 +288,7 @@ class Scheduler:
         if decoding:
             expected = self._expected_decode_seconds(decoding)
             self._decode_seconds[decoding] = decode_seconds if expected is None else expected + LEARNING_RATE * (decode_seconds - expected)
-        if prompt_tokens >= MIN_PREFILL_TOKENS:
+        if prompt_tokens >= PREFILL_MULTIPLE:
             found, before = prompt_seconds / prompt_tokens, self._prompt_seconds
             self._prompt_seconds = found if before is None else max(before + LEARNING_RATE * (found - before), 0.1 * before)
 
