@@ -127,8 +127,8 @@ MIB = 1 << 20
 # Process with its libraries, compute buffers, tokenizer tables, and copies of the weights that stay.
 # llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 % of the RSS measured, with weights read into memory;
 # with option mmap=on the mapped file is beside the rearranged weights, in pages that the system may drop. onnx: int4 and int8 weights keep
-# a prepacked copy, fp32 a quarter. torch on the CPU: peak RSS is 1.3 to 1.5 x (weights + KV); on the GPU: the CUDA context (about 0.5 GB), graph
-# pool, the allocator's slack.
+# a prepacked copy, fp32 a quarter. torch on the CPU: peak RSS is 1.3 to 1.5 x (weights + KV); on the GPU: the CUDA context (about 0.5 GB),
+# graph pool, the allocator's slack.
 OVERHEAD: dict[tuple[str, str], Overhead] = {
     ("llama_cpp", "cpu"): Overhead(82_000_000, 46 << 10, 600),
     ("llama_cpp", "gpu"): Overhead(500 * MIB, 46 << 10, 600, 0.02),
