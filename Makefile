@@ -12,6 +12,7 @@ RUNS ?= runs
 DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
+ARITHMETIC = tests/models tests/reports
 
 .PHONY: demo test clients lint types env bench clean help
 
