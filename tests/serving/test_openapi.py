@@ -128,7 +128,7 @@ ADMIN_EXCUSES = re.compile(
     "is served already, so .* cannot be given|source is needed|is the only model"  # depends on what is served
     "|source must name a model|is no name"  # which texts these are, a JSON schema could only say with an expression
     "|is no rung|no such|does not exist|not found|cannot be found"  # what the source names is not there
-    "|has no weight format|unknown KV dtype"  # which there are depends on the backend
+    "|unknown backend|has no weight format|unknown KV dtype"  # which there are depends on the backend
     "|expected `int.*, got `float`|out of range"
 )
 NAMES = st.sampled_from(["one", "two"])
