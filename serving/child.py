@@ -29,7 +29,8 @@ CONFIG_VARIABLE = "CROSSOVER_ENGINE"
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
 KEPT_LINES = 20
 # Backends whose large allocations go on huge pages where the system grants them on request (transparent_hugepage = madvise, the usual
-# default): the weights are read through fewer page tables. 135M on one core: llama_cpp 1 to 3 %, onnx at one stream 2 to 6 %, torch none.
+# default): the weights are read through fewer page tables. 135M on one core: llama_cpp up to 2 %, onnx at one stream 2 to 6 % (by hand),
+# torch none.
 HUGE_PAGES = frozenset({"llama_cpp", "onnx"})
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

@@ -4,7 +4,7 @@
 
 weights + KV: `said` before the load (BackendInfo.predicted), `found` by the engine after it (BackendInfo.measured); they must be within
 --within of each other, else the exit status is 1. Beside them, as the kernel counts: what the process grew by from before the load until
-every slot was full (file-backed pages included, which llama.cpp's weights are), and the peak, which takes in the interpreter, the
+every slot was full (file-backed pages included), and the peak, which takes in the interpreter, the
 libraries and whatever loading needed for a moment.
 """
 
