@@ -226,7 +226,7 @@ def _budget(law: StepLaw, policy: Policy, rows: int, context: int) -> int:
     decode_seconds = law.seconds(rows, 0, context)
     lost_seconds = decode_seconds / rows - law.seconds(policy.slots, 0, context) / policy.slots
     left = max(policy.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds, PREFILL_WORTH * lost_seconds)
-    return max(1, min(room, max(MIN_PREFILL_TOKENS, min(most, int(left / law.prompt_token_seconds)))))
+    return max(1, min(most, max(MIN_PREFILL_TOKENS, int(left / law.prompt_token_seconds))))
 
 
 def _steps_until(law: StepLaw, rows: int, context: int, most: int, seconds: float) -> int:

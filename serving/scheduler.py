@@ -262,7 +262,7 @@ class Scheduler:
         cheapest = min((seconds / rows for rows, seconds in self._decode_seconds.items()), default=0.0)
         lost_seconds = decode_seconds / decoding - cheapest  # a row
         left = max(self.config.step_seconds_target - decode_seconds, PREFILL_SHARE * decode_seconds, PREFILL_WORTH * lost_seconds)
-        return max(MIN_PREFILL_TOKENS, min(most, int(left / self._prompt_seconds)))
+        return min(most, max(MIN_PREFILL_TOKENS, int(left / self._prompt_seconds)))
 
     def _expected_decode_seconds(self, rows: int) -> float | None:
         """From the nearest number of rows that there was a step of; None before the first one."""

@@ -131,6 +131,16 @@ def test_prompts_are_cut_at_whole_blocks_and_no_crumbs_of_a_second_one_are_taken
         assert all(count % 16 == 0 for start, count in pieces if start + count < length), pieces
 
 
+def test_prefill_tokens_is_the_bound_however_little_it_is() -> None:
+    scheduler, backend = make(prefill_tokens=5)
+    scheduler.add(request(1, [5] * 40, 60))
+    scheduler.step()
+    scheduler.add(request(2, [7] * 100, 4))
+    run(scheduler)
+    pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
+    assert set(pieces) == {5}, pieces
+
+
 def test_the_budget_shrinks_until_a_mixed_step_fits_its_target() -> None:
     scheduler, backend = make(step_seconds_target=0.02, options={"prompt_token_seconds": 0.0005, "step_seconds": 0.001})
     scheduler.add(request(1, [5] * 40, 100))
