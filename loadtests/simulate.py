@@ -4,10 +4,11 @@
     prediction.rate                      # where a search should look first
 
 The policy is the scheduler's (serving/scheduler.py): each step decodes every running sequence that is past its prompt, one token each,
-then takes prompt tokens, oldest sequence first, up to a budget: the backend's whole step while nobody decodes, else `prefill_tokens` and
-no more than is expected to fit in `step_seconds_target`, in PREFILL_SHARE times what the decoding rows take, or in PREFILL_WORTH times
-what a row costs more than it would with every slot decoding. Sequences are admitted first come, first served, to a free slot while the KV
-pool has room. Left out: preemption (a pool that overflows in mid-answer), prefix reuse, and time spent outside the step.
+then takes prompt tokens, oldest sequence first, up to a budget: the backend's whole step while nobody decodes, else `prefill_tokens`
+and no more than is expected to fit in `step_seconds_target`, in PREFILL_SHARE times what the decoding rows take, or in PREFILL_WORTH
+times what a row costs more than it would with every slot decoding; prompts are cut at multiples of PREFILL_MULTIPLE. Sequences are
+admitted first come, first served, to a free slot while the KV pool has room. Left out: preemption (a pool that overflows in
+mid-answer), prefix reuse, and time spent outside the step.
 
 Steps that only decode are not played one by one: from one arrival or ending to the next the law sums them in closed form, so 10,000
 requests take about a second.
@@ -31,7 +32,7 @@ from loadtests.steptime import StepLaw
 
 Array = npt.NDArray[np.float64]
 
-MIN_PREFILL_TOKENS, PREFILL_SHARE, PREFILL_WORTH = 17, 3.75, 120.0  # as the scheduler's
+PREFILL_MULTIPLE, MIN_PREFILL_TOKENS, PREFILL_SHARE, PREFILL_WORTH = 16, 17, 3.75, 120.0  # as the scheduler's: a test holds them to it
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +140,10 @@ def simulate(law: StepLaw, policy: Policy, due_seconds: Sequence[float] | Array,
             taken = 0
             for sequence in filling:
                 piece = min(sequence.left, budget - taken)
+                if piece < min(sequence.left, PREFILL_MULTIPLE) and taken:
+                    break
+                if PREFILL_MULTIPLE < piece < sequence.left:
+                    piece -= piece % PREFILL_MULTIPLE
                 if piece <= 0:
                     break
                 sequence.left -= piece

@@ -5,11 +5,17 @@ import math
 import numpy as np
 import pytest
 
+import loadtests.simulate as simulation
+import serving.scheduler as scheduler
 from loadtests.arrivals import Gamma, Poisson, due_times
 from loadtests.errors import LoadError
 from loadtests.simulate import MIN_PREFILL_TOKENS, Policy, predict, simulate
 from loadtests.slo import PROMISES, Promise
 from loadtests.steptime import StepLaw, StepObservation, fit, observations_of
+from serving.backends.base import EngineConfig, Sampling
+from serving.backends.fake import FakeBackend
+from serving.messages import Submit
+from serving.scheduler import Scheduler
 from tests.loadtests.test_summary import request
 
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
@@ -108,6 +114,10 @@ def played_step_by_step(law, policy, due, pairs):
         done = []
         for i in filling:
             piece = min(left[i], room - taken)
+            if taken and piece < min(left[i], 16):
+                break
+            if 16 < piece < left[i]:
+                piece = piece // 16 * 16
             left[i] -= piece
             taken += piece
             if left[i] == 0:
@@ -132,6 +142,73 @@ def test_jumping_over_decode_steps_changes_nothing(law, policy):
     first, last = played_step_by_step(law, policy, due, pairs)
     assert played.first_token == pytest.approx(first, rel=1e-9)
     assert played.last_token == pytest.approx(last, rel=1e-9)
+
+
+class Clocked(FakeBackend):
+    """A backend that obeys a law, on a clock of its own. `told`: it says apart what its decoding rows took."""
+
+    def __init__(self, config, law, told):
+        super().__init__(config, lambda *_: None)
+        self.law, self.told, self.now, self.last_decode_seconds = law, told, 0.0, None
+
+    def step(self, rows):
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        context = sum(row.start for row in decoding)
+        self.now += self.law.seconds(len(decoding), sum(len(row.tokens) for row in rows) - len(decoding), context)
+        self.last_decode_seconds = self.law.seconds(len(decoding), 0, context) if self.told else None
+        return super().step(rows)
+
+
+def scheduled(law, policy, due, pairs, told):
+    """TTFT and TPOT, float64 [n], of the same requests under the server's own scheduler, which has to learn the law."""
+    config = EngineConfig(
+        backend="fake",
+        model_path="",
+        model_name="fake",
+        slots=policy.slots,
+        kv_tokens=policy.kv_tokens,
+        prefill_tokens=policy.prefill_tokens,
+        step_seconds_target=policy.step_seconds_target,
+        prefix_reuse=False,
+    )
+    backend = Clocked(config, law, told)
+    engine = Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
+    first, last, arrived = {}, {}, 0
+    while arrived < len(due) or engine.busy:
+        if not engine.busy:
+            backend.now = max(backend.now, due[arrived])
+        while arrived < len(due) and due[arrived] <= backend.now:
+            prompt = np.random.default_rng(arrived).integers(3, 8192, pairs[arrived][0]).tolist()
+            assert engine.add(Submit(arrived, prompt, int(pairs[arrived][1]), Sampling(), ignore_eos=True)) is None
+            arrived += 1
+        for delta in engine.step():
+            first.setdefault(delta.id, backend.now)
+            last[delta.id] = backend.now
+    first, last = (np.array([times[i] for i in range(len(due))]) for times in (first, last))
+    return first - due, (last - first) / (pairs[:, 1] - 1)
+
+
+# Small machines, where prompts are what a step mostly is, so that every bound on them matters; requests/s near what they can do.
+SMALL = StepLaw(base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, kv_token_seconds=2e-6)
+SLOW = StepLaw(base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, kv_token_seconds=5e-6)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "learnt"])
+@pytest.mark.parametrize(("law", "rate"), [(SMALL, 1.0), (SLOW, 0.2)], ids=["small", "slow"])
+def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, told):
+    policy = Policy(slots=8, prefill_tokens=256, step_tokens=512, step_seconds_target=0.2)
+    rng = np.random.default_rng(5)
+    pairs = np.column_stack([rng.integers(20, 300, 400), rng.integers(10, 60, 400)])
+    due = np.cumsum(rng.exponential(1 / rate, 400))
+    played = simulate(law, policy, due, pairs)
+    for simulated, true in zip((played.ttft_seconds, played.tpot_seconds), scheduled(law, policy, due, pairs, told), strict=True):
+        for share in (0.5, 0.9, 0.99):
+            assert np.quantile(simulated, share) == pytest.approx(np.quantile(true, share), rel=0.03), share
+
+
+@pytest.mark.parametrize("name", ["PREFILL_MULTIPLE", "MIN_PREFILL_TOKENS", "PREFILL_SHARE", "PREFILL_WORTH"])
+def test_the_schedulers_bounds_are_the_simulations(name):
+    assert getattr(simulation, name) == getattr(scheduler, name)
 
 
 def test_one_lone_request_takes_what_the_law_says():
