@@ -12,7 +12,9 @@ RUNS ?= runs
 DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-ARITHMETIC = tests/models tests/reports
+ARITHMETIC = tests/models tests/reports \
+  $(addprefix tests/loadtests/test_, arrivals.py compare.py prediction.py search.py simulate.py summary.py workload.py) \
+  $(addprefix tests/serving/test_, fuzzed_files.py grammar.py half_precision.py llama_cpp.py onnx.py sampling.py scheduler.py torch.py transformers5.py)
 
 .PHONY: demo test clients lint types env bench clean help
 

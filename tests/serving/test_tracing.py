@@ -202,7 +202,8 @@ def test_a_real_server_sends_its_spans_to_a_collector_also_those_before_it_ends(
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{collector.server_port}"
-        with server(tmp_path, "--otlp-endpoint", endpoint, "--log-requests", "--log-format", "json") as one:
+        options = ("--option", "step_seconds=0.05", "--otlp-endpoint", endpoint, "--log-requests", "--log-format", "json")
+        with server(tmp_path, *options) as one:
             assert completion(one.wait_ready()["url"])[0] == 200
             assert one.end() == 0  # the batch is sent on the way out
             log = one.log.read_text()
