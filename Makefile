@@ -33,7 +33,7 @@ test: $(STAMP)
 	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
 	@$(BIN)/python -m tests.serving.transformers5
 	@echo "== what is arithmetic, on two cores; then, one after the other, what watches clocks and processes"
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARITHMETIC)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARITHMETIC)
 	$(BIN)/python -m pytest $(ARITHMETIC:%=--ignore=%)
 
 clients: $(STAMP)
