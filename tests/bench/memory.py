@@ -4,8 +4,8 @@
 
 weights + KV: `said` before the load (BackendInfo.predicted), `found` by the engine after it (BackendInfo.measured); they must be within
 --within of each other, else the exit status is 1. Beside them, as the kernel counts: what the process grew by from before the load until
-every slot was full (file-backed pages included), and the peak, which takes in the interpreter, the
-libraries and whatever loading needed for a moment.
+every slot was full (file-backed pages included), and the peak, which takes in the interpreter, the libraries and whatever loading needed
+for a moment.
 """
 
 from __future__ import annotations

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 import loadtests.simulate as simulation
-import serving.scheduler as scheduler
 from loadtests.arrivals import Gamma, Poisson, due_times
 from loadtests.errors import LoadError
 from loadtests.simulate import MIN_PREFILL_TOKENS, Policy, predict, simulate
 from loadtests.slo import PROMISES, Promise
 from loadtests.steptime import StepLaw, StepObservation, fit, observations_of
+from serving import scheduler
 from serving.backends.base import EngineConfig, Sampling
 from serving.backends.fake import FakeBackend
 from serving.messages import Submit
-from serving.scheduler import Scheduler
 from tests.loadtests.test_summary import request
 
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
@@ -172,7 +171,7 @@ def scheduled(law, policy, due, pairs, told):
         prefix_reuse=False,
     )
     backend = Clocked(config, law, told)
-    engine = Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
+    engine = scheduler.Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
     first, last, arrived = {}, {}, 0
     while arrived < len(due) or engine.busy:
         if not engine.busy:
