@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` runs the main job, `make test` passes the tests. Both make the environment first.
+# Two commands do everything: `make demo` runs the main job, `make test` runs the tests. Both install the environment first.
 #
 #   PYTHON      the interpreter to make the environment with (3.11 or newer)
 #   VENV        where the environment goes
@@ -12,17 +12,13 @@ RUNS ?= runs
 DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-ARITHMETIC = tests/models tests/reports \
-  $(addprefix tests/loadtests/test_, arrivals.py compare.py prediction.py search.py simulate.py summary.py workload.py) \
-  $(addprefix tests/serving/test_, fuzzed_files.py grammar.py half_precision.py llama_cpp.py onnx.py sampling.py scheduler.py torch.py transformers5.py)
-
 .PHONY: demo test clients lint types env bench clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (at most 15 minutes on 2 cores, after the installation)"
-	@echo "make test   the tests (some 10 minutes on 2 cores)"
+	@echo "make test   the tests (some minutes on 2 cores)"
 	@echo "make clients  LangChain, LlamaIndex, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
-	@echo "make lint   ruff and mypy"
+	@echo "make lint   ruff, mypy and the rules of the house"
 
 demo: $(STAMP)
 	$(BIN)/crossover models make $(DEMO_MODELS) --format Q4_0
@@ -31,10 +27,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
-	@$(BIN)/python -m tests.serving.transformers5
-	@echo "== what is arithmetic, on two cores; then, one after the other, what watches clocks and processes"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARITHMETIC)
-	$(BIN)/python -m pytest $(ARITHMETIC:%=--ignore=%)
+	@$(BIN)/python -m tests.serving.backends.transformers5
+	@echo "== what is arithmetic, on all cores; then, one after the other, what watches clocks and processes"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not clock"
+	$(BIN)/python -m pytest -m clock
 
 clients: $(STAMP)
 	tests/end_to_end/clients/install.sh
@@ -45,6 +41,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.house
 
 env: $(STAMP)
 

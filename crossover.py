@@ -1,4 +1,4 @@
-"""The command line: one verb per line of a table; each verb lives in its package's cli.py and is imported when it is used.
+"""The command line: one verb per line of a table, imported when it is used.
 
 crossover doctor
 crossover serve smollm2-135m
@@ -8,29 +8,44 @@ crossover campaign run campaign.toml
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 VERSION = "0.1.0"
+LISTING = "crossover_listing"  # attribute of a click context whose group prints its help page
 
 # verb -> (package.module:object, the line that --help shows)
 VERBS: dict[str, tuple[str, str]] = {
-    "doctor": ("serving.cli:doctor", "What this machine is, which backends work on it, and why the others do not."),
-    "models": ("serving.plan_cli:app", "The ladder of models: list, make, plan."),
-    "serve": ("serving.cli:serve", "Serve one model over an OpenAI-compatible HTTP endpoint."),
+    "doctor": (
+        "serving.cli.serve:doctor",
+        "What this machine is, which backends work on it, and why the others do not.",
+    ),
+    "models": ("serving.cli.plan:app", "The ladder of models: list, make, plan."),
+    "serve": (
+        "serving.cli.serve:serve",
+        "Serve models over an OpenAI-compatible HTTP endpoint.",
+    ),
     "load": ("loadtests.cli:load", "Send one level of load to a URL and say what came back."),
-    "campaign": ("loadtests.cli:campaign", "Measure a ladder of models: run, resume, repeat, show."),
-    "compare": ("loadtests.cli:compare", "Say where a run is faster or slower than another, by more than chance and noise."),
-    "selftest": ("loadtests.selftest_cli:selftest", "Check the load generator on this machine against a server that knows the truth."),
+    "campaign": (
+        "loadtests.cli:campaign",
+        "Measure a ladder of models: init, run, resume, repeat, show.",
+    ),
+    "compare": (
+        "loadtests.cli:compare",
+        "Say where a run is faster or slower than another, by more than chance and noise.",
+    ),
+    "selftest": (
+        "loadtests.cli:selftest",
+        "Check the accuracy of the load generator on this machine.",
+    ),
     "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown and CSV."),
 }
 
 
 class _Verbs(TyperGroup):
-    """Lists the table without importing anything; imports the one verb that was asked for."""
+    """Imports only the verb that is asked for; the group's help page is written from the table."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -39,7 +54,7 @@ class _Verbs(TyperGroup):
         if name not in VERBS:
             return None
         target, help_line = VERBS[name]
-        if ctx.resilient_parsing or _only_listing(ctx):
+        if ctx.resilient_parsing or getattr(ctx, LISTING, False):
             return TyperCommand(name, help=help_line)
         module_name, _, attribute = target.partition(":")
         found = getattr(importlib.import_module(module_name), attribute)
@@ -51,44 +66,38 @@ class _Verbs(TyperGroup):
         command.name = name
         return command
 
-
-def _only_listing(ctx: Any) -> bool:
-    """True while click formats the group's own help page and wants every command's short help."""
-    return not any(argument in VERBS for argument in sys.argv[1:])
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        setattr(ctx, LISTING, True)
+        super().format_help(ctx, formatter)
 
 
 app = typer.Typer(
     cls=_Verbs,
     no_args_is_help=True,
     add_completion=False,
-    help="Crossover: where does this CPU stop being enough for LLM inference, and what GPU does it take instead? Measured, not guessed.",
+    help="Crossover measures the request rate at which this CPU no longer meets a latency target "
+    "for LLM inference, names the GPU that would take over, and serves models on either.",
 )
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version and end.")) -> None:
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and end."),
+) -> None:
     if version:
         typer.echo(f"crossover {VERSION}")
         raise typer.Exit
 
 
 def main() -> None:
-    """Entry point of the console command: errors raised on purpose are one sentence, not a traceback."""
-    from models.errors import ModelError
+    """Run the console command. An error raised on purpose is one sentence and exit status 2."""
+    from models.errors import CrossoverError
 
     try:
         app()
-    except ModelError as problem:
-        _fail(problem)
-    except Exception as problem:
-        if type(problem).__module__ in ("serving.errors", "loadtests.errors", "reports.errors"):
-            _fail(problem)
-        raise
-
-
-def _fail(problem: Exception) -> None:
-    typer.echo(f"crossover: {problem}", err=True)
-    raise SystemExit(2)
+    except CrossoverError as problem:
+        typer.echo(f"crossover: {problem}", err=True)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -1,24 +1,34 @@
-"""What can go wrong while loading a server. Messages are one sentence: what, which value, what else would do."""
+"""What can go wrong while loading a server. A message is one sentence: what, which, what else."""
+
+from models.errors import CrossoverError
 
 
-class LoadError(Exception):
+class LoadError(CrossoverError):
     """Base of everything that `loadtests` raises on purpose."""
 
 
 class BadCampaign(LoadError):
-    """The campaign file says something that cannot be; the message holds the path inside the file."""
+    """The campaign file says something impossible; the message holds the path inside the file."""
 
 
 class BadRunFolder(LoadError):
-    """A run folder that cannot be read or written: not one, broken in its middle, of a newer format, or in use by another runner."""
+    """A run folder that cannot be read or written: broken, of a newer format, or in use."""
 
 
 class TargetUnusable(LoadError):
     """The endpoint does not answer, refuses the key, has no such model, or does not stream."""
 
 
+class EndpointRefuses(TargetUnusable):
+    """The endpoint answers the probe with an error that waiting will not change."""
+
+
 class ServerFailed(LoadError):
     """The server that the runner started did not become ready."""
+
+
+class OverMemory(ServerFailed):
+    """Server and engine used more memory than the cell may."""
 
 
 class LevelFailed(LoadError):
@@ -26,7 +36,7 @@ class LevelFailed(LoadError):
 
 
 class LevelInterrupted(LevelFailed):
-    """Something happened within the level that makes its records those of no one thing; measuring again may do."""
+    """Conditions changed during the level (engine restart, generator crash). Retry it."""
 
 
 class ServerLost(LevelFailed):
@@ -34,7 +44,7 @@ class ServerLost(LevelFailed):
 
 
 class Incomplete(LoadError):
-    """The run ended before all cells were measured; what there is is good, and `crossover campaign resume` goes on."""
+    """The run ended before all cells were measured; `crossover campaign resume` goes on."""
 
 
 class MachineBusy(LoadError):
@@ -42,4 +52,4 @@ class MachineBusy(LoadError):
 
 
 class NotComparable(LoadError):
-    """Two runs differ in a fact that decides their numbers; the message names it and both values."""
+    """Two runs differ in a fact that decides their numbers; the message has both values."""

@@ -1,15 +1,15 @@
-"""What Locust loads: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2 --headless`.
+"""What Locust loads: `locust -f loadtests/locustfile.py --host http://127.0.0.1:8000 --rate 2`.
 
-With `--processes 4` or with master and workers each process sends its share of one arrival process. Without --headless the web page at
-http://localhost:8089 starts the same. Everything is in loadtests/users.py.
+With `--processes 4`, or master and workers, each process sends its share of one arrival process.
 """
 
 import os
 import sys
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # also from a checkout that is not installed
+# Works from a checkout that is not installed, too.
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from loadtests.users import Traffic, register
+from loadtests.generator.locust_users import Traffic, register
 
 register()
 

@@ -1,9 +1,9 @@
-"""The cache: weights that this project made itself, synthetic ones and converted ones, made once, whole, and checked when read.
+"""The cache of weights made here: synthetic and converted ones, made once and checked when read.
 
-<cache>/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf      a rung, by models.synthesis
-<cache>/synthetic/smollm2-135m/smollm2-135m-onnx-int4/     converted from the synthetic folder beside it
-<cache>/synthetic/tokenizers/...                           the shipped tokenizer at a rung's vocabulary
-<cache>/converted/<fingerprint>/...                        from somebody's folder; the fingerprint changes when the folder does
+CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a rung, by models.synthetic.write
+CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   converted from the folder beside it
+CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
+CACHE/converted/FINGERPRINT/...                        from a user's folder; changes with it
 """
 
 from __future__ import annotations
@@ -16,27 +16,33 @@ from pathlib import Path
 
 import msgspec
 
-from models.aside import run_aside
 from models.errors import ModelError, UnsupportedModel
-from models.formats import GGUF_FORMATS, HF_FORMATS, ONNX_FORMATS, PACKED_FORMATS, weight_bytes
-from models.manifest import Manifest, Progress, atomic_folder, converter, making, manifest_path, read_manifest, verify
+from models.formats import FORMATS, PACKED_FORMATS, weight_bytes
+from models.isolated import run_aside
+from models.manifest import (
+    Manifest,
+    Progress,
+    atomic_folder,
+    converter,
+    making,
+    manifest_path,
+    read_manifest,
+    verify,
+)
 from models.spec import ModelSpec
-from models.synthesis import GENERATOR, write_gguf, write_hf_folder
-from models.tokenizer import shipped_files, shipped_mark
+from models.synthetic.write import GENERATOR, write_gguf, write_hf_folder
+from models.tokenization.tokenizer import shipped_files, shipped_mark
 
-# What can be made, by kind of file. Packed folders for torch (CPU only) are made offline from a folder of floats.
-FORMATS: dict[str, tuple[str, ...]] = {
-    "gguf": tuple(GGUF_FORMATS),
-    "hf": (*HF_FORMATS, *PACKED_FORMATS),
-    "onnx": (*ONNX_FORMATS, "dynamic-int8"),
-    "none": (),
+CONVERTERS = {
+    "gguf": "models.convert.gguf:make_gguf",
+    "hf": "models.convert.torch:make_torch",
+    "onnx": "models.convert.onnx:make_onnx",
 }
-CONVERTERS = {"gguf": "models.convert:make_gguf", "hf": "models.convert_torch:make_torch", "onnx": "models.convert_onnx:make_onnx"}
 SPARE_DISK_BYTES = 256 << 20
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What is wanted: kind of file and weight format, where the cache is, and how to go about it."""
+    """What is wanted: kind of file, weight format, where the cache is, how to make it."""
 
     kind: str  # a key of FORMATS
     weight_format: str
@@ -54,18 +60,23 @@ class Wish(msgspec.Struct, frozen=True):
         """The file or folder for a model of this name."""
         if self.kind == "none":
             raise UnsupportedModel("the fake backend has no weights")
-        made_by = f"-{self.exporter}" if self.kind == "onnx" and self.exporter != "genai" else ""
-        return f"{name}-{'onnx-' if self.kind == 'onnx' else ''}{self.weight_format}{made_by}{'.gguf' if self.kind == 'gguf' else ''}"
+        if self.kind == "gguf":
+            return f"{name}-{self.weight_format}.gguf"
+        if self.kind == "onnx":
+            made_by = "" if self.exporter == "genai" else f"-{self.exporter}"
+            return f"{name}-onnx-{self.weight_format}{made_by}"
+        return f"{name}-{self.weight_format}"
 
 
 def cache_dir(override: str | Path | None = None) -> Path:
-    """Where weights live: `override`, else $CROSSOVER_CACHE, else $XDG_CACHE_HOME/crossover, else ~/.cache/crossover."""
+    """`override`, else $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or ~/.cache/crossover."""
     if override is not None:
         return Path(override).expanduser().absolute()
     if own := os.environ.get("CROSSOVER_CACHE"):
         return Path(own).expanduser().absolute()
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "crossover"
+    is_set = home is not None and Path(home).is_absolute()
+    return (Path(home or "") if is_set else Path.home() / ".cache") / "crossover"
 
 
 def synthetic_path(spec: ModelSpec, wish: Wish) -> Path:
@@ -74,7 +85,7 @@ def synthetic_path(spec: ModelSpec, wish: Wish) -> Path:
 
 
 def synthetic(spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
-    """A rung's weights, made if they are not there yet. Raises BrokenWeights where those that are there are damaged."""
+    """A rung's weights, made on demand. Raises BrokenWeights where existing ones are damaged."""
     path = synthetic_path(spec, wish)
     if wish.is_converted:
         folder, _ = synthetic(spec, msgspec.structs.replace(wish, kind="hf", weight_format="bf16"))
@@ -96,7 +107,7 @@ def converted(folder: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest
 
 
 def delete_synthetic(spec: ModelSpec, wish: Wish) -> bool:
-    """Remove a rung's weights from the cache, so that they are made anew; False where there are none."""
+    """Remove a rung's weights from the cache; False where there are none."""
     path = synthetic_path(spec, wish)
     if path.is_dir():
         shutil.rmtree(path)
@@ -108,26 +119,31 @@ def delete_synthetic(spec: ModelSpec, wish: Wish) -> bool:
 
 
 def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:
-    """The shipped tokenizer at the model's vocabulary. The folder's name carries the shipped file's checksum."""
-    folder = cache / "synthetic" / "tokenizers" / f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
+    """The shipped tokenizer at the model's vocabulary; its checksum is in the folder's name."""
+    folder = (
+        cache / "synthetic" / "tokenizers" / f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
+    )
     if not folder.is_dir():
         with making(folder):
             if not folder.is_dir():
                 with atomic_folder(folder) as temporary:
                     for name, content in shipped_files(spec.vocabulary, spec.context).items():
-                        (temporary / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+                        (temporary / name).write_text(
+                            json.dumps(content, ensure_ascii=False), encoding="utf-8"
+                        )
     return folder
 
 
 def finished_formats(spec: ModelSpec, cache: Path) -> list[str]:
-    """The formats of a rung that are finished in the cache; ONNX ones as "onnx-int4", packed ones for torch as "torch-int4"."""
+    """Formats of a rung that are in the cache; converted ones as onnx-int4, torch-int4."""
     found = []
     for kind, formats in FORMATS.items():
         for name in formats:
             wish = Wish(kind, name, cache)
             path = synthetic_path(spec, wish)
             if path.exists() and manifest_path(path).is_file():
-                found.append(f"{'torch' if kind == 'hf' else kind}-{name}" if wish.is_converted else name)
+                owner = "torch" if kind == "hf" else kind
+                found.append(f"{owner}-{name}" if wish.is_converted else name)
     return found
 
 
@@ -139,9 +155,21 @@ def _convert(folder: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
             or manifest.generator != converter(wish.kind, wish.exporter)
             or msgspec.structs.replace(manifest.spec, name=spec.name) != spec
         ):
-            _check_disk(path, weight_bytes(spec, "fp32" if wish.kind == "onnx" else "fp16") + weight_bytes(spec, wish.weight_format))
+            _check_disk(
+                path,
+                weight_bytes(spec, "fp32" if wish.kind == "onnx" else "fp16")
+                + weight_bytes(spec, wish.weight_format),
+            )
             settings = {"exporter": wish.exporter} if wish.kind == "onnx" else {}
-            run_aside(CONVERTERS[wish.kind], wish.progress, folder, path, wish.weight_format, spec=spec, **settings)
+            run_aside(
+                CONVERTERS[wish.kind],
+                wish.progress,
+                folder,
+                path,
+                wish.weight_format,
+                spec=spec,
+                **settings,
+            )
             manifest = read_manifest(path)
             assert manifest is not None
         verify(path, manifest, full=wish.full_check, progress=wish.progress)
@@ -150,12 +178,14 @@ def _convert(folder: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
 
 def _is_current(manifest: Manifest, spec: ModelSpec, wish: Wish) -> bool:
     """True where the cache holds this very model as this version makes it."""
-    wanted = Manifest(manifest.kind, spec, wish.weight_format, "synthetic", manifest.files, GENERATOR, 0)
+    wanted = Manifest(
+        manifest.kind, spec, wish.weight_format, "synthetic", manifest.files, GENERATOR, 0
+    )
     return manifest == wanted
 
 
 def _fingerprint(folder: Path) -> str:
-    """Changes when the folder's config or weights do: names, sizes and times of its files."""
+    """Changes when names, sizes or times of the folder's files do."""
     digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8)
     for file in sorted(folder.iterdir()):
         if file.suffix in (".json", ".safetensors", ".jinja"):
@@ -169,4 +199,7 @@ def _check_disk(path: Path, need: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < need + SPARE_DISK_BYTES:
-        raise ModelError(f"making {path.name} needs {need} bytes of disk, {str(folder)!r} has {free} free; choose another with --cache")
+        raise ModelError(
+            f"making {path.name} needs {need} bytes of disk, {str(folder)!r} has {free} free; "
+            "choose another with --cache"
+        )

@@ -1,7 +1,11 @@
-"""What can go wrong before a model runs. Each message is one sentence that names what, which, and what else would do."""
+"""What can go wrong before a model runs."""
 
 
-class ModelError(Exception):
+class CrossoverError(Exception):
+    """Base of every error raised on purpose: its text is one sentence for a person."""
+
+
+class ModelError(CrossoverError):
     """Base of everything that `models` raises on purpose."""
 
 
@@ -14,7 +18,7 @@ class UnsupportedModel(ModelError):
 
 
 class BrokenWeights(ModelError):
-    """A weights file is cut off, does not match its checksum, or is not of the format that its name says."""
+    """A weights file is cut off, damaged, or not of the format that its name says."""
 
 
 class BadChat(ModelError):

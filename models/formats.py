@@ -1,12 +1,11 @@
-"""Which type each tensor of a GGUF file gets: llama.cpp's own rules, as a pure function of shape and format name.
+"""The type of each tensor in a GGUF file, by llama.cpp's own rules.
 
     >>> from models.ladder import rung
     >>> {t.type for t in gguf_tensors(rung("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
     True
 
-A synthetic file must take the memory and the time of a real one, so its mixture of types must be the one that llama.cpp's quantiser
-(`llama_tensor_get_type` in src/llama-quant.cpp) would choose: the head wider than the body, some layers of Q4_K_M in Q6_K, bigger types
-where a row is no multiple of the block. A test compares this table with what `llama_model_quantize` really writes.
+A synthetic file takes the memory and time of a real one only with the same mixture of types
+(`llama_tensor_get_type` in src/llama-quant.cpp). A test compares with `llama_model_quantize`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from models.spec import BITS_PER_WEIGHT, ModelSpec
 
 
 class Block(NamedTuple):
-    """A quantised block: how many weights it holds and how many bytes it takes (ggml-common.h)."""
+    """A quantised block: weights in it, bytes of it (ggml-common.h)."""
 
     weights: int
     bytes: int
@@ -49,8 +48,16 @@ GGUF_FORMATS: dict[str, tuple[str, int]] = {
     "Q4_K_M": ("Q4_K", 15),
 }
 HF_FORMATS: tuple[str, ...] = ("bf16", "fp16", "fp32")
-PACKED_FORMATS = ("int8", "dynamic-int8", "int4")  # of folders that models.convert_torch has packed
+PACKED_FORMATS = ("int8", "dynamic-int8", "int4")  # of folders that models.convert.torch has packed
 ONNX_FORMATS: tuple[str, ...] = ("int4", "int8", "fp32")
+# Weight formats by kind of file. "none": no weights. Packed folders are converted offline.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "gguf": tuple(GGUF_FORMATS),
+    "hf": (*HF_FORMATS, *PACKED_FORMATS),
+    "onnx": (*ONNX_FORMATS, "dynamic-int8"),
+    "none": (),
+}
+DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int4", "none": ""}
 
 # What a row that is no multiple of 256 falls back to.
 _NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -80,7 +87,7 @@ TOP_NAMES: dict[str, str] = {
 
 
 class GgufTensor(msgspec.Struct, frozen=True):
-    """One tensor of a GGUF file: both of its names, shape as in Hugging Face (rows, columns), type."""
+    """One tensor of a GGUF file: both names, shape as in Hugging Face (rows, columns), type."""
 
     name: str
     hf_name: str | None  # None: computed (rope factors), not part of the checkpoint
@@ -98,7 +105,7 @@ class GgufTensor(msgspec.Struct, frozen=True):
 
 
 def gguf_name(hf_name: str) -> str:
-    """The GGUF name of a Hugging Face tensor. Raises KeyError for one that these architectures do not have."""
+    """The GGUF name of a Hugging Face tensor. Raises KeyError for an unknown one."""
     if hf_name in TOP_NAMES:
         return TOP_NAMES[hf_name]
     _, _, layer, rest = hf_name.split(".", 3)
@@ -106,13 +113,15 @@ def gguf_name(hf_name: str) -> str:
 
 
 def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
-    """Every tensor of the GGUF file of `spec` in `weight_format` (a key of GGUF_FORMATS), in file order."""
+    """Every tensor of the GGUF file of `spec`, in file order."""
     if weight_format not in GGUF_FORMATS:
         raise KeyError(f"unknown GGUF format {weight_format!r}; known: {', '.join(GGUF_FORMATS)}")
     out = []
     for tensor in spec.tensors():
         name = gguf_name(tensor.name)
-        kind = _matrix_type(spec, weight_format, name, tensor.shape[-1]) if tensor.is_matrix else "F32"
+        kind = (
+            _matrix_type(spec, weight_format, name, tensor.shape[-1]) if tensor.is_matrix else "F32"
+        )
         out.append(GgufTensor(name, tensor.name, tensor.shape, kind))
     if spec.rope_scaling is not None:
         out.append(GgufTensor("rope_freqs.weight", None, (spec.head_dim // 2,), "F32"))
@@ -120,7 +129,7 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
 
 
 def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
-    """Bytes of all weights in any format: exact for GGUF formats, `ModelSpec.weight_bytes` for the others."""
+    """Bytes of all weights: exact for GGUF, `ModelSpec.weight_bytes` for others."""
     if weight_format in GGUF_FORMATS:
         return sum(tensor.bytes for tensor in gguf_tensors(spec, weight_format))
     return spec.weight_bytes(weight_format)
@@ -141,15 +150,18 @@ def _matrix_type(spec: ModelSpec, weight_format: str, name: str, columns: int) -
         kind = "Q8_0" if columns % BLOCKS[kind].weights else "Q6_K"
     elif weight_format == "Q4_K_M" and name.startswith("blk."):
         layer = int(name.split(".")[1])
-        if name.endswith(("attn_v.weight", "ffn_down.weight")) and _wants_more_bits(layer, spec.layers):
+        if name.endswith(("attn_v.weight", "ffn_down.weight")) and _wants_more_bits(
+            layer, spec.layers
+        ):
             kind = "Q6_K"
         elif name.endswith("attn_v.weight") and spec.layers == 80 and spec.heads != spec.kv_heads:
-            kind = "Q5_K"  # the 70B kinds: eight query heads share one value head, so precision here is cheap
+            # the 70B kinds: eight query heads share one value head, so precision here is cheap
+            kind = "Q5_K"
     if columns % BLOCKS[kind].weights:
         kind = _NARROW.get(kind, "F16")
     return "F16" if columns % BLOCKS[kind].weights else kind
 
 
 def _wants_more_bits(layer: int, layers: int) -> bool:
-    """First eighth, last eighth, and every third layer between (use_more_bits in llama-quant.cpp)."""
+    """First and last eighth, every third layer between (use_more_bits in llama-quant.cpp)."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

@@ -1,8 +1,8 @@
-"""The manifest beside weights (sizes, checksums, shape, seed), and writing both atomically.
+"""The manifest beside weights (sizes, checksums, shape, seed), and atomic writing of both.
 
-A file `x.gguf` has its manifest in `x.gguf.crossover.json`, a folder in `crossover.json` inside it. The manifest is written last: weights
-without one were never finished. Sizes are checked at every read, checksums at the first (`verify`); a stamp of size and time says that
-this was done.
+`x.gguf` has `x.gguf.crossover.json`, a folder has `crossover.json` inside. The manifest is written
+last: weights without one are unfinished. Sizes are checked at every read, checksums at the first; a
+stamp of size and time says that this was done.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from models.spec import ModelSpec
 MANIFEST_VERSION = 1
 CHUNK_BYTES = 8 << 20
 
-# The converter of each kind of file. Its number goes up when the same source would give other files: what an earlier one left in the cache
-# is made again.
+# The converter of each kind of file. Its number goes up when the same source would give other
+# files: what an earlier one left in the cache is made again.
 _CONVERTERS = {"gguf": "convert 1", "hf": "convert_torch", "onnx": "convert_onnx 2"}
 
-Progress = Callable[[str, float | None], None]  # (what, fraction 0..1 or None where it is not known)
+Progress = Callable[
+    [str, float | None], None
+]  # (what, fraction 0..1 or None where it is not known)
 
 
 class FileFacts(msgspec.Struct, frozen=True):
@@ -40,7 +42,7 @@ class FileFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """How weights came to be. `files`: name relative to the folder -> facts. `quality_kl_nats`: mean KL divergence to the float model."""
+    """How weights came to be. `files`: name in the folder -> facts."""
 
     kind: str  # gguf, hf, onnx
     spec: ModelSpec
@@ -54,24 +56,30 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def converter(kind: str, exporter: str = "") -> str:
-    """What a manifest calls the converter of this version for a kind of file; ONNX has two exporters."""
+    """The converter's name in a manifest; ONNX has two exporters."""
     return f"{_CONVERTERS[kind]} {exporter}" if kind == "onnx" else _CONVERTERS[kind]
 
 
 def manifest_path(weights: Path) -> Path:
     """Where the manifest of a weights file or folder lies."""
-    return weights / "crossover.json" if weights.is_dir() else weights.with_name(weights.name + ".crossover.json")
+    return (
+        weights / "crossover.json"
+        if weights.is_dir()
+        else weights.with_name(weights.name + ".crossover.json")
+    )
 
 
 def read_manifest(weights: Path) -> Manifest | None:
-    """The manifest of a file or folder; None where there is none. Raises BrokenWeights where it cannot be read."""
+    """The manifest of a file or folder; None without one. Raises BrokenWeights."""
     path = manifest_path(weights)
     if not path.is_file():
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.MsgspecError as problem:
-        raise BrokenWeights(f"{str(path)!r} is no manifest of ours: {problem}; delete it together with its weights") from problem
+        raise BrokenWeights(
+            f"{str(path)!r} is no manifest of ours: {problem}; delete it together with its weights"
+        ) from problem
 
 
 def write_manifest(weights: Path, manifest: Manifest) -> None:
@@ -81,8 +89,10 @@ def write_manifest(weights: Path, manifest: Manifest) -> None:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
 
 
-def verify(weights: Path, manifest: Manifest, *, full: bool = False, progress: Progress | None = None) -> None:
-    """Check weights against their manifest: sizes always, checksums when `full` or when these files were never checked before.
+def verify(
+    weights: Path, manifest: Manifest, *, full: bool = False, progress: Progress | None = None
+) -> None:
+    """Check sizes always, checksums when `full` or never checked before.
 
     Raises BrokenWeights naming the file and both values.
     """
@@ -92,10 +102,15 @@ def verify(weights: Path, manifest: Manifest, *, full: bool = False, progress: P
     for name, facts in manifest.files.items():
         file = folder / name
         if not file.is_file():
-            raise BrokenWeights(f"{str(file)!r} is missing; delete {str(weights)!r} and make it again")
+            raise BrokenWeights(
+                f"{str(file)!r} is missing; delete {str(weights)!r} and make it again"
+            )
         found = file.stat()
         if found.st_size != facts.bytes:
-            raise BrokenWeights(f"{str(file)!r} has {found.st_size} bytes, its manifest says {facts.bytes}; delete it and make it again")
+            raise BrokenWeights(
+                f"{str(file)!r} has {found.st_size} bytes, its manifest says {facts.bytes}; delete "
+                "it and make it again"
+            )
         stamp.append(f"{name} {found.st_size} {found.st_mtime_ns} {found.st_ino}")
     text = "\n".join(stamp)
     if not full and stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == text:
@@ -111,7 +126,9 @@ def verify(weights: Path, manifest: Manifest, *, full: bool = False, progress: P
                 if progress:
                     progress(f"checking {name}", done / total)
         if digest.hexdigest() != facts.blake2b:
-            raise BrokenWeights(f"{str(folder / name)!r} does not match its checksum; delete it and make it again")
+            raise BrokenWeights(
+                f"{str(folder / name)!r} does not match its checksum; delete it and make it again"
+            )
     with contextlib.suppress(OSError):  # a read-only cache is checked each time
         stamp_file.write_text(text, encoding="utf-8")
 
@@ -124,7 +141,7 @@ def file_facts(file: Path) -> FileFacts:
 
 
 class HashedFile:
-    """A file being written: keeps size and checksum as bytes go by, so that nothing is read again."""
+    """A file being written, with its size and checksum so far."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
@@ -148,7 +165,7 @@ class HashedFile:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary name in the folder of `path` to write to; it takes the place of `path` when the block ends well, else it is removed."""
+    """A temporary file beside `path` that replaces it when the block ends well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -159,6 +176,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The whole file or none of it, also after a power cut."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data)
 
 
 @contextlib.contextmanager
@@ -185,10 +208,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[None]:
-    """Hold the lock of `path` while it is being made, so that two processes do not make the same weights.
-
-    The kernel frees the lock when its holder dies; what the holder left half-written is removed by the next one.
-    """
+    """Hold the lock of `path` while it is made, and remove what a killed holder left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f".{path.name}.lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -1,13 +1,11 @@
-"""What a model is, in numbers: its shape, and what follows from the shape.
+"""The shape of a model, and what follows from it: parameters, bytes, FLOPs.
 
-    >>> from models.ladder import rung
-    >>> spec = rung("smollm2-135m").spec
-    >>> spec.parameters
-    134515008
-    >>> round(spec.weight_bytes("Q4_0") / 2**20)
-    73
-
-All sizes are bytes, all counts are plain integers. Nothing here loads anything.
+>>> from models.ladder import rung
+>>> spec = rung("smollm2-135m").spec
+>>> spec.parameters
+134515008
+>>> round(spec.weight_bytes("Q4_0") / 2**20)
+72
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ from __future__ import annotations
 import msgspec
 
 # Bits that one weight takes in each format, block scales counted in.
-# GGUF types: ggml's block layouts (Q4_0: 32 weights in 18 bytes; Q8_0: 34 bytes; Q6_K: 256 weights in 210 bytes).
-# int8 / int4 are per-block symmetric formats with one float32 scale per 32 weights (MatMulNBits, block_size 32).
+# GGUF types: ggml's block layouts (Q4_0: 32 weights in 18 bytes; Q8_0: 34 bytes; Q6_K: 256 weights
+# in 210 bytes). int8 / int4 are per-block symmetric formats with one float32 scale per 32 weights
+# (MatMulNBits, block_size 32).
 BITS_PER_WEIGHT: dict[str, float] = {
     "fp32": 32.0,
     "fp16": 16.0,
@@ -47,7 +46,7 @@ KV_ELEMENT_BYTES: dict[str, float] = {
 
 
 class TensorShape(msgspec.Struct, frozen=True):
-    """One weight tensor of the architecture: its Hugging Face name and its shape, (rows, columns) or (length,)."""
+    """A weight tensor: Hugging Face name and shape, (rows, columns) or (length,)."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,10 +73,10 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The published shape of a decoder-only transformer of the Llama / Qwen / Mistral kind.
+    """The published shape of a decoder-only transformer.
 
-    `family` is transformers' `model_type` (llama, qwen2, qwen3, mistral). `head_dim` is explicit because some models
-    (Llama-3.2-3B, Qwen3) have `heads * head_dim != hidden`.
+    `family`: transformers' `model_type` (llama, qwen2, qwen3, mistral). `heads * head_dim` may
+    differ from `hidden` (Llama-3.2-3B, Qwen3).
     """
 
     name: str
@@ -114,9 +113,13 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 out.append(TensorShape(attention + "k_norm.weight", (self.head_dim,)))
             out.append(TensorShape(attention + "o_proj.weight", (self.hidden, queries)))
             out.append(TensorShape(prefix + "post_attention_layernorm.weight", (self.hidden,)))
-            out.append(TensorShape(prefix + "mlp.gate_proj.weight", (self.intermediate, self.hidden)))
+            out.append(
+                TensorShape(prefix + "mlp.gate_proj.weight", (self.intermediate, self.hidden))
+            )
             out.append(TensorShape(prefix + "mlp.up_proj.weight", (self.intermediate, self.hidden)))
-            out.append(TensorShape(prefix + "mlp.down_proj.weight", (self.hidden, self.intermediate)))
+            out.append(
+                TensorShape(prefix + "mlp.down_proj.weight", (self.hidden, self.intermediate))
+            )
         out.append(TensorShape("model.norm.weight", (self.hidden,)))
         if not self.tied:
             out.append(TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
@@ -129,30 +132,35 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters that every generated token multiplies with: all matrices, the head included, the embedding look-up not."""
-        body = sum(t.elements for t in self.tensors() if t.is_matrix and "embed_tokens" not in t.name and "lm_head" not in t.name)
+        """Parameters a token multiplies with: matrices and head, no embedding."""
+        body = sum(
+            t.elements
+            for t in self.tensors()
+            if t.is_matrix and "embed_tokens" not in t.name and "lm_head" not in t.name
+        )
         return body + self.vocabulary * self.hidden
 
     def weight_bytes(self, weight_format: str) -> int:
-        """Bytes of the weights in one of BITS_PER_WEIGHT's formats: matrices in that format, vectors in float32.
+        """Bytes of the weights: matrices in `weight_format`, vectors in float32.
 
-        A nominal size, before there is a file: K-quant *file* types (Q4_K_M) are mixtures, and formats keep some tensors
-        wider; where there is a file, read its header instead. Raises KeyError naming the formats there are.
+        Nominal: file types such as Q4_K_M are mixtures (models.formats is exact). Raises KeyError.
         """
         if weight_format not in BITS_PER_WEIGHT:
-            raise KeyError(f"unknown weight format {weight_format!r}; known: {', '.join(BITS_PER_WEIGHT)}")
+            raise KeyError(
+                f"unknown weight format {weight_format!r}; known: {', '.join(BITS_PER_WEIGHT)}"
+            )
         bits = BITS_PER_WEIGHT[weight_format]
         matrices = sum(t.elements for t in self.tensors() if t.is_matrix)
         vectors = self.parameters - matrices
         return int(matrices * bits / 8) + vectors * 4
 
     def kv_bytes_per_token(self, kv_dtype: str = "fp16") -> int:
-        """Bytes that one token adds to the KV cache: layers x (key + value) x kv_heads x head_dim x element bytes."""
+        """KV cache bytes a token: layers x 2 x kv_heads x head_dim x element."""
         if kv_dtype not in KV_ELEMENT_BYTES:
             raise KeyError(f"unknown KV dtype {kv_dtype!r}; known: {', '.join(KV_ELEMENT_BYTES)}")
         return int(self.layers * 2 * self.kv_heads * self.head_dim * KV_ELEMENT_BYTES[kv_dtype])
 
     def flops_per_token(self, context_tokens: int = 0) -> int:
-        """Floating-point operations of one forward token: 2 per matrix parameter, plus attention over `context_tokens`."""
+        """FLOPs of a forward token: 2 a matrix parameter, plus attention."""
         attention = 4 * self.layers * self.heads * self.head_dim * context_tokens
         return 2 * self.matrix_parameters + attention

@@ -1,16 +1,18 @@
-"""What can go wrong while reporting. Messages are one sentence: what, which value, what else would do."""
+"""What can go wrong while reporting."""
+
+from models.errors import CrossoverError
 
 
-class ReportError(Exception):
+class ReportError(CrossoverError):
     """Base of everything that `reports` raises on purpose."""
 
 
 class BadRun(ReportError):
-    """A run folder that no report can be made of: not a run, nothing started in it, or written by a newer version."""
+    """No report can be made of this folder: no run, nothing begun in it, or of a newer format."""
 
 
 class NotComparable(ReportError):
-    """Runs whose facts differ were asked into one chart; the message names the fact and both values."""
+    """Runs whose facts differ; the message names the fact and both values."""
 
 
 class MissingPackage(ReportError):

@@ -1,51 +1,46 @@
-"""Several runs as one: their cells together, where machine, promise and workload are the same; else a refusal that names the fact.
+"""Several comparable runs as one, with the cells of all.
 
-check_comparable(runs)        # raises NotComparable
+check_comparable(runs)        # raises NotComparable, which names the fact and both values
 merged(runs)                  # one RunNumbers
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
-from loadtests.facts import MACHINE, same, show
-from reports.capacity import capacity_of, search_config
+from loadtests.records.comparability import MACHINE, differences
 from reports.errors import NotComparable
 from reports.numbers import CellNumbers, RunNumbers
+from reports.run import capacity_of, cell_order, search_config
 
 
 def check_comparable(runs: Sequence[RunNumbers]) -> None:
-    """Raises NotComparable for the first fact that differs: which, and both values."""
+    """Raises NotComparable for the first fact that differs."""
     first = runs[0]
     for other in runs[1:]:
         pair = f"runs {first.manifest.run_id} and {other.manifest.run_id} differ in"
-        for fact, name in MACHINE.items():
-            mine, theirs = first.facts.get(fact), other.facts.get(fact)
-            if not same(fact, mine, theirs):
-                raise NotComparable(
-                    f"{pair} {name}: {show(fact, mine)} and {show(fact, theirs)}; "
-                    "a chart of both would compare machines, use --separate for a report each"
-                )
-        for key in ("workload", "arrivals"):
-            mine, theirs = first.manifest.campaign.get(key), other.manifest.campaign.get(key)
-            if mine != theirs:
-                raise NotComparable(f"{pair} their {key}: {_difference(mine, theirs)}; use --separate for a report each")
-        if first.promise != other.promise:
+        for found in differences(first.manifest, other.manifest):
+            if found.fact in ("slo", "slos"):
+                continue  # the SLO that the report judges by decides, see below
+            name = found.name if found.fact in MACHINE else f"their {found.name}"
             raise NotComparable(
-                f"{pair} their promise: {_difference(first.promise, other.promise)}; name one for both with --promise, or use --separate"
+                f"{pair} {name}: {found.first} and {found.second}; use --separate for a report each"
+            )
+        if first.slo != other.slo:
+            raise NotComparable(
+                f"{pair} their SLO: {_difference(first, other)}; "
+                "name one for both with --slo, or use --separate"
             )
 
 
 def merged(runs: Sequence[RunNumbers]) -> RunNumbers:
-    """One run with the cells of all. A cell that is in several has all its levels, and its capacity is estimated from these together."""
+    """One run. The capacity of a cell that is in several is estimated from all its levels."""
     check_comparable(runs)
     first = runs[0]
     if len(runs) == 1:
         return first
-    config = search_config(first.manifest)
     cells: dict[str, CellNumbers] = {}
     for run in runs:
         for cell in run.cells:
@@ -53,15 +48,12 @@ def merged(runs: Sequence[RunNumbers]) -> RunNumbers:
             if seen is None or not seen.levels:
                 cells[cell.key] = cell
             elif cell.levels:
-                levels = seen.levels + cell.levels
-                # Two runs, two predictions: together their levels speak for themselves.
-                both = capacity_of(levels, first.promise, config)
-                cells[cell.key] = msgspec.structs.replace(seen, levels=levels, capacity=both, predicted_rate=None, measured_only=None)
+                cells[cell.key] = _both(seen, cell, first)
     spent = [run.measured_seconds for run in runs if run.measured_seconds is not None]
     return msgspec.structs.replace(
         first,
-        cells=tuple(sorted(cells.values(), key=lambda cell: (cell.parameters or 0, cell.model, cell.weight_format, cell.backend))),
-        doubts=tuple(dict.fromkeys(doubt for run in runs for doubt in run.doubts)),
+        cells=tuple(sorted(cells.values(), key=cell_order)),
+        warnings=tuple(dict.fromkeys(warning for run in runs for warning in run.warnings)),
         requests=sum(run.requests for run in runs),
         requests_counted=sum(run.requests_counted for run in runs),
         measured_seconds=sum(spent) if spent else None,
@@ -70,10 +62,17 @@ def merged(runs: Sequence[RunNumbers]) -> RunNumbers:
     )
 
 
-def _difference(mine: Any, theirs: Any) -> str:
-    """The keys in which two values differ, with both values."""
-    a, b = msgspec.to_builtins(mine), msgspec.to_builtins(theirs)
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return f"{a!r} and {b!r}"
-    keys = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
-    return ", ".join(f"{key} {a.get(key)!r} and {b.get(key)!r}" for key in keys)
+def _both(one: CellNumbers, other: CellNumbers, run: RunNumbers) -> CellNumbers:
+    """A cell with the levels of two runs; their predictions are left out."""
+    levels = one.levels + other.levels
+    capacity = capacity_of(levels, run.slo, search_config(run.manifest))
+    return msgspec.structs.replace(
+        one, levels=levels, capacity=capacity, predicted_rate=None, measured_only=None
+    )
+
+
+def _difference(one: RunNumbers, other: RunNumbers) -> str:
+    """The keys in which two SLOs differ, with both values."""
+    mine, theirs = msgspec.to_builtins(one.slo), msgspec.to_builtins(other.slo)
+    keys = [key for key in mine if mine[key] != theirs[key]]
+    return ", ".join(f"{key} {mine[key]!r} and {theirs[key]!r}" for key in keys)

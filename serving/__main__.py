@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from models.errors import ModelError
-from serving.cli import serve
+from serving.cli.serve import serve
 from serving.errors import ServingError
 
 

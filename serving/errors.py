@@ -1,16 +1,54 @@
-"""What can go wrong while serving. Messages are one sentence: what, which value, what else would do."""
+"""What can go wrong while serving, and the states of an engine. Messages are one sentence.
+
+A message says what failed, for which value, and what would work instead. Only `serving.http` turns
+an error into a status code.
+"""
+
+from enum import StrEnum
+
+from models.errors import CrossoverError
 
 
-class ServingError(Exception):
+class Cause(StrEnum):
+    """Why an engine ended, or why it cannot be where the policy wants it."""
+
+    no_driver = "no_driver"
+    driver_mismatch = "driver_mismatch"
+    no_device = "no_device"
+    arch_unsupported = "arch_unsupported"
+    insufficient_vram = "insufficient_vram"
+    insufficient_memory = "insufficient_memory"
+    load_oom = "load_oom"
+    runtime_oom = "runtime_oom"
+    load_failed = "load_failed"
+    engine_died = "engine_died"
+    health_timeout = "health_timeout"
+    forced = "forced"
+    backend_missing = "backend_missing"
+
+
+class EngineState(StrEnum):
+    """loading -> ready <-> restarting -> failed; draining -> stopped or unloaded."""
+
+    loading = "loading"
+    ready = "ready"
+    restarting = "restarting"
+    failed = "failed"
+    draining = "draining"
+    stopped = "stopped"
+    unloaded = "unloaded"
+
+
+class ServingError(CrossoverError):
     """Base of everything that `serving` raises on purpose."""
 
 
 class BackendUnavailable(ServingError):
-    """The backend cannot run here: its package is not installed, or the machine lacks what it needs."""
+    """The backend's package is not installed, or the machine lacks what it needs."""
 
 
 class Unsupported(ServingError):
-    """A request asks for something that this backend cannot do. Becomes a 400 that names `parameter`."""
+    """The backend cannot do what a request asks for. `parameter` names the request's key."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -22,8 +60,76 @@ class OutOfMemory(ServingError):
 
 
 class EngineFailed(ServingError):
-    """The backend is in a state that only a restart repairs; the engine child must end."""
+    """The backend is in a state that only a restart repairs; the engine process must end."""
 
 
 class KvFull(ServingError):
     """A step did not fit in the KV pool; the KV is as it was before the step."""
+
+
+class UnknownModel(ServingError):
+    """No model of this name is served."""
+
+
+class ModelNotNamed(ServingError):
+    """Several models are served, and the request names none."""
+
+
+class ContextOverflow(ServingError):
+    """The context does not hold a prompt and its answer. `parameter`: messages or prompt."""
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        context_tokens: int,
+        parameter: str,
+        at_least: bool = False,
+    ) -> None:
+        asked = prompt_tokens + (max_tokens or 0)
+        parts = f"{'at least ' if at_least else ''}{prompt_tokens} in the {parameter}"
+        shorter = parameter
+        if max_tokens:
+            parts += f", {max_tokens} in the completion"
+            shorter += " or completion"
+        super().__init__(  # the words that clients look for
+            f"This model's maximum context length is {context_tokens} tokens. However, you "
+            f"requested {asked} tokens ({parts}). Please reduce the length of the {shorter}."
+        )
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+        self.parameter = parameter
+
+
+class Unavailable(ServingError):
+    """No engine serves at the moment. `code` says why, by default the model's state."""
+
+    def __init__(self, reason: str, retry_after_seconds: float, code: str = "unavailable") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+        self.code = code
+
+
+class Overloaded(ServingError):
+    """The queue is full. `kind`: queue_requests, queue_tokens, queue_wait or queue_ttft."""
+
+    def __init__(
+        self, reason: str, retry_after_seconds: float, kind: str = "queue_requests"
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+        self.kind = kind
+
+
+class NoRoom(ServingError):
+    """The models that would have to be evicted are busy. Trying again may work."""
+
+
+class LoadFailed(ServingError):
+    """The model did not load; nothing else has changed."""
+
+
+class Busy(ServingError):
+    """The same change of a model is under way already."""

@@ -1,71 +1,115 @@
 """Prometheus metrics of the endpoint: vLLM's meanings, names with the prefix `crossover_`.
 
-    metrics = Metrics("smollm2-135m", supervisor)        # of one model
-    server = ServerMetrics(); server.add(metrics)        # of the process
+    server = ServerMetrics()                                 # of the process
+    metrics = Metrics(server, "smollm2-135m", supervisor)    # of one model, label `model_name`
+    server.add(metrics)
     metrics.ttft.observe(0.12)
-    text = server.exposition()
+    text = await server.exposition()
 
-| crossover_...                          | what is measured, in seconds unless said                                                     |
-|----------------------------------------|----------------------------------------------------------------------------------------------|
-| time_to_first_token_seconds            | the request's head arrived -> its first token is here (an answer that is not streamed too)   |
-| inter_token_latency_seconds            | gap between two deltas of one sequence, as it was (a 2 s stall is one gap of 2 s)            |
-| request_time_per_output_token_seconds  | of one sequence: (last - first token) / (tokens - tokens of the first delta)                 |
-| e2e_request_latency_seconds            | the request's head arrived -> the sequence's last token                                      |
-| request_queue_time_seconds             | arrival in the engine -> first scheduled                                                     |
-| request_prefill_time_seconds           | first scheduled -> first token                                                               |
-| request_decode_time_seconds            | first token -> last token                                                                    |
-| request_inference_time_seconds         | first scheduled -> last token: prefill + decode                                              |
-| prompt_tokens, generation_tokens       | counted when the first token is here, and as they come (at the end where nothing is streamed) |
-| prefix_cache_queries, prefix_cache_hits | prompt tokens looked up in, and taken from, earlier sequences' KV                            |
-| kv_cache_usage_perc                    | share of the KV cache that running sequences hold, 0 to 1                                    |
-| num_requests_running, _waiting         | sequences in the engine's batch, and in its queue                                            |
-
-A family has one sample for each model, told apart by the label `model_name`. What differs from vLLM: an answer of n choices counts as n
-sequences, and what is not known (no engine is loaded) is absent, never 0.
-
-Histograms are plain lists, filled by one thread (the event loop) and read at a scrape: an observation costs a bisection and no lock,
-since there is one for each token. All times are the API process's, except queue and prefill: these the engine measured.
+Times are in seconds, of the API process; the engine measures queue and prefill. An answer of n
+choices counts as n sequences. Unknown values are omitted, not reported as 0.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from serving.backends.base import EngineConfig
-from serving.memory_sampler import MemorySampler
-from serving.messages import Ready, StepStats
+from serving.engine.messages import FinishReason, Ready, StepStats
+from serving.errors import EngineState
+from serving.hardware.memory import MemorySampler
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_FAILURES = ("cancelled", "deadline", "error", "refused")
 PREFIX = "crossover_"
+SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
+FAILURES = tuple(reason for reason in FinishReason if reason not in SUCCESSES)
+LOAD_OUTCOMES = ("ready", "failed")
 UNLOAD_REASONS = ("idle", "evicted", "asked", "swapped")
-STATES = ("loading", "ready", "restarting", "failed", "draining", "stopped", "unloaded")
+
+
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
 
 # vLLM's buckets, with finer ones below for small models and coarser ones above for CPUs.
-TTFT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30)
-CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
-COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_TTFT = _bounds(
+    "0.001 0.0025 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160"
+    " 640 2560"
+)
+_TOKEN = _bounds(
+    "0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80"
+)
+_REQUEST = _bounds(
+    "0.01 0.05 0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
+)
+_STEP = _bounds(
+    "0.0005 0.001 0.0025 0.005 0.01 0.02 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.5 0.75 1 2 5 10 30"
+)
+_CHOICES = _bounds("1 2 5 10 20 50 100")
+_COUNTS = _bounds("1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000")
+
+HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (_TTFT, "From the request's arrival to its first token"),
+    "inter_token_latency_seconds": (_TOKEN, "Gap between two deltas of one sequence"),
+    "request_time_per_output_token_seconds": (_TOKEN, "Mean time per output token of a sequence"),
+    "e2e_request_latency_seconds": (_REQUEST, "From the request's arrival to its last token"),
+    "request_queue_time_seconds": (_REQUEST, "From arrival in the engine to the first step"),
+    "request_prefill_time_seconds": (_REQUEST, "From the first step to the first token"),
+    "request_decode_time_seconds": (_REQUEST, "From the first token to the last"),
+    "request_inference_time_seconds": (_REQUEST, "From the first step to the last token"),
+    "request_prompt_tokens": (_COUNTS, "Prompt tokens of one sequence"),
+    "request_generation_tokens": (_COUNTS, "Output tokens of one sequence"),
+    "request_params_max_tokens": (_COUNTS, "Most output tokens that a sequence may have"),
+    "request_params_n": (_CHOICES, "Answers asked for by one request"),
+    "step_seconds": (_STEP, "One scheduler step of the engine"),
+    "step_backend_seconds": (_STEP, "The backend's share of one step"),
+    "iteration_tokens": (_COUNTS, "Tokens of one step, prompt and output"),
+}
+COUNTERS: dict[str, str] = {
+    "prompt_tokens": "Prompt tokens of sequences that got a token",
+    "generation_tokens": "Output tokens",
+    "prefix_cache_queries": "Prompt tokens looked up in earlier sequences' KV",
+    "prefix_cache_hits": "Prompt tokens taken from an earlier sequence's KV",
+}
+LABELLED_COUNTERS: dict[str, tuple[str, Sequence[str], str]] = {
+    "request_success": ("finished_reason", SUCCESSES, "Sequences that ended as they should"),
+    "request_failure": ("finished_reason", FAILURES, "Sequences that did not"),
+    "model_loads": ("outcome", LOAD_OUTCOMES, "Times the model was loaded"),
+    "model_unloads": ("reason", UNLOAD_REASONS, "Times the model was unloaded"),
+}
 
 
 class Served(Protocol):
-    """What a scrape reads from the supervisor. (Its `returns`, `deaths`, `standby` and `pids` are read where it has them.)"""
+    """What a scrape reads from the supervisor."""
 
-    state: str
+    state: EngineState | str
     stats: StepStats | None
     restarts: int
     fallbacks: int
+    returns: int
+    deaths: Any  # cause -> count
 
     @property
     def ready(self) -> Ready | None: ...
@@ -74,67 +118,106 @@ class Served(Protocol):
     def config(self) -> EngineConfig: ...
 
     @property
-    def engine_pid(self) -> int | None: ...
-
-
-class Histogram:
-    """Counts in buckets, and their sum. For one thread."""
-
-    __slots__ = ("name", "help", "bounds", "counts", "sum")
-
-    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
-        self.name, self.help, self.bounds = PREFIX + name, help, tuple(float(bound) for bound in bounds)
-        self.counts = [0] * (len(bounds) + 1)  # the last one: above every bound
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def standby(self) -> str | None: ...
 
     @property
-    def count(self) -> int:
-        return sum(self.counts)
+    def pids(self) -> Sequence[int]: ...
 
-    def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.name, self.help, labels=list(labels))
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip([*map(repr, self.bounds), "+Inf"], self.counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric(list(labels.values()), buckets, self.sum)
-        return family
+
+# kind, name, value, help; a value of None is omitted.
+_State = tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, Callable[..., Any], str]
+STATE: tuple[_State, ...] = (
+    (CounterMetricFamily, "engine_restarts", lambda s: s.restarts, "Restarts in the same place"),
+    (CounterMetricFamily, "engine_fallbacks", lambda s: s.fallbacks, "Another engine took over"),
+    (CounterMetricFamily, "engine_returns", lambda s: s.returns, "The preferred engine came back"),
+    (
+        *(GaugeMetricFamily, "num_requests_running", lambda s: s.stats.running if s.stats else 0),
+        "Sequences in the engine's batch",
+    ),
+    (
+        *(GaugeMetricFamily, "num_requests_waiting", lambda s: s.stats.waiting if s.stats else 0),
+        "Sequences waiting for a slot",
+    ),
+    (
+        *(CounterMetricFamily, "num_preemptions", lambda s: s.stats.preemptions if s.stats else 0),
+        "Sequences sent back to the queue; starts again with the engine",
+    ),
+    (
+        *(GaugeMetricFamily, "engine_standby", lambda s: s.standby is not None),
+        "1 while another engine is loaded to take over",
+    ),
+    (
+        *(GaugeMetricFamily, "kv_cache_usage_perc", lambda s: _kv_share(s)),
+        "Share of the KV cache in use, 0 to 1",
+    ),
+    (
+        *(GaugeMetricFamily, "kv_cache_tokens", lambda s: s.ready and s.ready.info.kv_tokens),
+        "Tokens that the KV cache holds",
+    ),
+    (
+        *(GaugeMetricFamily, "engine_slots", lambda s: s.ready and s.ready.info.slots),
+        "Sequences that run at once",
+    ),
+    (
+        *(GaugeMetricFamily, "engine_load_seconds", lambda s: s.ready and s.ready.load_seconds),
+        "Time of the last load",
+    ),
+)
+
+
+def _kv_share(served: Served) -> float | None:
+    if served.ready is None:
+        return None
+    used = served.stats.kv_used_tokens if served.stats else 0
+    return used / max(1, served.ready.info.kv_tokens)
 
 
 class Metrics:
-    """The metrics of one model. The event loop fills it, a scrape reads it."""
+    """The metrics of one model. The event loop fills it; a scrape reads `served`."""
 
-    def __init__(self, model: str, served: Served) -> None:
-        self._labels = {"model_name": model}
-        self._served = served
-        self.ttft = Histogram("time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS)
-        self.inter_token = Histogram("inter_token_latency_seconds", "Gap between two deltas of one sequence", TOKEN_BUCKETS)
-        self.per_token = Histogram("request_time_per_output_token_seconds", "Mean time per output token of one sequence", TOKEN_BUCKETS)
-        self.e2e = Histogram("e2e_request_latency_seconds", "From the request's arrival to its last token", REQUEST_BUCKETS)
-        self.queue = Histogram("request_queue_time_seconds", "From arrival in the engine to the first step", REQUEST_BUCKETS)
-        self.prefill = Histogram("request_prefill_time_seconds", "From the first step to the first token", REQUEST_BUCKETS)
-        self.decode = Histogram("request_decode_time_seconds", "From the first token to the last", REQUEST_BUCKETS)
-        self.inference = Histogram("request_inference_time_seconds", "From the first step to the last token", REQUEST_BUCKETS)
-        self.prompt_lengths = Histogram("request_prompt_tokens", "Prompt tokens of one sequence", COUNT_BUCKETS)
-        self.output_lengths = Histogram("request_generation_tokens", "Output tokens of one sequence", COUNT_BUCKETS)
-        self.asked_lengths = Histogram("request_params_max_tokens", "Most output tokens that a sequence may have", COUNT_BUCKETS)
-        self.asked_choices = Histogram("request_params_n", "Answers asked for by one request", CHOICE_BUCKETS)
-        self.step = Histogram("step_seconds", "One scheduler step of the engine", STEP_BUCKETS)
-        self.step_backend = Histogram("step_backend_seconds", "The backend's share of one step", STEP_BUCKETS)
-        self.step_tokens = Histogram("iteration_tokens", "Tokens of one step, prompt and output", COUNT_BUCKETS)
-        self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
-        self.finished: Counter[str] = Counter()  # stop, length, cancelled, deadline, error
-        self.loads: Counter[str] = Counter()  # ready, failed
-        self.unloads: Counter[str] = Counter()  # idle, evicted, asked, swapped
+    def __init__(self, server: ServerMetrics, model: str, served: Served) -> None:
+        self.model = model
+        self.served = served
+        histograms = {name: family.labels(model) for name, family in server.histograms.items()}
+        self.ttft = histograms["time_to_first_token_seconds"]
+        self.inter_token = histograms["inter_token_latency_seconds"]
+        self.per_token = histograms["request_time_per_output_token_seconds"]
+        self.e2e = histograms["e2e_request_latency_seconds"]
+        self.queue = histograms["request_queue_time_seconds"]
+        self.prefill = histograms["request_prefill_time_seconds"]
+        self.decode = histograms["request_decode_time_seconds"]
+        self.inference = histograms["request_inference_time_seconds"]
+        self.prompt_lengths = histograms["request_prompt_tokens"]
+        self.output_lengths = histograms["request_generation_tokens"]
+        self.asked_lengths = histograms["request_params_max_tokens"]
+        self.asked_choices = histograms["request_params_n"]
+        self.step = histograms["step_seconds"]
+        self.step_backend = histograms["step_backend_seconds"]
+        self.step_tokens = histograms["iteration_tokens"]
+        counters = {name: family.labels(model) for name, family in server.counters.items()}
+        self.prompt_tokens = counters["prompt_tokens"]
+        self.generation_tokens = counters["generation_tokens"]
+        self.cache_queries = counters["prefix_cache_queries"]
+        self.cache_hits = counters["prefix_cache_hits"]
+        labelled = {
+            name: {value: server.labelled[name].labels(model, value) for value in values}
+            for name, (_, values, _) in LABELLED_COUNTERS.items()
+        }
+        self.finished = labelled["request_success"] | labelled["request_failure"]
+        self._loads = labelled["model_loads"]
+        self._unloads = labelled["model_unloads"]
+        self.loads = dict.fromkeys(LOAD_OUTCOMES, 0)
+        self.unloads = dict.fromkeys(UNLOAD_REASONS, 0)
 
-    @property
-    def _histograms(self) -> tuple[Histogram, ...]:
-        return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
+    def loaded(self, outcome: str) -> None:
+        """The model was loaded ("ready"), or not ("failed")."""
+        self.loads[outcome] += 1
+        self._loads[outcome].inc()
+
+    def unloaded(self, reason: str) -> None:
+        """The model was unloaded, for one of UNLOAD_REASONS."""
+        self.unloads[reason] += 1
+        self._unloads[reason].inc()
 
     def stepped(self, stats: StepStats) -> None:
         """The engine finished one step."""
@@ -143,164 +226,135 @@ class Metrics:
             self.step_backend.observe(stats.backend_seconds)
             self.step_tokens.observe(stats.decode_rows + stats.prefill_tokens)
 
-    @property
-    def served(self) -> Served:
-        return self._served
-
     def serve(self, served: Served) -> None:
         """From now on this supervisor serves the model: counts go on, states are read from it."""
-        self._served = served
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return self._labels
-
-    def families(self) -> Iterator[Metric]:
-        """Everything, as families of one sample (or one histogram) each."""
-        for histogram in self._histograms:
-            yield histogram.family(self._labels)
-        yield from self._counters()
-        yield from self._engine()
-
-    def _counters(self) -> Iterator[Metric]:
-        for name, value, text in (
-            ("prompt_tokens", self.prompt_tokens, "Prompt tokens of sequences that got a token"),
-            ("generation_tokens", self.generation_tokens, "Output tokens"),
-            ("prefix_cache_queries", self.prompt_tokens, "Prompt tokens looked up in earlier sequences' KV"),
-            ("prefix_cache_hits", self.cached_tokens, "Prompt tokens taken from an earlier sequence's KV"),
-            ("engine_restarts", self._served.restarts, "Times the engine was started again in the same place"),
-            ("engine_fallbacks", self._served.fallbacks, "Times another engine took over"),
-            ("engine_returns", getattr(self._served, "returns", 0), "Times the preferred engine took over again"),
-        ):
-            yield self._one(CounterMetricFamily, name, value, text)
-        for name, label, counts, text in (
-            ("request_success", "finished_reason", _only(self.finished, ("stop", "length")), "Sequences that ended as they should"),
-            ("request_failure", "finished_reason", _only(self.finished, _FAILURES), "Sequences that did not"),
-            ("engine_deaths", "cause", dict(getattr(self._served, "deaths", {})), "Engine processes that ended unasked, by cause"),
-            ("model_loads", "outcome", _only(self.loads, ("ready", "failed")), "Times the model was loaded"),
-            ("model_unloads", "reason", _only(self.unloads, UNLOAD_REASONS), "Times the model was unloaded"),
-        ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=[*self._labels, label])
-            for key, value in counts.items():
-                family.add_metric([*self._labels.values(), key], value)
-            yield family
-
-    def _engine(self) -> Iterator[Metric]:
-        served = self._served
-        stats, ready = served.stats, served.ready
-        running, waiting, preempted = (stats.running, stats.waiting, stats.preemptions) if stats else (0, 0, 0)
-        yield self._one(GaugeMetricFamily, "num_requests_running", running, "Sequences in the engine's batch")
-        yield self._one(GaugeMetricFamily, "num_requests_waiting", waiting, "Sequences waiting for a slot")
-        yield self._one(CounterMetricFamily, "num_preemptions", preempted, "Sequences sent back to the queue; starts anew with the engine")
-        states = GaugeMetricFamily(PREFIX + "engine_state", "1 for the state the engine is in", labels=[*self._labels, "state"])
-        for state in STATES:
-            states.add_metric([*self._labels.values(), state], float(served.state == state))
-        yield states
-        standby = getattr(served, "standby", None)
-        yield self._one(GaugeMetricFamily, "engine_standby", float(standby is not None), "1 while another engine is loaded to take over")
-        config = served.config
-        info = InfoMetricFamily(PREFIX + "engine", "What serves, or is about to", labels=list(self._labels))
-        about = {"backend": config.backend, "device": config.device, "weight_format": config.weight_format}
-        if ready is not None:
-            about |= {"weight_format": ready.info.weight_format, "device_name": ready.info.device_name}
-        info.add_metric(list(self._labels.values()), about)
-        yield info
-        if ready is None:
-            return  # what is not known is not there: 0 would be a lie
-        used = stats.kv_used_tokens if stats else 0
-        yield self._one(
-            GaugeMetricFamily, "kv_cache_usage_perc", used / max(1, ready.info.kv_tokens), "Share of the KV cache in use, 0 to 1"
-        )
-        yield self._one(GaugeMetricFamily, "kv_cache_tokens", ready.info.kv_tokens, "Tokens that the KV cache holds")
-        yield self._one(GaugeMetricFamily, "engine_slots", ready.info.slots, "Sequences that run at once")
-        yield self._one(GaugeMetricFamily, "engine_load_seconds", ready.load_seconds, "Time of the last load")
-        memory = GaugeMetricFamily(PREFIX + "engine_memory_bytes", "Where memory goes", labels=[*self._labels, "part", "said"])
-        for said, parts in (("predicted", ready.info.predicted), ("measured", ready.info.measured)):
-            for part in ("weight", "kv", "compute"):
-                size = getattr(parts, f"{part}_bytes", None)
-                if size is not None:
-                    memory.add_metric([*self._labels.values(), part, said], size)
-        memory.add_metric([*self._labels.values(), "rss_when_loaded", "measured"], ready.rss_bytes)
-        memory.add_metric([*self._labels.values(), "peak_rss_when_loaded", "measured"], ready.peak_rss_bytes)
-        yield memory
-
-    def _one(self, kind: Any, name: str, value: float, text: str) -> Metric:
-        family: Metric = kind(PREFIX + name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)  # type: ignore[attr-defined]
-        return family
+        self.served = served
 
 
 class ServerMetrics(Collector):
-    """The metrics of the process: those of every model, answers by route, rejections, and memory."""
+    """The metrics of the process; as a collector, those that are read at the scrape."""
 
     def __init__(self) -> None:
-        self.models: list[Metrics] = []
-        self.rejected: Counter[tuple[str, str]] = Counter()  # (model or "", an error's code)
-        self.responses: Counter[tuple[str, int]] = Counter()  # (route, status)
-        self.open_requests = 0
+        self.models: dict[str, Metrics] = {}
         self.registry = CollectorRegistry(auto_describe=False)
+        model = ["model_name"]
+        self.histograms = {
+            name: Histogram(PREFIX + name, text, model, buckets=bounds, registry=self.registry)
+            for name, (bounds, text) in HISTOGRAMS.items()
+        }
+        self.counters = {
+            name: Counter(PREFIX + name, text, model, registry=self.registry)
+            for name, text in COUNTERS.items()
+        }
+        self.labelled = {
+            name: Counter(PREFIX + name, text, [*model, label], registry=self.registry)
+            for name, (label, _, text) in LABELLED_COUNTERS.items()
+        }
+        self.rejected = self._counter(
+            "request_rejected", "Requests answered with an error, by its code", "model_name reason"
+        )
+        self.responses = self._counter(
+            "http_responses", "Answers by route and status", "route status"
+        )
+        self.open_requests = self._gauge("http_requests_open", "Requests that are being answered")
+        self._tasks = self._gauge("event_loop_tasks", "Tasks of the HTTP side's event loop")
         self.registry.register(self)
-        ProcessCollector(registry=self.registry)  # this process's CPU, memory and file descriptors
+        ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
         self._sampler = MemorySampler()
-        self._tasks: int | None = None  # of the event loop; when nothing is asked for they must not grow in number
+
+    def _counter(self, name: str, text: str, labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels.split(), registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(PREFIX + name, text, registry=self.registry)
 
     def add(self, metrics: Metrics) -> None:
-        """One more model; one of the same name takes the place of the old one."""
-        self.models = [each for each in self.models if each.labels != metrics.labels] + [metrics]
+        """One more model, or another engine of one that is there."""
+        self.models[metrics.model] = metrics
 
     def remove(self, metrics: Metrics) -> None:
-        """This model is served no more."""
-        self.models.remove(metrics)
+        """This model is served no more; its counts go with it."""
+        del self.models[metrics.model]
+        for family in (*self.histograms.values(), *self.counters.values()):
+            family.remove(metrics.model)
+        for name, (_, values, _) in LABELLED_COUNTERS.items():
+            for value in values:
+                self.labelled[name].remove(metrics.model, value)
 
     async def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        engines = {pid: metrics.labels["model_name"] for metrics in self.models for pid in _pids(metrics.served)}
-        await self._sampler.sample(engines)
-        self._tasks = len(asyncio.all_tasks())
+        pids = {pid: name for name, model in self.models.items() for pid in model.served.pids}
+        await self._sampler.sample(pids)
+        self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
-        merged: dict[str, Metric] = {}
-        for metrics in self.models:
-            for family in metrics.families():
-                known = merged.setdefault(family.name, family)
-                if known is not family:
-                    known.samples.extend(family.samples)
-        yield from merged.values()
-        rejected = CounterMetricFamily(
-            PREFIX + "request_rejected", "Requests answered with an error, by its code", labels=["model_name", "reason"]
-        )
-        for (model, reason), value in self.rejected.items():
-            rejected.add_metric([model, reason], value)
-        yield rejected
-        responses = CounterMetricFamily(PREFIX + "http_responses", "Answers by route and status", labels=["route", "status"])
-        for (route, status), value in self.responses.items():
-            responses.add_metric([route, str(status)], value)
-        yield responses
-        yield GaugeMetricFamily(PREFIX + "http_requests_open", "Requests that are being answered", value=self.open_requests)
-        if self._tasks is not None:
-            yield GaugeMetricFamily(PREFIX + "event_loop_tasks", "Tasks of the HTTP side's event loop", value=self._tasks)
-        memory = GaugeMetricFamily(
-            PREFIX + "engine_process_memory_bytes", "Memory of engine processes now", labels=["model_name", "pid", "kind"]
+        served = {name: metrics.served for name, metrics in self.models.items()}
+        for kind, name, value, text in STATE:
+            family = kind(PREFIX + name, text, labels=["model_name"])
+            for model, each in served.items():
+                found = value(each)
+                if found is not None:
+                    family.add_metric([model], float(found))
+            yield family
+        yield from _engines(served)
+        yield from self._memory()
+
+    def _memory(self) -> Iterator[Metric]:
+        memory = _gauges(
+            "engine_process_memory_bytes", "Memory of engine processes now", "model_name pid kind"
         )
         for model, pid, use in self._sampler.engines:
             for kind, size in (("rss", use.rss_bytes), ("pss", use.pss_bytes)):
                 if size is not None:
                     memory.add_metric([model, str(pid), kind], size)
         yield memory
-        gpus = GaugeMetricFamily(PREFIX + "gpu_memory_bytes", "Memory of each GPU, as its driver says", labels=["gpu", "name", "kind"])
+        gpus = _gauges(
+            "gpu_memory_bytes", "Memory of each GPU, as its driver says", "gpu name kind"
+        )
         for gpu in self._sampler.gpus:
             for kind, size in (("used", gpu.used_bytes), ("total", gpu.total_bytes)):
                 gpus.add_metric([str(gpu.index), gpu.name, kind], size)
         yield gpus
 
 
-def _pids(served: Served) -> Sequence[int]:
-    found: Sequence[int] | None = getattr(served, "pids", None)
-    if found is not None:
-        return found
-    return [] if served.engine_pid is None else [served.engine_pid]
+def _gauges(name: str, text: str, labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(PREFIX + name, text, labels=labels.split())
 
 
-def _only(counts: Counter[str], keys: Sequence[str]) -> dict[str, int]:
-    return {key: counts[key] for key in keys}
+def _engines(served: dict[str, Served]) -> Iterator[Metric]:
+    """The families of engines with labels of their own."""
+    states = _gauges("engine_state", "1 for the state the engine is in", "model_name state")
+    info = InfoMetricFamily(PREFIX + "engine", "What serves, or is about to", labels=["model_name"])
+    memory = _gauges("engine_memory_bytes", "Where memory goes", "model_name part said")
+    deaths = CounterMetricFamily(
+        PREFIX + "engine_deaths",
+        "Engine processes that ended unasked, by cause",
+        labels=["model_name", "cause"],
+    )
+    for model, each in served.items():
+        for state in EngineState:
+            states.add_metric([model, state], float(each.state == state))
+        for cause, count in each.deaths.items():
+            deaths.add_metric([model, cause], count)
+        config, ready = each.config, each.ready
+        about = {"backend": config.backend, "device": config.device}
+        about["weight_format"] = config.weight_format
+        if ready is not None:
+            about["weight_format"] = ready.info.weight_format
+            about["device_name"] = ready.info.device_name
+            for part, said, size in _memory_of(ready):
+                memory.add_metric([model, part, said], size)
+        info.add_metric([model], about)
+    yield from (states, info, memory, deaths)
+
+
+def _memory_of(ready: Ready) -> Iterator[tuple[str, str, int]]:
+    """(part, said, bytes) of a loaded engine."""
+    for said, parts in (("predicted", ready.info.predicted), ("measured", ready.info.measured)):
+        for part in ("weight", "kv", "compute"):
+            size = getattr(parts, f"{part}_bytes", None)
+            if size is not None:
+                yield part, said, size
+    yield "rss_when_loaded", "measured", ready.rss_bytes
+    yield "peak_rss_when_loaded", "measured", ready.peak_rss_bytes

@@ -1,4 +1,6 @@
-"""Fixtures that more than one package's tests need, and the rule that a test for a GPU is skipped visibly where there is none."""
+"""Fixtures that more than one package's tests need, and the rule that a test for a GPU is skipped
+visibly where there is none.
+"""
 
 import os
 import subprocess
@@ -24,7 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def measuring_lock_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Campaigns of tests are no measurements: they may run beside a real one, and beside another run of the tests."""
+    """Campaigns of tests are no measurements: they may run beside a real one, and beside another
+    run of the tests.
+    """
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
     yield
@@ -37,6 +41,8 @@ def measuring_lock_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture(scope="session")
 def shipped_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of the tokenizer that the project ships, as the fake backend is served with."""
-    from models.hub import resolve
+    from models.resolve import resolve
 
-    return str(Path(resolve("fake", backend="fake", cache=tmp_path_factory.mktemp("cache")).tokenizer_path))
+    return str(
+        Path(resolve("fake", kind="none", cache=tmp_path_factory.mktemp("cache")).tokenizer_path)
+    )

@@ -1,4 +1,6 @@
-"""What is installed is what the project says: names, extras, the console command, the pinned set, the fixed top level."""
+"""What is installed is what the project says: names, extras, the console command, the pinned set,
+the fixed top level.
+"""
 
 import re
 import subprocess
@@ -17,19 +19,34 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_the_top_level_is_the_agreed_one() -> None:
     for name in ("serving", "models", "loadtests", "reports", "docker", "tests"):
         assert (ROOT / name).is_dir(), name
-    for name in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "crossover.py", "constraints.txt", ".ci/run"):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "Makefile",
+        "crossover.py",
+        "constraints.txt",
+        ".ci/run",
+    ):
         assert (ROOT / name).is_file(), name
 
 
 def test_version_and_command() -> None:
     assert PROJECT["version"] == crossover.VERSION == version("llm-crossover")
-    (command,) = [point for point in entry_points(group="console_scripts") if point.name == "crossover"]
+    (command,) = [
+        point for point in entry_points(group="console_scripts") if point.name == "crossover"
+    ]
     assert command.value == "crossover:main"
 
 
 def test_every_verb_of_the_table_answers_help() -> None:
     for verb in crossover.VERBS:
-        done = subprocess.run([sys.executable, "-m", "crossover", verb, "--help"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "crossover", verb, "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, (verb, done.stderr)
         assert "Usage" in done.stdout, verb
 
@@ -37,9 +54,13 @@ def test_every_verb_of_the_table_answers_help() -> None:
 def test_the_named_packages_are_dependencies_of_all_and_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
     named = {"transformers", "torch", "optimum", "onnxruntime", "llama-cpp-python", "locust"}
-    everything = {re.split(r"[\[<>=;]", line)[0].strip() for extra in extras.values() for line in extra}
+    everything = {
+        re.split(r"[\[<>=;]", line)[0].strip() for extra in extras.values() for line in extra
+    }
     assert named <= everything
-    pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    pins = dict(
+        re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
+    )
     normal = {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in pins.items()}
     for name in sorted(named | {"pytest"}):
         assert version(name).split("+")[0] == normal[name], name
@@ -47,7 +68,10 @@ def test_the_named_packages_are_dependencies_of_all_and_pinned() -> None:
 
 def test_the_wheel_holds_the_four_packages_their_data_and_no_weights(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True, capture_output=True
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     )
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()

@@ -1,36 +1,90 @@
-"""The whole way: campaign file, real server with its engine child (fake backend), Locust, run folder.
-
-And all of it again while things are killed.
+"""Whole campaigns with real servers and real load generators, and again while the runner, Locust or
+the engine is killed.
 """
 
 from __future__ import annotations
 
-import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import psutil
 import pytest
 
-from loadtests.resources import engine_pids, family
-from loadtests.store import completed_levels, read_events, read_requests, read_samples
-from tests.loadtests.test_runner import check_folder, kinds, only_folder, wait_for
+from loadtests.campaign.campaign_file import Plan, parse_campaign
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import prediction_on_record
+from loadtests.campaign.runner import resume, run
+from loadtests.errors import BadRunFolder
+from loadtests.host.resources import engine_pids, family
+from loadtests.records.events import (
+    CellFinished,
+    CellReady,
+    Interrupted,
+    LevelAbandoned,
+    LevelPurpose,
+    LevelStarted,
+    RunResumed,
+    completed_levels,
+    of_kind,
+)
+from loadtests.records.run_folder import (
+    read_events,
+    read_manifest,
+    read_records,
+    read_requests,
+    read_samples,
+)
+from loadtests.simulation.calibration import error_in_words, error_of
+from loadtests.terminal.level import wide_console
+from loadtests.terminal.run import prediction_in_words, show_run
+from loadtests.workload.goodness_of_fit import ArrivalCheck
+from tests.loadtests.campaign.checks import check_folder
+from tests.loadtests.capacity.known_worlds import Array, World, capacity, waits_md_c
 
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
+Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
-CAMPAIGN = """
+# Four slots of 0.03 + 19 x 0.01 = 0.22 s: 18.2 requests/s at the very most, and less where a share
+# may not wait long (M/D/4).
+SERVICE_SECONDS = 0.03 + 19 * 0.01
+TTFT_SECONDS = {"quick": 0.2, "patient": 0.8}
+KNOWN = """
+name = "known truth"
+budget_seconds = {budget}
+workload = {{ prompt_tokens = 16, output_tokens = 20 }}
+slos = [
+  {{ name = "quick", ttft_seconds = 0.2, target = 0.8 }},
+  {{ name = "patient", ttft_seconds = 0.8, target = 0.8 }},
+]
+[target]
+url = "{url}"
+[search]
+level_seconds_min = 2
+level_seconds_max = 4
+level_requests_min = 20
+single_stream_requests = 3
+precision = 0.5
+calibration_seconds = 3
+"""
+FAKE = """
 name = "fake ladder"
-models = ["135m", "360m"]
+models = ["135m"]
 backends = ["fake"]
-budget_seconds = 14
+budget_seconds = 7
 sample_seconds = 0.5
 workload = { prompt_tokens = 24, output_tokens = 8 }
-[promise]
+[slo]
 preset = "chat"
 ttft_seconds = 0.5
 target = 0.7
@@ -42,121 +96,265 @@ options = { step_seconds = 0.02 }
 level_seconds_min = 1.5
 level_seconds_max = 2.5
 level_requests_min = 10
-lone_requests = 3
+single_stream_requests = 3
 """
-pytestmark = pytest.mark.slow
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = what()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come")
+
+
+def only_folder(out: Path) -> Path | None:
+    found = [path for path in out.glob("*") if (path / "events.jsonl").exists()]
+    return found[0] if found else None
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "crossover", "campaign", *arguments]
+    """A runner that hears Ctrl-C, also where these tests run in the background of a shell, which
+    then ignores it for all its children.
+    """
     with open(log, "ab") as output:
-        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [sys.executable, "-m", "crossover", "campaign", *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
 
-def command_of(pid: int) -> str:
-    try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return ""
+def is_within_level(folder: Path, count: int) -> bool:
+    """So many levels were begun, and the last has requests on record."""
+    levels = of_kind(read_events(folder).records, LevelStarted)
+    if len(levels) < count:
+        return False
+    return any(record.level == levels[-1].level for record in read_requests(folder).records)
 
 
-def engines(runner: int) -> list[int]:
-    return engine_pids(runner)
+def known(url: str, budget: float) -> Plan:
+    return parse_campaign(KNOWN.format(url=url, budget=budget))
 
 
-def locusts(runner: int) -> list[int]:
-    return [pid for pid in family(runner)[1:] if "locustfile.py" in command_of(pid)]
+@pytest.fixture(scope="module")
+def measured(truth_server: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One finished campaign with two SLOs, and what it said."""
+    out = StringIO()
+    plan = known(truth_server(slots=4, ttft=0.03, gap=0.01, case="predicted"), budget=24)
+    folder = tmp_path_factory.mktemp("runs")
+    with Progress(out, plain_every_seconds=1.0) as progress:
+        return run(plan, folder, progress, command=["test"], beside_others=True), out.getvalue()
 
 
-def servers(runner: int) -> list[int]:
-    return [pid for pid in family(runner)[1:] if " serve " in command_of(pid) and "tether" not in command_of(pid)]
+@pytest.fixture(scope="module")
+def truth() -> dict[str, float]:
+    """SLO -> requests/s at which 80 % wait no longer than it allows."""
+
+    def world(ttft_seconds: float) -> World:
+        def queue(
+            rate: float, n: int, rng: np.random.Generator
+        ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
+            due, waits = waits_md_c(rate, n, rng, 4, SERVICE_SECONDS)
+            return due, waits, waits + 0.03 <= ttft_seconds
+
+        return queue
+
+    return {
+        name: capacity(world(seconds), 0.8, 5.0, 18.1, n=30_000)
+        for name, seconds in TTFT_SECONDS.items()
+    }
 
 
-@pytest.fixture
-def campaign(tmp_path: Path) -> Path:
-    file = tmp_path / "campaign.toml"
-    file.write_text(CAMPAIGN)
-    return file
-
-
-def test_killed_at_random_moments_and_complete_in_the_end(campaign: Path, tmp_path: Path) -> None:
-    """SIGKILL of the engine, of Locust, of the server and twice of the runner, at moments that nobody chose; then it runs through."""
-    chance = random.Random(time.time_ns())
-    log = tmp_path / "log"
-    victims: list[tuple[str, Callable[[int], list[int]]]] = [
-        ("engine", engines),
-        ("locust", locusts),
-        ("runner", lambda runner: [runner]),
-        ("server", servers),
-        ("runner", lambda runner: [runner]),
-    ]
-    runner = start(["run", str(campaign), "--out", str(tmp_path / "runs")], log)
-    folder: Path = wait_for(lambda: only_folder(tmp_path / "runs"))
-    killed: list[str] = []
-    kept: set[str] = set()
-    for name, find in victims:
-        time.sleep(chance.uniform(0.0, 1.5))
-        target = wait_for(partial(_found, find, runner))
-        if target is True:
-            break  # it was quicker than we were
-        whole = family(runner.pid)
-        psutil.Process(target[0]).send_signal(signal.SIGKILL)
-        killed.append(name)
-        if name == "runner":
-            runner.wait(10)
-            wait_for(lambda whole=whole: not [pid for pid in whole if _lives(pid)], 10)
-            kept |= set(completed_levels(read_events(folder).records))
-            runner = start(["resume", str(folder)], log)
-            wait_for(partial(_goes_on, folder, len(kinds(folder)), runner))
-    assert runner.wait(120) == 0, log.read_text()[-4000:]
-    assert killed.count("runner") == 2 or runner.returncode == 0
+def test_a_whole_campaign(measured: tuple[Path, str], truth: dict[str, float]) -> None:
+    """Single-stream requests, calibration, then a search per SLO that brackets the server's true
+    capacity.
+    """
+    folder, said = measured
     check_folder(folder)
     events = read_events(folder).records
-    assert sorted(event.cell or "" for event in events if event.kind == "cell_finished") == ["smollm2-135m-fake", "smollm2-360m-fake"]
-    assert kept <= set(completed_levels(events)), "what was finished before a kill is still finished after it"
-    assert [event.kind for event in events].count("run_resumed") == killed.count("runner")
-    reasons = [str(event.detail["reason"]) for event in events if event.kind == "interrupted"]
-    assert sum("runner was killed" in reason for reason in reasons) == killed.count("runner"), reasons
-    if "engine" in killed or "locust" in killed:
-        assert len(reasons) >= killed.count("runner"), reasons
-    abandoned = {event.level for event in events if event.kind == "level_abandoned"}
-    assert not abandoned & set(completed_levels(events))
+    (ended,) = of_kind(events, CellFinished)
+    assert list(ended.capacities) == ["quick", "patient"]
+    for name, found in ended.capacities.items():
+        assert found.holds_at_any_rate
+        assert found.low * 0.9 < truth[name]
+        if found.high is None:  # the budget ended before a rate broke the SLO
+            assert found.low > 0.5 * truth[name]
+        else:
+            assert truth[name] < found.high * 1.1
+    levels = of_kind(events, LevelStarted)
+    assert levels[0].purpose is LevelPurpose.SINGLE_STREAM and len(levels) >= 3
+    made = prediction_on_record(events, ended.cell)
+    assert made is not None and made.law is not None and made.slots == 4
+    assert made.rates["quick"] < made.rates["patient"]
+    assert levels[1].rate_per_second == pytest.approx(made.rates["quick"])
+    for name, rate in made.rates.items():
+        assert 0.5 < rate / truth[name] < 1.3, "its slots are not the step law's: a quarter too low"
+    for part in ("cell 1 of 1", "calibrated in", "predicted", "left", "complete:"):
+        assert part in said, part
+    assert ended.measured_only is not None
+    words = prediction_in_words(ended.cell, "quick", events)
+    error = error_of(made.rates["quick"], ended.measured_only.estimate)
+    assert words is not None
+    if error is not None:  # None: the budget ended before the levels gave an estimate
+        assert words.endswith(f"{error_in_words(error)} by the levels alone")
+    assert prediction_in_words("other", "quick", events) is None
+    console = wide_console()
+    with console.capture() as shown:
+        show_run(folder, console)
+    for part in (words, "quick: ", "patient: "):
+        assert part in shown.get()
 
 
-def _found(find: Callable[[int], list[int]], runner: subprocess.Popen[bytes]) -> list[int] | bool:
-    return find(runner.pid) or runner.poll() is not None
+def test_what_a_campaign_keeps(measured: tuple[Path, str]) -> None:
+    folder, _ = measured
+    manifest = read_manifest(folder)
+    assert manifest.cells[0]["model"] == "true-model", "the name that the endpoint gives"
+    assert manifest.campaign["slo"]["ttft_seconds"] == 0.2
+    assert "url" in manifest.server_facts and manifest.client_facts["cpu_model"]
+    assert "locust" in manifest.versions and manifest.command == ["test"]
+    events = read_events(folder).records
+    (ready,) = of_kind(events, CellReady)
+    assert ready.target is not None
+    assert (ready.target["model"], ready.target["tokenizer"]) == ("true-model", "vllm")
+    samples = read_samples(folder).records
+    assert any(sample.level for sample in samples)
+    assert all(sample.engine is None for sample in samples)
+    assert any(s.client is not None and s.client.cpu_share is not None for s in samples)
+    said: list[bool | None] = []
+    for level in read_records(folder).levels():
+        kept = level.finished.arrivals
+        if level.started.rate_per_second is None:
+            assert kept is None
+            continue
+        found = msgspec.convert(kept, ArrivalCheck)
+        assert found.count >= level.finished.window_due and found.against == "exponential"
+        said.append(found.as_asked)
+        for number in (found.cv, found.lag1, found.ks_p, found.as_asked):
+            assert (number is None) == (found.count < 20), "too few say nothing"
+    assert True in said
 
 
-def _goes_on(folder: Path, events: int, runner: subprocess.Popen[bytes]) -> bool:
-    return len(kinds(folder)) > events or runner.poll() is not None
+def test_a_killed_load_generator_costs_one_attempt(truth_server: Start, tmp_path: Path) -> None:
+    """SIGKILL of Locust, twice: both levels are abandoned, on record, and measured again."""
+    killed: list[int] = []
+
+    def kill() -> None:
+        until = time.monotonic() + 60
+        while len(killed) < 2 and time.monotonic() < until:
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    mine = process.pid not in killed and any(
+                        part.endswith("locustfile.py") for part in process.cmdline()
+                    )
+                except psutil.Error:
+                    continue
+                if mine and not killed:
+                    killed.append(process.pid)  # while it makes its prompts, or even earlier
+                    process.kill()
+                elif mine and len(killed) == 1 and time.time() - process.create_time() > 3.0:
+                    killed.append(process.pid)  # within the level
+                    process.kill()
+            time.sleep(0.05)
+
+    threading.Thread(target=kill, daemon=True).start()
+    plan = known(truth_server(slots=4, case="killed"), budget=7.0)
+    search = msgspec.structs.replace(
+        plan.campaign.search,
+        level_seconds_min=3.0,
+        level_seconds_max=3.0,
+        calibration_seconds=0,
+        rates=(5.0, 6.0),
+    )
+    settings = msgspec.structs.replace(plan.campaign, search=search)
+    plan = Plan(settings, plan.cells, plan.text)
+    folder = run(plan, tmp_path, Progress(StringIO()), beside_others=True)
+    assert len(killed) == 2
+    check_folder(folder)
+    reasons = [event.reason for event in of_kind(read_events(folder).records, Interrupted)]
+    assert len(reasons) == 2 and all(
+        "load generator" in reason and "SIGKILL" in reason for reason in reasons
+    ), reasons
+    attempts = [event.attempt for event in of_kind(read_events(folder).records, LevelStarted)]
+    assert max(attempts) >= 2, "the repetition says which attempt it is"
 
 
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def test_what_a_run_knows_of_the_machine_and_the_engine(campaign: Path, tmp_path: Path) -> None:
-    """An engine killed in the middle of a level: that level is abandoned for this reason, and measured again with one engine."""
-    file = campaign.read_text().replace('"135m", "360m"', '"135m"').replace("budget_seconds = 14", "budget_seconds = 7")
-    campaign.write_text(file)
+def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(
+    truth_server: Start, tmp_path: Path
+) -> None:
+    """Ctrl-C, then SIGKILL, each within a level; then it runs through."""
+    file = tmp_path / "c.toml"
+    url = truth_server(slots=4, case="resume")
+    file.write_text(KNOWN.format(url=url, budget=12).replace("_seconds = 3\n", "_seconds = 0\n"))
     log = tmp_path / "log"
-    runner = start(["run", str(campaign), "--out", str(tmp_path / "runs")], log)
+    arguments = ["run", str(file), "--out", str(tmp_path / "runs"), "--beside-others"]
+    kept: list[str] = []
+    for number, how in enumerate((signal.SIGINT, signal.SIGKILL), 1):
+        runner = start(arguments, log)
+        folder = wait_for(lambda: only_folder(tmp_path / "runs"))
+        arguments = ["resume", str(folder), "--beside-others"]
+        wait_for(partial(is_within_level, folder, number + 1))
+        children = [psutil.Process(pid) for pid in family(runner.pid)[1:]]
+        assert any("locust" in " ".join(child.cmdline()) for child in children)
+        with pytest.raises(BadRunFolder, match=f"in use by process {runner.pid}"):
+            resume(folder, Progress(StringIO()), beside_others=True)
+        runner.send_signal(how)
+        assert runner.wait(30) == (-9 if how == signal.SIGKILL else 2)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        alive = [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+        assert not alive, "its children end with it"
+        kept = list(completed_levels(read_events(folder).records))
+    said = log.read_text().replace("\n", " ")
+    assert f"crossover campaign resume {folder}" in said, "it says how to go on"
+    with open(folder / "requests.jsonl", "ab") as file_:
+        file_.write(b'{"cell":"cut of')  # what a power cut leaves
+    resume(folder, Progress(StringIO()), beside_others=True)
+    check_folder(folder)
+    events = read_events(folder).records
+    assert list(completed_levels(events))[: len(kept)] == kept, "what was finished is kept"
+    resumed = of_kind(events, RunResumed)
+    assert [one.dropped_bytes for one in resumed] == [{}, {"requests.jsonl": 15}]
+    stopped = [event.reason for event in of_kind(events, Interrupted)]
+    assert stopped == ["stopped by the user", "the runner was killed"]
+    assert len(of_kind(events, LevelAbandoned)) == 2
+
+
+def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
+    """An engine killed in the middle of a level: that level is abandoned for this reason, and
+    measured again with one engine.
+    """
+    file = tmp_path / "campaign.toml"
+    file.write_text(FAKE)
+    log = tmp_path / "log"
+    runner = start(["run", str(file), "--out", str(tmp_path / "runs"), "--beside-others"], log)
     folder: Path = wait_for(lambda: only_folder(tmp_path / "runs"))
     wait_for(lambda: any(record.level.endswith("#2.1") for record in read_requests(folder).records))
-    (engine,) = engines(runner.pid)
+    (engine,) = engine_pids(runner.pid)
     psutil.Process(engine).kill()
     assert runner.wait(90) == 0, log.read_text()[-4000:]
     check_folder(folder)
     events = read_events(folder).records
-    (abandoned,) = [event for event in events if event.kind == "level_abandoned"]
-    assert abandoned.detail["reason"] == "the engine was restarted" and str(abandoned.level).endswith("#2.1")
+    (abandoned,) = of_kind(events, LevelAbandoned)
+    assert abandoned.reason == "the engine was restarted" and str(abandoned.level).endswith("#2.1")
     assert any(str(name).endswith("#2.2") for name in completed_levels(events))
-    ready: Any = next(event for event in events if event.kind == "cell_ready").detail
-    assert ready["info"]["name"] == "fake" and ready["info"]["slots"] == 2 and ready["load_seconds"] > 0
-    assert ready["layout"]["engine"] and ready["target"]["ignore_eos"] and ready["target"]["tokenizer"] == "vllm"
+    ready = of_kind(events, CellReady)[0]
+    assert (
+        ready.info.name == "fake"
+        and ready.info.slots == 2
+        and ready.load_seconds is not None
+        and ready.load_seconds > 0
+    )
+    assert ready.layout is not None and ready.target is not None
+    assert (
+        ready.layout["engine"]
+        and ready.target["ignore_eos"]
+        and ready.target["tokenizer"] == "vllm"
+    )
     finished = set(completed_levels(events))
     records = [record for record in read_requests(folder).records if record.level in finished]
     assert {record.backend for record in records if record.status is not None} == {"fake/cpu"}
@@ -166,6 +364,15 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(campaign: Path, tmp_path
     assert all(sample.engine is not None and sample.engine.rss_bytes for sample in samples)
     assert any(sample.api is not None and sample.api.cpu_share is not None for sample in samples)
     shown = subprocess.run(
-        [sys.executable, "-m", "crossover", "campaign", "show", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "crossover", "campaign", "show", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert shown.returncode == 0 and "smollm2-135m-fake" in shown.stdout and "complete" in shown.stdout and "lone" in shown.stdout
+    assert (
+        shown.returncode == 0
+        and "smollm2-135m-fake" in shown.stdout
+        and "complete" in shown.stdout
+        and "single stream" in shown.stdout
+    )

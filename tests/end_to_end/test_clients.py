@@ -1,8 +1,9 @@
 """Clients written for OpenAI's servers and for vLLM's, unchanged, against `crossover serve`.
 
-LangChain and LlamaIndex ask in every way they know. GuideLLM, AIPerf and `vllm bench serve` drive the server for a few seconds, and what
-they count (requests, output tokens) is what the server counts at /metrics. None of them is a dependency: `make clients` installs each into
-an environment of its own and runs these tests; without it they are skipped.
+LangChain and LlamaIndex ask in every way they know. GuideLLM, AIPerf and `vllm bench serve` drive
+the server for a few seconds, and what they count (requests, output tokens) is what the server
+counts at /metrics. None of them is a dependency: `make clients` installs each into an environment
+of its own and runs these tests; without it they are skipped.
 """
 
 from __future__ import annotations
@@ -16,20 +17,26 @@ from typing import Any
 
 import pytest
 
-from models.synthesis import write_gguf
-from models.tokenizer import shipped_files
+from models.synthetic.write import write_gguf
+from models.tokenization.tokenizer import shipped_files
+from tests.serving.cli.test_serve import server
 from tests.serving.fakes import ask
-from tests.serving.test_serve_cli import server
 from tests.shapes import TINY_LLAMA
 
-NAME = "gpt-4o-mini"  # LlamaIndex's OpenAI class refuses, on its own side, any name that is not one of OpenAI's
+# LlamaIndex's OpenAI class refuses, on its own side, any name that is not one of OpenAI's
+NAME = "gpt-4o-mini"
 HERE = Path(__file__).parent
-CACHE = Path(os.environ.get("CROSSOVER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossover")
+CACHE = Path(
+    os.environ.get("CROSSOVER_CACHE")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossover"
+)
 REQUESTS, TOKENS = 20, 16
 
 
 def program(place: str, name: str) -> str:
-    """A program of a client's environment; skips the test where there is none, or where nobody asked for it."""
+    """A program of a client's environment; skips the test where there is none, or where nobody
+    asked for it.
+    """
     found = CACHE / "peers" / place
     if not (found / ".complete").exists():
         pytest.skip(f"{place} is not installed; `make clients` does it")
@@ -41,7 +48,17 @@ def program(place: str, name: str) -> str:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
-    with server(folder, "--served-name", NAME, "--context", "1024", "--slots", "8", "--option", "step_seconds=0.002") as one:
+    with server(
+        folder,
+        "--served-name",
+        NAME,
+        "--context",
+        "1024",
+        "--slots",
+        "8",
+        "--option",
+        "step_seconds=0.002",
+    ) as one:
         yield one.wait_ready()["url"]
 
 
@@ -54,7 +71,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def ran(*command: str, folder: Path = HERE, **environment: str) -> str:
-    done = subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -74,7 +98,9 @@ def counted(url: str) -> dict[str, float]:
 
 
 def driven(url: str, before: dict[str, float], requests: int, tokens: int) -> None:
-    """The server saw at least these requests (a tool may send one more to see whether anybody is there), all good, and these tokens."""
+    """The server saw at least these requests (a tool may send one more to see whether anybody is
+    there), all good, and these tokens.
+    """
     after = counted(url)
     assert after["bad"] == before["bad"]
     extra = after["good"] - before["good"] - requests
@@ -83,27 +109,48 @@ def driven(url: str, before: dict[str, float], requests: int, tokens: int) -> No
 
 
 def test_langchain_runs_unchanged(url: str) -> None:
-    found = json.loads(ran(program("frameworks-1", "python"), "clients/langchain_client.py", url, NAME))
+    found = json.loads(
+        ran(program("frameworks-1", "python"), "clients/langchain_client.py", url, NAME)
+    )
     assert len(found["chat"]) == 4 and len(set(found["chat"])) == 1 and found["chat"][0]
     whole, streamed = found["usage"]
-    assert whole["input_tokens"] == streamed["input_tokens"] > 8 and whole["output_tokens"] == streamed["output_tokens"] == 8
+    assert (
+        whole["input_tokens"] == streamed["input_tokens"] > 8
+        and whole["output_tokens"] == streamed["output_tokens"] == 8
+    )
     assert found["finish"] == "length"
     assert len(found["batch"]) == 3 and len(set(found["choices"])) == 2 and found["logprobs"] == 8
     assert found["text"][0] == found["text"][1] != ""
     assert [len(group) for group in found["best"]] == [2, 2] and found["best_usage"] == 2 * 4 * 8
-    assert "BadRequestError" in found["refused"] and "function calling is not supported" in found["refused"][-1]
+    assert (
+        "BadRequestError" in found["refused"]
+        and "function calling is not supported" in found["refused"][-1]
+    )
 
 
 def test_langchain_gets_a_structured_answer_from_llama_cpp(tmp_path: Path) -> None:
     python = program("frameworks-1", "python")
     write_gguf(TINY_LLAMA, tmp_path / "tiny.gguf", "F16", seed=4)
-    with server(tmp_path, "--served-name", NAME, "--context", "512", "--slots", "2", model=str(tmp_path / "tiny.gguf")) as one:
-        found = json.loads(ran(python, "clients/langchain_client.py", one.wait_ready()["url"], NAME, "structured"))
+    with server(
+        tmp_path,
+        "--served-name",
+        NAME,
+        "--context",
+        "512",
+        "--slots",
+        "2",
+        model=str(tmp_path / "tiny.gguf"),
+    ) as one:
+        found = json.loads(
+            ran(python, "clients/langchain_client.py", one.wait_ready()["url"], NAME, "structured")
+        )
     assert found["size"] in ("s", "l")
 
 
 def test_llama_index_runs_unchanged(url: str) -> None:
-    found = json.loads(ran(program("frameworks-1", "python"), "clients/llama_index_client.py", url, NAME))
+    found = json.loads(
+        ran(program("frameworks-1", "python"), "clients/llama_index_client.py", url, NAME)
+    )
     assert len(found["chat"]) == 6 and len(set(found["chat"])) == 1 and found["chat"][0]
     assert found["usage"] == found["logprobs"] == 8 and found["text"][0] == found["text"][1] != ""
 
@@ -112,13 +159,26 @@ def test_llama_index_runs_unchanged(url: str) -> None:
 def test_guidellm_drives_it(url: str, tokenizer: str, tmp_path: Path, path: str) -> None:
     before = counted(url)
     ran(
-        program("guidellm-0.8.1", "guidellm"), "run", "--disable-console",
-        "--backend", f"kind=openai_http,target={url},model={NAME},request_format={path}",
-        "--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={REQUESTS}",
-        "--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--output", f"kind=json,path={tmp_path / 'report.json'}",
-        "--data", f"kind=synthetic_text,prompt_tokens=16,output_tokens={TOKENS}",
-        folder=tmp_path, HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", GUIDELLM__MAX_WORKER_PROCESSES="1",
-    )  # fmt: skip
+        program("guidellm-0.8.1", "guidellm"),
+        "run",
+        "--disable-console",
+        "--backend",
+        f"kind=openai_http,target={url},model={NAME},request_format={path}",
+        "--profile",
+        "kind=concurrent,streams=2",
+        "--constraint",
+        f"kind=max_requests,count={REQUESTS}",
+        "--tokenizer",
+        f"kind=huggingface_auto,model={tokenizer}",
+        "--output",
+        f"kind=json,path={tmp_path / 'report.json'}",
+        "--data",
+        f"kind=synthetic_text,prompt_tokens=16,output_tokens={TOKENS}",
+        folder=tmp_path,
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        GUIDELLM__MAX_WORKER_PROCESSES="1",
+    )
     metrics = json.loads((tmp_path / "report.json").read_text())["benchmarks"][0]["metrics"]
     totals = metrics["request_totals"]
     assert (totals["successful"], totals["errored"]) == (REQUESTS, 0)
@@ -130,12 +190,40 @@ def test_guidellm_drives_it(url: str, tokenizer: str, tmp_path: Path, path: str)
 def test_aiperf_drives_it(url: str, tokenizer: str, tmp_path: Path, kind: str) -> None:
     before = counted(url)
     ran(
-        program("aiperf-0.13", "aiperf"), "profile", "--model-names", NAME, "--tokenizer", tokenizer, "--url", url,
-        "--endpoint-type", kind, "--streaming", "--use-server-token-count", "--concurrency", "2", "--request-count", str(REQUESTS),
-        "--prompt-input-tokens-mean", "16", "--prompt-output-tokens-mean", str(TOKENS), "--extra-inputs", "ignore_eos:true",
-        "--workers-max", "1", "--random-seed", "1", "--ui-type", "none", "--no-server-metrics", "--no-gpu-telemetry",
-        "--output-artifact-dir", str(tmp_path / "artifacts"), folder=tmp_path,
-    )  # fmt: skip
+        program("aiperf-0.13", "aiperf"),
+        "profile",
+        "--model-names",
+        NAME,
+        "--tokenizer",
+        tokenizer,
+        "--url",
+        url,
+        "--endpoint-type",
+        kind,
+        "--streaming",
+        "--use-server-token-count",
+        "--concurrency",
+        "2",
+        "--request-count",
+        str(REQUESTS),
+        "--prompt-input-tokens-mean",
+        "16",
+        "--prompt-output-tokens-mean",
+        str(TOKENS),
+        "--extra-inputs",
+        "ignore_eos:true",
+        "--workers-max",
+        "1",
+        "--random-seed",
+        "1",
+        "--ui-type",
+        "none",
+        "--no-server-metrics",
+        "--no-gpu-telemetry",
+        "--output-artifact-dir",
+        str(tmp_path / "artifacts"),
+        folder=tmp_path,
+    )
     (file,) = tmp_path.glob("artifacts/**/profile_export_aiperf.json")
     report = json.loads(file.read_text())
     assert report["request_count"]["avg"] == REQUESTS and not report.get("error_summary")
@@ -143,16 +231,46 @@ def test_aiperf_drives_it(url: str, tokenizer: str, tmp_path: Path, kind: str) -
     driven(url, before, REQUESTS, REQUESTS * TOKENS)
 
 
-@pytest.mark.parametrize(("kind", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
-def test_vllm_bench_serve_drives_it(url: str, tokenizer: str, tmp_path: Path, kind: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
+)
+def test_vllm_bench_serve_drives_it(
+    url: str, tokenizer: str, tmp_path: Path, kind: str, path: str
+) -> None:
     before = counted(url)
     ran(
-        program("vllm-bench-0.33.0", "vllm"), "bench", "serve", "--backend", kind, "--base-url", url, "--endpoint", path,
-        "--model", NAME, "--tokenizer", tokenizer, "--dataset-name", "random",
-        "--random-input-len", "16", "--random-output-len", str(TOKENS),
-        "--num-prompts", str(REQUESTS), "--max-concurrency", "2", "--ignore-eos", "--save-result", "--result-filename", "result.json",
-        "--result-dir", str(tmp_path), folder=tmp_path, HF_HUB_OFFLINE="1",
-    )  # fmt: skip
+        program("vllm-bench-0.33.0", "vllm"),
+        "bench",
+        "serve",
+        "--backend",
+        kind,
+        "--base-url",
+        url,
+        "--endpoint",
+        path,
+        "--model",
+        NAME,
+        "--tokenizer",
+        tokenizer,
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        "16",
+        "--random-output-len",
+        str(TOKENS),
+        "--num-prompts",
+        str(REQUESTS),
+        "--max-concurrency",
+        "2",
+        "--ignore-eos",
+        "--save-result",
+        "--result-filename",
+        "result.json",
+        "--result-dir",
+        str(tmp_path),
+        folder=tmp_path,
+        HF_HUB_OFFLINE="1",
+    )
     report: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
     assert report["completed"] == REQUESTS and report.get("failed", 0) == 0
     assert report["total_output_tokens"] == REQUESTS * TOKENS

@@ -1,6 +1,8 @@
-"""The product as it is used: `crossover serve` with each real engine, asked by the `openai` client, held to transformers' `generate`.
+"""The product as it is used: `crossover serve` with each real engine, asked by the `openai` client,
+held to transformers' `generate`.
 
-All three serve the same float32 folder, llama.cpp and ONNX Runtime by way of the product's converters.
+All three serve the same float32 folder, llama.cpp and ONNX Runtime by way of the product's
+converters.
 """
 
 import json
@@ -17,14 +19,15 @@ import msgspec
 import openai
 import pytest
 
-from loadtests.servers import info_of
+from loadtests.campaign.servers import info_of
 from models.manifest import read_manifest
-from models.tokenizer import load_tokenizer
-from tests.serving.hf_folders import generated, hf_folder, onnx_folder
+from models.tokenization.tokenizer import load_tokenizer
+from tests.serving.backends.hf_folders import generated, hf_folder, onnx_folder
 
 SHAPE = "tiny-llama"
 SLOTS, CONTEXT = 4, 512
-# What is served, and with which options: float32 throughout, so that greedy tokens are those of transformers.
+# What is served, and with which options: float32 throughout, so that greedy tokens are those of
+# transformers.
 ENGINES = {
     "llama_cpp": ["--format", "F32", "--kv-dtype", "fp32"],
     "onnx": ["--option", "spinning=false"],
@@ -39,7 +42,9 @@ class Served(msgspec.Struct):
     cache: Path
 
     def complete(self, prompt: str | list[int], count: int, **more: Any) -> Any:
-        return self.client.completions.create(model="tiny", prompt=prompt, max_tokens=count, **{"temperature": 0} | more)
+        return self.client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=count, **{"temperature": 0} | more
+        )
 
     def placement(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/v1/placement", timeout=10) as answer:
@@ -48,17 +53,47 @@ class Served(msgspec.Struct):
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("serve")
     ready, cache = folder / "ready.json", folder / "cache"
     model = onnx_folder("llama-fp32") if request.param == "onnx" else hf_folder(SHAPE)
-    command = [sys.executable, "-m", "crossover", "serve", str(model), "--backend", request.param, "--served-name", "tiny", "--port", "0"]
-    command += ["--ready-file", str(ready), "--cache", str(cache), "--slots", str(SLOTS), "--context", str(CONTEXT), "--threads", "1"]
-    with (folder / "log").open("w") as log, subprocess.Popen([*command, *ENGINES[request.param]], stdout=log, stderr=log) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "crossover",
+        "serve",
+        str(model),
+        "--backend",
+        request.param,
+        "--served-name",
+        "tiny",
+        "--port",
+        "0",
+    ]
+    command += [
+        "--ready-file",
+        str(ready),
+        "--cache",
+        str(cache),
+        "--slots",
+        str(SLOTS),
+        "--context",
+        str(CONTEXT),
+        "--threads",
+        "1",
+    ]
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen([*command, *ENGINES[request.param]], stdout=log, stderr=log) as process,
+    ):
         try:
             deadline = time.monotonic() + 120
             while not ready.exists():
-                assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+                assert process.poll() is None and time.monotonic() < deadline, (
+                    folder / "log"
+                ).read_text()
                 time.sleep(0.05)
             url = json.loads(ready.read_text())["url"]
             with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
@@ -74,7 +109,9 @@ def text_of(tokens: list[int]) -> str:
 
 
 def test_greedy_text_is_that_of_transformers_whole_and_streamed(served: Served) -> None:
-    """The model is noise over single bytes: its text is full of characters cut in two and bytes that are no text."""
+    """The model is noise over single bytes: its text is full of characters cut in two and bytes
+    that are no text.
+    """
     broken = 0
     for seed in range(4):
         prompt = [(seed * 37 + step * 11) % 600 + 3 for step in range(9 + seed)]
@@ -83,7 +120,11 @@ def test_greedy_text_is_that_of_transformers_whole_and_streamed(served: Served) 
         assert whole.choices[0].text == expected
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 24)
         text, usage = "", None
-        options = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
+        options = {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "extra_body": {"ignore_eos": True},
+        }
         for chunk in served.complete(prompt, 24, **options):
             text += chunk.choices[0].text if chunk.choices else ""
             usage = chunk.usage or usage
@@ -100,17 +141,29 @@ def test_a_stop_string_cuts_the_stream_where_it_cuts_the_whole(served: Served) -
     asked = {"stop": [stop, "never to be seen"], "extra_body": {"ignore_eos": True}}
     whole = served.complete(prompt, 30, **asked)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (cut, "stop")
-    assert "".join(chunk.choices[0].text for chunk in served.complete(prompt, 30, stream=True, **asked)) == cut
+    assert (
+        "".join(
+            chunk.choices[0].text for chunk in served.complete(prompt, 30, stream=True, **asked)
+        )
+        == cut
+    )
 
 
 def test_usage_is_the_tokenizers_count(served: Served) -> None:
     tokenizer = load_tokenizer(hf_folder(SHAPE))
     for text in ("once upon a time", "Où est la pharmacie? 中文 😀", "  spaces\n\n"):
-        assert served.complete(text, 2).usage.prompt_tokens == len(tokenizer.encode(text)) + (tokenizer.bos_id is not None)
+        assert served.complete(text, 2).usage.prompt_tokens == len(tokenizer.encode(text)) + (
+            tokenizer.bos_id is not None
+        )
 
 
 def test_seeds_choices_and_shapes_of_the_draw(served: Served) -> None:
-    asked = {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "extra_body": {"top_k": 40, "min_p": 0.001, "ignore_eos": True}}
+    asked = {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "presence_penalty": 0.5,
+        "extra_body": {"top_k": 40, "min_p": 0.001, "ignore_eos": True},
+    }
     one = served.complete([5, 6, 7], 12, seed=1, n=3, **asked)
     again = served.complete([5, 6, 7], 12, seed=1, n=3, **asked)
     texts = [choice.text for choice in one.choices]
@@ -118,14 +171,25 @@ def test_seeds_choices_and_shapes_of_the_draw(served: Served) -> None:
     assert served.complete([5, 6, 7], 12, seed=2, **asked).choices[0].text != texts[0]
     only = served.complete([5, 6, 7], 3, logit_bias={"70": 100.0}, logprobs=2)
     assert only.choices[0].text == text_of([70] * 3)
-    assert len(only.choices[0].logprobs.token_logprobs) == 3 and max(only.choices[0].logprobs.token_logprobs) < 0
+    assert (
+        len(only.choices[0].logprobs.token_logprobs) == 3
+        and max(only.choices[0].logprobs.token_logprobs) < 0
+    )
 
 
 def test_a_grammar_and_a_json_schema_are_kept(served: Served) -> None:
     grammar = 'root ::= "[" [a-c] [0-9]{2} (" ja" | " nein") "]"'
     answer = served.complete([9, 9], 60, temperature=1.0, seed=3, extra_body={"grammar": grammar})
-    assert re.fullmatch(r"\[[a-c][0-9]{2} (ja|nein)\]", answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
-    schema = {"type": "object", "properties": {"size": {"enum": ["small", "big"]}}, "required": ["size"], "additionalProperties": False}
+    assert (
+        re.fullmatch(r"\[[a-c][0-9]{2} (ja|nein)\]", answer.choices[0].text)
+        and answer.choices[0].finish_reason == "stop"
+    )
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "big"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
     chat = served.client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "how big?"}],
@@ -147,7 +211,11 @@ def test_a_prompt_beyond_the_context_says_how_long_both_are(served: Served) -> N
         served.complete([5] * 600, 4)
     body = refused.value.body
     assert isinstance(body, dict)
-    assert (body["code"], body["n_prompt_tokens"], body["n_ctx"]) == ("context_length_exceeded", 600, CONTEXT)
+    assert (body["code"], body["n_prompt_tokens"], body["n_ctx"]) == (
+        "context_length_exceeded",
+        600,
+        CONTEXT,
+    )
 
 
 def test_the_formats_quality_and_the_memory_are_told(served: Served) -> None:
@@ -159,7 +227,9 @@ def test_the_formats_quality_and_the_memory_are_told(served: Served) -> None:
     }[served.name]()
     told = seen["engine"]["quality_kl_nats"]
     assert told is None if kept is None else told == kept.quality_kl_nats is not None
-    assert info_of(seen)["quality_kl_nats"] == told and info_of(seen)["name"] == served.name  # what a run writes down
+    assert (
+        info_of(seen).quality_kl_nats == told and info_of(seen).name == served.name
+    )  # what a run writes down
     measured, predicted = seen["memory"]["measured"], seen["memory"]["predicted"]
     assert predicted["kv_bytes"] > 0 and predicted["weight_bytes"] > 0
     if measured["kv_bytes"] is not None:

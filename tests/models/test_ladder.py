@@ -28,7 +28,9 @@ def test_names_and_aliases_are_unique_and_found_in_any_case() -> None:
 
 
 def test_unknown_name_lists_what_there_is() -> None:
-    with pytest.raises(UnknownModel, match=r"'9b' is no rung.*smollm2-135m or 135m.*llama-3\.3-70b or 70b"):
+    with pytest.raises(
+        UnknownModel, match=r"'9b' is no rung.*smollm2-135m or 135m.*llama-3\.3-70b or 70b"
+    ):
         rung("9b")
 
 

@@ -6,13 +6,25 @@ from pathlib import Path
 import pytest
 
 from models.errors import BrokenWeights, ModelError
-from models.manifest import Manifest, atomic_file, atomic_folder, file_facts, making, manifest_path, read_manifest, verify, write_manifest
+from models.manifest import (
+    Manifest,
+    atomic_file,
+    atomic_folder,
+    file_facts,
+    making,
+    manifest_path,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from tests.shapes import TINY_LLAMA
 
 
 def finished(file: Path, content: bytes = b"weights" * 100) -> Manifest:
     file.write_bytes(content)
-    manifest = Manifest("gguf", TINY_LLAMA, "Q4_0", "synthetic", {file.name: file_facts(file)}, "test", 0)
+    manifest = Manifest(
+        "gguf", TINY_LLAMA, "Q4_0", "synthetic", {file.name: file_facts(file)}, "test", 0
+    )
     write_manifest(file, manifest)
     return manifest
 
@@ -41,7 +53,9 @@ def test_a_flipped_bit_is_found_at_the_first_read_and_on_demand(tmp_path: Path) 
     verify(file, manifest)
     facts = file.stat()
     file.write_bytes(flipped)
-    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))  # damage that leaves size and time as they were
+    os.utime(
+        file, ns=(facts.st_atime_ns, facts.st_mtime_ns)
+    )  # damage that leaves size and time as they were
     verify(file, manifest)
     with pytest.raises(BrokenWeights, match="checksum"):
         verify(file, manifest, full=True)
@@ -51,7 +65,12 @@ def test_a_missing_file_of_a_folder_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     with atomic_folder(folder) as temporary:
         (temporary / "a").write_bytes(b"1")
-        write_manifest(temporary, Manifest("hf", TINY_LLAMA, "bf16", "synthetic", {"a": file_facts(temporary / "a")}, "test"))
+        write_manifest(
+            temporary,
+            Manifest(
+                "hf", TINY_LLAMA, "bf16", "synthetic", {"a": file_facts(temporary / "a")}, "test"
+            ),
+        )
     manifest = read_manifest(folder)
     assert manifest is not None
     verify(folder, manifest)
@@ -89,10 +108,13 @@ def test_atomic_writers_replace_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_the_lock_keeps_others_out_and_dies_with_its_holder(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from models.manifest import making\n"
-        "with making(Path(sys.argv[1])):\n    Path(sys.argv[1]).with_name('.x.0123.part').write_text('half')\n"
+        "with making(Path(sys.argv[1])):\n    "
+        "Path(sys.argv[1]).with_name('.x.0123.part').write_text('half')\n"
         "    print('held', flush=True); time.sleep(60)"
     )
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "x")], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
@@ -109,12 +131,12 @@ def test_the_lock_keeps_others_out_and_dies_with_its_holder(tmp_path: Path) -> N
 
 
 def test_work_aside_brings_back_results_errors_and_deaths(tmp_path: Path) -> None:
-    from models.aside import run_aside
+    from models.isolated import run_aside
 
     seen: list[tuple[str, float | None]] = []
-    assert run_aside("tests.models.aside_work:double", lambda *what: seen.append(what), 21) == 42
+    assert run_aside("tests.models.isolated_work:double", lambda *what: seen.append(what), 21) == 42
     assert seen == [("doubling", 0.5)]
     with pytest.raises(BrokenWeights, match="on purpose"):
-        run_aside("tests.models.aside_work:fail", None)
-    with pytest.raises(ModelError, match="died with status -9, most likely for want of memory"):
-        run_aside("tests.models.aside_work:die", None)
+        run_aside("tests.models.isolated_work:fail", None)
+    with pytest.raises(ModelError, match="died with status -9, most likely because memory ran out"):
+        run_aside("tests.models.isolated_work:die", None)

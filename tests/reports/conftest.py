@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from reports.capacity import read_run
-from reports.cli import write_report
-from reports.crossover import Crossover, crossover
+from reports.findings import Crossover, crossover
 from reports.numbers import RunNumbers
+from reports.run import read_run
+from reports.write import Asked, write_report
 from tests.reports.example_run import write_example_run
 
 SKIPPED = {"qwen2.5-14b": "qwen2.5-14b in Q4_0 needs 14 GiB on the CPU, 7.0 GiB may be used"}
@@ -34,5 +34,5 @@ def found(run: RunNumbers) -> Crossover:
 def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole report of the example run, in every format but pictures."""
     out = tmp_path_factory.mktemp("report")
-    write_report([folder], out, ["html", "md", "csv"], rate=0.5)
+    write_report([folder], out, Asked(("html", "md", "csv"), rate=0.5))
     return out

@@ -1,7 +1,8 @@
-"""A run folder for tests: four rungs under a small simulation of continuous batching, written in the format of a real run.
+"""A run folder for tests: four rungs under a small simulation of continuous batching.
 
-Nothing in it was measured. Step time is base + per row x decoding rows + per prompt token x prompt tokens, one step after the other, on
-sixteen slots; requests come as a Poisson process. 135M, 360M and 1B hold the chat promise up to a rate, 3B breaks it with a lone request.
+Nothing in it was measured. Step time is base + per row x decoding rows + per prompt token x prompt
+tokens, on sixteen slots; requests come as a Poisson process. 135M, 360M and 1B meet the chat SLO up
+to a rate, 3B misses it with a single-stream request.
 """
 
 from __future__ import annotations
@@ -13,8 +14,28 @@ from typing import Any
 
 import msgspec
 
-from loadtests.records import FORMAT_VERSION, Event, ProcessSample, RequestRecord, ResourceSample, RunManifest
-from loadtests.slo import PROMISES, Promise
+from loadtests.metrics.slo import SLO_PRESETS, Slo
+from loadtests.records.events import (
+    CellFinished,
+    CellReady,
+    CellSkipped,
+    CellStarted,
+    EngineInfo,
+    Event,
+    LevelFinished,
+    LevelPurpose,
+    LevelStarted,
+    RunFinished,
+    RunStarted,
+    SkipCause,
+)
+from loadtests.records.schema import (
+    FORMAT_VERSION,
+    ProcessSample,
+    RequestRecord,
+    ResourceSample,
+    RunManifest,
+)
 from models.formats import weight_bytes
 from models.ladder import rung
 
@@ -22,7 +43,7 @@ START = 1_780_000_000.0
 SLOTS = 16
 CONTEXT = 2048
 WINDOW = 400.0
-PROMISE = msgspec.structs.replace(PROMISES["chat"], target=0.9)
+SLO = msgspec.structs.replace(SLO_PRESETS["chat"], target=0.9)
 
 
 class Law(msgspec.Struct, frozen=True):
@@ -64,12 +85,25 @@ FACTS: dict[str, Any] = {
 }
 
 
+CAMPAIGN = """\
+# the ladder of the example
+models = ["135m", "360m", "1b", "3b"]
+slo = "chat"
+target = 0.9
+"""
+
+
 def cell_key(model: str) -> str:
     return f"{model}/Q4_0/llama_cpp"
 
 
-def simulate(law: Law, due: Iterable[tuple[float, int, int]], slots: int = SLOTS) -> list[tuple[float, list[float]]]:
-    """(due, prompt tokens, output tokens) of each request -> (due, moments of its tokens). First come, first served; one prompt a step."""
+def simulate(
+    law: Law, due: Iterable[tuple[float, int, int]], slots: int = SLOTS
+) -> list[tuple[float, list[float]]]:
+    """(due, prompt tokens, output tokens) of requests -> (due, moments of the tokens).
+
+    First come, first served; one prompt a step.
+    """
     waiting = list(due)
     results: list[tuple[float, list[float]]] = [(moment, []) for moment, _, _ in waiting]
     queue = list(enumerate(waiting))
@@ -105,7 +139,9 @@ def poisson(rate: float, seconds: float, seed: int) -> list[tuple[float, int, in
     return out
 
 
-def write_example_run(folder: Path, rungs: dict[str, tuple[Law, tuple[float, ...]]] = RUNGS, **changes: Any) -> Path:
+def write_example_run(
+    folder: Path, rungs: dict[str, tuple[Law, tuple[float, ...]]] = RUNGS, **changes: Any
+) -> Path:
     """Writes the run and returns its folder. `changes`: the keyword arguments of _Writer."""
     return _Writer(folder, rungs, **changes).write()
 
@@ -118,13 +154,21 @@ class _Writer:
         *,
         seed: int = 7,
         facts: dict[str, Any] = FACTS,
-        promise: Promise = PROMISE,
+        slo: Slo = SLO,
         window: float = WINDOW,
         skipped: dict[str, str] | None = None,
+        skip_cause: str = "memory",
         tweak: Callable[[RequestRecord], RequestRecord | None] = lambda record: record,
     ) -> None:
-        self.folder, self.rungs, self.seed, self.facts, self.promise, self.window = folder, rungs, seed, facts, promise, window
-        self.skipped, self.tweak = skipped or {}, tweak
+        self.folder = folder
+        self.rungs = rungs
+        self.seed = seed
+        self.facts = facts
+        self.slo = slo
+        self.window = window
+        self.skipped = skipped or {}
+        self.skip_cause = SkipCause(skip_cause)
+        self.tweak = tweak
         self.clock = START
         self.events: list[Event] = []
         self.requests: list[RequestRecord] = []
@@ -132,19 +176,19 @@ class _Writer:
 
     def write(self) -> Path:
         self.folder.mkdir(parents=True)
-        self._event("run_started")
+        self._event(RunStarted)
         for model, (law, rates) in self.rungs.items():
             key = cell_key(model)
-            self._event("cell_started", cell=key)
-            self._event("cell_ready", cell=key, detail=_ready(model))
+            self._event(CellStarted, cell=key)
+            self._event(CellReady, cell=key, **_ready(model))
             self.clock += 3
-            self._level(model, law, "lone", None)
+            self._level(model, law, "single_stream", None)
             for rate in rates:
                 self._level(model, law, "search", rate)
-            self._event("cell_finished", cell=key)
+            self._event(CellFinished, cell=key)
         for model, reason in self.skipped.items():
-            self._event("cell_skipped", cell=cell_key(model), detail={"reason": reason})
-        self._event("run_finished")
+            self._event(CellSkipped, cell=cell_key(model), cause=self.skip_cause, reason=reason)
+        self._event(RunFinished)
         self._write_files()
         return self.folder
 
@@ -153,8 +197,11 @@ class _Writer:
         level = f"{key}#{purpose}-{rate or 1}"
         warmup = 0.0 if rate is None else 6.0
         window = 30.0 if rate is None else self.window
-        started = LevelStartedDetail(
-            purpose=purpose,
+        self._event(
+            LevelStarted,
+            cell=key,
+            level=level,
+            purpose=LevelPurpose(purpose),
             rate_per_second=rate,
             concurrency=1 if rate is None else None,
             arrivals={"kind": "poisson"} if rate else {"kind": "closed"},
@@ -163,37 +210,61 @@ class _Writer:
             seed=self.seed,
             attempt=1,
             started_unix_seconds=self.clock,
-            target=self.promise.target,
+            target=self.slo.target,
         )
-        self._event("level_started", cell=key, level=level, detail=msgspec.to_builtins(started))
         if rate is None:
-            ended = self._lone(key, level, law, window)
+            ended = self._single_stream(key, level, law, window)
         else:
             ended = self._open(key, level, law, rate, warmup + window)
         self._sample(model, key, level, ended)
         self.clock += ended
         count = sum(record.level == level for record in self.requests)
-        self._event("level_finished", cell=key, level=level, detail={"due": count, "requests": count})
+        self._event(
+            LevelFinished,
+            cell=key,
+            level=level,
+            due=count,
+            good=count,
+            failed=0,
+            window_due=count,
+            window_seconds=window,
+            spent_seconds=warmup + window,
+            verdict="holds",
+            is_valid=True,
+        )
         self.clock += 1
 
-    def _lone(self, key: str, level: str, law: Law, window: float) -> float:
+    def _single_stream(self, key: str, level: str, law: Law, window: float) -> float:
         """One request at a time, each due when the one before it has ended."""
         draw = random.Random(self.seed)
         now, index = 0.0, 0
         while now < window:
             prompt, output = draw.randint(96, 224), draw.randint(24, 56)
             ((_, moments),) = simulate(law, [(0.0, prompt, output)])
-            self._record(key, level, index, now, prompt, output, [now + moment for moment in moments])
+            self._record(
+                key, level, index, now, prompt, output, [now + moment for moment in moments]
+            )
             now, index = now + moments[-1], index + 1
         return now
 
     def _open(self, key: str, level: str, law: Law, rate: float, seconds: float) -> float:
         due = poisson(rate, seconds, self.seed + int(rate * 1000))
-        for index, ((moment, prompt, output), (_, moments)) in enumerate(zip(due, simulate(law, due), strict=True)):
+        for index, ((moment, prompt, output), (_, moments)) in enumerate(
+            zip(due, simulate(law, due), strict=True)
+        ):
             self._record(key, level, index, moment, prompt, output, moments)
         return max(record.ended_seconds or 0.0 for record in self.requests if record.level == level)
 
-    def _record(self, key: str, level: str, index: int, due: float, prompt: int, output: int, moments: list[float]) -> None:
+    def _record(
+        self,
+        key: str,
+        level: str,
+        index: int,
+        due: float,
+        prompt: int,
+        output: int,
+        moments: list[float],
+    ) -> None:
         record = self.tweak(
             RequestRecord(
                 cell=key,
@@ -227,7 +298,9 @@ class _Writer:
                     cell=key,
                     level=level,
                     unix_seconds=self.clock + second,
-                    engine=ProcessSample(rss_bytes=base + (second % 7) * (1 << 20), cpu_share=0.97, threads=3),
+                    engine=ProcessSample(
+                        rss_bytes=base + (second % 7) * (1 << 20), cpu_share=0.97, threads=3
+                    ),
                     api=ProcessSample(rss_bytes=90 << 20, cpu_share=0.05),
                     client=ProcessSample(rss_bytes=120 << 20, cpu_share=0.04),
                     machine_cpu_share=0.53,
@@ -236,8 +309,8 @@ class _Writer:
                 )
             )
 
-    def _event(self, kind: str, **fields: Any) -> None:
-        self.events.append(Event(kind=kind, unix_seconds=self.clock, **fields))
+    def _event(self, kind: type[Event], **fields: Any) -> None:
+        self.events.append(kind(unix_seconds=self.clock, **fields))
 
     def _write_files(self) -> None:
         keys = [*self.rungs, *self.skipped]
@@ -248,8 +321,8 @@ class _Writer:
             crossover_version="0.1.0",
             git_commit="0123456789abcdef0123456789abcdef01234567",
             command=["crossover", "campaign", "run", "demo.toml"],
-            campaign={"promise": msgspec.to_builtins(self.promise), "seed": self.seed},
-            campaign_text='# the ladder of the example\nmodels = ["135m", "360m", "1b", "3b"]\npromise = "chat"\ntarget = 0.9\n',
+            campaign={"slo": msgspec.to_builtins(self.slo), "seed": self.seed},
+            campaign_text=CAMPAIGN,
             cells=[
                 {
                     "key": cell_key(model),
@@ -268,23 +341,14 @@ class _Writer:
             seed=self.seed,
         )
         (self.folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-        for name, records in (("requests", self.requests), ("samples", self.samples), ("events", self.events)):
-            (self.folder / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-
-
-class LevelStartedDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """The detail of a level_started event, written down apart from loadtests.store so that a change of the format is noticed here."""
-
-    purpose: str
-    rate_per_second: float | None
-    concurrency: int | None
-    arrivals: dict[str, Any]
-    warmup_seconds: float
-    window_seconds: float
-    seed: int
-    attempt: int
-    started_unix_seconds: float
-    target: float | None = None
+        for name, records in (
+            ("requests", self.requests),
+            ("samples", self.samples),
+            ("events", self.events),
+        ):
+            (self.folder / f"{name}.jsonl").write_bytes(
+                b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+            )
 
 
 def _ready(model: str) -> dict[str, Any]:
@@ -292,21 +356,19 @@ def _ready(model: str) -> dict[str, Any]:
     weights = weight_bytes(spec, "Q4_0")
     kv = SLOTS * CONTEXT * spec.kv_bytes_per_token("fp16")
     return {
-        "info": {
-            "name": "llama_cpp",
-            "device": "cpu",
-            "device_name": "AMD EPYC 7B13",
-            "slots": SLOTS,
-            "context_tokens": CONTEXT,
-            "kv_tokens": SLOTS * CONTEXT,
-            "vocabulary": spec.vocabulary,
-            "weight_format": "Q4_0",
-            "quality_kl_nats": QUALITY.get(model),
-            "step_tokens": 512,
-            "predicted": {"weight_bytes": weights, "kv_bytes": kv, "compute_bytes": 100 << 20},
-            "measured": {"weight_bytes": weights, "kv_bytes": kv, "compute_bytes": 110 << 20},
-            "details": {"weights": "random"},
-        },
+        "info": EngineInfo(
+            name="llama_cpp",
+            device="cpu",
+            device_name="AMD EPYC 7B13",
+            slots=SLOTS,
+            context_tokens=CONTEXT,
+            kv_tokens=SLOTS * CONTEXT,
+            weight_format="Q4_0",
+            quality_kl_nats=QUALITY.get(model),
+            predicted={"weight_bytes": weights, "kv_bytes": kv, "compute_bytes": 100 << 20},
+            measured={"weight_bytes": weights, "kv_bytes": kv, "compute_bytes": 110 << 20},
+            details={"weights": "random"},
+        ),
         "load_seconds": 1.5,
         "rss_bytes": weights + (200 << 20),
         "peak_rss_bytes": weights + (300 << 20),

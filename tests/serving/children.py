@@ -1,4 +1,6 @@
-"""Supervisors over real engine children of the fake backend, for tests: short waits, one way to run them, one way to read a stream."""
+"""Supervisors over real engine children of the fake backend, for tests: short waits, one way to run
+them, one way to read a stream.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from models.tokenizer import load_tokenizer
+from models.tokenization.tokenizer import load_tokenizer
 from serving.backends.base import EngineConfig
 from serving.backends.fake import continuation
-from serving.messages import Delta
-from serving.recovery import RecoveryLimits
-from serving.streams import Stream, merged
-from serving.supervisor import Supervisor
+from serving.engine.messages import Delta
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.stream import Stream, merged
+from serving.supervisor.supervisor import Supervisor
 
 VOCABULARY = 2048
 QUICK = RecoveryLimits(
@@ -28,7 +30,9 @@ LONG = 400  # tokens of a sequence that is still running when something happens 
 
 
 @contextlib.asynccontextmanager
-async def running(*configs: EngineConfig, wait: bool = True, **arguments: Any) -> AsyncIterator[Supervisor]:
+async def running(
+    *configs: EngineConfig, wait: bool = True, **arguments: Any
+) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(configs, **{"limits": QUICK, **arguments})
     await supervisor.start()
     try:
@@ -54,7 +58,9 @@ async def collect(stream: Stream) -> Delta:
 
 def truth(tokenizer_path: str, prompt: list[int], count: int) -> str:
     table = load_tokenizer(tokenizer_path).token_bytes()
-    return b"".join(table[token] for token in continuation(prompt, count, VOCABULARY)).decode(errors="replace")
+    return b"".join(table[token] for token in continuation(prompt, count, VOCABULARY)).decode(
+        errors="replace"
+    )
 
 
 def kinds(supervisor: Supervisor) -> list[str]:

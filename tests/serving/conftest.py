@@ -1,4 +1,6 @@
-"""Fixtures of many tests here: the app over a scripted supervisor, a small tokenizer on disk, and configurations of the fake backend."""
+"""Fixtures of many tests here: the app over a scripted supervisor, a small tokenizer on disk, and
+configurations of the fake backend.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.tokenizer import shipped
+from models.tokenization.tokenizer import shipped
 from serving.backends.base import EngineConfig
 from tests.serving.children import VOCABULARY
 from tests.serving.fakes import FakeSupervisor, app_on, served
@@ -24,7 +26,14 @@ def config(tokenizer_path: str) -> Callable[..., EngineConfig]:
     def make(device: str = "cpu", slots: int = 4, **options: Any) -> EngineConfig:
         options = {"vocabulary": VOCABULARY, "step_seconds": 0.005, **options}
         return EngineConfig(
-            "fake", "", "fake", tokenizer_path=tokenizer_path, device=device, slots=slots, context_tokens=2048, options=options
+            "fake",
+            "",
+            "fake",
+            tokenizer_path=tokenizer_path,
+            device=device,
+            slots=slots,
+            context_tokens=2048,
+            options=options,
         )
 
     return make

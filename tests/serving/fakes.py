@@ -1,7 +1,9 @@
-"""A supervisor without an engine, for tests of the HTTP side: answers are scripted, and everything that was asked is kept.
+"""A supervisor without an engine, for tests of the HTTP side: answers are scripted, and everything
+that was asked is kept.
 
-It keeps the interface of serving.service.EngineLike, streams are the real serving.streams.Stream, and `push` plays the engine. By default
-each sequence is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes the deltas.
+It keeps the interface of serving.registry.model.EngineLike, streams are the real
+serving.supervisor.stream.Stream, and `push` plays the engine. By default each sequence is answered
+by itself, one delta per turn of the event loop; with `by_hand` a test pushes the deltas.
 """
 
 from __future__ import annotations
@@ -19,15 +21,26 @@ from typing import Any
 
 import uvicorn
 
-from models.chat import CHATML, ChatTemplate
 from models.errors import BadChat
-from serving.access import Limits
-from serving.app import create_app
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts, Sampling
-from serving.listener import server_options
-from serving.messages import Delta, Ready, StepStats, Submit, TokenDetail
-from serving.streams import Stream
-from serving.supervisor import Overloaded, Unavailable
+from models.tokenization.chat_template import CHATML, ChatTemplate
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
+from serving.engine.messages import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Ready,
+    StepStats,
+    TokenDetail,
+)
+from serving.errors import Overloaded, Unavailable
+from serving.http.app import App, app_of
+from serving.http.connections import server_options
+from serving.http.limits import Limits
+from serving.metrics import Metrics, ServerMetrics
+from serving.registry.model import Desk, Service
+from serving.sampling.types import Sampling
+from serving.supervisor.stream import Stream
+from serving.supervisor.supervisor import Supervisor
 
 INFO = BackendInfo(
     name="fake",
@@ -71,7 +84,9 @@ class ByteTokenizer:
     def token_bytes(self) -> list[bytes]:
         return [bytes([byte]) for byte in range(256)] + [b"", b"", b""]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
         if self._template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
         return self._template.render(messages, add_generation_prompt)
@@ -80,23 +95,34 @@ class ByteTokenizer:
 class FakeSupervisor:
     """See the module's docstring."""
 
-    def __init__(self, words: Sequence[str] = ("Hello", ", ", "world"), *, by_hand: bool = False, info: BackendInfo = INFO) -> None:
+    def __init__(
+        self,
+        words: Sequence[str] = ("Hello", ", ", "world"),
+        *,
+        by_hand: bool = False,
+        info: BackendInfo = INFO,
+    ) -> None:
         self.words, self.by_hand = list(words), by_hand
         self.state = "ready"
         self.reason: str | None = None
         self.ready: Ready | None = Ready(info, 1.5, 10_000, 20_000)
         self.stats: StepStats | None = StepStats(1, 2, 100, 0.01, 0.008, 1, 0, 3)
-        self.config = EngineConfig("fake", "/models/secret.gguf", "m", context_tokens=info.context_tokens, slots=info.slots)
-        self.restarts = self.fallbacks = 0
+        self.config = EngineConfig(
+            "fake", "/models/secret.gguf", "m", context_tokens=info.context_tokens, slots=info.slots
+        )
+        self.restarts = self.fallbacks = self.returns = 0
+        self.deaths: dict[str, int] = {}
+        self.events: list[Any] = []
+        self.standby: str | None = None
         self.on_step: Any = None
-        self.submitted: list[Submit] = []
-        self.whole: list[bool] = []
+        self.submitted: list[GenerationRequest] = []
         self.streams: dict[int, Stream] = {}
         self.cancelled: list[int] = []
         self.refuse_after: int | None = None
-        self.refusal: Unavailable | Overloaded = Overloaded("the queue is full", 2.4, "queue_requests")
-        self.calls: list[str] = []
-        self.engine_pid: int | None = None
+        self.refusal: Unavailable | Overloaded = Overloaded(
+            "the queue is full", 2.4, "queue_requests"
+        )
+        self.pids: list[int] = []
         self.pause_seconds = 0.0  # before each word
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop
@@ -108,65 +134,60 @@ class FakeSupervisor:
     def retry_after_seconds(self) -> float:
         return 2.5
 
-    def submit(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
-        *,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        min_tokens: int = 0,
-        ignore_eos: bool = False,
-        deadline_seconds: float | None = None,
-        include_stop: bool = False,
-        whole: bool = False,
-    ) -> Stream:
+    def submit(self, request: GenerationRequest) -> Stream:
         if self.state != "ready":
-            raise Unavailable(self.reason or self.state, 2.5)
+            raise Unavailable(self.reason or self.state, 2.5, self.state)
         if self.refuse_after is not None and len(self.submitted) >= self.refuse_after:
             raise self.refusal
-        submit = Submit(
-            len(self.submitted) + 1,
-            prompt,
-            max_tokens,
-            sampling,
-            list(stop),
-            list(stop_token_ids),
-            min_tokens,
-            ignore_eos,
-            deadline_seconds,
-            include_stop,
-        )
         self._loop = asyncio.get_running_loop()
-        self.submitted.append(submit)
-        self.whole.append(whole)
-        stream = Stream(submit, self._cancel, 0.0, whole)
-        self.streams[submit.id] = stream
+        self.submitted.append(request)
+        stream = Stream(len(self.submitted), request, self._cancel, 0.0)
+        self.streams[stream.id] = stream
         if not self.by_hand:
             task = asyncio.ensure_future(self._answer(stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return stream
 
-    def push(self, sequence: int, text: str, finish: str | None = None, tokens: int = 1, **more: Any) -> None:
+    def push(
+        self, sequence: int, text: str, finish: str | None = None, tokens: int = 1, **more: Any
+    ) -> None:
         """Play the engine: one delta of one sequence. From the event loop's thread."""
-        self.streams[sequence].push(Delta(sequence, tokens, text, finish, **more))
+        self.streams[sequence].push(
+            Delta(sequence, tokens, text, None if finish is None else FinishReason(finish), **more)
+        )
 
-    def push_soon(self, sequence: int, text: str, finish: str | None = None, tokens: int = 1, **more: Any) -> None:
+    def push_soon(
+        self, sequence: int, text: str, finish: str | None = None, tokens: int = 1, **more: Any
+    ) -> None:
         """The same from the test's thread, once the sequence has been submitted."""
         wait_until(lambda: sequence in self.streams)
         self._loop.call_soon_threadsafe(lambda: self.push(sequence, text, finish, tokens, **more))
 
     async def _answer(self, stream: Stream) -> None:
-        words = self.words[: stream.submit.max_tokens]
+        words = self.words[: stream.request.max_tokens]
         for place, word in enumerate(words):
             await asyncio.sleep(self.pause_seconds)
-            finish = None if place + 1 < len(words) else "stop" if len(words) == len(self.words) else "length"
-            first: dict[str, Any] = {"cached_tokens": 2, "queue_seconds": 0.001, "prefill_seconds": 0.002} if place == 0 else {}
-            if place == 0 and stream.submit.sampling.prompt_logprobs is not None:
-                first["prompt_details"] = [TokenDetail(token, -0.25, [token], [-0.25]) for token in stream.submit.prompt[1:]]
-            self.push(stream.id, word, finish, details=_details(word, stream.submit.sampling), **first)
+            finish = (
+                None
+                if place + 1 < len(words)
+                else "stop"
+                if len(words) == len(self.words)
+                else "length"
+            )
+            first: dict[str, Any] = (
+                {"cached_tokens": 2, "queue_seconds": 0.001, "prefill_seconds": 0.002}
+                if place == 0
+                else {}
+            )
+            if place == 0 and stream.request.sampling.prompt_logprobs is not None:
+                first["prompt_details"] = [
+                    TokenDetail(token, -0.25, [token], [-0.25])
+                    for token in stream.request.prompt[1:]
+                ]
+            self.push(
+                stream.id, word, finish, details=_details(word, stream.request.sampling), **first
+            )
 
     def _cancel(self, sequence: int) -> None:
         self.cancelled.append(sequence)
@@ -175,24 +196,26 @@ class FakeSupervisor:
     def check_room(self) -> None:
         pass
 
-    async def start(self) -> None:
-        self.calls.append("start")
-
-    async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
-        self.calls.append(f"stop drain={drain}")
-        return 0
-
 
 def _details(word: str, sampling: Sampling) -> list[TokenDetail]:
     if sampling.logprobs is None:
         return []
     token = word.encode()[0]
     logprob = -0.5 if sampling.seed % 2 == 0 else -0.125
-    return [TokenDetail(token, logprob, [token, 256][: sampling.logprobs], [-0.5, float("-inf")][: sampling.logprobs])]
+    return [
+        TokenDetail(
+            token,
+            logprob,
+            [token, 256][: sampling.logprobs],
+            [-0.5, float("-inf")][: sampling.logprobs],
+        )
+    ]
 
 
 class _ShortPauses:
-    """asyncio, but for the tenth of a second between two of uvicorn's looks whether it should end: hundreds of tests would wait for it."""
+    """asyncio, but for the tenth of a second between two of uvicorn's looks whether it should end:
+    hundreds of tests would wait for it.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -205,20 +228,33 @@ uvicorn.server.asyncio = _ShortPauses()  # type: ignore[attr-defined]
 
 
 @contextmanager
-def served(app: Any, limits: Limits | None = None) -> Iterator[int]:
-    """The app behind a real uvicorn on a port of this machine, in a thread of its own; gives the port."""
+def served(
+    app: Any, limits: Limits | None = None, supervisor: Supervisor | None = None
+) -> Iterator[int]:
+    """The app behind a real uvicorn in a thread of its own; gives the port.
+
+    `supervisor`: a real one, started with the server and drained when it ends.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(256)
-        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=5, **server_options(limits or Limits())))
+        server = uvicorn.Server(
+            uvicorn.Config(app, timeout_graceful_shutdown=5, **server_options(limits or Limits()))
+        )
         started, asked = threading.Event(), asyncio.Event()
         loops: list[asyncio.AbstractEventLoop] = []
         failures: list[BaseException] = []
 
-        async def until_asked() -> None:  # uvicorn's own loop looks ten times a second whether it shall end: too slow for tests
+        async def until_asked() -> (
+            None
+        ):  # uvicorn's own loop looks ten times a second whether it shall end: too slow for tests
             loops.append(asyncio.get_running_loop())
+            if supervisor is not None:
+                await supervisor.start()
             started.set()
             await asked.wait()
+            if supervisor is not None:
+                await supervisor.stop(drain=True, timeout_seconds=2.0)
 
         def run() -> None:
             try:
@@ -243,10 +279,20 @@ def served(app: Any, limits: Limits | None = None) -> Iterator[int]:
             assert not thread.is_alive()
 
 
-def app_on(supervisor: Any, **options: Any) -> Any:
-    """The app over a fake supervisor and a byte tokenizer."""
-    tokenizer = options.pop("tokenizer", None) or ByteTokenizer()
-    return create_app(supervisor, tokenizer, served_name="m", **options)
+def app_on(
+    supervisor: Any,
+    *,
+    tokenizer: Any = None,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    placement: Any = None,
+    name: str = "m",
+) -> App:
+    """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
+    desk = Desk(ServerMetrics())
+    metrics = Metrics(desk.metrics, name, supervisor)
+    desk.add(Service(supervisor, tokenizer or ByteTokenizer(), metrics, placement))
+    return app_of(desk, limits or Limits(), api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -272,7 +318,9 @@ class Answer:
     @property
     def error(self) -> dict[str, Any]:
         found = self.json
-        assert set(found) == {"error"} and {"message", "type", "param", "code"} <= set(found["error"])
+        assert set(found) == {"error"} and {"message", "type", "param", "code"} <= set(
+            found["error"]
+        )
         detail: dict[str, Any] = found["error"]
         return detail
 
@@ -284,7 +332,9 @@ class Answer:
         return ["[DONE]" if part == b"[DONE]" else json.loads(part) for part in found]
 
 
-def ask(port: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+def ask(
+    port: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+) -> Answer:
     """One request on a connection of its own. `body`: bytes as they are, anything else as JSON."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
@@ -292,14 +342,22 @@ def ask(port: int, method: str, path: str, body: Any = None, headers: Mapping[st
         kind = {} if body is None else {"Content-Type": "application/json"}
         connection.request(method, path, data, {**kind, **(headers or {})})
         response = connection.getresponse()
-        return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        return Answer(
+            response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+        )
     finally:
         connection.close()
 
 
 def chat(port: int, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
     """A chat of one user turn, unless `messages` says otherwise."""
-    return ask(port, "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], **fields}, headers)
+    return ask(
+        port,
+        "POST",
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "hi"}], **fields},
+        headers,
+    )
 
 
 def complete(port: int, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:

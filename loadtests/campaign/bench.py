@@ -1,0 +1,148 @@
+"""The real bench: server, connections, sampler and load generator of one cell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.cell_planning import layout_of
+from loadtests.campaign.cell_runner import Level
+from loadtests.campaign.level import Measured, loaded_level, send_burst, single_stream_level
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import CellState
+from loadtests.campaign.servers import External, Local, Server
+from loadtests.campaign.site import Site, quick_seconds, settle
+from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, OverMemory, ServerLost
+from loadtests.generator.endpoint import TargetFacts, pool_for, probe
+from loadtests.generator.http_client import Pool
+from loadtests.host.sampler import Sampler
+from loadtests.records.events import CellReady, EngineInfo
+from loadtests.records.schema import RequestRecord
+from loadtests.simulation.batching import Policy
+from loadtests.simulation.calibration import Burst
+from serving.backends.base import EngineConfig
+from serving.hardware.facts import allowed_cores
+
+RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
+
+
+class ServerBench:
+    """Measures on one server that is ready."""
+
+    def __init__(self, site: Site, policy: Policy | None) -> None:
+        self._site = site
+        self.policy = policy
+        self._idle_seconds = quick_seconds(site)
+
+    def measure(self, level: Level) -> Measured:
+        self._site.campaign = level.campaign
+        how = single_stream_level if level.step.rate is None else loaded_level
+        try:
+            return how(self._site, level.step, level.name, level.seed, level.attempt)
+        except LevelInterrupted as problem:
+            if (why := self._site.server.broke_cap()) is not None:
+                raise OverMemory(why) from problem
+            raise
+
+    def burst(self, burst: Burst, number: int, seed: int) -> list[RequestRecord]:
+        return send_burst(self._site, burst, number, seed)
+
+    def settle(self) -> None:
+        settle(self._site, self._idle_seconds)
+
+    def recover(self) -> None:
+        wait_until_it_serves(self._site.server, self._site.pool, self._site.progress)
+
+
+@contextlib.contextmanager
+def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
+    """Starts the server of a cell and stops it at the end. Raises LoadError."""
+    usable = allowed_cores()
+    layout = layout_of(state.cell, usable)
+    campaign = state.campaign.of(state.cell)
+    server: Server
+    if campaign.target is not None:
+        server = External(campaign.target)
+    else:
+        assert layout is not None
+        server = Local(state.cell, campaign, layout, state.run.folder / "logs")
+    try:
+        began = time.monotonic()
+        server.wait_ready(
+            lambda what, fraction: progress.tick(f"{state.key}: {what}", fraction=fraction)
+        )
+        ready = server.ready(state.key)
+        if layout is not None:
+            os.sched_setaffinity(0, layout.client)  # this process sends single-stream requests
+        seconds = time.monotonic() - began
+        progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
+        with _on(server, ready, state, campaign, progress) as bench:
+            yield bench
+    finally:
+        server.stop()
+        os.sched_setaffinity(0, usable)
+
+
+@contextlib.contextmanager
+def _on(
+    server: Server, ready: CellReady, state: CellState, campaign: Campaign, progress: Progress
+) -> Iterator[ServerBench]:
+    """A bench on a server that is ready: probed, sampled, on record."""
+    target = server.target
+    with pool_for(target) as pool:
+        facts = wait_until_it_serves(server, pool, progress)
+        site = Site(state.run, state.cell, campaign, server, facts, pool, progress)
+        site.memory_bytes = server.watched_bytes if isinstance(server, Local) else None
+        with Sampler(
+            state.key,
+            site.keep_sample,
+            server=server.pid,
+            interval_seconds=campaign.sample_seconds,
+            metrics_url=None if isinstance(server, Local) else target.url,
+            api_key_env=target.api_key_env,
+            verify_tls=target.verify_tls,
+        ) as sampler:
+            site.sampler = sampler
+            seen = {"target": msgspec.to_builtins(facts), "sampling": sampler.missing}
+            state.run.event(msgspec.structs.replace(ready, unix_seconds=time.time(), **seen))
+            for note in facts.notes:
+                progress.say(f"  note: {note}")
+            yield ServerBench(site, policy_of(ready.info, campaign))
+
+
+def wait_until_it_serves(server: Server, pool: Pool, progress: Progress) -> TargetFacts:
+    """What the endpoint can, once it serves; a server of ours gets time to bring its engine back.
+
+    Raises ServerLost, EndpointRefuses, TargetUnusable.
+    """
+    until = time.monotonic() + (RECOVERY_SECONDS if server.layout is not None else 0.0)
+    while True:
+        if (trouble := server.trouble()) is not None:
+            raise ServerLost(trouble)
+        try:
+            return probe(server.target, pool)
+        except EndpointRefuses:
+            raise
+        except LoadError:
+            if time.monotonic() > until:
+                raise
+        progress.tick("waiting until the server serves again")
+        time.sleep(0.2)
+
+
+def policy_of(info: EngineInfo, campaign: Campaign) -> Policy | None:
+    """The scheduler's settings of a server of ours; None for another one."""
+    if not info.slots:
+        return None
+    defaults = EngineConfig(backend="", model_path="", model_name="")
+    return Policy(
+        slots=info.slots,
+        prefill_tokens=campaign.server.prefill_tokens or defaults.prefill_tokens,
+        kv_tokens=info.kv_tokens,
+        step_seconds_target=campaign.server.step_seconds or defaults.step_seconds_target,
+    )

@@ -1,0 +1,202 @@
+"""The keys of a campaign file, their defaults and what their values may be.
+
+A key is a field of a struct here (or of a struct that one here holds); the comment behind a field
+is what `crossover campaign init` and docs/campaign.md say of it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from loadtests.capacity.search_config import SearchConfig
+from loadtests.errors import BadCampaign
+from loadtests.generator.endpoint import Target
+from loadtests.generator.load_plan import DEFAULT_WORKLOAD
+from loadtests.workload.arrivals import Arrivals, Poisson
+from loadtests.workload.requests import Workload
+from serving.registry.options import Standby
+
+POLICIES = ("auto", "gpu-only", "cpu-only")
+
+
+class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the server of each cell is started: options of `crossover serve` of the same names."""
+
+    policy: str = "auto"  # auto, gpu-only or cpu-only
+    slots: int = 16  # requests served at a time
+    context_tokens: int = 2048  # most tokens of one request, prompt and answer
+    kv_tokens: int | None = None  # KV cache of all requests together; none: slots x context_tokens
+    kv_dtype: str = "fp16"  # number type of the KV cache
+    prefill_tokens: int | None = None  # most prompt tokens of a step
+    step_seconds: float | None = None  # target time of a step with prompt tokens
+    prefix_reuse: bool = True  # keep the KV cache of prompts that begin alike
+    check_memory: bool = True  # refuse what does not fit
+    standby: Standby = "cold"  # an engine loaded beside the one that serves
+    cache: str | None = None  # folder of made and downloaded weights
+    options: dict[str, str | int | float | bool] = {}  # options of the backend
+    ready_seconds: float = 1800.0  # most that loading may take, making the weights included
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One hardware budget: how much of this machine a cell may use."""
+
+    name: str = ""  # needed where there is more than one
+    cores: int | None = None  # physical cores of the engine; none: all that are left
+    threads: int | None = None  # threads of the engine; none: one for each core
+    memory_gib: float | None = None  # limit of server and engine; a cell that needs more is skipped
+
+
+class SloSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A preset with changes, or an SLO of one's own."""
+
+    preset: str | None = None  # chat, interactive, reading, batch, ...; none: the limits below
+    name: str | None = None  # needed where two would have the same
+    ttft_seconds: float | None = None  # most time to the first token
+    tpot_seconds: float | None = None  # most time per output token
+    target: float | None = None  # share of requests that must be good, 0..1
+    confidence: float | None = None  # confidence of a verdict, 0.5..1
+
+
+class OneCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One combination, given by hand beside (or instead of) the product."""
+
+    model: str  # a rung, a GGUF file, a folder or a hub id
+    format: str | None = None  # none: the backend's default
+    backend: str = "llama_cpp"  # the engine
+
+
+class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The file as it is written."""
+
+    name: str  # name of the run folder
+    models: list[str] = []  # x formats x backends x hardware budgets x workloads: cells
+    formats: list[str] = []  # empty: the default of each backend
+    backends: list[str] = msgspec.field(default_factory=lambda: ["llama_cpp"])  # engines
+    hardware: list[Hardware] = msgspec.field(default_factory=lambda: [Hardware()])  # cores, RAM
+    cells: list[OneCell] = []  # combinations beside the product
+    target: Target | None = None  # an endpoint that runs already, in place of models
+    server: Server = Server()  # how the server of each cell is started
+    workload: Workload | None = None  # what is asked; none: the preset chat
+    workloads: dict[str, Workload] = {}  # several, by name, in place of workload
+    arrivals: Arrivals = Poisson()  # when requests are due
+    slo: str | SloSpec | None = None  # what a good request is; none: the preset chat
+    slos: list[str | SloSpec] = []  # several, in place of slo: each level is judged by all
+    search: SearchConfig = SearchConfig()  # the search for the capacity
+    budget_seconds: float | None = (
+        None  # measuring time, all cells; none: search.budget_seconds each
+    )
+    seed: int = 1  # seed of prompts and arrivals
+    sample_seconds: float = 1.0  # time between two samples of CPU and memory
+
+
+def explain(problem: msgspec.ValidationError) -> str:
+    """msgspec's message, with the keys there are where an unknown one was met."""
+    text = str(problem)
+    if "unknown field" not in text:
+        return text
+    place = text.partition("at `")[2].rstrip("`") or "$"
+    known = _keys_at(re.sub(r"\[\d+\]", "[...]", place.removeprefix("$").strip(".")))
+    return f"{text}; known here: {', '.join(known)}" if known else text
+
+
+def _keys_at(place: str) -> list[str]:
+    kinds: dict[str, Any] = {
+        "": CampaignFile,
+        "server": Server,
+        "workload": Workload,
+        "workloads[...]": Workload,
+        "slos[...]": SloSpec,
+        "slo": SloSpec,
+        "search": SearchConfig,
+        "target": Target,
+        "hardware[...]": Hardware,
+        "cells[...]": OneCell,
+    }
+    kind = kinds.get(place)
+    return list(kind.__struct_fields__) if kind is not None else []
+
+
+def check(file: CampaignFile) -> None:
+    """Raises BadCampaign for the first thing that cannot be, with its place in the file."""
+    for is_wrong, place, what in (*_combinations(file), *_values(file), *_lengths(file)):
+        if is_wrong:
+            raise BadCampaign(f"{what} - at `{place}`")
+
+
+Rule = tuple[bool, str, str]  # whether it is broken, where, what is wrong
+
+
+def _combinations(file: CampaignFile) -> list[Rule]:
+    has_models = bool(file.models or file.cells)
+    names = [hardware.name for hardware in file.hardware]
+    several = "each of several hardware budgets needs a name"
+    return [
+        (
+            file.target is not None and has_models,
+            "$.target",
+            "`target` is an endpoint that is there already: it goes without models and cells",
+        ),
+        (
+            file.target is None and not has_models,
+            "$",
+            "nothing to measure: give models, cells, or a target with a url",
+        ),
+        (
+            file.workload is not None and bool(file.workloads),
+            "$.workloads",
+            "`workload` and `workloads`: give one of them",
+        ),
+        (
+            file.slo is not None and bool(file.slos),
+            "$.slos",
+            "`slo` and `slos`: give one of them",
+        ),
+        (not names, "$.hardware", "hardware is empty: leave it out, or give at least one budget"),
+        (len(names) > 1 and not all(names), "$.hardware", several),
+    ]
+
+
+def _values(file: CampaignFile) -> list[Rule]:
+    policy = f"policy must be auto, gpu-only or cpu-only, got {file.server.policy!r}"
+    return [
+        *[
+            _above_zero(name, getattr(hardware, name), "$.hardware")
+            for hardware in file.hardware
+            for name in ("cores", "threads", "memory_gib")
+        ],
+        *[
+            _above_zero(name, getattr(file, name), f"$.{name}")
+            for name in ("budget_seconds", "sample_seconds")
+        ],
+        *[
+            (value < 1, f"$.server.{name}", f"{name} must be at least 1, got {value}")
+            for name in ("slots", "context_tokens")
+            for value in [getattr(file.server, name)]
+        ],
+        (file.server.policy not in POLICIES, "$.server.policy", policy),
+    ]
+
+
+def _above_zero(name: str, value: float | None, place: str) -> Rule:
+    is_wrong = value is not None and not value > 0
+    return is_wrong, place, f"{name} must be above 0, got {value}"
+
+
+def _lengths(file: CampaignFile) -> list[Rule]:
+    """Prompt and output must fit in the context of a server of ours."""
+    context = file.server.context_tokens
+    workloads = file.workloads or {"workload": file.workload or DEFAULT_WORKLOAD}
+    rules = []
+    for name, workload in workloads.items():
+        prompt = workload.max_prompt_tokens or workload.prompt_tokens or 0
+        output = workload.max_output_tokens or workload.output_tokens or 0
+        is_wrong = bool(prompt and output and prompt + output > context and file.target is None)
+        what = (
+            f"{name}: prompts of {prompt} and outputs of {output} tokens do not fit in a context "
+            f"of {context}: raise server.context_tokens or lower the workload's caps"
+        )
+        rules.append((is_wrong, "$.server.context_tokens", what))
+    return rules

@@ -1,0 +1,247 @@
+"""Measures one cell: single-stream requests, calibration, then the levels of a search.
+
+    capacities = run_cell(state, open_bench, budget_seconds, progress, clock)
+
+A Bench measures on a server that is ready; this module decides what is measured. Everything it
+needs to go on after a kill is in `state`, which is read from the run folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.level import Measured
+from loadtests.campaign.manifest import seed_of
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import CellState
+from loadtests.capacity.estimate import estimate
+from loadtests.capacity.search import Measure, next_step
+from loadtests.capacity.search_config import SearchConfig
+from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
+from loadtests.metrics.slo import Slo
+from loadtests.records.events import Calibrated, Capacity, Interrupted, LevelAbandoned
+from loadtests.records.schema import RequestRecord
+from loadtests.simulation import calibration as calibrate
+from loadtests.simulation.batching import Policy
+from loadtests.simulation.step_observations import observations_of
+from models import formatting
+
+MOST_ATTEMPTS = 5  # of one level in one sitting
+MOST_SERVERS = 3  # of one cell in one sitting
+PREFILL_TOKENS = 2048  # of a step, where the server does not say
+
+
+class Level(msgspec.Struct, frozen=True):
+    """One attempt at a level: what the bench is asked to measure."""
+
+    step: Measure
+    campaign: Campaign  # as it is for the cell and the SLO that is searched for
+    name: str
+    seed: int
+    attempt: int
+
+
+class Bench(Protocol):
+    """A server that is ready, and what measures on it."""
+
+    @property
+    def policy(self) -> Policy | None: ...  # the scheduler's settings; None: not known
+
+    def measure(self, level: Level) -> Measured:
+        """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
+
+    def burst(self, burst: calibrate.Burst, number: int, seed: int) -> list[RequestRecord]: ...
+
+    def settle(self) -> None:
+        """Waits until the server is idle. Raises LevelInterrupted."""
+
+    def recover(self) -> None:
+        """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
+
+
+OpenBench = Callable[[CellState], AbstractContextManager[Bench]]
+
+
+@dataclass
+class _Run:
+    """A cell in one sitting, on one bench."""
+
+    state: CellState
+    bench: Bench
+    progress: Progress
+    clock: Callable[[], float]
+
+
+def run_cell(
+    state: CellState,
+    open_bench: OpenBench,
+    budget_seconds: float,
+    progress: Progress,
+    clock: Callable[[], float],
+) -> dict[str, Capacity]:
+    """The capacity under each SLO, by its name; a server that is lost is started again.
+
+    Raises ServerFailed, LevelFailed, LoadError.
+    """
+    for number in range(1, MOST_SERVERS + 1):
+        try:
+            with open_bench(state) as bench:
+                return _search(_Run(state, bench, progress, clock), budget_seconds)
+        except ServerLost as problem:
+            state.run.event(Interrupted(cell=state.key, reason=str(problem)))
+            progress.say(f"  {problem}", style="yellow")
+            if number == MOST_SERVERS:
+                raise ServerFailed(
+                    f"lost {MOST_SERVERS} servers; the last one: {problem}"
+                ) from problem
+    raise AssertionError("not reached")
+
+
+def _search(run: _Run, budget_seconds: float) -> dict[str, Capacity]:
+    """Levels for one SLO after the other; the next ones have what one leaves of its share."""
+    state = run.state
+    slos = state.campaign.all_slos
+    found: dict[str, Capacity] = {}
+    for position, slo in enumerate(slos):
+        spent = state.spent_seconds
+        until = spent + max(0.0, budget_seconds - spent) / (len(slos) - position)
+        found[slo.name] = _one_slo(run, slo, max(until, 1e-3))
+    if len(slos) > 1:  # the levels of the later SLOs say something about the earlier ones
+        for slo in slos:
+            config = with_prediction(_config(state, slo), state.prediction, slo)
+            found[slo.name] = estimate(state.levels(slo), config, slo)
+    return found
+
+
+def _config(state: CellState, slo: Slo) -> SearchConfig:
+    return state.campaign.of(state.cell, slo).search
+
+
+def _one_slo(run: _Run, slo: Slo, budget_seconds: float) -> Capacity:
+    state = run.state
+    own = msgspec.structs.replace(_config(state, slo), budget_seconds=budget_seconds)
+    config = with_prediction(own, state.prediction, slo)
+    is_asked = state.campaign.repeats is not None
+    while isinstance(
+        step := next_step(state.levels(slo), config, slo, state.spent_seconds), Measure
+    ):
+        if step.rate is not None and state.campaign.repeats is not None and not config.rates:
+            return estimate(state.levels(slo), config, slo)  # only single-stream is repeated
+        is_first = not any(level.rate is not None for level in state.levels(slo))
+        wants = step.rate is not None and not config.rates and config.predicted_rate is None
+        if wants and is_first and not is_asked:
+            is_asked = True
+            config = with_prediction(config, _calibrate(run, config), slo)
+            continue
+        measured = _level(run, step, state.campaign.of(state.cell, slo))
+        run.progress.say(f"  {level_in_words(measured)}")
+        if measured.gave_up:
+            run.bench.settle()
+    return step.capacity
+
+
+def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
+    """One level, measured again where it was interrupted. Raises LevelFailed."""
+    state = run.state
+    number, tried = state.next_level()
+    for attempt in range(tried + 1, tried + 1 + MOST_ATTEMPTS):
+        name = f"{state.key}#{number}.{attempt}"
+        seed = seed_of(campaign.seed, name)
+        if attempt == 1:
+            seed = campaign.repeated_seed(state.cell, number) or seed
+        began = run.clock()
+        try:
+            return run.bench.measure(Level(step, campaign, name, seed, attempt))
+        except LevelInterrupted as problem:
+            reason, spent = str(problem), round(run.clock() - began, 3)
+            state.run.event(
+                LevelAbandoned(cell=state.key, level=name, reason=reason, spent_seconds=spent)
+            )
+            state.run.event(Interrupted(cell=state.key, level=name, reason=reason))
+            run.progress.say(f"  {name}: {reason}; measuring it again", style="yellow")
+            run.bench.recover()
+    raise LevelFailed(f"level {number} was interrupted {MOST_ATTEMPTS} times")
+
+
+def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
+    """A prediction of the capacities, on record; None where the budget has no time for one."""
+    state = run.state
+    campaign = state.campaign.of(state.cell)
+    budget = config.budget_seconds * len(campaign.all_slos)
+    seconds = calibrate.time_box(budget, config.calibration_seconds)
+    if seconds <= 0:
+        return None
+    began = run.clock()
+    policy = run.bench.policy
+    numbers = iter(range(1, 1000))
+
+    def ask(burst: calibrate.Burst) -> list[RequestRecord]:
+        number = next(numbers)
+        run.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
+        seed = seed_of(campaign.seed, f"{state.key}#calibration.{number}")
+        return run.bench.burst(burst, number, seed)
+
+    run.progress.tick(f"{state.key}: calibrating for at most {formatting.duration(seconds)}")
+    try:
+        seen, slots = calibrate.calibrate(
+            ask,
+            state.single_stream,
+            campaign.workload,
+            policy.slots if policy is not None else None,
+            seconds,
+            run.clock,
+        )
+    except LevelInterrupted as problem:
+        state.run.event(Interrupted(cell=state.key, reason=f"calibration: {problem}"))
+        run.bench.recover()
+        return None
+    made = calibrate.prediction(
+        [*observations_of(state.single_stream, 1), *seen],
+        policy or Policy(slots=slots or calibrate.UNKNOWN_SLOTS, prefill_tokens=PREFILL_TOKENS),
+        campaign.workload,
+        campaign.arrivals,
+        campaign.all_slos,
+        campaign.seed,
+    )
+    spent = round(run.clock() - began, 3)
+    made = msgspec.structs.replace(made, slots=slots, spent_seconds=spent)
+    fields = msgspec.to_builtins(made)
+    state.run.event(Calibrated(cell=state.key, **fields))
+    rates = [f"{formatting.rate(rate, 3)} for {name}" for name, rate in made.rates.items()]
+    said = f"predicted {', '.join(rates)}" if rates else f"no prediction ({made.reason})"
+    run.progress.say(f"  calibrated in {made.spent_seconds:.0f} s: {said}")
+    return made
+
+
+def with_prediction(
+    config: SearchConfig, made: calibrate.Prediction | None, slo: Slo
+) -> SearchConfig:
+    """The search after a calibration: the prediction is its start and evidence."""
+    rate = made.rates.get(slo.name) if made is not None else None
+    if not rate or config.rates:
+        return config
+    return msgspec.structs.replace(
+        config, predicted_rate=rate, start_rate=config.start_rate or rate
+    )
+
+
+def level_in_words(measured: Measured) -> str:
+    """A level for people."""
+    summary, level = measured.summary, measured.level
+    load = f"{level.rate:.3g} requests/s" if level.rate is not None else "single-stream requests"
+    typical = summary.latencies.ttft.median_or_mean
+    ttft = f", TTFT {formatting.seconds(typical)}" if typical is not None else ""
+    each = summary.latencies.tpot.median_or_mean
+    tpot = f", TPOT {formatting.seconds(each, 3)}" if each is not None else ""
+    warnings = ", ".join(warning.code for warning in summary.warnings if warning.is_serious)
+    word = f"not valid: {warnings}" if warnings else summary.verdict
+    short = ", cut short" if measured.cut_short else ""
+    return (
+        f"{load}: {summary.counts.good} of {summary.counts.due} good{ttft}{tpot} -> {word}{short}"
+    )

@@ -1,0 +1,111 @@
+"""The cells of a campaign: models x formats x backends x hardware x workloads, or an endpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from loadtests.campaign.campaign_keys import CampaignFile, Hardware, OneCell
+from loadtests.errors import BadCampaign
+from loadtests.generator.endpoint import Target
+from models.errors import CrossoverError
+from models.formats import DEFAULT_FORMATS
+from models.ladder import is_rung, rung
+from serving.backends import weights_of
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured: a model, format, backend and hardware budget, or an endpoint."""
+
+    key: str
+    model: str
+    weight_format: str
+    backend: str
+    hardware: Hardware = Hardware()
+    slots: int | None = None
+    context_tokens: int | None = None
+    kv_tokens: int | None = None
+    kv_dtype: str | None = None
+    synthetic: bool | None = None  # random weights; None: not known
+    url: str | None = None  # the endpoint, where the runner starts none
+    workload: str = ""  # its name, where the campaign has several
+
+
+def cells_of(file: CampaignFile) -> list[Cell]:
+    """The product, then the cells given by hand, in the order of the file.
+
+    Raises BadCampaign for a combination that is none.
+    """
+    names = list(file.workloads) or [""]
+    if file.target is not None:
+        return [cell_of_target(file.target, name) for name in names]
+    wanted = [
+        OneCell(model=model, format=weight_format, backend=backend)
+        for model in file.models
+        for weight_format in (*file.formats, *(() if file.formats else (None,)))
+        for backend in file.backends
+    ] + file.cells
+    cells = [
+        _cell(one, hardware, file, name)
+        for one in wanted
+        for hardware in file.hardware
+        for name in names
+    ]
+    if not cells:
+        raise BadCampaign("nothing to measure: backends is empty - at `$.backends`")
+    key, times = Counter(cell.key for cell in cells).most_common(1)[0]
+    if times > 1:
+        raise BadCampaign(
+            f"cell {key} is there twice; hardware budgets need names, "
+            "models and formats must differ"
+        )
+    return cells
+
+
+def cell_of_target(target: Target, workload: str = "") -> Cell:
+    """The cell of an endpoint that is there already, under one of its workloads."""
+    model = target.model or "default"
+    key = _plain(f"{model}@{target.url.split('://')[-1]}" + (f"-{workload}" if workload else ""))
+    return Cell(
+        key=key,
+        model=model,
+        weight_format="",
+        backend="external",
+        url=target.url,
+        workload=workload,
+    )
+
+
+def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -> Cell:
+    try:
+        known = is_rung(one.model)
+        # A file, a folder or a hub id.
+        is_elsewhere = any(mark in one.model for mark in ("/", ".gguf"))
+        model = one.model if is_elsewhere and not known else rung(one.model).spec.name
+        kind, weight_format = weights_of(one.backend, one.format)
+    except CrossoverError as problem:
+        raise BadCampaign(f"{problem} - at `$.models`, `$.formats` or `$.backends`") from problem
+    name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace(
+        "--", "-"
+    )
+    key = _plain("-".join(part for part in (name, hardware.name, workload) if part))
+    server = file.server
+    return Cell(
+        key=key,
+        model=model,
+        weight_format=weight_format,
+        backend=one.backend,
+        hardware=hardware,
+        slots=server.slots,
+        context_tokens=server.context_tokens,
+        kv_tokens=server.kv_tokens,
+        kv_dtype=server.kv_dtype,
+        synthetic=True if known else None,
+        workload=workload,
+    )
+
+
+def _plain(text: str) -> str:
+    """As a file name."""
+    return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")

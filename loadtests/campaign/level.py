@@ -1,0 +1,397 @@
+"""Measures one level of load and records it.
+
+    measured = loaded_level(site, Measure(2.0, 30.0, "bracket"), name="cell#2.1", seed=7, attempt=1)
+    measured.summary.verdict, measured.level
+
+A rate or a concurrency is sent by a Locust child, single-stream requests by this process. A level
+is whole or it does not count: LevelInterrupted is raised when the engine was restarted within it,
+or when the load generator ended early or lost requests. A level that is decided before its time
+is over (LevelTally) is cut short, and its window with it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import gevent
+import msgspec
+
+from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.level_tally import LevelTally
+from loadtests.campaign.site import Site
+from loadtests.capacity.estimate import Level, level_of
+from loadtests.capacity.search import Measure
+from loadtests.errors import LevelInterrupted
+from loadtests.generator.channel import LoadGenerator
+from loadtests.generator.connection import clock
+from loadtests.generator.launcher import GeneratorProcess
+from loadtests.generator.load_plan import LoadPlan
+from loadtests.generator.messages import Ended, Late, Recorded, Started, Stop
+from loadtests.generator.request_factory import Request, RequestFactory, Share
+from loadtests.generator.sse_request import stream
+from loadtests.metrics.level import summarise
+from loadtests.metrics.level_summary import Summary, Window
+from loadtests.metrics.slo import Slo
+from loadtests.records.events import LevelFinished, LevelPurpose, LevelStarted
+from loadtests.records.run_folder import LevelRecords
+from loadtests.records.schema import RequestRecord, ResourceSample
+from loadtests.simulation.calibration import Burst
+from loadtests.workload.arrivals import process_of
+from loadtests.workload.requests import Workload
+from models import formatting
+
+START_SECONDS = 120.0  # that a load generator may take to make its prompts
+CHECK_SECONDS = 0.5
+LEAST_WARMUP_SECONDS = 1.0
+MOST_SINGLE_STREAM_SECONDS = 60.0
+
+
+@dataclass
+class Measured:
+    """A level as it came out."""
+
+    name: str
+    summary: Summary
+    level: Level
+    cut_short: str | None = None
+    gave_up: int = 0  # requests that the client ended: the server may still be at work on them
+
+
+@dataclass(frozen=True)
+class _Records:
+    """What was recorded of a level, and the window that it covers."""
+
+    records: list[RequestRecord]
+    window_seconds: float
+    cut_short: str | None
+    gave_up: int = 0
+
+
+def judge(
+    records: Sequence[RequestRecord],
+    samples: Sequence[ResourceSample],
+    started: LevelStarted,
+    window_seconds: float,
+    slo: Slo,
+) -> tuple[Summary, Level]:
+    """The summary of a level and its search result, the same from memory and from disk."""
+    window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
+    summary = summarise(
+        records,
+        samples,
+        window,
+        slo,
+        rate=started.rate_per_second,
+        started_unix_seconds=started.started_unix_seconds,
+        arrivals=process_of(started.arrivals),
+    )
+    return summary, level_of(summary)
+
+
+def single_stream_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:
+    """One request at a time on an idle server, from this process."""
+    began = time.monotonic()
+    plan = _plan(site, step, name, seed)
+    factory = RequestFactory(plan, site.facts, site.pool, Share(0, 1))
+    mark = site.server.mark()
+    started = _started(site, plan, LevelPurpose.SINGLE_STREAM, attempt, time.time())
+    _begin(site, started)
+    try:
+        found = _ask_one_by_one(site, step, plan, factory)
+    finally:
+        site.sampler.level = None
+    if site.server.mark() != mark:
+        raise LevelInterrupted("the engine was restarted")
+    return _finish(site, started, found, time.monotonic() - began)
+
+
+def _ask_one_by_one(site: Site, step: Measure, plan: LoadPlan, factory: RequestFactory) -> _Records:
+    origin = clock()
+    wanted = step.requests or 1
+    timeout = max(MOST_SINGLE_STREAM_SECONDS, 2 * step.duration_seconds)
+    # With several SLOs no request is spared: each wants its own verdict.
+    planned = range(wanted) if len(site.campaign.all_slos) == 1 else None
+    tally = LevelTally([site.campaign.slo], planned, least_bad=1)
+    records: list[RequestRecord] = []
+    cut_short: str | None = None
+    while len(records) < wanted and clock() - origin < step.duration_seconds and cut_short is None:
+        request = msgspec.structs.replace(factory.fresh(), index=len(records))
+        record = stream(
+            site.pool,
+            request.wire,
+            request.ask(plan, clock() - origin),
+            origin=origin,
+            timeout_seconds=min(plan.target.timeout_seconds, timeout),
+        )
+        site.run.request(record)
+        records.append(record)
+        tally.add(record)
+        site.check()
+        cut_short = tally.verdict()
+        site.progress.tick(
+            f"{plan.cell}: single-stream requests, {len(records)} of {wanted}",
+            fraction=len(records) / wanted,
+        )
+    return _Records(records, clock() - origin, cut_short)
+
+
+def loaded_level(
+    site: Site,
+    step: Measure,
+    name: str,
+    seed: int,
+    attempt: int,
+    *,
+    concurrency: int | None = None,
+    purpose: LevelPurpose = LevelPurpose.SEARCH,
+) -> Measured:
+    """A rate, or `concurrency` users in a closed loop, from Locust on the client's cores."""
+    began = time.monotonic()
+    plan = _plan(site, step, name, seed, concurrency=concurrency)
+    mark = site.server.mark()
+    site.progress.tick(f"{name}: starting the load generator")
+    process = site.spare
+    site.spare = None
+    if process is None:
+        process = GeneratorProcess(
+            log=site.run.folder / "logs" / f"{site.cell.key}.locust.log",
+            users=concurrency or 1,
+            cores=site.server.layout.client if site.server.layout is not None else (),
+        )
+    with LoadGenerator(process) as generator:
+        generator.channel.send(plan)
+        started = _started(site, plan, purpose, attempt, _start_of(generator))
+        site.sampler.client = generator.child.pid
+        _begin(site, started)
+        try:
+            found = _watch(site, plan, started.started_unix_seconds, generator)
+        finally:
+            site.sampler.level = None
+            site.sampler.client = os.getpid()
+        generator.close()
+    if site.server.mark() != mark:
+        raise LevelInterrupted("the engine was restarted")
+    return _finish(site, started, found, time.monotonic() - began)
+
+
+def _start_of(generator: LoadGenerator) -> float:
+    """Wait for the level to start; its t0 in Unix seconds."""
+    until = time.monotonic() + START_SECONDS
+    for message in generator.told():
+        if isinstance(message, Started):
+            return message.unix_seconds
+        if time.monotonic() > until:
+            break
+    raise LevelInterrupted(f"the load generator did not start within {START_SECONDS:.0f} s")
+
+
+def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _Records:
+    """Record what the load generator tells until its level has ended; stop it once decided."""
+    tally = LevelTally.of(plan, (site.campaign.slo, *site.campaign.all_slos))
+    guard = _Guard(site, plan, t0)
+    records: list[RequestRecord] = []
+    cut_short: str | None = None
+    for message in generator.told():
+        match message:
+            case Recorded(record):
+                site.run.request(record)
+                records.append(record)
+                tally.add(record)
+            case Late(indices):
+                tally.late(indices)
+            case Ended():
+                return _whole(plan, records, message, cut_short)
+            case None:
+                guard.check(tally)
+        if cut_short is None and (cut_short := tally.verdict()) is not None:
+            generator.channel.send(Stop())
+    raise AssertionError("told() ends by an exception")
+
+
+class _Guard:
+    """Looks now and then whether a level may go on, and says how far it is."""
+
+    def __init__(self, site: Site, plan: LoadPlan, t0: float) -> None:
+        self._site = site
+        self._plan = plan
+        self._t0 = t0
+        self._engines = site.server.engine_pids()
+        self._looked = 0.0
+        self._limit_seconds = (
+            plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds + START_SECONDS
+        )
+
+    def check(self, tally: LevelTally) -> None:
+        """Raises LevelInterrupted, or ServerFailed for a broken memory cap."""
+        site, end = self._site, self._plan.duration_seconds
+        now = time.time() - self._t0
+        if now > self._limit_seconds:
+            limit = f"{self._limit_seconds:.0f} s"
+            raise LevelInterrupted(f"the load generator did not end within {limit}")
+        if now - self._looked > CHECK_SECONDS:
+            self._looked = now
+            site.check()
+            if site.server.engine_pids() != self._engines:
+                raise LevelInterrupted("the engine was restarted")
+        phase = f"{formatting.duration(end - now)} left"
+        if now < self._plan.warmup_seconds:
+            phase = "warming up"
+        elif now > end:
+            phase = "draining"
+        site.progress.tick(
+            f"{site.cell.key} at {self._plan.load_in_words}: {tally.ended} answers, "
+            f"{tally.good} of {tally.counted} good, {phase}",
+            fraction=min(1.0, now / end),
+        )
+
+
+def _whole(
+    plan: LoadPlan, records: list[RequestRecord], ended: Ended, cut_short: str | None
+) -> _Records:
+    """The level's records. Raises LevelInterrupted where requests are missing."""
+    indices = {record.index for record in records}
+    if not len(records) == ended.recorded == ended.due == len(indices):
+        raise LevelInterrupted(
+            f"the load generator lost requests: {ended.due} were due, {ended.recorded} ended, "
+            f"{len(records)} are on record"
+        )
+    end = plan.duration_seconds
+    if ended.stopped_seconds is None:
+        cut_short = None
+    else:
+        end = min(end, ended.stopped_seconds)
+    return _Records(records, max(0.0, end - plan.warmup_seconds), cut_short, ended.gave_up)
+
+
+def _begin(site: Site, started: LevelStarted) -> None:
+    site.samples.clear()
+    site.sampler.level = started.level
+    site.run.event(started)
+
+
+def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: float) -> Measured:
+    """The level's event, by the campaign's first SLO, and its numbers by the SLO searched for."""
+    samples = list(site.samples)
+    seconds = found.window_seconds
+    shown, level = judge(found.records, samples, started, seconds, site.campaign.slo)
+    summary = shown
+    first = site.campaign.all_slos[0]
+    if first != site.campaign.slo:
+        summary, _ = judge(found.records, samples, started, seconds, first)
+    finished = LevelFinished(
+        cell=site.cell.key,
+        level=started.level,
+        due=len(found.records),
+        good=summary.counts.good,
+        failed=sum(summary.counts.failed.values()),
+        window_due=summary.counts.due,
+        window_seconds=round(seconds, 6),
+        cut_short=found.cut_short,
+        gave_up=found.gave_up,
+        spent_seconds=round(spent_seconds, 3),
+        verdict=summary.verdict,
+        is_valid=summary.is_valid,
+        warnings=[warning.code for warning in summary.warnings],
+        arrivals=None if summary.arrivals is None else msgspec.to_builtins(summary.arrivals),
+    )
+    site.run.finish(LevelRecords(started, finished, list(found.records), samples))
+    return Measured(started.level, shown, level, found.cut_short, found.gave_up)
+
+
+def _plan(
+    site: Site, step: Measure, name: str, seed: int, *, concurrency: int | None = None
+) -> LoadPlan:
+    """Of `step`: a rate, `concurrency` users, or else single-stream requests."""
+    campaign = site.campaign
+    is_single_stream = step.rate is None and concurrency is None
+    warmup = min(10.0, 0.1 * step.duration_seconds)
+    return LoadPlan(
+        target=site.server.target,
+        workload=campaign.workload,
+        arrivals=campaign.arrivals,
+        rate_per_second=step.rate,
+        concurrency=(concurrency or 1) if step.rate is None else None,
+        warmup_seconds=0.0 if is_single_stream else max(LEAST_WARMUP_SECONDS, warmup),
+        window_seconds=step.duration_seconds,
+        drain_seconds=0.0 if is_single_stream else drain_seconds(campaign),
+        seed=seed,
+        cell=site.cell.key,
+        level=name,
+        facts=site.facts,
+        late_seconds=_longest_ttft_seconds(campaign),
+        quiet=True,
+    )
+
+
+def drain_seconds(campaign: Campaign) -> float:
+    """How long after the last due time answers may come: twice what a good one may take."""
+    longest = campaign.workload.max_output_tokens or campaign.workload.output_tokens or 256
+    waits = [
+        300.0
+        if slo.ttft_seconds is None or slo.tpot_seconds is None
+        else 2 * (slo.ttft_seconds + slo.tpot_seconds * longest)
+        for slo in campaign.all_slos
+    ]
+    return max(10.0, min(300.0, max(waits)))
+
+
+def _longest_ttft_seconds(campaign: Campaign) -> float | None:
+    """The TTFT after which a request is bad by every SLO; None where one has no such limit."""
+    limits = [slo.ttft_seconds for slo in campaign.all_slos]
+    return None if None in limits else max(limit for limit in limits if limit is not None)
+
+
+def send_burst(site: Site, burst: Burst, number: int, seed: int) -> list[RequestRecord]:
+    """Send equal requests at one moment, for calibration; their records once all have ended.
+
+    They are on record under a level that never finishes, so only the prediction uses them.
+    """
+    workload = Workload(prompt_tokens=burst.prompt_tokens, output_tokens=burst.output_tokens)
+    shaped = replace(site, campaign=msgspec.structs.replace(site.campaign, workload=workload))
+    plan = _plan(shaped, Measure(None, 60.0, "single_stream"), f"{site.cell.key}#calibration", seed)
+    factory = RequestFactory(plan, site.facts, site.pool, Share(0, 1))
+    requests = [
+        msgspec.structs.replace(
+            factory.fresh(),
+            index=1000 * number + position,
+            prompt_tokens=burst.prompt_tokens,
+            output_tokens=burst.output_tokens,
+        )
+        for position in range(burst.streams)
+    ]
+    timeout = min(plan.target.timeout_seconds, 60.0)
+    origin = clock()
+
+    def send(request: Request) -> RequestRecord:
+        ask = request.ask(plan, 0.0)
+        return stream(site.pool, request.wire, ask, origin=origin, timeout_seconds=timeout)
+
+    tasks = [gevent.spawn(send, request) for request in requests]
+    gevent.joinall(tasks, raise_error=True)
+    records: list[RequestRecord] = [task.value for task in tasks]
+    for record in records:
+        site.run.request(record)
+    site.check()
+    return records
+
+
+def _started(
+    site: Site, plan: LoadPlan, purpose: LevelPurpose, attempt: int, unix_seconds: float
+) -> LevelStarted:
+    return LevelStarted(
+        cell=plan.cell,
+        level=plan.level,
+        purpose=purpose,
+        rate_per_second=plan.rate_per_second,
+        concurrency=plan.concurrency,
+        arrivals=msgspec.to_builtins(plan.arrivals) if plan.is_open else {"kind": "closed"},
+        warmup_seconds=plan.warmup_seconds,
+        window_seconds=plan.window_seconds,
+        seed=plan.seed,
+        attempt=attempt,
+        started_unix_seconds=unix_seconds,
+        target=site.campaign.slo.target,
+    )

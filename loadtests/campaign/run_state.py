@@ -1,0 +1,175 @@
+"""What is on record of a run: its campaign, its cells' levels and predictions, the time they took.
+
+The runner asks here before each level, so that it goes on after a kill as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from loadtests.campaign.campaign_file import Campaign, Plan, RepeatedLevel
+from loadtests.campaign.cells import Cell
+from loadtests.campaign.level import judge
+from loadtests.capacity.estimate import Level
+from loadtests.errors import BadRunFolder
+from loadtests.metrics.slo import Slo
+from loadtests.records.events import (
+    Calibrated,
+    Capacity,
+    CellFinished,
+    CellSkipped,
+    CellStarted,
+    Event,
+    LevelAbandoned,
+    LevelFinished,
+    LevelPurpose,
+    LevelStarted,
+    of_kind,
+)
+from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
+from loadtests.records.schema import RequestRecord, RunManifest
+from loadtests.simulation.calibration import Prediction
+
+
+@dataclass
+class CellState:
+    """One cell of a run that is open for writing."""
+
+    run: RunFolder
+    campaign: Campaign
+    cell: Cell
+    _judged: dict[tuple[str, Slo], Level] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return self.cell.key
+
+    @property
+    def is_done(self) -> bool:
+        """Measured, or skipped."""
+        ended = of_kind(self.run.events, CellFinished, self.key)
+        return bool(ended or of_kind(self.run.events, CellSkipped, self.key))
+
+    @property
+    def budget_seconds(self) -> float | None:
+        """As it was said when the cell was first begun; None before."""
+        begun = of_kind(self.run.events, CellStarted, self.key)
+        return begun[0].budget_seconds if begun else None
+
+    @property
+    def spent_seconds(self) -> float:
+        """Of measuring, abandoned levels and calibration included."""
+        return sum(
+            event.spent_seconds or 0.0
+            for event in self.run.events
+            if event.cell == self.key
+            and isinstance(event, LevelFinished | LevelAbandoned | Calibrated)
+        )
+
+    @property
+    def prediction(self) -> Prediction | None:
+        return prediction_on_record(self.run.events, self.key)
+
+    @property
+    def finished(self) -> list[LevelRecords]:
+        return [level for level in self.run.levels if level.cell == self.key]
+
+    @property
+    def single_stream(self) -> list[RequestRecord]:
+        """The requests of finished single-stream levels."""
+        return [
+            request
+            for level in self.finished
+            if level.started.purpose is LevelPurpose.SINGLE_STREAM
+            for request in level.requests
+        ]
+
+    def levels(self, slo: Slo) -> list[Level]:
+        """The finished levels in order, as the search for one SLO sees them."""
+        return [self._level(one, slo) for one in self.finished]
+
+    def _level(self, one: LevelRecords, slo: Slo) -> Level:
+        if (one.name, slo) not in self._judged:
+            seconds = one.finished.window_seconds
+            _, level = judge(one.requests, one.samples, one.started, seconds, slo)
+            self._judged[one.name, slo] = level
+        return self._judged[one.name, slo]
+
+    def next_level(self) -> tuple[int, int]:
+        """The next level's number and how many attempts at it are on record."""
+        number = len(self.finished) + 1
+        tried = {
+            event.level
+            for event in self.run.events
+            if event.cell == self.key
+            and event.level is not None
+            and event.level.startswith(f"{self.key}#{number}.")
+        }
+        return number, len(tried)
+
+
+def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
+    """The campaign of a run as it was read when it started. Raises BadRunFolder."""
+    try:
+        campaign = msgspec.convert(manifest.campaign, Campaign)
+        return campaign, msgspec.convert(manifest.cells, list[Cell])
+    except msgspec.ValidationError as problem:
+        raise BadRunFolder(
+            f"the manifest of run {manifest.run_id} holds a campaign of another version: {problem}"
+        ) from problem
+
+
+def repeat_of(folder: Path) -> Plan:
+    """A plan that measures the finished levels of a run again: same cells, rates, seconds, seeds.
+
+    What two such runs differ in is the machine's noise. Raises BadRunFolder.
+    """
+    run = read_records(folder)
+    manifest = run.manifest
+    campaign, cells = campaign_of(manifest)
+    levels: dict[str, tuple[RepeatedLevel, ...]] = {}
+    for level in run.levels():
+        start = level.started
+        one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
+        levels[level.cell] = (*levels.get(level.cell, ()), one)
+    done = [cell for cell in cells if cell.key in levels]
+    if not done:
+        raise BadRunFolder(f"{folder} has no finished level to repeat")
+    again = msgspec.structs.replace(
+        campaign,
+        repeats=manifest.run_id,
+        budget_seconds=None,
+        cell_levels={cell.key: levels[cell.key] for cell in done},
+    )
+    return Plan(again, done, manifest.campaign_text)
+
+
+def prediction_on_record(events: Iterable[Event], key: str) -> Prediction | None:
+    """What a cell's calibration predicted; None where there was none."""
+    made = of_kind(events, Calibrated, key)
+    return msgspec.convert(msgspec.to_builtins(made[0]), Prediction) if made else None
+
+
+def open_level_of(events: Sequence[Event]) -> LevelStarted | None:
+    """The level that was begun and neither finished nor abandoned."""
+    closed = {e.level for e in events if isinstance(e, LevelFinished | LevelAbandoned)}
+    still = [event for event in of_kind(events, LevelStarted) if event.level not in closed]
+    return still[-1] if still else None
+
+
+def in_words(capacity: Capacity) -> str:
+    """A capacity for people."""
+    match capacity.status:
+        case "none":
+            return f"meets the SLO at no rate ({capacity.reason})"
+        case "at_least":
+            return f"meets the SLO up to at least {capacity.low:.3g} requests/s ({capacity.reason})"
+        case "resolved" if capacity.estimate is not None and capacity.high is not None:
+            interval = f"{capacity.low:.3g}-{capacity.high:.3g}"
+            return f"meets the SLO up to {capacity.estimate:.3g} requests/s ({interval})"
+    high = f"{capacity.high:.3g}" if capacity.high is not None else "?"
+    return f"unresolved, between {capacity.low:.3g} and {high} requests/s ({capacity.reason})"

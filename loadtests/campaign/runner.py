@@ -1,0 +1,298 @@
+"""Runs a campaign from its first cell to its last; it may be killed at any moment and resumed.
+
+    folder = run(read_campaign(path), Path("runs"), progress)
+    resume(folder, progress)
+    run(repeat_of(folder), Path("runs"), progress)
+
+All state is the run folder, which is read once, at resume. A level that was not finished is
+abandoned, and measured again under another name. Whatever this process starts ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.campaign.bench import open_bench
+from loadtests.campaign.campaign_file import Campaign, Plan
+from loadtests.campaign.cell_planning import layout_of, shares, why_not
+from loadtests.campaign.cell_runner import OpenBench, run_cell
+from loadtests.campaign.cells import Cell, cell_of_target
+from loadtests.campaign.manifest import manifest_of, new_folder
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import CellState, campaign_of, in_words, open_level_of
+from loadtests.campaign.servers import External
+from loadtests.capacity.estimate import estimate
+from loadtests.errors import (
+    BadRunFolder,
+    EndpointRefuses,
+    Incomplete,
+    LoadError,
+    OverMemory,
+    ServerFailed,
+)
+from loadtests.generator.endpoint import probe
+from loadtests.host.machine_lock import machine_lock
+from loadtests.records.comparability import machine_differences
+from loadtests.records.events import (
+    Capacity,
+    CellFinished,
+    CellSkipped,
+    CellStarted,
+    Interrupted,
+    LevelAbandoned,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    SkipCause,
+    of_kind,
+)
+from loadtests.records.run_folder import RunFolder
+from loadtests.simulation.calibration import error_in_words, error_of
+from models import formatting
+from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
+
+
+@dataclass(frozen=True)
+class World:
+    """What a sitting measures with: tests pass a simulated one."""
+
+    facts: Callable[[], HardwareFacts] = hardware_facts
+    open_bench: OpenBench | None = None  # None: real servers and load generators
+    clock: Callable[[], float] = time.monotonic
+
+
+def run(
+    plan: Plan,
+    out: Path,
+    progress: Progress,
+    *,
+    command: Sequence[str] = (),
+    beside_others: bool = False,
+    world: World | None = None,
+) -> Path:
+    """A new run in a folder of its own below `out`. Raises Incomplete when cells are missing.
+
+    Raises MachineBusy where another campaign measures on this machine, unless `beside_others`.
+    """
+    measuring_real = World(lambda: hardware_facts(bandwidth=plan.campaign.target is None))
+    with _lock(f"campaign {plan.campaign.name}", beside_others):
+        plan = _named(plan)
+        world = world or measuring_real
+        facts = world.facts()
+        folder = new_folder(out, plan.campaign.name)
+        manifest = manifest_of(plan, folder.name, facts, command or sys.argv)
+        with RunFolder.create(folder, manifest) as opened:
+            opened.event(RunStarted(cells=len(plan.cells)))
+            progress.say(f"run {folder}: {len(plan.cells)} cells")
+            _Sitting(opened, plan.campaign, plan.cells, facts, progress, world).go()
+    return folder
+
+
+def resume(
+    folder: Path, progress: Progress, *, beside_others: bool = False, world: World | None = None
+) -> Path:
+    """Goes on with a run; one that is complete is left as it is.
+
+    Raises Incomplete, BadRunFolder (also on another machine), MachineBusy.
+    """
+    world = world or World()
+    opened, dropped = RunFolder.open_existing(folder)
+    with opened, _lock(f"run {folder}", beside_others):
+        campaign, cells = campaign_of(opened.manifest)
+        if of_kind(opened.events, RunFinished):
+            progress.say(f"{folder} is complete: nothing to do")
+            return folder
+        facts = world.facts()
+        _check_machine(opened, facts)
+        last = opened.events[-1] if opened.events else None
+        _close_open_level(opened, "the runner ended within it")
+        if not (isinstance(last, Interrupted) and last.cell is None):
+            kind = last.kind if last is not None else None
+            opened.event(Interrupted(reason="the runner was killed", last_event=kind))
+        opened.event(RunResumed(dropped_bytes=dropped))
+        sitting = _Sitting(opened, campaign, cells, facts, progress, world)
+        done = sum(state.is_done for state in sitting.states)
+        progress.say(
+            f"going on with {folder}: {done} of {len(cells)} cells and "
+            f"{len(opened.levels)} levels are done"
+        )
+        if dropped:
+            cuts = ", ".join(f"{cut} bytes of {name}" for name, cut in dropped.items())
+            progress.say(f"taken off, cut-off last lines: {cuts}")
+        sitting.go()
+    return folder
+
+
+def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if beside_others else machine_lock(what)
+
+
+def _check_machine(opened: RunFolder, facts: HardwareFacts) -> None:
+    """Raises BadRunFolder on another machine than the one that began the run."""
+    found = machine_differences(opened.manifest, msgspec.to_builtins(facts))
+    if found:
+        apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
+        raise BadRunFolder(
+            f"{opened.folder} was begun on another machine ({apart}): start a new run"
+        )
+
+
+def _close_open_level(opened: RunFolder, reason: str) -> None:
+    level = open_level_of(opened.events)
+    if level is not None:
+        opened.event(LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
+
+
+def _named(plan: Plan) -> Plan:
+    """The plan with the name of the model that its endpoint serves. Raises TargetUnusable."""
+    target = plan.campaign.target
+    if target is None or target.model is not None:
+        return plan
+    External(target).wait_ready(lambda what, fraction: None)
+    target = msgspec.structs.replace(target, model=probe(target).model)
+    cells = [cell_of_target(target, cell.workload) for cell in plan.cells]
+    return Plan(msgspec.structs.replace(plan.campaign, target=target), cells, plan.text)
+
+
+class _Sitting:
+    """All cells of a run that are not done, one after the other."""
+
+    def __init__(
+        self,
+        opened: RunFolder,
+        campaign: Campaign,
+        cells: Sequence[Cell],
+        facts: HardwareFacts,
+        progress: Progress,
+        world: World,
+    ) -> None:
+        self._run = opened
+        self._campaign = campaign
+        self._facts = facts
+        self._progress = progress
+        self._clock = world.clock
+        self._open_bench = world.open_bench or (lambda state: open_bench(state, progress))
+        self.states = [CellState(opened, campaign, cell) for cell in cells]
+
+    def go(self) -> None:
+        with _signals_interrupt():
+            try:
+                missing = [state.key for state in self.states if not self._cell(state)]
+            except KeyboardInterrupt:
+                self._interrupted("stopped by the user")
+                again = f"crossover campaign resume {self._run.folder}"
+                raise Incomplete(
+                    f"stopped; what was measured is kept. Go on with: {again}"
+                ) from None
+            except BaseException as problem:
+                self._interrupted(f"{type(problem).__name__}: {problem}")
+                raise
+        if missing:
+            raise Incomplete(
+                f"{len(missing)} of {len(self.states)} cells could not be measured: "
+                f"{', '.join(missing)}; "
+                f"try again with: crossover campaign resume {self._run.folder}"
+            )
+        self._run.event(RunFinished())
+        self._progress.say(f"complete: {self._run.folder}")
+
+    def _interrupted(self, reason: str) -> None:
+        self._progress.quiet()
+        _close_open_level(self._run, reason)
+        self._run.event(Interrupted(reason=reason))
+
+    def _cell(self, state: CellState) -> bool:
+        """True when the cell is done: measured, or skipped for a reason that will stay."""
+        if state.is_done:
+            return True
+        place = f"cell {self.states.index(state) + 1} of {len(self.states)}, {state.key}"
+        why = why_not(state.cell, self._campaign, self._facts)
+        if why is not None:
+            return self._skip(state, why.cause, why.reason, place)
+        budget = self._budget(state)
+        self._run.event(CellStarted(cell=state.key, budget_seconds=budget))
+        self._progress.say(f"{place}: at most {formatting.duration(budget)} of measuring")
+        layout = layout_of(state.cell, allowed_cores())
+        for line in layout.shared if layout is not None else ():
+            self._progress.say(f"  note: {line}")
+        try:
+            found = run_cell(state, self._open_bench, budget, self._progress, self._clock)
+        except OverMemory as problem:
+            return self._skip(state, SkipCause.MEMORY, str(problem), place)
+        except ServerFailed as problem:
+            return self._skip(state, SkipCause.SERVER, str(problem), place)
+        except BadRunFolder:  # nothing can be written any more
+            raise
+        except LoadError as problem:
+            if isinstance(problem, EndpointRefuses) and state.cell.url is None:
+                return self._skip(state, SkipCause.ENDPOINT, str(problem), place)
+            self._run.event(Interrupted(cell=state.key, reason=str(problem)))
+            self._progress.say(f"{place}: given up for now, {problem}", style="red")
+            return False
+        self._finish(state, found, place)
+        return True
+
+    def _skip(self, state: CellState, cause: SkipCause, reason: str, place: str) -> bool:
+        self._run.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
+        self._progress.say(f"{place}: skipped, {reason}", style="red")
+        return True
+
+    def _finish(self, state: CellState, found: dict[str, Capacity], place: str) -> None:
+        slo = self._campaign.slo
+        made = state.prediction
+        measured_only: Capacity | None = None
+        if made is not None and made.rates:
+            config = self._campaign.of(state.cell).search
+            measured_only = estimate(state.levels(slo), config, slo)
+        self._run.event(CellFinished(cell=state.key, capacities=found, measured_only=measured_only))
+        for one in self._campaign.all_slos:
+            name = f" (SLO {one.name})" if len(found) > 1 else ""
+            words = in_words(found[one.name])
+            if made is not None and one.name in made.rates:
+                alone = estimate(state.levels(one), self._campaign.of(state.cell).search, one)
+                error = error_of(made.rates[one.name], alone.estimate)
+                words += f"; predicted {made.rates[one.name]:.3g}"
+                if error is not None:
+                    words += f", {error_in_words(error)} by the levels alone"
+            self._progress.say(f"{place}{name}: {words}", style="bold")
+
+    def _budget(self, state: CellState) -> float:
+        """Seconds of measuring: those first given, else the cell's share of what is left."""
+        said = state.budget_seconds
+        if said is not None:
+            return said
+        if self._campaign.budget_seconds is None:
+            return self._campaign.search.budget_seconds
+        spent = sum(one.spent_seconds for one in self.states)
+        left = [
+            one.cell
+            for one in self.states
+            if not one.is_done and why_not(one.cell, self._campaign, self._facts) is None
+        ]
+        return max(0.0, shares(left, self._campaign.budget_seconds - spent)[state.key])
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order, and on record."""
+
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

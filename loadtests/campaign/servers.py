@@ -1,0 +1,268 @@
+"""The server of a cell: a child process on cores of its own, or an endpoint.
+
+    with Local(cell, campaign, layout, folder / "logs") as server:
+        server.wait_ready(say)
+        server.target, server.ready(cell.key), server.mark()
+
+`mark()` says which engine serves: a level between two different marks was not served by one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.cells import Cell
+from loadtests.errors import OverMemory, ServerFailed, ServerLost, TargetUnusable
+from loadtests.generator.endpoint import Target
+from loadtests.generator.http_client import connect, fetch, get_bytes
+from loadtests.host.memory_cap import CapUnavailable, MemoryCap
+from loadtests.host.processes import Child, Layout, last_line
+from loadtests.host.resources import api_pids, engine_pids
+from loadtests.records.events import CellReady, EngineInfo
+from serving.hardware.cores import cores_text
+from serving.registry.options import arguments
+
+Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
+
+
+class Server(Protocol):
+    """What the runner knows of whoever serves a cell."""
+
+    target: Target
+
+    @property
+    def layout(self) -> Layout | None: ...
+    @property
+    def pid(self) -> int | None: ...  # of a server that we started
+
+    def broke_cap(self) -> str | None: ...
+
+    def wait_ready(self, say: Say) -> None: ...
+    def ready(self, cell: str) -> CellReady: ...
+    def mark(self) -> tuple[Any, ...]: ...
+    def trouble(self) -> str | None: ...
+    def engine_pids(self) -> list[int]: ...
+    def api_pids(self) -> list[int]: ...
+    def stop(self) -> None: ...
+
+
+class External:
+    """An endpoint that somebody else runs."""
+
+    layout: Layout | None = None
+    pid: int | None = None
+
+    def broke_cap(self) -> str | None:
+        return None
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def wait_ready(self, say: Say) -> None:
+        """Waits until it answers at all. Raises TargetUnusable after `ready_seconds`."""
+        until = time.monotonic() + self.target.ready_seconds
+        with connect(self.target.url, verify_tls=self.target.verify_tls) as pool:
+            while True:
+                try:
+                    fetch(pool, get_bytes(pool, "/v1/models"), timeout_seconds=10)
+                    return
+                except TargetUnusable:
+                    if time.monotonic() > until:
+                        raise
+                say(f"waiting for {self.target.url}", None)
+                time.sleep(0.5)
+
+    def ready(self, cell: str) -> CellReady:
+        return CellReady(cell=cell, url=self.target.url)
+
+    def mark(self) -> tuple[Any, ...]:
+        return ()
+
+    def trouble(self) -> str | None:
+        return None
+
+    def engine_pids(self) -> list[int]:
+        return []
+
+    def api_pids(self) -> list[int]:
+        return []
+
+    def stop(self) -> None:
+        return
+
+
+class Local:
+    """A `crossover serve` of our own."""
+
+    layout: Layout
+
+    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
+        self.layout = layout
+        self.log = logs / f"{cell.key}.server.log"
+        self._synthetic = cell.synthetic
+        self._ready_seconds = campaign.server.ready_seconds
+        self._ready_file = logs / f"{cell.key}.ready.json"
+        self._ready_file.unlink(missing_ok=True)
+        command = serve_command(cell, campaign, layout, self._ready_file)
+        # The engine takes its own cores; what the server may use must hold both.
+        cores = tuple(sorted({*layout.engine, *layout.api}))
+        self._limit_gib = cell.hardware.memory_gib
+        self._cap, self.cap_note = _cap(cell)
+        self._child = Child(command, cores=cores, log=self.log)
+        self.pid = self._child.pid
+        if self._cap is not None:
+            try:
+                self._cap.add(self.pid)  # it is still starting: all that it will hold is counted
+            except CapUnavailable as problem:
+                self._cap.close()
+                self._cap = None
+                self.cap_note = _watched(self._limit_gib, problem)
+        self.target = Target(url="")
+
+    @property
+    def watched_bytes(self) -> int | None:
+        """The memory cap where the kernel does not hold it for us."""
+        return (
+            None
+            if self._cap is not None or self._limit_gib is None
+            else int(self._limit_gib * 2**30)
+        )
+
+    def broke_cap(self) -> str | None:
+        """Why the cell cannot be measured within its memory cap; None while it can."""
+        if self._cap is None or not self._cap.kills():
+            return None
+        return f"the kernel ended it at its memory cap of {self._limit_gib:g} GiB"
+
+    def wait_ready(self, say: Say) -> None:
+        """Raises ServerFailed when it gives up or is late, ServerLost when it was killed."""
+        until = time.monotonic() + self._ready_seconds
+        while not self._ready_file.exists():
+            status = self._child.poll()
+            if (why := self.broke_cap()) is not None:
+                raise OverMemory(why)
+            if status is not None:
+                said = f"({self._child.how_it_ended()}); all it said is in logs/{self.log.name}"
+                if status < 0:
+                    raise ServerLost(f"the server was killed while it started {said}")
+                raise ServerFailed(f"the server did not start {said}")
+            if time.monotonic() > until:
+                raise ServerFailed(
+                    f"the server was not ready within {self._ready_seconds:g} s; "
+                    f"all it said is in logs/{self.log.name}"
+                )
+            say(last_line(self.log) or "starting the server", None)
+            time.sleep(0.05)
+        self.target = Target(url=msgspec.json.decode(self._ready_file.read_bytes())["url"])
+
+    def ready(self, cell: str) -> CellReady:
+        """What /v1/placement says, and where everything runs."""
+        seen = self._placement()
+        memory = seen.get("memory") or {}
+        return CellReady(
+            cell=cell,
+            info=info_of(seen),
+            load_seconds=seen.get("load_seconds"),
+            rss_bytes=memory.get("rss_bytes"),
+            peak_rss_bytes=memory.get("peak_rss_bytes"),
+            synthetic=self._synthetic,
+            url=self.target.url,
+            layout=msgspec.to_builtins(self.layout),
+            placement=seen.get("explanation"),
+            memory_cap=self.cap_note,
+        )
+
+    def mark(self) -> tuple[Any, ...]:
+        """Which engine process serves, and how often the server has changed it."""
+        try:
+            seen = self._placement()
+        except TargetUnusable:
+            return ("no answer", time.monotonic())  # equal to no other mark
+        return (
+            self.engine_pids(),
+            seen.get("restarts"),
+            seen.get("fallbacks"),
+            seen.get("returns"),
+            seen.get("state"),
+        )
+
+    def trouble(self) -> str | None:
+        """Why a level cannot go on; None when all is well."""
+        if self._child.poll() is not None:
+            return f"the server ended ({self._child.how_it_ended()})"
+        return None
+
+    def engine_pids(self) -> list[int]:
+        return engine_pids(self._child.pid)
+
+    def api_pids(self) -> list[int]:
+        return api_pids(self._child.pid)
+
+    def stop(self) -> None:
+        self._child.stop()
+        if self._cap is not None:
+            self._cap.close()
+
+    def _placement(self) -> dict[str, Any]:
+        with connect(self.target.url) as pool:
+            status, _, body = fetch(pool, get_bytes(pool, "/v1/placement"))
+        if status != 200:
+            raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
+        found: dict[str, Any] = msgspec.json.decode(body)
+        return found
+
+
+def _cap(cell: Cell) -> tuple[MemoryCap | None, str | None]:
+    """The cell's memory cap, by the kernel where that is possible, and how it is held."""
+    limit = cell.hardware.memory_gib
+    if limit is None:
+        return None, None
+    try:
+        return MemoryCap.make(
+            cell.key, int(limit * 2**30)
+        ), f"{limit:g} GiB, held by the kernel (a control group)"
+    except CapUnavailable as problem:
+        return None, _watched(limit, problem)
+
+
+def _watched(limit_gib: float | None, problem: CapUnavailable) -> str:
+    return f"{limit_gib:g} GiB, watched once a sample ({problem})"
+
+
+def info_of(placement: Mapping[str, Any]) -> EngineInfo:
+    """What /v1/placement says of the engine."""
+    engine, memory = placement.get("engine") or {}, placement.get("memory") or {}
+    found = {
+        **engine,
+        "name": engine.get("backend"),
+        "device_name": placement.get("device_name"),
+        "predicted": memory.get("predicted"),
+        "measured": memory.get("measured"),
+        "details": placement.get("details"),
+    }
+    return msgspec.convert(found, EngineInfo)
+
+
+def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Path) -> list[str]:
+    """`crossover serve` as the cell wants it."""
+    server = msgspec.structs.asdict(campaign.server)
+    server["step_seconds_target"] = server.pop("step_seconds")
+    del server["ready_seconds"]
+    given = {
+        "backend": cell.backend,
+        "weight_format": cell.weight_format or None,
+        "port": 0,
+        "cores": cores_text(layout.engine),
+        "api_cores": cores_text(layout.api),
+        "threads": cell.hardware.threads or layout.engine_threads,
+        "ready_file": ready_file.absolute(),
+        **server,
+    }
+    return [sys.executable, "-m", "crossover", "serve", cell.model, *arguments(given)]

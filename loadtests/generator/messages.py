@@ -1,0 +1,72 @@
+"""What the runner and the load generator say to each other, over one pipe (channel.py).
+
+runner -> load generator    LoadPlan; Stop when the level is decided; the end of the pipe: quit
+load generator -> runner    Started; Recorded and Late as they happen; Ended or Failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from loadtests.generator.load_plan import LoadPlan
+from loadtests.records.schema import RequestRecord
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """The level is decided: send nothing more, and end what is on its way."""
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The clock of the level starts at this moment."""
+
+    unix_seconds: float
+
+
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    """A request has ended."""
+
+    record: RequestRecord
+
+
+class Late(msgspec.Struct, frozen=True, tag="late"):
+    """These requests have waited longer than `late_seconds` for their first token; told once."""
+
+    indices: list[int]
+
+
+class Ended(msgspec.Struct, kw_only=True, tag="ended"):
+    """The account of a level, after its last record."""
+
+    due: int = 0  # requests whose time came
+    recorded: int = 0
+    gave_up: int = 0  # requests ended by the client at the end of the drain time
+    stand_ins: int = 0  # later turns due before the answer they continue: filler of the same length
+    stopped_seconds: float | None = None  # when Stop came; None: the level ran its full time
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    processes: int = 1
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The level cannot be run."""
+
+    problem: str
+
+
+Order = LoadPlan | Stop
+Told = Started | Recorded | Late | Ended | Failed
+
+
+def total(accounts: Iterable[Ended]) -> Ended:
+    """The accounts of several load generators as one."""
+    many = list(accounts)
+    stops = [one.stopped_seconds for one in many if one.stopped_seconds is not None]
+    sums = ("due", "recorded", "gave_up", "stand_ins", "cpu_seconds")
+    return Ended(
+        stopped_seconds=min(stops) if stops else None,
+        wall_seconds=max(one.wall_seconds for one in many),
+        processes=len(many),
+        **{name: sum(getattr(one, name) for one in many) for name in sums},
+    )

@@ -1,0 +1,105 @@
+"""Options of `crossover load` and of Locust's command line and web page, each defined once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+EXTRA_BODY_HELP = "JSON object of fields added to every request, for example '{\"top_k\": 1}'."
+
+
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is sent, where to and when."""
+
+    rate: Annotated[
+        float | None,
+        Meta(description="Requests per second, sent when due whatever comes back (open loop)."),
+    ] = None
+    workload: Annotated[
+        str,
+        Meta(description="chat, code, sharegpt, summarise; with caps: chat:512:64; fixed: 256x64."),
+    ] = "chat:1024:256"
+    arrivals: Annotated[
+        str,
+        Meta(description="poisson, constant, gamma:cv=2, on_off:on_seconds=5:off_seconds=15 ..."),
+    ] = "poisson"
+    slo: Annotated[
+        str, Meta(description="chat, interactive, reading, batch ...: what a good request is.")
+    ] = "chat"
+    model: Annotated[
+        str | None, Meta(description="Model name. Default: the first that the endpoint lists.")
+    ] = None
+    api: Annotated[str, Meta(description="completions or chat.")] = "completions"
+    api_key_env: Annotated[
+        str | None, Meta(description="Environment variable that holds the API key.")
+    ] = None
+    verify_tls: Annotated[bool, Meta(description="Check the endpoint's certificate.")] = True
+    extra_body: Annotated[str | None, Meta(description=EXTRA_BODY_HELP)] = None
+    seed: Annotated[int, Meta(description="Of arrivals, lengths and texts.")] = 1
+
+
+class CommandOptions(LoadOptions, frozen=True, kw_only=True):
+    """Those of `crossover load` beside the URL."""
+
+    concurrency: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            description="Concurrent users; each sends its next request when the last one finishes "
+            "(closed loop).",
+        ),
+    ] = None
+    duration: Annotated[float, Meta(description="Seconds that count.")] = 30.0
+    target: Annotated[
+        float | None,
+        Meta(description="Share of good requests that the SLO asks for. Default: the preset's."),
+    ] = None
+    out: Annotated[
+        Path | None,
+        Meta(description="Keep the run in a folder below this one; else nothing is kept."),
+    ] = None
+
+
+class LocustOptions(LoadOptions, frozen=True, kw_only=True):
+    """Those of Locust's command line and web page. `--host` and `--users` are Locust's own."""
+
+    window: Annotated[float, Meta(description="Seconds that count.")] = 30.0
+    warmup: Annotated[float, Meta(description="Seconds before them that do not count.")] = 0.0
+    drain: Annotated[
+        float, Meta(description="Seconds that requests may go on after the last one was due.")
+    ] = 60.0
+    requests_file: Annotated[
+        str | None, Meta(description="Append one JSON line per request to this file.")
+    ] = None
+
+
+_HINTS = get_type_hints(LocustOptions, include_extras=True)
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(LocustOptions)}
+
+
+def add_options(parser: Any) -> None:
+    """Add LocustOptions to Locust's command line and web page."""
+    group = parser.add_argument_group("crossover", "What is sent, and when")
+    for name, default in DEFAULTS.items():
+        text = next(meta for meta in _HINTS[name].__metadata__ if isinstance(meta, Meta))
+        kind = kind_of(name)
+        group.add_argument(
+            flag_of(name),
+            type=kind if kind in (float, int) else str,
+            default="yes" if default is True else default,
+            help=f"{text.description}{' (yes or no)' if kind is bool else ''}",
+            env_var=f"LOCUST_{name.upper()}",
+        )
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def kind_of(name: str) -> Any:
+    """The type of an option's value, None left out."""
+    hint = get_args(_HINTS[name])[0]
+    return next((kind for kind in get_args(hint) if kind is not type(None)), hint)

@@ -1,0 +1,51 @@
+"""One measurement at a time on one machine: two would disturb each other.
+
+    with machine_lock("runs/2026-05-28-demo"):
+        ...                            # MachineBusy for the second, naming the first
+
+A file lock in $XDG_RUNTIME_DIR, else /tmp: it ends with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from loadtests.errors import MachineBusy
+
+
+def lock_file() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "crossover-measuring.lock"
+    return Path(tempfile.gettempdir()) / f"crossover-measuring-{os.getuid()}.lock"
+
+
+@contextlib.contextmanager
+def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
+    """Holds the lock for the block. Raises MachineBusy when another process has it."""
+    path = file or lock_file()
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as problem:
+        raise MachineBusy(
+            f"{path}, the lock of this machine, cannot be opened: {problem.strerror}"
+        ) from problem
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(lock, 4096, 0).decode(errors="replace").strip() or "another process"
+            raise MachineBusy(
+                f"{holder} measures on this machine now, and two campaigns at once would measure "
+                "each other: wait for it, or add --beside-others"
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} ({what})\n".encode(), 0)
+        yield
+    finally:
+        os.close(lock)

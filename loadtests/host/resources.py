@@ -1,0 +1,366 @@
+"""What load costs: memory, CPU, swap, clocks, GPU and watts, one reading at a time.
+
+    readings = Readings("cell", {"engine": lambda: engine_pids(server), "client": lambda: [pid]})
+    readings.sample()            # a ResourceSample; CPU shares from the second one on
+    readings.missing             # {"gpu": "no NVIDIA driver ..."}: what cannot be read, and why
+
+What a machine does not tell is None. CPU is the difference of kernel counters, so nothing that
+ran between two samples is missed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from loadtests.records.schema import ProcessSample, RemoteSample, ResourceSample
+
+PSS_EVERY = 10  # samples: the kernel walks all pages for it
+ENGINE_MODULE = "serving.engine.worker"
+RAPL = Path("/sys/class/powercap")
+CPUFREQ = Path("/sys/devices/system/cpu/cpufreq")
+CGROUP = Path("/sys/fs/cgroup")
+
+Pids = Callable[[], list[int]]
+Clock = Callable[[], float]
+
+
+class Readings:
+    """Reads everything. `groups`: "engine", "api" and "client" -> their process ids now."""
+
+    def __init__(
+        self,
+        cell: str,
+        groups: Mapping[str, Pids],
+        *,
+        interval_seconds: float = 1.0,
+        local_server: bool = True,
+        remote: Callable[[], RemoteSample | str] | None = None,
+        gpu: Gpu | None = None,
+        rapl: Path = RAPL,
+    ) -> None:
+        """`local_server`: read GPU and watts too. `remote`: a sample, or why there is none."""
+        self.level: str | None = None
+        self.missing: dict[str, str] = {}
+        self._cell = cell
+        self._groups = {name: _Group(pids) for name, pids in groups.items()}
+        self._interval = interval_seconds
+        self._gpu = (gpu or Gpu()) if local_server else None
+        self._rapl = Rapl(rapl) if local_server else None
+        self._steal = Steal()
+        self._quota = Quota()
+        self._remote = remote
+        self._number = 0
+        self._before: float | None = None
+        if self._gpu is not None and self._gpu.reason:
+            self.missing["gpu"] = self._gpu.reason
+        if self._rapl is not None and self._rapl.reason:
+            self.missing["cpu_watts"] = self._rapl.reason
+        psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
+
+    def sample(self) -> ResourceSample:
+        """One sample, now."""
+        reasons: list[str] = []
+        now = time.monotonic()
+        if self._before is not None and now - self._before > 3 * self._interval:
+            reasons.append(f"taken {now - self._before - self._interval:.1f} s late")
+        self._before = now
+        with_pss = self._number % PSS_EVERY == 0
+        self._number += 1
+        processes = {
+            name: group.sample(with_pss, name, reasons) for name, group in self._groups.items()
+        }
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+        engine = self._groups["engine"].now if "engine" in self._groups else ()
+        gpu = self._gpu.read(engine) if self._gpu is not None else {}
+        remote = self._remote() if self._remote is not None else None
+        if isinstance(remote, str):
+            reasons.append(remote)
+            remote = None
+        sample = ResourceSample(
+            cell=self._cell,
+            level=self.level,
+            unix_seconds=round(time.time(), 3),
+            engine=processes.get("engine"),
+            api=processes.get("api"),
+            client=processes.get("client"),
+            machine_cpu_share=psutil.cpu_percent() / 100,
+            available_bytes=memory.available,
+            swap_used_bytes=swap.used,
+            cpu_watts=self._rapl.read() if self._rapl is not None else None,
+            cpu_clock_hertz=clock_hertz(),
+            steal_share=self._steal.read(),
+            quota_share=self._quota.read(),
+            remote=remote,
+            valid=not reasons,
+            reasons=reasons,
+            **gpu,
+        )
+        if self._rapl is not None and self._rapl.reason:
+            self.missing.setdefault("cpu_watts", self._rapl.reason)
+        return sample
+
+    def close(self) -> None:
+        if self._gpu is not None:
+            self._gpu.close()
+
+
+class _Group:
+    """Some processes that are one to us. Their CPU share is known from the second sample on."""
+
+    def __init__(self, pids: Pids) -> None:
+        self._pids = pids
+        self._cpu: dict[int, float] = {}
+        self._at: float | None = None
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        """The processes of the last sample."""
+        return tuple(self._cpu)
+
+    def sample(self, with_pss: bool, name: str, reasons: list[str]) -> ProcessSample | None:
+        now = time.monotonic()
+        rss = threads = 0
+        pss: int | None = 0 if with_pss else None
+        cpu: dict[int, float] = {}
+        for pid in self._pids():
+            try:
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    times = process.cpu_times()
+                    cpu[pid] = times.user + times.system
+                    rss += process.memory_info().rss
+                    threads += process.num_threads()
+            except psutil.Error:
+                continue
+            if pss is not None:
+                part = _pss(pid)
+                pss = None if part is None else pss + part
+        seconds = now - self._at if self._at is not None else None
+        used = sum(total - self._cpu[pid] for pid, total in cpu.items() if pid in self._cpu)
+        known = bool(cpu) and cpu.keys() <= self._cpu.keys()
+        if self._cpu and name == "engine" and cpu.keys() != self._cpu.keys():
+            reasons.append("engine process changed" if cpu else "engine process gone")
+        self._cpu = cpu
+        self._at = now
+        if not cpu:
+            return None
+        share = round(used / seconds, 4) if known and seconds else None
+        return ProcessSample(rss_bytes=rss, pss_bytes=pss, cpu_share=share, threads=threads)
+
+
+def _pss(pid: int) -> int | None:
+    try:
+        return int(psutil.Process(pid).memory_full_info().pss)
+    except (psutil.Error, AttributeError):
+        return None
+
+
+def family(pid: int) -> list[int]:
+    """The process and all that it started, itself first; empty when it is gone."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+def engine_pids(server: int) -> list[int]:
+    """The engine children below a server process."""
+    return [pid for pid in family(server)[1:] if _is_engine(pid)]
+
+
+def api_pids(server: int) -> list[int]:
+    """A server's processes without its engine children."""
+    return [pid for pid in family(server) if not _is_engine(pid)]
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return any(
+            part == ENGINE_MODULE or part.endswith("serving/engine/worker.py")
+            for part in psutil.Process(pid).cmdline()
+        )
+    except psutil.Error:
+        return False
+
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
+THROTTLES: dict[int, str] = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+
+
+class Gpu:
+    """The first NVIDIA GPU by NVML; `reason`: why there is none to read."""
+
+    def __init__(self, nvml: Any = None) -> None:
+        """`nvml`: a module with pynvml's functions; None: pynvml itself."""
+        self.reason: str | None = None
+        self._nvml: Any = nvml
+        try:
+            if nvml is None:
+                import pynvml
+
+                self._nvml = pynvml
+            self._nvml.nvmlInit()
+            self._device = self._nvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception as problem:  # no package, no driver, no device
+            self._nvml = None
+            self.reason = f"no NVIDIA GPU to be read: {problem}"
+
+    def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
+        """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
+        if self._nvml is None:
+            return {}
+        nvml, device = self._nvml, self._device
+        memory = self._try(lambda: nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2))
+        if memory is None:
+            memory = self._try(lambda: nvml.nvmlDeviceGetMemoryInfo(device))
+        processes = self._try(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(device))
+        own = [p.usedGpuMemory for p in processes or [] if p.pid in engine]
+        bits = self._try(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(device))
+        reserved = getattr(memory, "reserved", None)
+        return {
+            "gpu_memory_bytes": None if memory is None else int(memory.used),
+            "gpu_reserved_bytes": None if reserved is None else int(reserved),
+            "gpu_engine_bytes": sum(map(int, own))
+            if own and None not in own
+            else None,  # None in a container: the driver hides it
+            "gpu_utilisation": self._try(
+                lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
+            ),
+            "gpu_watts": self._try(lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000),
+            "gpu_clock_hertz": self._try(
+                lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM) * 1e6
+            ),
+            "gpu_throttled": [name for bit, name in THROTTLES.items() if bits and bits & bit],
+        }
+
+    def _try(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except (
+            self._nvml.NVMLError,
+            AttributeError,
+        ):  # not every device, and not every version of the package, tells everything
+            return None
+
+    def close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+
+
+class Rapl:
+    """Watts of all CPU packages, from energy counters; `reason`: why they cannot be read."""
+
+    def __init__(self, root: Path = RAPL, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._packages = sorted(
+            path for path in root.glob("intel-rapl:*") if path.name.count(":") == 1
+        )
+        self._before: tuple[float, list[int]] | None = None
+        self.reason = (
+            None
+            if self._packages
+            else f"{root} has no intel-rapl: a virtual machine, or a CPU without energy counters"
+        )
+
+    def read(self) -> float | None:
+        """Mean since the last call; None at the first."""
+        if not self._packages:
+            return None
+        try:
+            now = (
+                self._clock(),
+                [int((path / "energy_uj").read_text()) for path in self._packages],
+            )
+            ranges = [int((path / "max_energy_range_uj").read_text()) for path in self._packages]
+        except (OSError, ValueError) as problem:
+            why = getattr(problem, "strerror", None) or problem
+            self.reason = f"{self._packages[0].name} cannot be read: {why}"
+            self._packages = []
+            return None
+        before = self._before
+        self._before = now
+        if before is None or now[0] <= before[0]:
+            return None
+        used = sum(
+            (new - old) % (limit + 1)
+            for new, old, limit in zip(now[1], before[1], ranges, strict=True)
+        )
+        return round(used / 1e6 / (now[0] - before[0]), 3)
+
+
+class Steal:
+    """The share of all cores' time that a hypervisor gave to other machines (psutil)."""
+
+    def __init__(self, cpu_times: Callable[[], Any] = psutil.cpu_times) -> None:
+        self._cpu_times = cpu_times
+        self._before = self._counters()
+
+    def read(self) -> float | None:
+        """Since the last call."""
+        before = self._before
+        self._before = self._counters()
+        if self._before[0] is None or before[0] is None or self._before[1] <= before[1]:
+            return None
+        return round((self._before[0] - before[0]) / (self._before[1] - before[1]), 4)
+
+    def _counters(self) -> tuple[float | None, float]:
+        """Seconds stolen, and of all kinds; guest time is part of user time."""
+        seconds = self._cpu_times()._asdict()
+        guest = seconds.get("guest", 0.0) + seconds.get("guest_nice", 0.0)
+        return seconds.get("steal"), sum(seconds.values()) - guest
+
+
+class Quota:
+    """The share of time in which the CPU quota of this control group held it back (cpu.stat)."""
+
+    def __init__(self, root: Path = CGROUP, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        # Version 2 counts microseconds in one hierarchy, version 1 nanoseconds in one of its own.
+        files = [
+            (root / "cpu.stat", "throttled_usec", 1e-6),
+            (root / "cpu" / "cpu.stat", "throttled_time", 1e-9),
+        ]
+        self._file = next(((path, key, unit) for path, key, unit in files if path.is_file()), None)
+        self._before = self._seconds()
+
+    def read(self) -> float | None:
+        """Since the last call."""
+        before = self._before
+        self._before = self._seconds()
+        if before is None or self._before is None or self._before[0] <= before[0]:
+            return None
+        return round((self._before[1] - before[1]) / (self._before[0] - before[0]), 4)
+
+    def _seconds(self) -> tuple[float, float] | None:
+        if self._file is None:
+            return None
+        path, key, unit = self._file
+        try:
+            found = dict(line.split() for line in path.read_text().splitlines())
+            return self._clock(), int(found[key]) * unit
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def clock_hertz(root: Path = CPUFREQ) -> float | None:
+    """Mean clock of the cores now; None where the kernel does not say (most virtual machines)."""
+    found = []
+    for path in root.glob("policy*/scaling_cur_freq"):
+        try:
+            found.append(int(path.read_text()) * 1e3)
+        except (OSError, ValueError):
+            continue
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,136 @@
+"""What a server says of itself at /metrics: ours, vLLM's, llama-server's (--metrics).
+
+    source = Remote("http://127.0.0.1:8000")
+    source()          # a RemoteSample, or a sentence why there is none
+
+Of an endpoint on another machine nothing else can be seen; what it does not tell is None.
+"""
+
+from __future__ import annotations
+
+import http.client
+import math
+import ssl
+import time
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtests.errors import TargetUnusable
+from loadtests.records.schema import RemoteSample
+
+TIMEOUT_SECONDS = 2.0
+MOST_BYTES = 8 << 20
+
+# kind -> field of RemoteSample -> the names that servers of this kind have had for it, newest first
+NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "crossover": {
+        "running": ("crossover_num_requests_running",),
+        "waiting": ("crossover_num_requests_waiting",),
+        "kv_share": ("crossover_kv_cache_usage_perc",),
+        "prompt_tokens": ("crossover_prompt_tokens_total",),
+        "output_tokens": ("crossover_generation_tokens_total",),
+        "preemptions": ("crossover_num_preemptions_total",),
+    },
+    "vllm": {
+        "running": ("vllm:num_requests_running",),
+        "waiting": ("vllm:num_requests_waiting",),
+        "kv_share": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        "prompt_tokens": ("vllm:prompt_tokens_total",),
+        "output_tokens": ("vllm:generation_tokens_total",),
+        "preemptions": ("vllm:num_preemptions_total",),
+    },
+    "llama.cpp": {
+        "running": ("llamacpp:requests_processing",),
+        "waiting": ("llamacpp:requests_deferred",),
+        "kv_share": ("llamacpp:kv_cache_usage_ratio",),
+        "prompt_tokens": ("llamacpp:prompt_tokens_total",),
+        "output_tokens": ("llamacpp:tokens_predicted_total",),
+    },
+}
+
+
+class Remote:
+    """Reads one endpoint's /metrics. Calling it never raises for what the endpoint does."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, verify_tls: bool = True) -> None:
+        parts = urlsplit(url)
+        if parts.hostname is None or parts.scheme not in ("http", "https"):
+            raise TargetUnusable(
+                f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
+            )
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/metrics"
+        if parts.scheme == "https":
+            context = (
+                ssl.create_default_context() if verify_tls else ssl._create_unverified_context()
+            )
+            self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                parts.hostname, parts.port or 443, timeout=TIMEOUT_SECONDS, context=context
+            )
+        else:
+            self._connection = http.client.HTTPConnection(
+                parts.hostname, parts.port or 80, timeout=TIMEOUT_SECONDS
+            )
+        self._cpu: tuple[float, float] | None = None
+
+    def __call__(self) -> RemoteSample | str:
+        try:
+            self._connection.request("GET", self._path, headers=self._headers)
+            answer = self._connection.getresponse()
+            text = answer.read(MOST_BYTES).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as problem:
+            self._connection.close()  # the next call opens a new one
+            return f"{self._path} did not answer: {type(problem).__name__}"
+        if answer.status != 200:
+            return f"{self._path} answered {answer.status}"
+        try:
+            found = parse(text)
+        except ValueError as problem:
+            return f"{self._path} is not in Prometheus' text format: {problem}"
+        return self._sample(found)
+
+    def _sample(self, found: Mapping[str, float]) -> RemoteSample | str:
+        kind = next((kind for kind, fields in NAMES.items() if _known(fields, found)), "")
+        if not kind and "process_resident_memory_bytes" not in found:
+            return f"{self._path} holds nothing that is known here"
+        values = {
+            field: next((found[name] for name in names if name in found), None)
+            for field, names in NAMES.get(kind, {}).items()
+        }
+        share = values.pop("kv_share", None)
+        rss = found.get("process_resident_memory_bytes")
+        return RemoteSample(
+            kind=kind,
+            kv_share=share,
+            rss_bytes=None if rss is None else int(rss),
+            cpu_share=self._cpu_share(found.get("process_cpu_seconds_total")),
+            **{name: None if value is None else int(value) for name, value in values.items()},
+        )
+
+    def _cpu_share(self, cpu_seconds: float | None) -> float | None:
+        """Of one core, since the last call."""
+        now, before = time.monotonic(), self._cpu
+        self._cpu = None if cpu_seconds is None else (now, cpu_seconds)
+        if cpu_seconds is None or before is None or now <= before[0]:
+            return None
+        used = (cpu_seconds - before[1]) / (now - before[0])
+        return None if used < 0 else round(used, 4)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _known(fields: Mapping[str, tuple[str, ...]], found: Mapping[str, float]) -> bool:
+    return any(name in found for names in fields.values() for name in names)
+
+
+def parse(text: str) -> dict[str, float]:
+    """Name -> value, summed over its label sets, NaN left out. Raises ValueError."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not math.isnan(sample.value):
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found

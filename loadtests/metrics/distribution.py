@@ -1,0 +1,84 @@
+"""Percentiles of latencies, and how alike neighbouring requests are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+PERCENTILES: tuple[tuple[str, float], ...] = (
+    ("p50", 0.50),
+    ("p90", 0.90),
+    ("p95", 0.95),
+    ("p99", 0.99),
+)
+BEYOND = 3  # observations that must lie beyond a percentile for it to be given
+BATCHES = 10
+
+
+class Distribution(msgspec.Struct, frozen=True, kw_only=True):
+    """Nearest-rank percentiles over `count` observations, in seconds.
+
+    `late` of them never came and count as infinite; the mean is over the others. A percentile
+    is None where fewer than three observations lie beyond it, or where it is infinite: then
+    `never` names it.
+    """
+
+    count: int
+    late: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    never: tuple[str, ...] = ()
+
+    @property
+    def median_or_mean(self) -> float | None:
+        """The median; the mean where too few observations give no median."""
+        return self.mean if self.p50 is None else self.p50
+
+
+def distribution(values: Iterable[float | None], late: int = 0) -> Distribution:
+    """Percentiles of the values that are not None, plus `late` infinite ones."""
+    known = np.sort(np.array([value for value in values if value is not None], dtype=np.float64))
+    count = len(known) + late
+    found: dict[str, float] = {}
+    never: list[str] = []
+    for name, share in PERCENTILES:
+        if count * (1 - share) < BEYOND - 1e-9:
+            continue
+        rank = math.ceil(share * count - 1e-9) - 1
+        if rank < len(known):
+            found[name] = float(known[rank])
+        else:
+            never.append(name)
+    mean = float(known.mean()) if len(known) else None
+    return Distribution(count=count, late=late, mean=mean, never=tuple(never), **found)
+
+
+def runs_of(good: Iterable[bool]) -> tuple[int, ...]:
+    """Lengths of runs of good, bad, good, ...; the first is 0 where the first request is bad."""
+    lengths = [0]
+    current = True
+    for one in good:
+        if one != current:
+            lengths.append(0)
+            current = one
+        lengths[-1] += 1
+    return tuple(lengths)
+
+
+def correlation(values: Iterable[float | None]) -> float | None:
+    """How many consecutive values count as one (1: independent), from ten batch means.
+
+    None below 20 values, or where all are the same.
+    """
+    known = np.array([value for value in values if value is not None], dtype=np.float64)
+    length = len(known) // BATCHES
+    if length < 2 or np.ptp(known) == 0:
+        return None
+    means = known[: length * BATCHES].reshape(BATCHES, length).mean(axis=1)
+    return float(length * means.var(ddof=1) / known.var())

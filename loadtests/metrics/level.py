@@ -1,0 +1,69 @@
+"""Records and samples of one level -> Summary with its warnings. Pure.
+
+level = summarise(records, samples, Window(10.0, 70.0), SLO_PRESETS["chat"], rate=0.8)
+level.verdict, level.counts.attainment, level.latencies.ttft.p99, level.warnings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from loadtests.metrics.level_summary import (
+    Summary,
+    Window,
+    arrivals_of,
+    backends_of,
+    counts_of,
+    latencies_of,
+    resources_of,
+    throughput_of,
+)
+from loadtests.metrics.level_warnings import Evidence, level_warnings
+from loadtests.metrics.slo import Slo, verdict
+from loadtests.records.schema import RequestRecord, ResourceSample
+from loadtests.workload.arrivals import Arrivals
+
+
+def summarise(
+    records: Sequence[RequestRecord],
+    samples: Iterable[ResourceSample],
+    window: Window,
+    slo: Slo,
+    *,
+    rate: float | None = None,
+    arrivals: Arrivals | None = None,
+    started_unix_seconds: float | None = None,
+) -> Summary:
+    """Numbers of one level. Raises ValueError for an empty window.
+
+    `records` are all of the level's, also those due outside the window. `rate` is the asked one
+    (None: closed loop), `arrivals` the process that due times were drawn from. `samples` count
+    where they fall into the window; all of them without `started_unix_seconds`.
+    """
+    if not window.seconds > 0:
+        raise ValueError(
+            f"window must be longer than 0 s, got {window.start_seconds} to {window.end_seconds}"
+        )
+    inside = window.due(records)
+    seen = [
+        s
+        for s in samples
+        if started_unix_seconds is None or window.holds(s.unix_seconds - started_unix_seconds)
+    ]
+    counts = counts_of(inside, slo)
+    summary = Summary(
+        window=window,
+        slo=slo.name,
+        asked_rate=rate,
+        verdict=verdict(counts.good, counts.due, slo),
+        counts=counts,
+        latencies=latencies_of(inside),
+        throughput=throughput_of(records, inside, window, counts),
+        resources=resources_of(seen),
+        backends=backends_of(inside),
+        arrivals=arrivals_of(records, arrivals, rate, window),
+    )
+    warnings = level_warnings(Evidence(summary, inside, records, seen, slo))
+    return msgspec.structs.replace(summary, warnings=warnings)

@@ -1,0 +1,239 @@
+"""The journal of a run: what the runner did, in order, one struct per kind of event.
+
+    {"kind": "level_started", "unix_seconds": 1780000000.0, "cell": "...", "level": "...#1.1", ...}
+
+One line of events.jsonl is one event; its `kind` is the struct's name in snake case.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+
+class SkipCause(StrEnum):
+    """Why a cell was not measured."""
+
+    MEMORY = "memory"  # it does not fit
+    SETTINGS = "settings"  # the backend, format or device cannot be had here
+    SERVER = "server"  # the server did not start, or ended
+    ENDPOINT = "endpoint"  # the server refused the probe
+    UNKNOWN = "unknown"  # format 1 kept no cause
+
+
+class LevelPurpose(StrEnum):
+    SINGLE_STREAM = "single_stream"  # one request at a time
+    SEARCH = "search"
+    LOAD = "load"  # `crossover load`
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest rate that meets the SLO, requests/s.
+
+    resolved: low..high is as narrow as asked. unresolved: it is not; high is None where no level
+    bounds it, low is 0.0 where no rate was seen to meet the SLO. none: no rate meets it; low and
+    high are 0. at_least: the highest rate allowed meets it.
+    """
+
+    low: float
+    high: float | None
+    estimate: float | None
+    status: Literal["resolved", "unresolved", "none", "at_least"]
+    holds_at_any_rate: bool | None  # None: not known
+    reason: str
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a Crossover server said of its engine (/v1/placement); all None for another server."""
+
+    name: str | None = None  # of the backend
+    device: str | None = None
+    device_name: str | None = None
+    weight_format: str | None = None
+    quality_kl_nats: float | None = None
+    slots: int | None = None
+    context_tokens: int | None = None
+    kv_tokens: int | None = None
+    threads: int | None = None
+    predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
+    measured: dict[str, Any] | None = None
+    details: dict[str, Any] | None = None
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
+
+
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag=_kind
+):
+    """What all events have."""
+
+    unix_seconds: float = msgspec.field(default_factory=time.time)
+    cell: str | None = None  # Cell.key
+    level: str | None = None  # unique per attempt
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    cells: int | None = None
+
+
+class RunResumed(Event, frozen=True, kw_only=True):
+    dropped_bytes: dict[str, int] = {}  # cut-off last lines, by file
+
+
+class RunFinished(Event, frozen=True, kw_only=True):
+    pass
+
+
+class Interrupted(Event, frozen=True, kw_only=True):
+    """The run (no cell), a cell's server or a level was interrupted."""
+
+    reason: str
+    last_event: str | None = None  # its kind, where the runner was killed
+
+
+class CellStarted(Event, frozen=True, kw_only=True):
+    cell: str
+    budget_seconds: float | None = None  # None: one level of `crossover load`
+
+
+class CellReady(Event, frozen=True, kw_only=True):
+    """The server answers."""
+
+    cell: str
+    info: EngineInfo = EngineInfo()
+    load_seconds: float | None = None
+    rss_bytes: int | None = None
+    peak_rss_bytes: int | None = None
+    synthetic: bool | None = None  # random weights; None: not known
+    url: str | None = None
+    layout: dict[str, Any] | None = None  # loadtests.host.processes.Layout
+    placement: Any = None  # the server's explanation
+    memory_cap: str | None = None
+    target: dict[str, Any] | None = None  # loadtests.generator.endpoint.TargetFacts
+    sampling: Any = None  # resources that are not sampled, and why
+
+    @property
+    def shared_cores(self) -> list[str]:
+        """Which processes share cores."""
+        return list((self.layout or {}).get("shared") or ())
+
+    @property
+    def endpoint_notes(self) -> list[str]:
+        """What the endpoint lacks."""
+        return list((self.target or {}).get("notes") or ())
+
+
+class Calibrated(Event, frozen=True, kw_only=True):
+    """The fields of loadtests.simulation.calibration.Prediction."""
+
+    cell: str
+    spent_seconds: float
+    observations: list[dict[str, Any]] = []
+    slots: int | None = None
+    law: dict[str, Any] | None = None
+    policy: dict[str, Any] | None = None
+    rates: dict[str, float] = {}  # requests/s by the SLO's name
+    reason: str = ""
+
+
+class CellSkipped(Event, frozen=True, kw_only=True):
+    cell: str
+    cause: SkipCause
+    reason: str
+
+
+class CellFinished(Event, frozen=True, kw_only=True):
+    cell: str
+    capacities: dict[
+        str, Capacity
+    ] = {}  # by the SLO's name, the campaign's first SLO first; empty: `crossover load`
+    # the first SLO's without the prediction; None: there was no prediction
+    measured_only: Capacity | None = None
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """The capacity under the campaign's first SLO."""
+        return next(iter(self.capacities.values()), None)
+
+
+class LevelStarted(Event, frozen=True, kw_only=True):
+    cell: str
+    level: str
+    purpose: LevelPurpose
+    rate_per_second: float | None  # open loop; None: closed loop
+    concurrency: int | None  # closed loop; None: open loop
+    arrivals: dict[str, Any]  # the arrival process, as loadtests.workload.arrivals names it
+    warmup_seconds: float  # requests due before this do not count
+    window_seconds: float  # requests due in [warmup_seconds, warmup_seconds + window_seconds) count
+    seed: int
+    attempt: int  # 1..: how often this level was tried, this time included
+    started_unix_seconds: float  # the moment that RequestRecord's times count from
+    target: float | None = None  # share of good requests that the search asked for
+
+
+class LevelFinished(Event, frozen=True, kw_only=True):
+    cell: str
+    level: str
+    due: int  # requests on record, those of the warm-up included
+    good: int  # within the window
+    failed: int
+    window_due: int
+    window_seconds: float  # as it came out: shorter than asked where the level was cut short
+    cut_short: str | None = None  # why
+    gave_up: int = 0  # requests that were ended at the end of the drain time
+    spent_seconds: float  # of the budget: start of the load generator, warm-up, window and drain
+    verdict: str
+    is_valid: bool
+    warnings: list[str] = []
+    # loadtests.workload.arrivals.ArrivalCheck; None: closed loop
+    arrivals: dict[str, Any] | None = None
+
+
+class LevelAbandoned(Event, frozen=True, kw_only=True):
+    cell: str
+    level: str
+    reason: str
+    spent_seconds: float | None = None
+
+
+AnyEvent = (
+    RunStarted
+    | RunResumed
+    | RunFinished
+    | Interrupted
+    | CellStarted
+    | CellReady
+    | Calibrated
+    | CellSkipped
+    | CellFinished
+    | LevelStarted
+    | LevelFinished
+    | LevelAbandoned
+)
+E = TypeVar("E", bound=Event)
+
+
+def of_kind(events: Iterable[Event], kind: type[E], cell: str | None = None) -> list[E]:
+    """The events of one kind, in order; of one cell, where one is named."""
+    return [e for e in events if isinstance(e, kind) and cell in (None, e.cell)]
+
+
+def started_levels(events: Iterable[Event]) -> dict[str, LevelStarted]:
+    """All levels that were begun, by name, in order."""
+    return {event.level: event for event in of_kind(events, LevelStarted)}
+
+
+def completed_levels(events: Iterable[Event]) -> dict[str, LevelFinished]:
+    """The levels that were measured to their end, by name, in order."""
+    return {event.level: event for event in of_kind(events, LevelFinished)}

@@ -1,0 +1,73 @@
+"""Older formats of a run folder, brought to the present one line by line while they are read.
+
+Format 1 -> 2: an event's fields lay in `detail`; promise, doubt and lone became SLO, warning and
+single-stream; a skipped cell got a cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Json = dict[str, Any]
+# Format 1's words for a cell that does not fit.
+NEEDS_MEMORY = re.compile(r"needs [\d.]+ ?[KMGT]iB")
+RENAMED = {
+    "promise": "slo",
+    "promises": "slos",
+    "doubts": "warnings",
+    "lone_requests": "single_stream_requests",
+    "lone_seconds": "single_stream_seconds",
+}
+
+
+def _renamed(old: Mapping[str, Any]) -> Json:
+    return {RENAMED.get(key, key): value for key, value in old.items()}
+
+
+def _manifest_1(old: Json) -> Json:
+    campaign = _renamed(old["campaign"])
+    if isinstance(campaign.get("search"), dict):
+        campaign["search"] = _renamed(campaign["search"])
+    levels = campaign.get("cell_levels") or {}
+    campaign["cell_levels"] = {
+        cell: [[None, 0.0, None], *([rate, seconds, None] for rate, seconds in own)]
+        for cell, own in levels.items()
+    }
+    return old | {"campaign": campaign}
+
+
+def _event_1(old: Json, manifest: Json) -> Json:
+    """`manifest` is the migrated one."""
+    detail = _renamed(old.get("detail") or {})
+    event = {key: value for key, value in old.items() if key != "detail"} | detail
+    match event["kind"]:
+        case "level_started" if event["purpose"] == "lone":
+            event["purpose"] = "single_stream"
+        case "cell_skipped":
+            is_memory = NEEDS_MEMORY.search(event["reason"]) or "memory cap" in event["reason"]
+            event["cause"] = "memory" if is_memory else "unknown"
+        case "cell_finished" if "capacity" in event:
+            first = {manifest["campaign"]["slo"]["name"]: event["capacity"]}
+            event["capacities"] = event.get("capacities") or first
+    return event
+
+
+# Format -> what makes the next one of it.
+MANIFESTS: dict[int, Callable[[Json], Json]] = {1: _manifest_1}
+EVENTS: dict[int, Callable[[Json, Json], Json]] = {1: _event_1}
+
+
+def manifest_from(version: int, raw: Json) -> Json:
+    """A manifest of format `version` in the present one; `format_version` stays as it was."""
+    for one in range(version, max(MANIFESTS) + 1):
+        raw = MANIFESTS[one](raw)
+    return raw
+
+
+def event_from(version: int, raw: Json, manifest: Json) -> Json:
+    """An event of format `version` in the present format."""
+    for one in range(version, max(EVENTS) + 1):
+        raw = EVENTS[one](raw, manifest)
+    return raw

@@ -1,0 +1,335 @@
+"""The folder of a run, written as things happen: what is on disk is a run, perhaps a short one.
+
+    runs/<id>/manifest.json    RunManifest, written once, atomically
+    runs/<id>/requests.jsonl   one RequestRecord a line
+    runs/<id>/samples.jsonl    one ResourceSample a line
+    runs/<id>/events.jsonl     one Event a line: the journal
+    runs/<id>/logs/            output of servers and load generators; never read back
+
+    run = read_records(folder)
+    for level in run.levels(): level.started, level.finished, level.requests, level.samples
+
+A line is written by one write() to a file opened with O_APPEND: a killed writer leaves at most one
+cut-off line, at the end. Readers drop and report that line; a broken line elsewhere is an error.
+Requests of a level without a level_finished event stay in the file and are not counted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from loadtests.errors import BadRunFolder
+from loadtests.records.events import (
+    AnyEvent,
+    E,
+    Event,
+    LevelFinished,
+    LevelStarted,
+    completed_levels,
+    started_levels,
+)
+from loadtests.records.migrations import event_from, manifest_from
+from loadtests.records.schema import (
+    FORMAT_VERSION,
+    RequestRecord,
+    ResourceSample,
+    RunManifest,
+)
+from models.manifest import write_atomically
+
+MANIFEST = "manifest.json"
+REQUESTS = "requests.jsonl"
+SAMPLES = "samples.jsonl"
+EVENTS = "events.jsonl"
+LOCK = ".lock"
+
+T = TypeVar("T")
+
+
+class Read(msgspec.Struct, Generic[T], frozen=True):
+    """What a file of records holds; `dropped_bytes` is the length of a cut-off last line."""
+
+    records: list[T]
+    dropped_bytes: int = 0
+
+
+class Appender(Generic[T]):
+    """Appends records to one file, each as one line in one write()."""
+
+    def __init__(self, path: Path) -> None:
+        self._encoder = msgspec.json.Encoder()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def append(self, record: T) -> None:
+        line = self._encoder.encode(record) + b"\n"
+        if os.write(self._file, line) != len(line):
+            raise BadRunFolder("a record was written only in part: is the disk full?")
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class LevelRecords(msgspec.Struct, frozen=True):
+    """A level that was measured to its end, with everything on record of it."""
+
+    started: LevelStarted
+    finished: LevelFinished
+    requests: list[RequestRecord]
+    samples: list[ResourceSample]
+
+    @property
+    def name(self) -> str:
+        return self.started.level
+
+    @property
+    def cell(self) -> str:
+        return self.started.cell
+
+
+class RunFolder:
+    """The folder of one run, open for writing by this process alone: a second writer is refused."""
+
+    def __init__(self, folder: Path, manifest: RunManifest) -> None:
+        """Use `create` or `open_existing`."""
+        self.folder = folder
+        self.manifest = manifest
+        self.events: list[Event] = []  # the journal: what was read at first, and all since
+        self.levels: list[LevelRecords] = []  # the finished ones
+        self._lock = _take_lock(folder)
+        self._events: Appender[Event] = Appender(folder / EVENTS)
+        self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
+        self._requests: Appender[RequestRecord] = Appender(folder / REQUESTS)
+
+    @classmethod
+    def create(cls, folder: Path, manifest: RunManifest) -> RunFolder:
+        """A new run. Raises BadRunFolder where there is one already."""
+        if (folder / MANIFEST).exists():
+            raise BadRunFolder(f"{folder} holds a run already; resume it, or choose another folder")
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        write_atomically(
+            folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+        )
+        return cls(folder, manifest)
+
+    @classmethod
+    def open_existing(cls, folder: Path) -> tuple[RunFolder, dict[str, int]]:
+        """A run to go on with, and the bytes of cut-off last lines taken off, by file."""
+        manifest = read_manifest(folder)
+        if manifest.format_version != FORMAT_VERSION:
+            raise BadRunFolder(
+                f"{folder} has format {manifest.format_version}: it can be shown, reported, "
+                f"compared and repeated, but only crossover {manifest.crossover_version}, "
+                "which began it, can go on with it"
+            )
+        opened = cls(folder, manifest)
+        dropped = {
+            name: cut
+            for name in (REQUESTS, SAMPLES, EVENTS)
+            if (cut := _drop_cut_off_line(folder / name))
+        }
+        records = read_records(folder)
+        opened.events = records.events
+        opened.levels = records.levels()
+        return opened, dropped
+
+    def event(self, event: E) -> E:
+        """Writes one line of the journal."""
+        self._events.append(event)
+        self.events.append(event)
+        return event
+
+    def finish(self, level: LevelRecords) -> None:
+        """Writes that a level has finished; its requests and samples are in their files already."""
+        self.event(level.finished)
+        self.levels.append(level)
+
+    def sample(self, sample: ResourceSample) -> None:
+        self._samples.append(sample)
+
+    def request(self, record: RequestRecord) -> None:
+        self._requests.append(record)
+
+    def close(self) -> None:
+        for appender in (self._events, self._samples, self._requests):
+            appender.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class RunRecords(msgspec.Struct, frozen=True):
+    """A run folder as read; `dropped_bytes` are those of cut-off last lines, by file."""
+
+    folder: Path
+    manifest: RunManifest
+    events: list[Event]
+    requests: list[RequestRecord]
+    samples: list[ResourceSample]
+    dropped_bytes: dict[str, int] = {}
+
+    def levels(self) -> list[LevelRecords]:
+        """The finished levels, in the order they were measured."""
+        return join_levels(self.events, self.requests, self.samples)
+
+
+def join_levels(
+    events: Iterable[Event], requests: Iterable[RequestRecord], samples: Iterable[ResourceSample]
+) -> list[LevelRecords]:
+    """The finished levels with their requests and samples."""
+    events = list(events)
+    started = started_levels(events)
+    levels = {
+        name: LevelRecords(started[name], finished, [], [])
+        for name, finished in completed_levels(events).items()
+        if name in started
+    }
+    for record in requests:
+        if record.level in levels:
+            levels[record.level].requests.append(record)
+    for sample in samples:
+        if sample.level in levels:
+            levels[sample.level].samples.append(sample)
+    return list(levels.values())
+
+
+def read_records(folder: Path) -> RunRecords:
+    """All of a run folder. Raises BadRunFolder."""
+    manifest = read_manifest(folder)
+    events, requests, samples = read_events(folder), read_requests(folder), read_samples(folder)
+    dropped = {
+        name: read.dropped_bytes
+        for name, read in ((REQUESTS, requests), (SAMPLES, samples), (EVENTS, events))
+        if read.dropped_bytes
+    }
+    return RunRecords(folder, manifest, events.records, requests.records, samples.records, dropped)
+
+
+def read_manifest(folder: Path) -> RunManifest:
+    """The manifest in the present format. Raises BadRunFolder."""
+    path = folder / MANIFEST
+    raw = _raw_manifest(path)
+    try:
+        return msgspec.convert(manifest_from(raw["format_version"], raw), RunManifest)
+    except (msgspec.MsgspecError, KeyError) as problem:
+        raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
+
+
+def _raw_manifest(path: Path) -> dict[str, Any]:
+    """As written, with a `format_version` that can be read."""
+    try:
+        text = path.read_bytes()
+    except OSError as problem:
+        raise BadRunFolder(
+            f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
+        ) from problem
+    try:
+        version = msgspec.json.decode(text, type=_Versioned).format_version
+        raw: dict[str, Any] = msgspec.json.decode(text)
+    except msgspec.MsgspecError as problem:
+        raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
+    if not 1 <= version <= FORMAT_VERSION:
+        raise BadRunFolder(
+            f"{path} has format_version {version}; this crossover reads up to {FORMAT_VERSION}: "
+            "use a newer one"
+        )
+    return raw
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
+
+
+def read_requests(folder: Path) -> Read[RequestRecord]:
+    """All requests on record, in the order they ended, those of abandoned levels included."""
+    return read_lines(folder / REQUESTS, RequestRecord)
+
+
+def read_samples(folder: Path) -> Read[ResourceSample]:
+    return read_lines(folder / SAMPLES, ResourceSample)
+
+
+def read_events(folder: Path) -> Read[Event]:
+    """The journal, in the present format; that of a folder without a manifest is taken for it."""
+    path = folder / EVENTS
+    if not (folder / MANIFEST).exists():
+        return read_lines(path, AnyEvent)
+    raw = _raw_manifest(folder / MANIFEST)
+    version = raw["format_version"]
+    if version == FORMAT_VERSION:
+        return read_lines(path, AnyEvent)
+    lines: Read[dict[str, Any]] = read_lines(path, dict[str, Any])
+    manifest = manifest_from(version, raw)
+    events: list[Event] = []
+    for number, line in enumerate(lines.records, 1):
+        try:
+            events.append(msgspec.convert(event_from(version, line, manifest), AnyEvent))
+        except (msgspec.ValidationError, KeyError) as problem:
+            raise BadRunFolder(f"{path} line {number} is broken: {problem}") from problem
+    return Read(events, lines.dropped_bytes)
+
+
+def read_lines(path: Path, kind: Any) -> Read[Any]:
+    """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return Read([])
+    decoder = msgspec.json.Decoder(kind)
+    whole, _, rest = data.rpartition(b"\n")
+    records: list[Any] = []
+    for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.MsgspecError as problem:
+            raise BadRunFolder(f"{path} line {number} is broken: {problem}") from problem
+    return Read(records, len(rest))
+
+
+def _drop_cut_off_line(path: Path) -> int:
+    """Takes a cut-off last line off; returns its length in bytes."""
+    cut = read_tail_length(path)
+    if cut:
+        os.truncate(path, path.stat().st_size - cut)
+    return cut
+
+
+def read_tail_length(path: Path) -> int:
+    """Bytes after the last newline; 0 for a file that ends well or is not there."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    return len(data) - (data.rfind(b"\n") + 1)
+
+
+def _take_lock(folder: Path) -> int:
+    """A lock that ends with this process, however it ends."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as problem:
+        raise BadRunFolder(f"{folder} cannot be written to: {problem.strerror}") from problem
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(lock, 64, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise BadRunFolder(
+            f"{folder} is in use by process {holder or 'unknown'}; wait for it, or end it"
+        ) from None
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock

@@ -1,0 +1,119 @@
+"""What is written down of a run: requests, samples of resources, the manifest.
+
+Records hold times, counts and errors, never a statistic. `*_seconds` count from the start of the
+level (monotonic clock); LevelStarted holds that moment in Unix seconds. Missing is None: a request
+that never got a token has `first_content_seconds = None`, not 0.
+
+Format history: 1 (first); 2 (typed events; SLO, warning, single-stream: records/migrations.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+FORMAT_VERSION = 2
+
+
+# gc=False: there are hundreds of thousands, without cycles.
+class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """One request, from the moment it was due to the moment its stream ended."""
+
+    cell: str  # Cell.key
+    level: str  # LevelStarted.level: unique per attempt
+    index: int  # 0.. within the level
+    due_seconds: float
+    sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
+    first_content_seconds: float | None = None
+    last_content_seconds: float | None = None
+    ended_seconds: float | None = None
+    content_seconds: list[float] = []  # when each content chunk arrived, first and last included
+    first_chunk_tokens: int | None = None  # where the server says so
+    asked_prompt_tokens: int | None = None
+    asked_output_tokens: int | None = None
+    prompt_tokens: int | None = None  # as the server's usage counted
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    status: int | None = None  # HTTP status; None: no answer
+    error: str | None = None  # refused, http_500, timeout, connection, cut_off, stream_error ...
+    error_message: str | None = None
+    finish_reason: str | None = None
+    backend: str | None = None  # X-Crossover-Backend
+    request_id: str | None = None
+    session: str | None = None
+    turn: int | None = None
+    worker: int | None = None  # which load generator process sent it
+
+
+class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One process group at one moment. CPU is a share of one core: 1.0 = one core busy."""
+
+    rss_bytes: int | None = None
+    pss_bytes: int | None = None
+    cpu_share: float | None = None
+    threads: int | None = None
+
+
+class RemoteSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What a server's own /metrics said at one moment. Counters count since the server started."""
+
+    kind: str  # "crossover", "vllm", "llama.cpp"; "" for process figures alone
+    running: int | None = None  # requests
+    waiting: int | None = None
+    kv_share: float | None = None  # of the KV cache in use, 0..1
+    prompt_tokens: int | None = None  # counter
+    output_tokens: int | None = None  # counter
+    preemptions: int | None = None  # counter
+    rss_bytes: int | None = None  # of the process that answers /metrics
+    cpu_share: float | None = None  # of one core, since the sample before
+
+
+class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The machine beside the load at one moment, in Unix seconds.
+
+    `reasons` say why a sample is not valid. Why a value is None is said once per cell (`sampling`
+    of CellReady).
+    """
+
+    cell: str
+    level: str | None = None
+    unix_seconds: float
+    engine: ProcessSample | None = None
+    api: ProcessSample | None = None
+    client: ProcessSample | None = None
+    machine_cpu_share: float | None = None  # of all cores together, 0..1
+    available_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    gpu_memory_bytes: int | None = None  # used, by whomever
+    gpu_reserved_bytes: int | None = None  # kept back by driver and firmware
+    gpu_engine_bytes: int | None = None  # used by the engine's processes
+    gpu_utilisation: float | None = None  # 0..1
+    gpu_watts: float | None = None
+    gpu_clock_hertz: float | None = None
+    gpu_throttled: list[str] = []  # why its clock is held down, idling left out
+    cpu_watts: float | None = None
+    cpu_clock_hertz: float | None = None  # mean of all cores
+    steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others
+    quota_share: float | None = None  # of the time, held back by the control group's CPU quota
+    remote: RemoteSample | None = None
+    valid: bool = True
+    reasons: list[str] = []
+
+
+class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything needed to know a run and to do it again; written when it starts."""
+
+    format_version: int
+    run_id: str
+    created: str  # ISO 8601, UTC
+    crossover_version: str
+    git_commit: str | None
+    command: list[str]
+    campaign: dict[str, Any]  # the campaign as read, defaults filled in
+    campaign_text: str  # the file itself
+    cells: list[dict[str, Any]]
+    server_facts: dict[str, Any]  # HardwareFacts of the machine that serves, or the endpoint's url
+    client_facts: dict[str, Any]
+    versions: dict[str, str]
+    seed: int

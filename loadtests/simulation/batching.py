@@ -1,0 +1,301 @@
+"""Simulation of continuous batching: arrivals, lengths, step times and a policy -> TTFT and TPOT.
+
+    prediction = predict(law, Policy(slots=16), pairs, SLO_PRESETS["chat"], seed=1)
+    prediction.rate                      # where a search should look first
+
+The policy is the scheduler's (serving/engine/scheduler.py): each step decodes one token of every
+sequence past its prompt, then takes prompt tokens, oldest sequence first, up to a budget. Requests
+are admitted first come, first served, to a free slot while the KV pool has room. Left out:
+preemption, prefix reuse, time outside the step.
+
+Steps that only decode are summed in closed form up to the next arrival or ending: 10,000 requests
+take about a second.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loadtests.errors import LoadError
+from loadtests.metrics.slo import Slo
+from loadtests.simulation.step_time import StepLaw
+from loadtests.workload.arrivals import Arrivals, Poisson, due_times
+
+Array = npt.NDArray[np.float64]
+Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
+
+# As the scheduler's: a test holds them to it.
+PREFILL_MULTIPLE = 16  # prompts are cut at multiples of it
+MIN_PREFILL_TOKENS = 17
+PREFILL_SHARE = 3.75  # prefill may always take so many times the decode time of the step
+PREFILL_WORTH = 120.0  # ... or so many times what a row costs more than with all slots decoding
+
+LEAST_LENGTHS = 50
+SINGLE_STREAM_LENGTHS = 400
+MOST_RATE = 1e4  # requests/s
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler's settings that matter to latency; names and defaults as EngineConfig's."""
+
+    slots: int = 16
+    prefill_tokens: int = 256  # most prompt tokens of a step while someone decodes
+    step_tokens: int = 2048  # most tokens of one step
+    kv_tokens: int | None = None  # None: never the limit
+    step_seconds_target: float | None = None  # of a step with prompts while someone decodes
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "prefill_tokens", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Simulated(msgspec.Struct, frozen=True):
+    """Per request, in order of due time, seconds on one clock: float64 [n]."""
+
+    due: Array
+    first_token: Array
+    last_token: Array
+    output_tokens: npt.NDArray[np.int64]
+
+    @property
+    def ttft_seconds(self) -> Array:
+        return self.first_token - self.due
+
+    @property
+    def tpot_seconds(self) -> Array:
+        """nan for answers of one token."""
+        later = np.where(self.output_tokens > 1, self.output_tokens - 1.0, np.nan)
+        return (self.last_token - self.first_token) / later
+
+    def good(self, slo: Slo) -> npt.NDArray[np.bool_]:
+        """Which requests met the SLO."""
+        good = np.ones(len(self.due), dtype=bool)
+        if slo.ttft_seconds is not None:
+            good &= self.ttft_seconds <= slo.ttft_seconds
+        if slo.tpot_seconds is not None:
+            good &= ~(self.tpot_seconds > slo.tpot_seconds)
+        return good
+
+
+class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest rate at which the simulated share of good requests reaches the target."""
+
+    rate: float  # requests/s; 0.0: single-stream requests fail the SLO
+    single_stream_share: float
+    requests: int  # simulated per rate
+    unseen: tuple[str, ...]  # what the law could not know (StepLaw.unseen)
+
+
+class _Engine:
+    """The engine on a simulated clock. Requests are indices into `pairs`."""
+
+    __slots__ = (
+        *("law", "policy", "prompts", "outputs", "left", "first", "last", "pool"),
+        *("now", "step", "context", "held", "waiting", "filling", "ends"),
+    )
+
+    def __init__(self, law: StepLaw, policy: Policy, pairs: Pairs) -> None:
+        self.law = law
+        self.policy = policy
+        self.prompts: list[int] = pairs[:, 0].tolist()
+        self.outputs: list[int] = pairs[:, 1].tolist()
+        self.left = list(self.prompts)  # prompt tokens still to compute
+        self.first = [0.0] * len(pairs)
+        self.last = [0.0] * len(pairs)
+        self.pool = math.inf if policy.kv_tokens is None else policy.kv_tokens
+        self.now = 0.0
+        self.step = 0
+        self.context = 0  # tokens in the KV of the decoding requests
+        self.held = 0  # tokens in the KV of all running requests
+        self.waiting: deque[int] = deque()
+        self.filling: deque[int] = deque()  # prompts under way, oldest first
+        self.ends: list[tuple[int, int]] = []  # heap: (step of the last token, request) decoding
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.filling or self.ends)
+
+    def admit(self) -> None:
+        """Give waiting requests free slots while the KV pool has room."""
+        running = len(self.filling) + len(self.ends)
+        while self.waiting and running < self.policy.slots:
+            if running and self.held + self.prompts[self.waiting[0]] + running > self.pool:
+                return
+            self.filling.append(self.waiting.popleft())
+            running += 1
+
+    def decode_until(self, next_due: float) -> None:
+        """Only decode: to the next ending, or until a request comes that could be admitted."""
+        rows = len(self.ends)
+        steps = self.ends[0][0] - self.step
+        blocked = self.waiting or rows >= self.policy.slots
+        if not blocked and next_due < math.inf:
+            steps = _steps_until(self.law, rows, self.context, steps, next_due - self.now)
+        self.now += self.law.stretch_seconds(rows, self.context, steps)
+        self.step += steps
+        self.context += rows * steps
+        self.held += rows * steps
+
+    def prefill_step(self) -> None:
+        """One step: a token of each decoding request, then prompt tokens within the budget."""
+        rows = len(self.ends)
+        taken = self._fill(_budget(self.law, self.policy, rows, self.context))
+        self.now += self.law.seconds(rows, taken, self.context)
+        self.step += 1
+        self.context += rows
+        self.held += rows + taken
+        while self.filling and self.left[self.filling[0]] == 0:
+            request = self.filling.popleft()
+            self.first[request] = self.now
+            self.context += self.prompts[request]
+            end = self.step + max(self.outputs[request], 1) - 1
+            heapq.heappush(self.ends, (end, request))
+
+    def _fill(self, budget: int) -> int:
+        """Prompt tokens taken from the oldest prompts on."""
+        taken = 0
+        for request in self.filling:
+            left = self.left[request]
+            piece = min(left, budget - taken)
+            if piece < min(left, PREFILL_MULTIPLE) and taken:
+                break
+            if PREFILL_MULTIPLE < piece < left:
+                piece -= piece % PREFILL_MULTIPLE
+            if piece <= 0:
+                break
+            self.left[request] -= piece
+            taken += piece
+        return taken
+
+    def finish(self) -> None:
+        """Free what the requests held that have their last token."""
+        while self.ends and self.ends[0][0] <= self.step:
+            request = heapq.heappop(self.ends)[1]
+            self.last[request] = self.now
+            tokens = self.prompts[request] + max(self.outputs[request], 1) - 1
+            self.context -= tokens
+            self.held -= tokens
+
+
+def simulate(
+    law: StepLaw, policy: Policy, due_seconds: Sequence[float] | Array, pairs: Pairs
+) -> Simulated:
+    """Play requests due at these times (ascending) with these lengths to their end."""
+    count = len(due_seconds)
+    if len(pairs) != count:
+        raise LoadError(f"{len(pairs)} pairs of lengths for {count} due times")
+    due = [float(t) for t in due_seconds]
+    engine = _Engine(law, policy, pairs)
+    arrived = 0
+    while True:
+        if not engine.is_busy:
+            if arrived == count:
+                break
+            engine.now = max(engine.now, due[arrived])
+        while arrived < count and due[arrived] <= engine.now:
+            engine.waiting.append(arrived)
+            arrived += 1
+        engine.admit()
+        if engine.filling:
+            engine.prefill_step()
+        else:
+            engine.decode_until(due[arrived] if arrived < count else math.inf)
+        engine.finish()
+    return Simulated(np.array(due), np.array(engine.first), np.array(engine.last), pairs[:, 1])
+
+
+def predict(
+    law: StepLaw,
+    policy: Policy,
+    pairs: Pairs,
+    slo: Slo,
+    *,
+    seed: int = 0,
+    arrivals: Arrivals | None = None,
+    precision: float = 0.01,
+) -> SimulatedCapacity:
+    """The simulated capacity for these lengths, in the order they are asked.
+
+    The same lengths and arrivals, faster or slower, are played at every rate: the share of good
+    requests is nearly monotone in it, and a bisection finds the target. The first tenth is
+    warm-up. Raises LoadError for fewer than 50 lengths.
+    """
+    if len(pairs) < LEAST_LENGTHS:
+        raise LoadError(
+            f"{len(pairs)} requests are too few to predict a capacity from: "
+            f"at least {LEAST_LENGTHS} are needed"
+        )
+    process = Poisson() if arrivals is None else arrivals
+    unit = due_times(process, 1.0, 1.2 * len(pairs) + 50.0, seed)[: len(pairs)]
+    if len(unit) < 2:
+        raise LoadError(
+            f"arrivals of kind {type(process).__name__} gave {len(unit)} requests: "
+            "too few to predict a capacity from"
+        )
+    pairs = pairs[: len(unit)]
+
+    def holds(rate: float) -> bool:
+        good = simulate(law, policy, unit / rate, pairs).good(slo)
+        return float(np.mean(good[len(pairs) // 10 :])) >= slo.target
+
+    alone = _single_stream_share(law, policy, pairs[:SINGLE_STREAM_LENGTHS], slo)
+    rate = 0.0
+    if alone >= slo.target:
+        # Where they all come at once is the ceiling: the queue of so few shows late.
+        first = 1.0 / max(law.seconds(1, 0, 0) * float(np.mean(pairs[:, 1])), 1e-9)
+        low, high = 1e-6, first
+        while high < MOST_RATE and holds(high):
+            low, high = high, high * 2
+        while high / low > 1 + precision and high < MOST_RATE * 2:
+            middle = math.sqrt(low * high) if low > 1e-3 * high else high / 4
+            low, high = (middle, high) if holds(middle) else (low, middle)
+        rate = low
+    return SimulatedCapacity(
+        rate=rate, single_stream_share=alone, requests=len(pairs), unseen=law.unseen
+    )
+
+
+def _single_stream_share(law: StepLaw, policy: Policy, pairs: Pairs, slo: Slo) -> float:
+    """Share of good requests with one at a time."""
+    step = max(law.seconds(1, 1, float(pairs.sum(axis=1).max())), 1e-9)
+    slowest = max(1.0, float(np.sum(pairs))) * step + 1.0  # no request takes longer
+    due = np.arange(len(pairs), dtype=np.float64) * slowest
+    return float(np.mean(simulate(law, policy, due, pairs).good(slo)))
+
+
+def _budget(law: StepLaw, policy: Policy, rows: int, context: int) -> int:
+    """Prompt tokens of the next step: as Scheduler._rows and _prefill_budget."""
+    room = policy.step_tokens - rows
+    if rows == 0:
+        return room
+    most = min(room, policy.prefill_tokens)
+    if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
+        return max(1, most)
+    decode_seconds = law.seconds(rows, 0, context)
+    lost_seconds = decode_seconds / rows - law.seconds(policy.slots, 0, context) / policy.slots
+    left = max(
+        policy.step_seconds_target - decode_seconds,
+        PREFILL_SHARE * decode_seconds,
+        PREFILL_WORTH * lost_seconds,
+    )
+    return max(1, min(most, max(MIN_PREFILL_TOKENS, int(left / law.prompt_token_seconds))))
+
+
+def _steps_until(law: StepLaw, rows: int, context: int, most: int, seconds: float) -> int:
+    """The fewest decode steps, 1 to `most`, that last as long as `seconds`."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        if law.stretch_seconds(rows, context, middle) >= seconds:
+            high = middle
+        else:
+            low = middle + 1
+    return low

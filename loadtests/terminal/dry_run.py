@@ -1,0 +1,85 @@
+"""What a campaign would measure, on what and for how long, printed."""
+
+from __future__ import annotations
+
+import typer
+
+from loadtests.campaign.campaign_file import Campaign, Plan
+from loadtests.campaign.cell_planning import layout_of, shares, why_not
+from loadtests.campaign.cells import Cell
+from loadtests.metrics.slo import Slo
+from models import formatting
+from models.cache import Wish, cache_dir, synthetic_path
+from models.formats import weight_bytes
+from models.ladder import is_rung, rung
+from serving.backends import weights_of
+from serving.hardware.cores import cores_text
+from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
+
+
+def show_plan(plan: Plan) -> None:
+    """Print each cell: skipped and why, or its share of the budget, cores and weights."""
+    facts = hardware_facts()
+    settings = plan.campaign
+    slo = settings.slo
+    typer.echo(
+        f"{settings.name}: {len(plan.cells)} cells; "
+        f"SLO {slo.name} ({_limits(slo)}) for {slo.target:.4g} of requests"
+    )
+    names = [one.name for one in settings.all_slos]
+    if len(names) > 1:
+        typer.echo(f"  every level is judged by {len(names)} SLOs: {', '.join(names)}")
+    each = settings.search.budget_seconds
+    can = [cell for cell in plan.cells if why_not(cell, settings, facts) is None]
+    seconds = {cell.key: each for cell in can}
+    whole = each * len(can)
+    if settings.budget_seconds is not None:
+        whole = settings.budget_seconds
+        seconds = shares(can, whole) if can else {}
+    for cell in plan.cells:
+        _show_cell(cell, settings, facts, seconds.get(cell.key, 0.0))
+    typer.echo(
+        f"at most {formatting.duration(whole)} of measuring, "
+        "beside making and loading the models; nothing was started"
+    )
+
+
+def _limits(slo: Slo) -> str:
+    limits = []
+    if slo.ttft_seconds is not None:
+        limits.append(f"TTFT {slo.ttft_seconds:g} s")
+    if slo.tpot_seconds is not None:
+        limits.append(f"TPOT {slo.tpot_seconds * 1000:g} ms")
+    return ", ".join(limits) or "no limits"
+
+
+def _show_cell(cell: Cell, settings: Campaign, facts: HardwareFacts, seconds: float) -> None:
+    why = why_not(cell, settings, facts)
+    if why is not None:
+        typer.echo(f"  {cell.key}: skipped, {why.reason}")
+        return
+    layout = layout_of(cell, allowed_cores())
+    place = cell.url
+    if layout is not None:
+        place = (
+            f"engine on {cores_text(layout.engine)}, API {cores_text(layout.api)}, "
+            f"client {cores_text(layout.client)}"
+        )
+    typer.echo(f"  {cell.key}: at most {formatting.duration(seconds)}; {place}")
+    if cell.url is None:
+        typer.echo(f"    weights: {_weights(cell, settings.server.cache)}")
+    for line in layout.shared if layout is not None else ():
+        typer.echo(f"    note: {line}")
+
+
+def _weights(cell: Cell, cache: str | None) -> str:
+    """Whether they are there, and how much must be made first."""
+    if not is_rung(cell.model):
+        return "a file or folder of one's own, or the hub's"
+    spec = rung(cell.model).spec
+    kind, weight_format = weights_of(cell.backend, cell.weight_format or None)
+    if kind == "none":
+        return f"none: the backend is a {cell.backend}"
+    size = formatting.size(weight_bytes(spec, weight_format))
+    there = synthetic_path(spec, Wish(kind, weight_format, cache_dir(cache))).exists()
+    return f"{size} in the cache" if there else f"{size} have to be made first"

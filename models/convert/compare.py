@@ -1,0 +1,116 @@
+"""How far a converted model's logits are from those of transformers in float32."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from models.errors import BrokenWeights, UnsupportedModel
+from models.readers.config import read_config, v4_config
+from models.spec import ModelSpec
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+# transformers loads a model under process-wide switches (default dtype, meta device): one thread at
+# a time, and no forward pass beside it.
+TRANSFORMERS_LOCK = threading.RLock()
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """How far logits are from the source's."""
+
+    distance: float  # root mean square of the difference over that of the (centred) source
+    kl_nats: float  # KL(source || converted), mean over positions
+    agreement: float  # share of positions with the same greedy token
+    positions: int
+
+    def check(self, limit: float, what: str) -> None:
+        """Raises BrokenWeights where `distance` is above `limit` or NaN. Unrelated: about 1.4."""
+        if not self.distance <= limit:
+            raise BrokenWeights(
+                f"{what} is wrong: its logits are {self.distance:.3g} away from the source's, "
+                f"more than {limit:g} (greedy tokens agree at {self.agreement:.0%} of "
+                f"{self.positions} positions)"
+            )
+
+
+def compared_ids(spec: ModelSpec, sequences: Sequence[Sequence[int]] | None) -> Ids:
+    """Token ids [sequences, tokens]: the given ones, else seeded ones. Raises UnsupportedModel."""
+    if sequences is None:
+        sequences = fixed_sequences(spec.vocabulary)
+    ids = np.array(sequences, np.int64)
+    is_table = ids.ndim == 2 and ids.size > 0 and ids.shape[1] <= spec.context
+    if not is_table or ids.min() < 0 or ids.max() >= spec.vocabulary:
+        raise UnsupportedModel(
+            f"sequences must be token ids below {spec.vocabulary}, "
+            f"all of one length up to {spec.context}"
+        )
+    return ids
+
+
+def fixed_sequences(vocabulary: int, count: int = 4, tokens: int = 24) -> list[list[int]]:
+    """Seeded token ids, `count` sequences of `tokens`."""
+    rows = np.random.default_rng(20).integers(3, vocabulary, (count, tokens))
+    return [[int(token) for token in row] for row in rows]
+
+
+def distance_of(reference: Floats, candidate: Floats) -> Comparison:
+    """The Comparison of two arrays of logits [..., vocabulary]."""
+    a = reference.reshape(-1, reference.shape[-1]).astype(np.float64)
+    b = candidate.reshape(-1, candidate.shape[-1]).astype(np.float64)
+    p, q = _log_softmax(a), _log_softmax(b)
+    error = float(np.mean((a - b) ** 2))
+    scale = float(np.mean((a - a.mean(-1, keepdims=True)) ** 2))
+    if scale > 0:
+        distance = float(np.sqrt(error / scale))
+    else:
+        distance = 0.0 if error == 0 else float("inf")
+    return Comparison(
+        distance=distance,
+        kl_nats=float(np.mean(np.sum(np.exp(p) * (p - q), -1))),
+        agreement=float(np.mean(a.argmax(-1) == b.argmax(-1))),
+        positions=a.shape[0],
+    )
+
+
+def _log_softmax(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    shifted = values - values.max(-1, keepdims=True)
+    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return result
+
+
+def stage(source: Path, staged: Path) -> None:
+    """Make a folder that the installed transformers reads rightly: weights linked, config as 4.x.
+
+    Raises BrokenWeights where the source holds no safetensors.
+    """
+    staged.mkdir(exist_ok=True)
+    config = v4_config(read_config(source))
+    (staged / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = [*source.glob("*.safetensors"), *source.glob("*.safetensors.index.json")]
+    if not weights:
+        raise BrokenWeights(f"{source.name} holds no *.safetensors file")
+    for file in weights:
+        (staged / file.name).symlink_to(file.resolve())
+
+
+def reference_logits(staged: Path, ids: Ids) -> Floats:
+    """transformers' float32 logits [sequences, tokens, vocabulary] of a staged folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with TRANSFORMERS_LOCK:
+        model = AutoModelForCausalLM.from_pretrained(
+            staged, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+        )
+        model.eval()
+        with torch.inference_mode():
+            logits = [model(torch.from_numpy(row[None])).logits[0].float().numpy() for row in ids]
+    return np.stack(logits)

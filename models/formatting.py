@@ -1,0 +1,182 @@
+"""The one formatter: numbers in base units in, text for people out.
+
+    >>> seconds(0.0834), seconds(2.0), seconds(None)
+    ('83 ms', '2.0 s', 'not measured')
+    >>> rate_with_interval(0.824, 0.71, 0.943)
+    '0.82 requests/s (0.71–0.94)'
+    >>> size(1288490189)
+    '1.2 GiB'
+
+Two significant digits by default, three where a figure is read against a limit.
+Missing is NOT_MEASURED, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+NOT_MEASURED = "not measured"
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def significant(value: float, digits: int = 2) -> str:
+    """Decimal notation with that many significant digits, or the integer part: 1,234, 12, 0.12."""
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no measured number")
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, places)
+    if rounded != 0:  # 0.0999 becomes 0.10, not 0.100
+        places = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:,.{max(0, places)}f}" if places > 0 else f"{value:,.0f}"
+
+
+def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -> str:
+    """A time in µs, ms, s (up to two minutes), min or h; infinite: never."""
+    if value is None:
+        return missing
+    if math.isinf(value):
+        return "never"
+    if value == 0:
+        return "0 ms"
+    size_of = abs(value)
+    if size_of < 0.9995e-3:
+        return f"{significant(value * 1e6, digits)} µs"
+    if size_of < 0.9995:
+        return f"{significant(value * 1e3, digits)} ms"
+    if size_of < 120:
+        return f"{significant(value, digits)} s"
+    if size_of < 7200:
+        return f"{significant(value / 60, digits)} min"
+    return f"{significant(value / 3600, digits)} h"
+
+
+def limit(value: float) -> str:
+    """A limit in seconds as it was set: 2 s, 100 ms."""
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.4g} s"
+
+
+def duration(value: float) -> str:
+    """Seconds a person waits, in whole seconds: 90 -> "1 min 30 s"; 0.5 -> "1 s"."""
+    whole = max(1, round(value)) if value > 0 else 0
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 and whole < 600 else "")
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def rate(value: float | None, digits: int = 2) -> str:
+    """Requests per second: `0.82/s`."""
+    return NOT_MEASURED if value is None else f"{significant(value, digits)}/s"
+
+
+def interval_digits(low: float | None, high: float | None) -> int:
+    """Digits that tell the ends of the interval apart: two or three."""
+    if low is None or high is None or low <= 0 or high <= low:
+        return 2
+    return 2 if (high - low) / high > 0.05 else 3
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """`0.71–0.94`, `above 0.71`, `below 0.94`."""
+    digits = interval_digits(low, high)
+    if low is not None and high is not None:
+        return f"{significant(low, digits)}–{significant(high, digits)}"
+    if low is not None:
+        return f"above {significant(low, digits)}"
+    if high is not None:
+        return f"below {significant(high, digits)}"
+    return NOT_MEASURED
+
+
+def rate_with_interval(value: float | None, low: float | None, high: float | None) -> str:
+    """`0.82 requests/s (0.71–0.94)`; with one end open `above 0.71 requests/s`."""
+    if value is None and low is None and high is None:
+        return NOT_MEASURED
+    if low is None and high is None:
+        return f"{significant(value or 0.0)} requests/s"
+    if value is None or low is None or high is None:
+        return f"{interval(low, high)} requests/s"
+    return f"{significant(value, interval_digits(low, high))} requests/s ({interval(low, high)})"
+
+
+def size(size_bytes: float | None) -> str:
+    """Bytes with three digits: 73.4 MiB, 1.21 GiB, 24 GiB."""
+    if size_bytes is None:
+        return NOT_MEASURED
+    value = float(size_bytes)
+    unit = "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value /= 1024
+        unit = bigger
+    return f"{value:.3g} {unit}" if abs(value) < 999.5 else f"{value:.0f} {unit}"
+
+
+def share(value: float | None, digits: int = 3) -> str:
+    """A proportion in per cent; 100 % only of all, 0 % only of none."""
+    if value is None:
+        return NOT_MEASURED
+    percent = value * 100
+    if abs(percent - round(percent)) < 1e-9:
+        return f"{round(percent)} %"
+    text = significant(percent, digits if percent >= 10 else digits - 1)
+    return ">99.9 %" if text == "100" else f"{text} %"
+
+
+def count(value: int | None) -> str:
+    return NOT_MEASURED if value is None else f"{value:,}"
+
+
+def parameters(value: int | None) -> str:
+    """Parameters of a model: 135M, 1.2B, 70B."""
+    if value is None:
+        return NOT_MEASURED
+    if value < 999_500_000:
+        return f"{significant(value / 1e6, 3)}M"
+    return f"{significant(value / 1e9, 2)}B"
+
+
+def dollars_per_hour(value: float | None) -> str:
+    return "no list price" if value is None else f"${value:.2f}/h"
+
+
+def bandwidth(bytes_per_second: float | None, digits: int = 2) -> str:
+    """Decimal gigabytes per second, as memory vendors count."""
+    if bytes_per_second is None:
+        return NOT_MEASURED
+    return f"{significant(bytes_per_second / 1e9, digits)} GB/s"
+
+
+def listing(parts: list[str], last: str = "and") -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    if len(parts) < 2:
+        return "".join(parts)
+    return f"{', '.join(parts[:-1])} {last} {parts[-1]}"
+
+
+_SPELLING = {
+    "smollm2": "SmolLM2",
+    "llama": "Llama",
+    "qwen2.5": "Qwen2.5",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "tinyllama": "TinyLlama",
+}
+
+
+def model_title(name: str) -> str:
+    """A model's name as its makers write it: llama-3.2-1b -> Llama-3.2-1B; others unchanged."""
+    family, dash, rest = name.partition("-")
+    if family not in _SPELLING:
+        return name
+    sizes = [
+        part.upper() if part[:1].isdigit() and part[-1:] in ("b", "m") else part
+        for part in rest.split("-")
+    ]
+    return _SPELLING[family] + dash + "-".join(sizes)

@@ -1,0 +1,213 @@
+"""Read a Hugging Face config.json of either transformers version into a ModelSpec.
+
+    spec = read_spec("SmolLM2-135M")  # UnsupportedModel names the key that is not supported
+    v4_config(read_config("SmolLM2-135M"))    # the same config as transformers 4.x writes it
+
+transformers 5 writes `rope_parameters` and `dtype`, 4.x wrote `rope_theta`, `rope_scaling` and
+`torch_dtype`. A 4.x reader takes a 5.x folder with rope_theta 10,000: wrong tokens, no error. So
+transformers only sees configs that went through `v4_config`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.spec import ModelSpec, RopeScaling
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+_MOST = {"num_hidden_layers": 10_000}
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json as it stands. Raises UnknownModel (none), BrokenWeights (no object)."""
+    file = Path(folder) / "config.json"
+    if not file.is_file():
+        raise UnknownModel(
+            f"{Path(folder).name} holds no config.json: it is not a Hugging Face model folder"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise BrokenWeights(
+            f"config.json of {Path(folder).name} is not valid JSON: {problem}"
+        ) from problem
+    if not isinstance(config, dict):
+        raise BrokenWeights(
+            f"config.json of {Path(folder).name} holds a {type(config).__name__}, not an object"
+        )
+    return config
+
+
+def read_spec(folder: str | Path, name: str | None = None) -> ModelSpec:
+    """The folder's shape. Raises UnsupportedModel with key and value."""
+    return spec_of(read_config(folder), name or Path(folder).name)
+
+
+def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
+    """A ModelSpec of a config.json of either major version."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UnsupportedModel(f"{name} has model_type {family!r}; known: {', '.join(FAMILIES)}")
+    config = _defaults(config, family)
+    _refuse_unknown_parts(config, name)
+    theta, scaling = _rope(config, name)
+    heads = _count(config, "num_attention_heads", name)
+    hidden = _count(config, "hidden_size", name)
+    kv_heads = (
+        _count(config, "num_key_value_heads", name)
+        if config.get("num_key_value_heads") is not None
+        else heads
+    )
+    head_dim = (
+        _count(config, "head_dim", name) if config.get("head_dim") is not None else hidden // heads
+    )
+    if heads % kv_heads:
+        raise UnsupportedModel(
+            f"{name} has num_attention_heads {heads}, no multiple of num_key_value_heads {kv_heads}"
+        )
+    return ModelSpec(
+        name=name,
+        family=family,
+        layers=_count(config, "num_hidden_layers", name),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=_count(config, "intermediate_size", name),
+        vocabulary=_count(config, "vocab_size", name),
+        context=_count(config, "max_position_embeddings", name),
+        tied=bool(config.get("tie_word_embeddings")),
+        rope_theta=theta,
+        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        rope_scaling=scaling,
+    )
+
+
+def v4_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config in the words of transformers 4.x, which 5.x reads too."""
+    out = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict):
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        if "rope_theta" in parameters:
+            out["rope_theta"] = parameters["rope_theta"]
+        out["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    if "dtype" in config:
+        out["torch_dtype"] = config["dtype"]
+    family = config.get("model_type")
+    if not out.get("architectures") and family in ARCHITECTURES:
+        out["architectures"] = [ARCHITECTURES[family]]
+    return out
+
+
+def _defaults(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """transformers' default of a missing key, where it differs by family."""
+    defaults: dict[str, Any] = {"tie_word_embeddings": False}
+    if family == "mistral":
+        defaults["sliding_window"] = 4096
+    if family == "qwen3" and "head_dim" not in config:
+        defaults["head_dim"] = 128
+    return {**defaults, **config}
+
+
+def _refuse_unknown_parts(config: dict[str, Any], name: str) -> None:
+    act = config.get("hidden_act", "silu")
+    if act != "silu":
+        raise UnsupportedModel(f"{name} has hidden_act {act!r}; only silu is known")
+    biased = [key for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    if biased:
+        raise UnsupportedModel(
+            f"{name} has {biased[0]} = true, which is not known for {config['model_type']}"
+        )
+    window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    in_use = config["model_type"] == "mistral" or bool(config.get("use_sliding_window"))
+    if in_use and window is not None and window < context:
+        raise UnsupportedModel(
+            f"{name} attends through a sliding window (sliding_window {window}, "
+            f"max_position_embeddings {context}), which is not known; "
+            f"with max_position_embeddings {window} or sliding_window null it is served up to that "
+            "length"
+        )
+    kinds = config.get("layer_types") or []
+    others = (
+        sorted({str(kind) for kind in kinds if kind != "full_attention"})
+        if isinstance(kinds, list)
+        else [str(kinds)]
+    )
+    if others and not (
+        others == ["sliding_attention"] and window is not None and window >= context
+    ):
+        raise UnsupportedModel(
+            f"{name} has layer_types {', '.join(others)}; only full_attention is known"
+        )
+    if config.get("quantization_config"):
+        method = (
+            config["quantization_config"].get("quant_method", "?")
+            if isinstance(config["quantization_config"], dict)
+            else "?"
+        )
+        raise UnsupportedModel(
+            f"{name} holds weights already quantised ({method}); give the original weights"
+        )
+
+
+def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
+    parameters = config.get("rope_parameters")
+    scaling = config.get("rope_scaling")
+    theta = config.get("rope_theta")
+    if isinstance(parameters, dict):
+        nested = [key for key, value in parameters.items() if isinstance(value, dict)]
+        if nested:
+            raise UnsupportedModel(
+                f"{name} has rope_parameters for each kind of layer ({', '.join(nested)}), which "
+                "is not known"
+            )
+        theta = parameters.get("rope_theta", theta)
+        scaling = parameters
+    if theta is None:
+        theta = 10_000.0
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+        raise UnsupportedModel(f"{name} has rope_theta {theta!r}; it must be a number above 0")
+    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
+    if (
+        config.get("partial_rotary_factor") or (scaling or {}).get("partial_rotary_factor") or 1.0
+    ) != 1.0:
+        raise UnsupportedModel(
+            f"{name} rotates only a part of each head (partial_rotary_factor), which is not known"
+        )
+    if kind == "default":
+        return float(theta), None
+    if kind != "llama3" or scaling is None:
+        raise UnsupportedModel(f"{name} has rope_type {kind!r}; known: default, llama3")
+    try:
+        return float(theta), RopeScaling(
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_context=int(scaling["original_max_position_embeddings"]),
+        )
+    except KeyError as missing:
+        raise UnsupportedModel(f"{name} has rope_type llama3 without {missing}") from missing
+
+
+def _count(config: dict[str, Any], key: str, name: str) -> int:
+    value = config.get(key)
+    # A config.json from anywhere must not make a reader count to a billion.
+    most = _MOST.get(key, 1 << 31)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UnsupportedModel(
+            f"{name} has {key} {value!r} in its config.json; it must be a whole number from 1 to "
+            f"{most}"
+        )
+    return value

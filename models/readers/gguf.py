@@ -1,0 +1,286 @@
+"""Read a GGUF header without loading the file: metadata, tensor table, ModelSpec.
+
+    header = read_header(Path("model.gguf"))
+    header.spec("model").parameters, header.weight_format     # (134515008, 'Q4_0')
+
+Every length is checked before use, every tensor must lie within the file; else BrokenWeights with
+the position. Layout: ggml/docs/gguf.md, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+
+from models.errors import BrokenWeights, UnsupportedModel
+from models.formats import gguf_name
+from models.spec import ModelSpec, RopeScaling
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_STRING, _ARRAY = 8, 9
+_MOST_ENTRIES = 1 << 24  # of one array, and of the metadata and tensor tables
+_KEPT_ARRAY = 64  # longer arrays are skipped: they are the tokenizer
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor: shape (row length first), ggml type, place in the file in bytes."""
+
+    shape: tuple[int, ...]
+    type: str
+    start: int
+    bytes: int
+
+
+class GgufHeader(msgspec.Struct, frozen=True):
+    """Metadata (long arrays left out) and tensors of a GGUF file that holds them all."""
+
+    path: str
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+    @property
+    def weight_format(self) -> str:
+        """llama.cpp's name of the file's mixture ("Q4_K_M"), or the type that most bytes have."""
+        number = self.metadata.get("general.file_type")
+        try:
+            return str(LlamaFileType(number).name).removeprefix("ALL_").removeprefix("MOSTLY_")
+        except ValueError:
+            sizes: dict[str, int] = {}
+            for tensor in self.tensors.values():
+                sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.bytes
+            return max(sizes, key=sizes.__getitem__)
+
+    def spec(self, name: str) -> ModelSpec:
+        """The model's shape. Raises UnsupportedModel, BrokenWeights (contradiction)."""
+        family = str(self._need("general.architecture"))
+        if family not in FAMILIES:
+            raise UnsupportedModel(
+                f"{name} is a GGUF file of architecture {family!r}; known: {', '.join(FAMILIES)}"
+            )
+        experts = self.metadata.get(f"{family}.expert_count", 0)
+        if experts:
+            raise UnsupportedModel(
+                f"{name} is a mixture of {experts} experts, which is not supported"
+            )
+        if self.metadata.get("split.count", 1) > 1:
+            raise UnsupportedModel(
+                f"{name} is one part of {self.metadata['split.count']}; join them with llama.cpp's "
+                "gguf-split first"
+            )
+        heads = self._count(f"{family}.attention.head_count")
+        hidden = self._count(f"{family}.embedding_length")
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise BrokenWeights(f"{name} has no embedding matrix token_embd.weight")
+        spec = ModelSpec(
+            name=name,
+            family=family,
+            layers=self._count(f"{family}.block_count"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=self._count(f"{family}.attention.head_count_kv", heads),
+            head_dim=self._count(f"{family}.attention.key_length", hidden // heads),
+            intermediate=self._count(f"{family}.feed_forward_length"),
+            vocabulary=embedding.shape[1],
+            context=self._count(f"{family}.context_length"),
+            tied="output.weight" not in self.tensors,
+            rope_theta=float(self.metadata.get(f"{family}.rope.freq_base", 10_000.0)),
+            norm_epsilon=float(f"{self._need(f'{family}.attention.layer_norm_rms_epsilon'):.6g}"),
+            qkv_bias="blk.0.attn_q.bias" in self.tensors,
+            qk_norm="blk.0.attn_q_norm.weight" in self.tensors,
+            rope_scaling=self._rope_scaling(),
+        )
+        self._check_against(spec)
+        return spec
+
+    def _rope_scaling(self) -> RopeScaling | None:
+        """Llama 3's scaling. The file holds divisors: the largest is the factor."""
+        entry = self.tensors.get("rope_freqs.weight")
+        if entry is None or entry.type != "F32":
+            return None
+        with Path(self.path).open("rb") as stream:
+            stream.seek(entry.start)
+            factors = struct.unpack(f"<{entry.bytes // 4}f", stream.read(entry.bytes))
+        return RopeScaling(
+            factor=max(factors), low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
+        )
+
+    def _check_against(self, spec: ModelSpec) -> None:
+        """Check that the file has every tensor of the shape, and no other."""
+        wanted = {gguf_name(tensor.name): tensor for tensor in spec.tensors()}
+        for name, tensor in wanted.items():
+            found = self.tensors.get(name)
+            if found is None:
+                raise BrokenWeights(
+                    f"{spec.name} has no tensor {name}, which its metadata asks for"
+                )
+            if found.shape[::-1] != tensor.shape:
+                raise BrokenWeights(
+                    f"{spec.name} has tensor {name} of shape {found.shape[::-1]}, its metadata "
+                    f"says {tensor.shape}"
+                )
+        for name in self.tensors:
+            if name not in wanted and name != "rope_freqs.weight" and not name.endswith("rot_embd"):
+                raise UnsupportedModel(
+                    f"{spec.name} has a tensor {name}, which models of the {spec.family} kind do "
+                    "not have"
+                )
+
+    def _need(self, key: str) -> Any:
+        if key not in self.metadata:
+            raise BrokenWeights(f"{Path(self.path).name} lacks the metadata key {key}")
+        return self.metadata[key]
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = self.metadata.get(key, default) if default is not None else self._need(key)
+        if not isinstance(value, int) or not 0 < value < 1 << 31:
+            raise UnsupportedModel(
+                f"{Path(self.path).name} has {key} = {value!r}; it must be one positive whole "
+                "number"
+            )
+        return value
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check a GGUF header. Raises BrokenWeights (no GGUF, damaged, cut off)."""
+    try:
+        with (
+            path.open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            return _read(path, data)
+    except ValueError as problem:  # an empty file cannot be mapped
+        raise BrokenWeights(f"{str(path)!r} is no GGUF file: {problem}") from problem
+
+
+def _read(path: Path, data: mmap.mmap) -> GgufHeader:
+    cursor = _Cursor(path, data)
+    if cursor.take(4) != b"GGUF":
+        raise BrokenWeights(f"{str(path)!r} is no GGUF file: it begins with {data[:4]!r}")
+    version = cursor.scalar("I")
+    if version not in (2, 3):
+        raise BrokenWeights(f"{str(path)!r} is GGUF version {version}; versions 2 and 3 are known")
+    tensor_count, metadata_count = cursor.count(), cursor.count()
+    metadata = {}
+    for _ in range(metadata_count):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+        raise BrokenWeights(f"{str(path)!r} has general.alignment = {alignment!r}")
+    start = -(-cursor.position // alignment) * alignment
+    tensors = {}
+    for name, entry in entries:
+        end = start + entry.start + entry.bytes
+        if end > len(data):
+            raise BrokenWeights(
+                f"{str(path)!r} is cut off: tensor {name} ends at byte {end}, the file at "
+                f"{len(data)}"
+            )
+        tensors[name] = msgspec.structs.replace(entry, start=start + entry.start)
+    if len(tensors) != len(entries):
+        raise BrokenWeights(f"{str(path)!r} has two tensors of one name")
+    return GgufHeader(str(path), metadata, tensors)
+
+
+def _tensor_entry(cursor: _Cursor) -> tuple[str, TensorEntry]:
+    name = cursor.string()
+    dimensions = cursor.scalar("I")
+    if not 1 <= dimensions <= 4:
+        raise cursor.broken(f"tensor {name} has {dimensions} dimensions")
+    shape = tuple(cursor.scalar("Q") for _ in range(dimensions))
+    number, offset = cursor.scalar("I"), cursor.scalar("Q")
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise cursor.broken(f"tensor {name} is of type {number}, which is not known") from None
+    weights, size = GGML_QUANT_SIZES[kind]
+    elements = math.prod(shape)
+    if not 0 < elements < 1 << 48 or shape[0] % weights:
+        raise cursor.broken(f"tensor {name} of type {kind.name} has the impossible shape {shape}")
+    return name, TensorEntry(shape, kind.name, offset, elements // weights * size)
+
+
+class _Cursor:
+    """Reads little-endian values one after the other and never past the end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self.position = 0
+
+    def broken(self, what: str) -> BrokenWeights:
+        return BrokenWeights(f"{str(self._path)!r} is damaged near byte {self.position}: {what}")
+
+    def take(self, size: int) -> bytes:
+        if size > len(self._data) - self.position:
+            raise BrokenWeights(
+                f"{str(self._path)!r} is cut off within its header at byte {len(self._data)}"
+            )
+        self.position += size
+        return self._data[self.position - size : self.position]
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def count(self) -> int:
+        found: int = self.scalar("Q")
+        if found > _MOST_ENTRIES:
+            raise self.broken(f"it claims {found} entries")
+        return found
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode(errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """A metadata value; long arrays are walked over and come back as None."""
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise self.broken(f"metadata of type {kind}, which is not known")
+        of, count = self.scalar("I"), self.count()
+        if of in _SCALARS:
+            raw = self.take(count * struct.calcsize("<" + _SCALARS[of]))
+            return (
+                list(struct.unpack(f"<{count}{_SCALARS[of]}", raw))
+                if count <= _KEPT_ARRAY
+                else None
+            )
+        if of != _STRING:
+            raise self.broken(f"an array of type {of}, which is not known")
+        if count <= _KEPT_ARRAY:
+            return [self.string() for _ in range(count)]
+        for _ in range(count):
+            size = self.scalar("Q")
+            if size > len(self._data) - self.position:
+                raise BrokenWeights(
+                    f"{str(self._path)!r} is cut off within its header at byte {len(self._data)}"
+                )
+            self.position += size
+        return None

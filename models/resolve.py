@@ -1,0 +1,304 @@
+"""From a name to files that a backend can load: rungs, local files and folders, the hub.
+
+    resolve("smollm2-135m", kind="gguf")       # synthetic, made in the cache if it is not there
+    resolve("./Qwen2.5-0.5B", kind="hf")       # a folder with config.json and safetensors
+    resolve("models/x-Q4_K_M.gguf", kind="gguf")
+    resolve("org/name", kind="hf"), resolve("org/name:x.gguf", kind="gguf")
+
+Files of another kind are converted into the cache where that is possible. Nothing that can run
+code is read: no pickles, no remote code.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from models.cache import Wish, cache_dir, converted, synthetic, tokenizer_folder
+from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
+from models.isolated import run_python
+from models.ladder import LADDER, is_rung, rung
+from models.manifest import Manifest, Progress, read_manifest, verify
+from models.readers.config import read_spec
+from models.readers.gguf import read_header
+from models.readers.onnx import graph_of, graphs, is_layout, patterns
+from models.readers.safetensors import check_tensors
+from models.spec import ModelSpec
+
+FAKE_VOCABULARY = 8192
+
+_HUB_ID = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w./-]+\.gguf))?"
+)
+_HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_HUB_TEXTS = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
+
+__all__ = ["ResolvedModel", "cache_dir", "resolve", "weight_format_of"]
+
+
+class ResolvedModel(msgspec.Struct, frozen=True):
+    """A model that can be loaded: shape, files, and where they came from."""
+
+    name: str
+    spec: ModelSpec
+    path: (
+        str  # GGUF file, Hugging Face folder or ONNX folder; "" where the backend needs no weights
+    )
+    weight_format: str
+    tokenizer_path: str  # for models.tokenization.tokenizer.load_tokenizer
+    synthetic: bool  # random weights: timings are real, text is noise
+    source: str  # "ladder", "fake", or the path or hub id
+    # KL divergence to the float model, where it was measured on conversion
+    quality_kl_nats: float | None = None
+
+
+def weight_format_of(kind: str, weight_format: str | None = None) -> str:
+    """The format as files of this kind spell it; None: the default. Raises UnsupportedModel."""
+    if kind == "none" or not weight_format:
+        return DEFAULT_FORMATS[kind]
+    for one in FORMATS[kind]:
+        if one.lower() == weight_format.lower():
+            return one
+    raise UnsupportedModel(
+        f"kind {kind!r} has no weight format {weight_format!r}; it has {', '.join(FORMATS[kind])}"
+    )
+
+
+def resolve(
+    name: str,
+    *,
+    kind: str,
+    weight_format: str | None = None,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
+    full_check: bool = False,
+    exporter: str = "genai",
+) -> ResolvedModel:
+    """Find or make the files of `kind` (gguf, hf, onnx, none) for the model `name`.
+
+    `full_check` compares checksums even of files that were checked before.
+    `exporter`: genai or optimum, for the ONNX graphs that are made here.
+
+    Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small
+    or a converter died.
+    """
+    chosen = weight_format_of(kind, weight_format)
+    wish = Wish(kind, chosen, cache_dir(cache), progress, full_check, exporter)
+    # Else `chosen` is a default, and files that are there may have another format.
+    is_asked = bool(weight_format)
+    if kind == "none":
+        return _fake(name, wish)
+    if is_rung(name):
+        return _rung(rung(name).spec, wish)
+    if _looks_like_path(name):
+        path = Path(name).expanduser().absolute()
+        return _local(path, str(path), wish, is_asked)
+    match = _HUB_ID.fullmatch(name)
+    if match is None or ".." in name:
+        known = ", ".join(one.spec.name for one in LADDER)
+        raise UnknownModel(
+            f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name or "
+            "org/name:file.gguf"
+        )
+    path = _download(name, match["repository"], match["file"], wish, is_asked)
+    found = _local(path, name, wish, is_asked)
+    # The hub's folder is named by its commit.
+    called = path.stem if match["file"] else match["repository"].partition("/")[2]
+    return msgspec.structs.replace(
+        found, name=called, spec=msgspec.structs.replace(found.spec, name=called)
+    )
+
+
+def _fake(name: str, wish: Wish) -> ResolvedModel:
+    """A rung's shape without weights, and a tokenizer that fits it."""
+    if name != "fake" and not is_rung(name):
+        raise UnknownModel(f"the fake backend serves 'fake' or a rung of the ladder, not {name!r}")
+    spec = rung(name if is_rung(name) else "135m").spec
+    if name == "fake":
+        spec = msgspec.structs.replace(spec, name="fake", vocabulary=FAKE_VOCABULARY)
+    return ResolvedModel(
+        spec.name, spec, "", "", str(tokenizer_folder(spec, wish.cache)), True, "fake"
+    )
+
+
+def _rung(spec: ModelSpec, wish: Wish) -> ResolvedModel:
+    path, manifest = synthetic(spec, wish)
+    tokenizer = tokenizer_folder(spec, wish.cache) if wish.kind == "gguf" else path
+    return ResolvedModel(
+        spec.name,
+        spec,
+        str(path),
+        wish.weight_format,
+        str(tokenizer),
+        True,
+        "ladder",
+        manifest.quality_kl_nats,
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    return (
+        name.startswith(("/", "./", "../", "~"))
+        or name in (".", "..")
+        or (name != "" and ":" not in name and Path(name).exists())
+    )
+
+
+def _local(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+    if path.is_dir():
+        return _local_folder(path, source, wish, is_asked)
+    if not path.is_file():
+        raise UnknownModel(f"there is no file or folder {str(path)!r}")
+    if path.suffix != ".gguf":
+        raise UnsupportedModel(
+            f"{str(path)!r} is neither a GGUF file nor a folder; pickled weights are never read"
+        )
+    if wish.kind != "gguf":
+        raise UnsupportedModel(
+            f"{path.name} is a GGUF file, not {wish.kind}; give a folder of safetensors"
+        )
+    return _local_gguf(path, source, wish, is_asked)
+
+
+def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+    header = read_header(path)
+    spec = header.spec(path.stem)
+    if is_asked and wish.weight_format != header.weight_format:
+        raise UnsupportedModel(
+            f"{path.name} is of format {header.weight_format}, not {wish.weight_format}"
+        )
+    manifest = _checked_manifest(path, wish)
+    if manifest is None:
+        _probe_vocabulary(path)
+    else:  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
+        spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
+    return _found(path, path.stem, spec, header.weight_format, source, manifest)
+
+
+def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
+    ggufs = sorted(folder.glob("*.gguf"))
+    if wish.kind == "gguf" and ggufs:
+        fitting = [
+            file
+            for file in ggufs
+            if not is_asked or read_header(file).weight_format == wish.weight_format
+        ]
+        if len(fitting) != 1:
+            raise UnknownModel(
+                f"{str(folder)!r} holds {len(fitting)} GGUF files of format "
+                f"{wish.weight_format if is_asked else 'any'}; "
+                f"name one of {', '.join(file.name for file in ggufs)}"
+            )
+        return _local_gguf(fitting[0], source, wish, is_asked)
+    spec = read_spec(folder, folder.name)
+    manifest = _checked_manifest(folder, wish)
+    if wish.kind == "onnx" and is_layout(folder):
+        graph = graph_of(folder, wish.weight_format if is_asked else None)
+        found = _found(graph.file, folder.name, spec, graph.weight_format, source, None)
+        return msgspec.structs.replace(found, tokenizer_path=str(folder))
+    is_graph = bool(graphs(folder))
+    is_packed = (
+        manifest is not None and manifest.kind == "hf" and manifest.weight_format in PACKED_FORMATS
+    )
+    if (wish.kind == "onnx" and is_graph) or (wish.kind == "hf" and is_packed):
+        # A foreign graph does not say what its format is.
+        stored = wish.weight_format if is_asked else ""
+        if manifest is not None:
+            stored = manifest.weight_format
+        if is_asked and stored != wish.weight_format:
+            raise UnsupportedModel(
+                f"{folder.name} holds weights of format {stored}, not {wish.weight_format}"
+            )
+        return _found(folder, folder.name, spec, stored, source, manifest)
+    stored = check_tensors(folder, spec)
+    if wish.kind == "hf" and not (is_asked and wish.is_converted):
+        return _found(
+            folder, folder.name, spec, wish.weight_format if is_asked else stored, source, manifest
+        )
+    path, made = converted(folder, spec, wish)
+    found = _found(path, folder.name, spec, wish.weight_format, source, made)
+    return msgspec.structs.replace(found, tokenizer_path=str(folder))
+
+
+def _found(
+    path: Path,
+    name: str,
+    spec: ModelSpec,
+    weight_format: str,
+    source: str,
+    manifest: Manifest | None,
+) -> ResolvedModel:
+    is_random, quality = (
+        (manifest.seed is not None, manifest.quality_kl_nats)
+        if manifest is not None
+        else (False, None)
+    )
+    return ResolvedModel(
+        name, spec, str(path), weight_format, str(path), is_random, source, quality
+    )
+
+
+def _checked_manifest(path: Path, wish: Wish) -> Manifest | None:
+    """The manifest of weights that we made, compared with them; None for those of others."""
+    manifest = read_manifest(path)
+    if manifest is not None:
+        verify(path, manifest, full=wish.full_check, progress=wish.progress)
+    return manifest
+
+
+def _probe_vocabulary(path: Path) -> None:
+    """Let a child read a foreign file's vocabulary first: llama.cpp may abort on a damaged one."""
+    code = (
+        "import sys; from pathlib import Path; from models.tokenization.gguf import GgufTokenizer; "
+        "GgufTokenizer(Path(sys.argv[1]))"
+    )
+    ran = run_python("-c", code, str(path), environment={"CUDA_VISIBLE_DEVICES": ""})
+    if ran.status:
+        raise BrokenWeights(f"llama.cpp cannot read {str(path)!r}: its reader: {ran.reason}")
+
+
+def _download(name: str, repository: str, file: str | None, wish: Wish, is_asked: bool) -> Path:
+    """The hub's files in the hub library's own cache.
+
+    Safetensors, GGUF, ONNX and JSON only, and of several graphs only the one wanted.
+    """
+    if wish.progress:
+        wish.progress(f"fetching {name}", None)
+    if file is not None:
+        # hf_hub_download retries for half a minute where there is no network.
+        folder = _snapshot(name, repository, [file])
+        if not (folder / file).is_file():
+            raise UnknownModel(f"the hub's {repository} has no file {file}")
+        return folder / file
+    if wish.kind == "onnx":
+        for one in patterns(wish.weight_format if is_asked else None):
+            folder = _snapshot(name, repository, [*_HUB_TEXTS, *one])
+            if graphs(folder):
+                return folder
+    return _snapshot(name, repository, [*_HUB_TEXTS, *_HUB_WEIGHTS])
+
+
+def _snapshot(name: str, repository: str, wanted: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=20))
+    except GatedRepoError as problem:
+        raise UnknownModel(
+            f"{name!r} needs an accepted licence and a token (hf auth login)"
+        ) from problem
+    except (HfHubHTTPError, HFValidationError, OSError) as problem:
+        reason = str(problem).split("\n")[0]
+        raise UnknownModel(
+            f"{name!r} is no rung, no local path, and cannot be fetched from the hub: {reason}"
+        ) from problem

@@ -1,0 +1,149 @@
+"""Write a GGUF file tensor by tensor, with its checksum on the way.
+
+facts = write_file(spec, "Q4_0", vocabulary, path, data=lambda tensor: [bytes(tensor.bytes)])
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+
+from models.formats import GGUF_FORMATS, GgufTensor, gguf_tensors
+from models.manifest import FileFacts, HashedFile, Progress
+from models.spec import ModelSpec
+
+ALIGNMENT = 32
+# transformers' model_type -> architecture name in GGUF, which knows Mistral as llama.
+ARCHITECTURES: dict[str, str] = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """A tokenizer as GGUF stores it. `types`: gguf.TokenType; `scores`: of SentencePiece."""
+
+    model: str  # gpt2: byte-level BPE; llama: SentencePiece BPE
+    pre: str  # llama.cpp's name of the rule that cuts text into words
+    tokens: list[str]
+    types: list[int]
+    merges: list[str] = []
+    scores: list[float] = []
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    unknown_id: int | None = None
+    add_bos: bool = False
+    add_space_prefix: bool | None = None
+    chat_template: str | None = None
+
+
+def write_file(
+    spec: ModelSpec,
+    weight_format: str,
+    vocabulary: Vocabulary,
+    path: Path,
+    data: Callable[[GgufTensor], Iterable[bytes | memoryview]],
+    progress: Progress | None = None,
+    label: str = "",
+) -> FileFacts:
+    """Write and sync a GGUF file. `data` gives a tensor's bytes in chunks."""
+    tensors = gguf_tensors(spec, weight_format)
+    header = _header(spec, weight_format, tensors, vocabulary, path)
+    total = len(header) + sum(_padded(tensor.bytes) for tensor in tensors)
+    out = HashedFile(path)
+    try:
+        out.write(header)
+        for tensor in tensors:
+            begin = out.bytes
+            for chunk in data(tensor):
+                out.write(chunk)
+            if out.bytes - begin != tensor.bytes:
+                raise ValueError(
+                    f"tensor {tensor.name} came with {out.bytes - begin} bytes, not {tensor.bytes}"
+                )
+            out.write(bytes(_padded(tensor.bytes) - tensor.bytes))
+            if progress:
+                progress(label or f"writing {path.name}", out.bytes / total)
+    except BaseException:
+        out.abandon()
+        raise
+    return out.close()
+
+
+def _header(
+    spec: ModelSpec,
+    weight_format: str,
+    tensors: list[GgufTensor],
+    vocabulary: Vocabulary,
+    scratch: Path,
+) -> bytes:
+    """All before the tensors' data: metadata, tokenizer, tensor table, padding."""
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+    writer = gguf.GGUFWriter(scratch, ARCHITECTURES[spec.family])
+    _add_shape(writer, spec, weight_format)
+    _add_vocabulary(writer, vocabulary)
+    for tensor in tensors:
+        kind = gguf.GGMLQuantizationType[tensor.type]
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.bytes, raw_dtype=kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    head = scratch.read_bytes()
+    return head + bytes(_padded(len(head)) - len(head))
+
+
+def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> None:
+    writer.add_name(spec.name)
+    writer.add_context_length(spec.context)
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.intermediate)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_epsilon)
+    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_vocab_size(spec.vocabulary)
+    writer.add_file_type(GGUF_FORMATS[weight_format][1])
+    writer.add_quantization_version(2)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
+    if vocabulary.bos_id is not None:
+        writer.add_bos_token_id(vocabulary.bos_id)
+    if vocabulary.eos_id is not None:
+        writer.add_eos_token_id(vocabulary.eos_id)
+    if vocabulary.pad_id is not None:
+        writer.add_pad_token_id(vocabulary.pad_id)
+    if vocabulary.unknown_id is not None:
+        writer.add_unk_token_id(vocabulary.unknown_id)
+    writer.add_add_bos_token(vocabulary.add_bos)
+    if vocabulary.add_space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.add_space_prefix)
+    if vocabulary.chat_template is not None:
+        writer.add_chat_template(vocabulary.chat_template)
+
+
+def _padded(size: int) -> int:
+    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -1,0 +1,106 @@
+"""The tokenizer inside a GGUF file, read by llama.cpp without loading weights."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.errors import BadChat, BrokenWeights, UnsupportedModel
+from models.tokenization.chat_template import ChatTemplate
+
+_NO_VOCABULARY = 0  # enum llama_vocab_type
+_PIECE_BYTES = 256
+
+
+class GgufTokenizer:
+    """`models.tokenization.tokenizer.Tokenizer` over llama.cpp's own vocabulary code."""
+
+    def __init__(self, file: Path) -> None:
+        self._llama = llama = llama_library()
+        params = llama.llama_model_default_params()
+        params.vocab_only = True
+        self._model = llama.llama_model_load_from_file(str(file).encode(), params)
+        if not self._model:
+            raise BrokenWeights(f"llama.cpp cannot read the vocabulary of {str(file)!r}")
+        weakref.finalize(self, llama.llama_model_free, self._model)
+        self._vocab = vocab = llama.llama_model_get_vocab(self._model)
+        if llama.llama_vocab_type(vocab) == _NO_VOCABULARY:
+            raise UnsupportedModel(f"{str(file)!r} carries no tokenizer")
+        self.vocabulary = int(llama.llama_vocab_n_tokens(vocab))
+        everyone = range(self.vocabulary)
+        self.special_ids = frozenset(
+            index for index in everyone if llama.llama_vocab_is_control(vocab, index)
+        )
+        self.eos_ids = frozenset(
+            index for index in everyone if llama.llama_vocab_is_eog(vocab, index)
+        )
+        self.bos_id = (
+            int(llama.llama_vocab_bos(vocab)) if llama.llama_vocab_get_add_bos(vocab) else None
+        )
+        template = llama.llama_model_chat_template(self._model, None)
+        self.chat_template = template.decode(errors="replace") if template else None
+        self._template: ChatTemplate | None = None
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        data = text.encode(errors="replace")
+        room = len(data) + 16
+        while True:
+            ids = (ctypes.c_int32 * room)()
+            count = self._llama.llama_tokenize(
+                self._vocab, data, len(data), ids, room, False, parse_special
+            )
+            if count >= 0:
+                return list(ids[:count])
+            room = -count
+
+    def token_bytes(self) -> list[bytes]:
+        buffer = ctypes.create_string_buffer(_PIECE_BYTES)
+        return [self._piece(index, buffer) for index in range(self.vocabulary)]
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        if self.chat_template is None:
+            raise BadChat("this model has no chat template; send the prompt to /v1/completions")
+        if self._template is None:
+            self._template = ChatTemplate(
+                self.chat_template, {"bos_token": self._text("bos"), "eos_token": self._text("eos")}
+            )
+        return self._template.render(messages, add_generation_prompt)
+
+    def _piece(self, index: int, buffer: Any) -> bytes:
+        """The bytes of one token; control tokens have none."""
+        size = self._llama.llama_token_to_piece(self._vocab, index, buffer, len(buffer), 0, False)
+        if size < 0:
+            buffer = ctypes.create_string_buffer(-size)
+            size = self._llama.llama_token_to_piece(
+                self._vocab, index, buffer, len(buffer), 0, False
+            )
+        return bytes(buffer.raw[:size])
+
+    def _text(self, which: str) -> str:
+        index = getattr(self._llama, f"llama_vocab_{which}")(self._vocab)
+        text = self._llama.llama_vocab_get_text(self._vocab, index) if index >= 0 else b""
+        return text.decode(errors="replace") if text else ""
+
+
+# llama.cpp writes pages to stderr while loading; what matters comes back as an error.
+_quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
+    lambda level, text, data: None
+)
+
+
+def llama_library() -> Any:
+    """The llama_cpp module, silenced. Raises UnsupportedModel where it is missing."""
+    try:
+        import llama_cpp
+    except ImportError as problem:
+        raise UnsupportedModel(
+            f"GGUF files need llama.cpp ({problem}); pip install 'llm-crossover[llama-cpp]'"
+        ) from problem
+    llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+    return llama_cpp

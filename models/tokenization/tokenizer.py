@@ -1,0 +1,293 @@
+"""Text to token ids and back to bytes, from tokenizer.json, GGUF or the shipped vocabulary.
+
+    >>> tokenizer = load_tokenizer(SHIPPED)
+    >>> ids = tokenizer.encode("Hello, world")
+    >>> table = tokenizer.token_bytes()
+    >>> b"".join(table[i] for i in ids)
+    b'Hello, world'
+
+Read by the `tokenizers` library: AutoTokenizer refuses folders of another major version. Synthetic
+models get the shipped BPE, cut or padded to their vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as HfFile
+
+from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
+from models.tokenization.chat_template import CHATML, ChatTemplate
+from models.tokenization.gguf import GgufTokenizer
+from models.tokenization.shipped import BYTES, DATA, SPECIAL_TOKENS
+
+SHIPPED = DATA / "tokenizer.json"
+SMALLEST_VOCABULARY = 512
+# of a process that does nothing else; the largest known vocabularies take two
+REHEARSAL_SECONDS = 60
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|im_end|>",
+    "</s>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<eos>",
+)
+
+
+class Tokenizer(Protocol):
+    """What serving and load generation need of a tokenizer. Thread-safe."""
+
+    vocabulary: int  # one more than the highest id it knows; a model's own vocabulary may be larger
+    eos_ids: frozenset[int]  # any of them ends a generation
+    # To be put before a prompt that no chat template made; None: this model wants none.
+    bos_id: int | None
+    chat_template: str | None
+    special_ids: frozenset[int]  # control tokens: no text of their own
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Ids without BOS; a control token's text is plain unless `parse_special`."""
+        ...
+
+    def token_bytes(self) -> list[bytes]:
+        """Bytes of each id; b"" for control tokens and unused ids."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt of chat messages, for `parse_special=True`. Raises BadChat."""
+        ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, a folder or a GGUF file.
+
+    Raises UnknownModel where there is none, BrokenWeights where it cannot be read.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return GgufTokenizer(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UnknownModel(
+            f"no tokenizer at {str(path)!r}: neither a tokenizer.json, nor a folder with one, nor "
+            "a GGUF file"
+        )
+    return HfTokenizer(file)
+
+
+def rehearse(path: str, progress: object = None) -> None:
+    """Load and use a foreign tokenizer once, in a child: native code may abort or hang.
+
+    Raises BrokenWeights, UnknownModel, UnsupportedModel.
+    """
+    signal.alarm(REHEARSAL_SECONDS)
+    tokenizer = load_tokenizer(path)
+    try:
+        tokenizer.token_bytes()
+        tokenizer.encode("Once <|im_start|>", parse_special=True)
+    except Exception as problem:
+        raise BrokenWeights(
+            f"the tokenizer at {path!r} cannot be used: {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+class HfTokenizer:
+    """A `tokenizer.json` with the configuration files that lie beside it."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            raw = file.read_text(encoding="utf-8")
+            self._special_parsing = HfFile.from_str(raw)
+            self._plain = HfFile.from_str(raw)
+        except Exception as problem:  # the library raises bare Exception
+            raise BrokenWeights(f"{str(file)!r} is no readable tokenizer: {problem}") from problem
+        # `encode_special_tokens` is a setting of the object, not of the call, so there are two
+        # objects.
+        self._plain.encode_special_tokens = True
+        for one in (self._plain, self._special_parsing):
+            one.no_truncation()
+            one.no_padding()
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(raw).get("decoder"))
+        self._config = _read_json(file.parent / "tokenizer_config.json")
+        added = self._special_parsing.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocabulary = 1 + max(
+            self._special_parsing.get_vocab(with_added_tokens=True).values(), default=-1
+        )
+        self.eos_ids = self._eos_ids(file.parent)
+        with_bos = self._special_parsing.encode("a", add_special_tokens=True).ids
+        self.bos_id = with_bos[0] if with_bos and with_bos[0] in self.special_ids else None
+        self.chat_template = _chat_template(file.parent, self._config)
+        self._template: ChatTemplate | None = None
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        chosen = self._special_parsing if parse_special else self._plain
+        whole = text.encode(
+            errors="replace"
+        ).decode()  # JSON can carry half a surrogate pair, which is no text
+        return list(chosen.encode(whole, add_special_tokens=False).ids)
+
+    def token_bytes(self) -> list[bytes]:
+        table = [b""] * self.vocabulary
+        to_bytes = _byte_level if self._byte_level else _sentencepiece
+        for token, index in self._special_parsing.get_vocab(with_added_tokens=False).items():
+            table[index] = to_bytes(token)
+        for index, added in self._special_parsing.get_added_tokens_decoder().items():
+            table[index] = b"" if added.special else added.content.encode()
+        return table
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        if self.chat_template is None:
+            raise BadChat("this model has no chat template; send the prompt to /v1/completions")
+        if self._template is None:
+            names = ("bos_token", "eos_token", "unk_token", "pad_token")
+            texts = {name: _token_text(self._config.get(name)) for name in names}
+            self._template = ChatTemplate(
+                self.chat_template, {name: text for name, text in texts.items() if text is not None}
+            )
+        return self._template.render(messages, add_generation_prompt)
+
+    def named_id(self, name: str) -> int | None:
+        """The id of a token that tokenizer_config.json names ("eos_token"), or None."""
+        text = _token_text(self._config.get(name))
+        index: int | None = self._special_parsing.token_to_id(text) if text is not None else None
+        return index
+
+    def _eos_ids(self, folder: Path) -> frozenset[int]:
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            ids = _read_json(folder / name).get("eos_token_id")
+            if ids is not None:
+                found.update([ids] if isinstance(ids, int) else ids)
+                break
+        named = _token_text(self._config.get("eos_token"))
+        names = [named] if named else []
+        if not names and not found:
+            names = list(END_TOKENS)
+        for name in names:
+            index = self._special_parsing.token_to_id(name)
+            if index is not None:
+                found.add(index)
+        return frozenset(found)
+
+
+@cache
+def shipped(vocabulary: int) -> dict[str, Any]:
+    """The shipped tokenizer.json cut or padded to `vocabulary` entries. Read-only: cached.
+
+    Padding tokens (" w0123") decode to plain text, and no text encodes to them.
+    """
+    if vocabulary < SMALLEST_VOCABULARY:
+        raise UnsupportedModel(
+            f"a vocabulary of {vocabulary} is too small for the shipped tokenizer, which needs "
+            f"{SMALLEST_VOCABULARY}"
+        )
+    table = copy.deepcopy(_shipped_whole())
+    first_merge = len(SPECIAL_TOKENS) + BYTES
+    model = table["model"]
+    model["merges"] = model["merges"][: vocabulary - first_merge]
+    ordered = sorted(model["vocab"], key=model["vocab"].__getitem__)[:vocabulary]
+    ordered += [f"Ġw{number:04d}" for number in range(vocabulary - len(ordered))]
+    if len(set(ordered)) != vocabulary:
+        raise AssertionError("a padding token collides with a learned one")
+    model["vocab"] = {token: index for index, token in enumerate(ordered)}
+    return table
+
+
+def shipped_files(vocabulary: int, context: int) -> dict[str, dict[str, Any]]:
+    """The shipped tokenizer's files for a model of `context` tokens: name -> content."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[0],
+        "chat_template": CHATML,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+    }
+    generation = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
+    return {
+        "tokenizer.json": shipped(vocabulary),
+        "tokenizer_config.json": config,
+        "generation_config.json": generation,
+    }
+
+
+@cache
+def shipped_mark() -> str:
+    """A short checksum of the shipped tokenizer: 12 hexadecimal digits."""
+    return hashlib.blake2b(SHIPPED.read_bytes(), digest_size=6).hexdigest()
+
+
+@cache
+def _shipped_whole() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    return table
+
+
+@cache
+def byte_characters() -> dict[str, int]:
+    """GPT-2's printable stand-ins: character of a byte-level vocabulary -> byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(rest)
+    }
+
+
+def _byte_level(token: str) -> bytes:
+    table = byte_characters()
+    try:
+        return bytes(table[character] for character in token)
+    except KeyError:  # a token that was added without the byte alphabet
+        return token.encode()
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _sentencepiece(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json's (a string or a list)."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry["name"]: entry["template"] for entry in found}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _token_text(entry: Any) -> str | None:
+    """A special token's text: configurations hold it as a string or as an object with `content`."""
+    found = entry.get("content") if isinstance(entry, dict) else entry
+    return found if isinstance(found, str) else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise BrokenWeights(f"{str(file)!r} is no JSON: {problem}") from problem
+    return found if isinstance(found, dict) else {}

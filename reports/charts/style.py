@@ -1,0 +1,71 @@
+"""The colours and the theme of all charts. Safe for the colour-blind (Okabe and Ito 2008)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FONT = 'Inter, "Helvetica Neue", Helvetica, Arial, "Liberation Sans", sans-serif'
+INK = "#1b2530"
+MUTED = "#5b6875"
+FAINT = "#e3e8ed"
+LINE = "#aab4be"
+CARD = "#97a3af"
+SLO = "#b3261e"
+CPU = "#2a78b5"  # the CPU suffices
+INTERVAL = "#9cc5e3"  # between the ends of the interval
+GPU = "#f7d9ae"  # a GPU takes over
+GPU_INK = "#8a4b00"
+UNKNOWN = "#edf0f3"
+VERDICTS = {"holds": "#0b7a5a", "fails": "#b3261e", "unresolved": "#8a6d00"}
+PARTS = {"weights": "#0072b2", "KV cache": "#56b4e9", "overhead": "#c3ccd5"}
+SERIES = tuple("#56b4e9 #009e73 #0072b2 #cc79a7 #d55e00 #7a5195 #444c56 #e69f00".split())
+
+_AXIS = {
+    "labelFont": FONT,
+    "labelFontSize": 12,
+    "labelColor": MUTED,
+    "labelPadding": 5,
+    "titleFont": FONT,
+    "titleFontSize": 12,
+    "titleColor": MUTED,
+    "titlePadding": 8,
+    "titleFontWeight": "normal",
+    "gridColor": FAINT,
+    "domainColor": LINE,
+    "tickColor": LINE,
+}
+_AXIS_Y = {
+    "domain": False,
+    "ticks": False,
+    "titleAnchor": "end",
+    "titleAngle": 0,
+    "titleAlign": "left",
+    "titleY": -12,
+    "titleX": 0,
+}
+_LEGEND = {
+    "orient": "top",
+    "title": None,
+    "labelFontSize": 12,
+    "labelColor": INK,
+    "offset": 30,
+    "symbolType": "square",
+    "symbolSize": 140,
+    "symbolStrokeWidth": 0,
+    "columnPadding": 18,
+}
+CONFIG: dict[str, Any] = {
+    "background": "transparent",
+    "font": FONT,
+    "view": {"stroke": None},
+    "axis": _AXIS,
+    "axisY": _AXIS_Y,
+    "axisX": {"grid": False},
+    "legend": _LEGEND,
+    "text": {"font": FONT, "fontSize": 12, "color": INK},
+}
+
+
+def series_colours(names: list[str]) -> dict[str, str]:
+    """A colour for each name; they repeat after eight."""
+    return {name: SERIES[index % len(SERIES)] for index, name in enumerate(names)}

@@ -1,0 +1,82 @@
+"""Arithmetic from a model's shape: the memory that it takes here and on a GPU, and the TPOT floor.
+
+Everything in here is **predicted**. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from models.formats import weight_bytes
+from models.formatting import GIB
+from models.spec import ModelSpec
+from reports.numbers import CellNumbers, MemoryNumbers
+from reports.planning.hardware import Device
+from serving.placement.memory import overhead_bytes
+
+# On a GPU beside weights and KV: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside the allocator,
+# buffers of a step (llm-d's measurements).
+GPU_FIXED_BYTES = 1 * GIB
+GPU_WEIGHT_SHARE = 0.05
+
+
+class Need(msgspec.Struct, frozen=True):
+    """The memory that serving one model takes on a GPU."""
+
+    weight_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+
+def memory_here(spec: ModelSpec, cell: CellNumbers) -> MemoryNumbers:
+    """What a model takes with a cell's format, KV cache and engine, as placement predicts it.
+
+    All None where the format, the KV cache or the machine of an endpoint is not known.
+    """
+    device = cell.device or ("cpu" if cell.url is None else None)
+    if cell.kv_tokens is None or device is None:
+        return MemoryNumbers()
+    try:
+        weights = weight_bytes(spec, cell.weight_format)
+        kv = cell.kv_tokens * spec.kv_bytes_per_token(cell.kv_dtype)
+    except KeyError:
+        return MemoryNumbers()
+    engine = (cell.backend, device, cell.weight_format)
+    overhead = overhead_bytes(*engine, weights, spec, cell.slots or 1)
+    return MemoryNumbers(weight_bytes=weights, kv_bytes=kv, overhead_bytes=overhead)
+
+
+def gpu_need(spec: ModelSpec, weight_format: str, kv_tokens: int, kv_dtype: str = "fp16") -> Need:
+    """Weights as their file has them, KV and overhead. Raises KeyError for an unknown format."""
+    weights = weight_bytes(spec, weight_format)
+    kv = kv_tokens * spec.kv_bytes_per_token(kv_dtype)
+    return Need(weights, kv, GPU_FIXED_BYTES + int(GPU_WEIGHT_SHARE * weights))
+
+
+def need_of(cell: CellNumbers) -> Need | None:
+    """What a cell takes on a GPU; None where its shape, format or KV cache is not known."""
+    if cell.spec is None or cell.kv_tokens is None:
+        return None
+    try:
+        return gpu_need(cell.spec, cell.weight_format, cell.kv_tokens, cell.kv_dtype)
+    except KeyError:
+        return None
+
+
+def token_bytes(
+    spec: ModelSpec, weight_format: str, context_tokens: int, kv_dtype: str = "fp16"
+) -> int:
+    """Bytes read for one token of a single stream: all weights, and the KV before it."""
+    return weight_bytes(spec, weight_format) + context_tokens * spec.kv_bytes_per_token(kv_dtype)
+
+
+def tpot_floor_seconds(device: Device, read_bytes: int) -> float:
+    """The least time per token, at the peak of the memory bandwidth. A bound, not a forecast.
+
+    Real engines reach 0.57 (HBM, llama.cpp) to 0.88 of the peak, plus 1 to 5 ms a step.
+    """
+    return read_bytes / (device.bandwidth_gb_per_second * 1e9)

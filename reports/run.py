@@ -1,0 +1,286 @@
+"""A run folder -> its numbers: per cell its levels, its capacity with interval, its memory.
+
+    run = read_run(Path("runs/2026-05-28-demo"))
+    run.cells[0].capacity.low, run.cells[0].levels[0].summary.latencies.ttft.p50
+
+All is computed from the records; what the runner concluded is not read. Another SLO than the run's
+own may be asked for: one measured level serves every SLO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from loadtests.capacity.estimate import estimate, level_of
+from loadtests.capacity.search_config import SearchConfig
+from loadtests.errors import BadRunFolder
+from loadtests.metrics.level import summarise
+from loadtests.metrics.level_summary import Window
+from loadtests.metrics.request_metrics import judged_tpot_seconds, outcome, ttft_seconds
+from loadtests.metrics.slo import Slo
+from loadtests.records import events as journal
+from loadtests.records import run_folder
+from loadtests.records.events import Event, of_kind
+from loadtests.records.run_folder import LevelRecords, RunRecords
+from loadtests.records.schema import RequestRecord, ResourceSample, RunManifest
+from loadtests.workload.arrivals import process_of
+from models.errors import UnknownModel
+from models.ladder import rung
+from models.spec import ModelSpec
+from reports.errors import BadRun
+from reports.numbers import (
+    CapacityNumbers,
+    CellNumbers,
+    CellState,
+    LevelNumbers,
+    MemoryNumbers,
+    RunNumbers,
+)
+from reports.planning.predict import memory_here
+from reports.warnings import run_warnings
+
+T = TypeVar("T")
+
+
+def read_run(folder: Path, slo: Slo | None = None) -> RunNumbers:
+    """The numbers of one run, under its own SLO or under another. Raises BadRun."""
+    return numbers_of(read_records(folder), slo)
+
+
+def read_records(folder: Path) -> RunRecords:
+    """All of a run folder. Raises BadRun where it is none, or where nothing was begun in it."""
+    try:
+        run = run_folder.read_records(folder)
+    except BadRunFolder as problem:
+        raise BadRun(str(problem)) from problem
+    if not run.events:
+        journal = folder / run_folder.EVENTS
+        raise BadRun(f"in run {folder} nothing was begun: {journal} is empty or missing")
+    return run
+
+
+def numbers_of(run: RunRecords, slo: Slo | None = None) -> RunNumbers:
+    """The numbers of one run, under its own SLO or under another."""
+    asked = slo or slo_of(run.manifest)
+    cells = tuple(sorted(_cells(run, asked), key=cell_order))
+    stamps = [event.unix_seconds for event in run.events]
+    numbers = RunNumbers(
+        manifest=run.manifest,
+        folder=str(run.folder),
+        slo=asked,
+        cells=cells,
+        requests=len(run.requests),
+        requests_counted=sum(level.summary.counts.due for cell in cells for level in cell.levels),
+        measured_seconds=max(stamps) - min(stamps) if stamps else None,
+    )
+    return msgspec.structs.replace(numbers, warnings=run_warnings(run, numbers))
+
+
+def cell_order(cell: CellNumbers) -> tuple[float, str, str, str]:
+    """Smallest model first, unknown sizes last."""
+    return cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend
+
+
+def slo_of(manifest: RunManifest) -> Slo:
+    """The SLO of the campaign. Raises BadRun where there is none."""
+    return _converted(manifest, "slo", manifest.campaign.get("slo"), Slo)
+
+
+def search_config(manifest: RunManifest) -> SearchConfig:
+    """How the campaign searched, as far as its estimate depends on it."""
+    asked = manifest.campaign.get("search")
+    known = asked if isinstance(asked, dict) else {}
+    settings = {name: known[name] for name in SearchConfig.__struct_fields__ if name in known}
+    return _converted(manifest, "search", settings, SearchConfig)
+
+
+def _converted(manifest: RunManifest, key: str, value: Any, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as problem:
+        raise BadRun(
+            f"run {manifest.run_id}: its campaign has no {key} that can be read: "
+            f"{key} = {value!r} ({problem})"
+        ) from problem
+
+
+def _cells(run: RunRecords, slo: Slo) -> Iterator[CellNumbers]:
+    """Every cell of the manifest, begun or not, in its order."""
+    samples: dict[str, list[ResourceSample]] = defaultdict(list)
+    levels: dict[str, list[LevelNumbers]] = defaultdict(list)
+    events: dict[str | None, list[Event]] = defaultdict(list)
+    for sample in run.samples:
+        samples[sample.cell].append(sample)
+    for level in run.levels():
+        levels[level.started.cell].append(level_numbers(level, slo))
+    for event in run.events:
+        events[event.cell].append(event)
+    for cell in run.manifest.cells:
+        key = str(cell.get("key"))
+        found = _cell(run.manifest.run_id, cell, events[key], tuple(levels[key]))
+        measured = _with_capacity(found, run.manifest, events[key], slo)
+        yield _with_memory(measured, events[key], samples[key])
+
+
+def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
+    """One finished level; its window is as long as it came out."""
+    said = level.started
+    window = Window(said.warmup_seconds, said.warmup_seconds + level.finished.window_seconds)
+    return LevelNumbers(
+        cell=said.cell,
+        level=said.level,
+        purpose=said.purpose,
+        rate_per_second=said.rate_per_second,
+        concurrency=said.concurrency,
+        cut_short=level.finished.cut_short,
+        summary=summarise(
+            level.requests,
+            level.samples,
+            window,
+            slo,
+            rate=said.rate_per_second,
+            started_unix_seconds=said.started_unix_seconds,
+            arrivals=process_of(said.arrivals),
+        ),
+        answers=tuple(_answer(record) for record in window.due(level.requests)),
+    )
+
+
+def _answer(record: RequestRecord) -> tuple[float | None, float | None]:
+    """(TTFT, TPOT) as `is_good` sees them."""
+    if outcome(record) != "ok":
+        return None, None
+    return ttft_seconds(record), judged_tpot_seconds(record)
+
+
+def _cell(
+    run_id: str, cell: Mapping[str, Any], events: Sequence[Event], levels: tuple[LevelNumbers, ...]
+) -> CellNumbers:
+    """A cell without capacity and memory: as it served where it was ready, else as asked."""
+    ready = _ready(events)
+    info = ready.info
+    slots = info.slots or cell.get("slots")
+    context = info.context_tokens or cell.get("context_tokens")
+    whole = slots * context if slots and context else None
+    skipped = of_kind(events, journal.CellSkipped)
+    weight_format = str(info.weight_format or cell.get("weight_format") or "")
+    state, reason = _state(events, levels)
+    return CellNumbers(
+        key=str(cell.get("key")),
+        run_id=run_id,
+        model=str(cell.get("model", "unknown")),
+        spec=_spec(str(cell.get("model"))),
+        weight_format="" if weight_format == "none" else weight_format,
+        backend=str(info.name or cell.get("backend") or ""),
+        device=info.device or cell.get("device"),
+        url=cell.get("url"),
+        hardware=str((cell.get("hardware") or {}).get("name") or ""),
+        slots=slots,
+        context_tokens=context,
+        kv_tokens=info.kv_tokens or cell.get("kv_tokens") or whole,
+        kv_dtype=str(cell.get("kv_dtype") or "fp16"),
+        state=state,
+        reason=reason,
+        skip_cause=skipped[-1].cause if skipped else None,
+        levels=levels,
+        capacity=CapacityNumbers("not_measured"),
+        random_weights=ready.synthetic if cell.get("synthetic") is None else cell["synthetic"],
+        load_seconds=ready.load_seconds,
+        quality_kl_nats=info.quality_kl_nats,
+    )
+
+
+def _ready(events: Sequence[Event]) -> journal.CellReady:
+    """What the cell's last server said; nothing, where none was ready."""
+    return next(reversed(of_kind(events, journal.CellReady)), journal.CellReady(cell=""))
+
+
+def _state(events: Sequence[Event], levels: Sequence[LevelNumbers]) -> tuple[CellState, str]:
+    """How far a cell came, and why no further."""
+    skipped = of_kind(events, journal.CellSkipped)
+    if skipped:
+        return "skipped", skipped[-1].reason
+    if not events:
+        return "not_started", "the campaign ended before it"
+    told = [
+        event.reason
+        for event in events
+        if isinstance(event, journal.Interrupted | journal.LevelAbandoned)
+    ]
+    why = told[-1] if told else "the run ended, or was interrupted, within it"
+    if not levels:
+        return "unfinished", why
+    if of_kind(events, journal.CellFinished):
+        return "measured", ""
+    return "measured", f"the cell was not finished: {why}"
+
+
+def _spec(model: str) -> ModelSpec | None:
+    try:
+        return rung(model).spec
+    except UnknownModel:
+        return None
+
+
+def _with_capacity(
+    cell: CellNumbers, manifest: RunManifest, events: Sequence[Event], slo: Slo
+) -> CellNumbers:
+    config = search_config(manifest)
+    alone = capacity_of(cell.levels, slo, config)
+    predicted = predicted_rate(manifest, events, slo)
+    if predicted is None:
+        return msgspec.structs.replace(cell, capacity=alone)
+    both = msgspec.structs.replace(config, predicted_rate=predicted)
+    return msgspec.structs.replace(
+        cell,
+        capacity=capacity_of(cell.levels, slo, both),
+        predicted_rate=predicted,
+        measured_only=alone,
+    )
+
+
+def predicted_rate(manifest: RunManifest, events: Sequence[Event], slo: Slo) -> float | None:
+    """What the cell's calibration predicted for this SLO; None: no such prediction."""
+    made = of_kind(events, journal.Calibrated)
+    several = manifest.campaign.get("slos")
+    slos = _converted(manifest, "slos", several, list[Slo]) if several else [slo_of(manifest)]
+    return (made[0].rates.get(slo.name) or None) if made and slo in slos else None
+
+
+def capacity_of(levels: Sequence[LevelNumbers], slo: Slo, config: SearchConfig) -> CapacityNumbers:
+    """The capacity that these levels show together; those that are not valid do not count."""
+    if not levels:
+        return CapacityNumbers("not_measured", reason="no level was measured to its end")
+    counting = [one.summary for one in levels if one.rate_per_second or one.is_single_stream]
+    found = estimate([level_of(summary) for summary in counting], config, slo)
+    if found.status == "none":
+        return CapacityNumbers("none", reason=found.reason)
+    if found.low > 0 and found.high is None:
+        return CapacityNumbers("at_least", low=found.low, reason=found.reason)
+    if found.low > 0 and found.estimate is not None:
+        ends = (found.low, found.estimate, found.high)
+        return CapacityNumbers("interval", *ends, found.status == "resolved", found.reason)
+    return CapacityNumbers("unresolved", high=found.high, reason=found.reason)
+
+
+def _with_memory(
+    cell: CellNumbers, events: Sequence[Event], samples: Sequence[ResourceSample]
+) -> CellNumbers:
+    """Predicted from the shape; peak RSS from the samples; weights and KV as the engine counts."""
+    predicted = MemoryNumbers() if cell.spec is None else memory_here(cell.spec, cell)
+    measured = _ready(events).info.measured or {}
+    engines = [sample.engine for sample in samples if sample.engine is not None]
+    peaks = [engine.rss_bytes for engine in engines if engine.rss_bytes is not None]
+    memory = msgspec.structs.replace(
+        predicted,
+        measured_peak_bytes=max(peaks, default=None),
+        measured_weight_bytes=measured.get("weight_bytes"),
+        measured_kv_bytes=measured.get("kv_bytes"),
+    )
+    return msgspec.structs.replace(cell, memory=memory)

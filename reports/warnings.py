@@ -1,0 +1,363 @@
+"""Named warnings about a run, with advice. One function per warning, all listed in WARNINGS.
+
+Those of the levels (loadtests.metrics.level_warnings) are gathered by code. Serious ones first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from loadtests.metrics.named_warning import NamedWarning, Severity
+from loadtests.metrics.slo import SLO_PRESETS
+from loadtests.records.events import CellReady, LevelAbandoned, RunFinished, of_kind
+from loadtests.records.run_folder import RunRecords
+from loadtests.records.schema import ResourceSample
+from models import formatting
+from models.formatting import model_title
+from reports.numbers import CellNumbers, LevelNumbers, RunNumbers
+
+NOTE, WARNING, SERIOUS = Severity.NOTE, Severity.WARNING, Severity.SERIOUS
+
+OTHERS_CORES = 0.25  # cores' worth of work by processes that are not part of the test
+BAD_SAMPLES_SHARE = 0.05
+MEMORY_ERROR = 0.05
+LEANING = 1.5  # the interval by the levels alone is this many times as wide, in ln(rate)
+RESUME = "go on with `crossover campaign resume`"
+
+
+class Evidence(NamedTuple):
+    """What the warnings are found in."""
+
+    run: RunRecords
+    numbers: RunNumbers
+
+
+def run_warnings(run: RunRecords, numbers: RunNumbers) -> tuple[NamedWarning, ...]:
+    """All warnings about a run."""
+    evidence = Evidence(run, numbers)
+    found = [warning for function in WARNINGS for warning in function(evidence)]
+    return tuple(sorted(found, key=lambda warning: warning.severity.rank))
+
+
+def of_levels(evidence: Evidence) -> Iterator[NamedWarning]:
+    """One per code. A level that fails by far is unsteady by nature: no warning about it."""
+    by_code: dict[str, list[tuple[LevelNumbers, NamedWarning]]] = {}
+    for level in evidence.numbers.levels:
+        for warning in level.summary.warnings:
+            natural = level.verdict == "fails" and warning.code in ("Unsteady", "LittlesLaw")
+            if not natural:
+                by_code.setdefault(warning.code, []).append((level, warning))
+    for code, found in by_code.items():
+        level, worst = min(found, key=lambda pair: pair[1].severity.rank)
+        where = "one level" if len(found) == 1 else f"{len(found)} levels"
+        left_out = " These levels are left out of the capacity." if worst.is_serious else ""
+        text = f"In {where}, for instance {_level_name(level, evidence.numbers)}: {worst.text}."
+        cells = _unique(level.cell for level, _ in found)
+        advice = _sentence(worst.advice)
+        yield NamedWarning(code, worst.severity, text + left_out, advice, tuple(cells))
+
+
+# ---------------------------------------------------------------- how the run went
+
+
+def interrupted(evidence: Evidence) -> Iterator[NamedWarning]:
+    kinds = Counter(event.kind for event in evidence.run.events)
+    parts = [
+        f"{kind} {_times(count)}"
+        for kind, count in (
+            ("interrupted", kinds["interrupted"]),
+            ("resumed", kinds["run_resumed"]),
+        )
+        if count
+    ]
+    if not parts:
+        return
+    lost = kinds["level_abandoned"]
+    levels = "level" if lost == 1 else "levels"
+    more = f"; {lost} {levels} begun and not counted" if lost else ""
+    text = f"The run was {formatting.listing(parts)}{more}."
+    advice = "Nothing of a level that was cut off counts; the machine may have changed in between."
+    yield NamedWarning("Interrupted", NOTE, text, advice)
+
+
+def levels_abandoned(evidence: Evidence) -> Iterator[NamedWarning]:
+    """Where `interrupted` does not say it."""
+    abandoned = of_kind(evidence.run.events, LevelAbandoned)
+    kinds = {event.kind for event in evidence.run.events}
+    if abandoned and not kinds & {"interrupted", "run_resumed"}:
+        reasons = formatting.listing(_unique(event.reason for event in abandoned)[:3])
+        text = f"{len(abandoned)} levels were abandoned: {reasons}."
+        yield NamedWarning("LevelsAbandoned", NOTE, text, "They do not count.")
+
+
+def not_finished(evidence: Evidence) -> Iterator[NamedWarning]:
+    if not of_kind(evidence.run.events, RunFinished):
+        text = "The run has not finished: cells or levels are missing."
+        yield NamedWarning("NotFinished", WARNING, text, _sentence(RESUME))
+
+
+def cut_off_line(evidence: Evidence) -> Iterator[NamedWarning]:
+    if evidence.run.dropped_bytes:
+        cut = [f"{name} ({count} bytes)" for name, count in evidence.run.dropped_bytes.items()]
+        text = f"The last line was cut off in {formatting.listing(cut)}, and is left out."
+        advice = "A writer was killed; what it was about to write is lost."
+        yield NamedWarning("CutOffLine", NOTE, text, advice)
+
+
+def shared_cores(evidence: Evidence) -> Iterator[NamedWarning]:
+    ready = of_kind(evidence.run.events, CellReady)
+    shared = _unique(line for event in ready for line in event.shared_cores)
+    if shared:
+        advice = "Use more cores, or a load generator on another machine."
+        yield NamedWarning("SharedCores", WARNING, _sentence("; ".join(shared)), advice)
+
+
+def endpoint_lacks(evidence: Evidence) -> Iterator[NamedWarning]:
+    ready = of_kind(evidence.run.events, CellReady)
+    notes = _unique(note for event in ready for note in event.endpoint_notes)
+    if notes:
+        advice = "What an endpoint does not tell is shown as not measured."
+        yield NamedWarning("EndpointLacks", NOTE, _sentence("; ".join(notes)), advice)
+
+
+def engine_restarted(evidence: Evidence) -> Iterator[NamedWarning]:
+    changed = [
+        sample.cell
+        for sample in evidence.run.samples
+        if any("engine process" in reason for reason in sample.reasons)
+    ]
+    if changed:
+        cells = _unique(changed)
+        text = f"The engine process changed or was gone under load, in {len(cells)} cell(s)."
+        advice = "See the server's log in the run folder."
+        yield NamedWarning("EngineRestarted", SERIOUS, text, advice, tuple(cells))
+
+
+# ---------------------------------------------------------------- capacities
+
+
+def wide_interval(evidence: Evidence) -> Iterator[NamedWarning]:
+    wide = {
+        cell.key: f"{model_title(cell.model)} "
+        f"{formatting.interval(cell.capacity.low, cell.capacity.high)}"
+        for cell in evidence.numbers.cells
+        if cell.capacity.state == "interval" and not cell.capacity.is_narrow
+    }
+    if wide:
+        each = formatting.listing(list(wide.values()))
+        text = f"Some intervals are wider than the campaign asked for, in requests/s: {each}."
+        advice = "Give the campaign more time: more levels, and longer ones."
+        yield NamedWarning("WideInterval", NOTE, text, advice, tuple(wide))
+
+
+def leans_on_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
+    leaning = [cell for cell in evidence.numbers.cells if leans(cell)]
+    if not leaning:
+        return
+    parts = [
+        f"{model_title(cell.model)} {formatting.interval(alone.low, alone.high)}"
+        for cell in leaning
+        if (alone := cell.measured_only) is not None and alone.low is not None
+    ]
+    alone_words = f"; by the levels alone, in requests/s: {formatting.listing(parts)}"
+    text = (
+        "Little was measured, and the prediction by calibration and simulation made some "
+        f"intervals much narrower{alone_words if parts else ''}."
+    )
+    advice = "Give the campaign more time: with more levels the prediction counts for nothing."
+    cells = tuple(cell.key for cell in leaning)
+    yield NamedWarning("LeansOnPrediction", NOTE, text, advice, cells)
+
+
+def leans(cell: CellNumbers) -> bool:
+    """Whether the interval would be half as wide again, or none, without the prediction."""
+    alone, found = cell.measured_only, cell.capacity
+    if alone is None or not found.low or found.high is None:
+        return False
+    if not alone.low or not alone.high:
+        return True
+    return math.log(alone.high / alone.low) > LEANING * math.log(found.high / found.low)
+
+
+def cell_unfinished(evidence: Evidence) -> Iterator[NamedWarning]:
+    for cell in evidence.numbers.cells:
+        if cell.state == "measured" and cell.reason:
+            advice = f"Its capacity may become narrower; {RESUME}."
+            yield _about(cell, "CellUnfinished", WARNING, f"{{name}}: {cell.reason}.", advice)
+
+
+def open_ended(evidence: Evidence) -> Iterator[NamedWarning]:
+    for cell in evidence.numbers.cells:
+        if cell.capacity.state == "at_least":
+            text = (
+                "No rate that was tried is too much for {name}: its capacity is a lower bound "
+                f"({cell.capacity.reason})."
+            )
+            yield _about(cell, "OpenEnded", WARNING, text, "Let the search go higher.")
+
+
+def unresolved(evidence: Evidence) -> Iterator[NamedWarning]:
+    for cell in evidence.numbers.cells:
+        if cell.capacity.state == "unresolved":
+            text = f"The capacity of {{name}} is unresolved: {cell.capacity.reason}."
+            advice = "Give the campaign more time, or a lower first rate."
+            yield _about(cell, "Unresolved", WARNING, text, advice)
+
+
+def contradiction(evidence: Evidence) -> Iterator[NamedWarning]:
+    """A rate that fails at or below one that holds."""
+    for cell in evidence.numbers.cells:
+        rates: dict[str, list[float]] = {"fails": [], "holds": [], "unresolved": []}
+        for level in cell.loaded:
+            if level.summary.is_valid:
+                rates[level.verdict].append(level.rate_per_second or 0.0)
+        if rates["fails"] and rates["holds"] and rates["fails"][0] <= rates["holds"][-1]:
+            held, failed = formatting.rate(rates["holds"][-1]), formatting.rate(rates["fails"][0])
+            text = f"{{name}} met the SLO at {held} and missed it at {failed}: levels contradict."
+            advice = "The machine was not steady, or levels were too short: repeat them."
+            yield _about(cell, "Contradiction", SERIOUS, text, advice)
+
+
+# ---------------------------------------------------------------- what was asked for, and where
+
+
+def lower_target(evidence: Evidence) -> Iterator[NamedWarning]:
+    slo = evidence.numbers.slo
+    preset = SLO_PRESETS.get(slo.name)
+    if preset is not None and slo.target < preset.target:
+        asked, usual = formatting.share(slo.target), formatting.share(preset.target)
+        text = f"The SLO asks for {asked} of requests; the preset {preset.name!r} asks for {usual}."
+        advice = (
+            "A lower target needs fewer requests per level and gives a higher capacity; "
+            "raise `target` for a result to plan with."
+        )
+        yield NamedWarning("LowerTarget", WARNING, text, advice)
+
+
+def random_weights(evidence: Evidence) -> Iterator[NamedWarning]:
+    made_up = tuple(cell.key for cell in evidence.numbers.cells if cell.random_weights)
+    if made_up:
+        text = (
+            "Weights are seeded random numbers in the published shape: "
+            "speed and memory are those of the model, answers are noise."
+        )
+        advice = (
+            "Use the real weights before judging quality; "
+            "formats that prune or skip would be timed wrongly."
+        )
+        yield NamedWarning("RandomWeights", NOTE, text, advice, made_up)
+
+
+def one_machine(evidence: Evidence) -> Iterator[NamedWarning]:
+    manifest = evidence.run.manifest
+    host = manifest.server_facts.get("hostname")
+    if host is None or host != manifest.client_facts.get("hostname"):
+        return
+    levels = evidence.numbers.levels
+    used = max((level.summary.resources.client_cpu_share or 0 for level in levels), default=0)
+    cores = f"used up to {formatting.significant(used)} of a core" if used else "was not measured"
+    text = f"Load generator and server ran on one machine; the load generator {cores}."
+    advice = "A machine of its own for the load generator leaves all cores to the server."
+    yield NamedWarning("OneMachine", NOTE, text, advice)
+
+
+# ---------------------------------------------------------------- the machine beside the test
+
+
+def noisy_machine(evidence: Evidence) -> Iterator[NamedWarning]:
+    cores = evidence.numbers.facts.get("logical_cores")
+    rest = [
+        others
+        for sample in evidence.run.samples
+        if (others := _others(sample, cores or 0)) is not None
+    ]
+    if not cores or not rest or sum(rest) / len(rest) <= OTHERS_CORES:
+        return
+    used = formatting.significant(sum(rest) / len(rest))
+    text = f"Other processes used {used} cores on average while load ran."
+    advice = "Stop them and measure again; capacity is too low by about that much."
+    yield NamedWarning("NoisyMachine", WARNING, text, advice)
+
+
+def _others(sample: ResourceSample, cores: int) -> float | None:
+    """Cores' worth of work by neither engine, API nor client; None where a share is missing."""
+    if sample.level is None or sample.machine_cpu_share is None or sample.engine is None:
+        return None
+    groups = [one for one in (sample.engine, sample.api, sample.client) if one is not None]
+    shares = [group.cpu_share for group in groups if group.cpu_share is not None]
+    if len(shares) < len(groups):
+        return None
+    return sample.machine_cpu_share * cores - sum(shares)
+
+
+def virtualised(evidence: Evidence) -> Iterator[NamedWarning]:
+    kind = evidence.numbers.facts.get("virtualisation")
+    if kind:
+        text = f"The machine is virtual ({kind}): neighbours may take CPU time unseen from inside."
+        advice = "Repeat the run at another hour and compare."
+        yield NamedWarning("Virtualised", NOTE, text, advice)
+
+
+def bad_samples(evidence: Evidence) -> Iterator[NamedWarning]:
+    samples = evidence.run.samples
+    invalid = sum(not sample.valid for sample in samples)
+    if invalid > BAD_SAMPLES_SHARE * len(samples):
+        text = f"{invalid} of {len(samples)} resource samples are not valid."
+        advice = "Memory and CPU figures may miss peaks."
+        yield NamedWarning("BadSamples", WARNING, text, advice)
+
+
+def memory_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
+    for cell in evidence.numbers.cells:
+        predicted = _sum(cell.memory.weight_bytes, cell.memory.kv_bytes)
+        measured = _sum(cell.memory.measured_weight_bytes, cell.memory.measured_kv_bytes)
+        if not predicted or not measured or abs(predicted / measured - 1) <= MEMORY_ERROR:
+            continue
+        text = (
+            f"{{name}}: weights and KV were predicted as {formatting.size(predicted)}; the engine "
+            f"accounts for {formatting.size(measured)} ({predicted / measured - 1:+.0%})."
+        )
+        advice = "Predictions for larger models of this kind are off by about as much."
+        yield _about(cell, "MemoryPrediction", NOTE, text, advice)
+
+
+WARNINGS: tuple[Callable[[Evidence], Iterable[NamedWarning]], ...] = (
+    *(of_levels, interrupted, levels_abandoned, not_finished, cut_off_line),
+    *(shared_cores, endpoint_lacks, engine_restarted),
+    *(wide_interval, leans_on_prediction, cell_unfinished, open_ended, unresolved, contradiction),
+    *(lower_target, random_weights, one_machine),
+    *(noisy_machine, virtualised, bad_samples, memory_prediction),
+)
+
+
+def _about(cell: CellNumbers, code: str, severity: Severity, *words: str) -> NamedWarning:
+    """A warning about one cell; `{name}` in its text is the model's."""
+    text, advice = words
+    named = text.replace("{name}", model_title(cell.model))
+    return NamedWarning(code, severity, named, advice, (cell.key,))
+
+
+def _level_name(level: LevelNumbers, numbers: RunNumbers) -> str:
+    model = next(cell.model for cell in numbers.cells if cell.key == level.cell)
+    load = "alone" if level.is_single_stream else f"at {formatting.rate(level.rate_per_second)}"
+    return f"{model_title(model)} {load}"
+
+
+def _sum(*parts: int | None) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

@@ -1,0 +1,241 @@
+"""llama.cpp on the CPU or a GPU, by the low-level API of llama-cpp-python.
+
+One context with a sequence per slot. A step is one `llama_decode`, or a few (see batching.py), over
+a batch whose arrays are numpy views on llama.cpp's own; the logits are a view too.
+
+Measured, 135M Q4_0 on one AVX2 core, tokens/s of 8 rows at 500 tokens each: a KV part per slot 130
+without flash attention and 100 with it, a unified pool 50 and 69. With parts, each run of
+neighbouring slots is a pass over the weights; the worst case, every second slot, costs a third.
+
+Flash attention stays off on the CPU: it sums in half precision for fewer than 64 tokens, so that
+logits depend on how a prompt was cut (by up to 1.0 on 135M Q4_0). Without it they are the same to
+the bit, and `calls_of` skips what is masked as well (prompt of 262 tokens: 991 ms in one piece,
+860 cut, 859 with flash attention).
+
+llama.cpp aborts the process on some failures, which is why engines are child processes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from models.machine import cpu_name
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
+from serving.backends.kv_slots import FLOPS_PER_THREAD
+from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, calls_of, dummies, rides
+from serving.backends.llama_cpp.buffers import Batch, LogitsView
+from serving.backends.llama_cpp.library import LOG, build_details, flash_attention_said
+from serving.backends.llama_cpp.loading import Loader, Progress, is_memory
+from serving.backends.llama_cpp.options import LlamaOptions
+from serving.backends.options import parse_options
+from serving.errors import EngineFailed, KvFull, OutOfMemory
+from serving.hardware.memory import resident_bytes
+from serving.sampling.sampler import sample
+from serving.sampling.types import Row, Sampled
+
+CAN = frozenset(CAPABILITIES)
+READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; a round figure
+_OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
+
+
+class LlamaCppBackend:
+    """See serving.backends.base.Backend."""
+
+    def __init__(self, config: EngineConfig, progress: Progress) -> None:
+        self._model: Any = None
+        self._context: Any = None
+        self._batch: Batch | None = None
+        options = parse_options(LlamaOptions, config.options, "llama_cpp")
+        self._loader = loader = Loader(config, options)
+        self._llama = llama = loader.llama
+        self._threads = loader.threads
+        self._unified = loader.is_unified
+        self._lengths = [0] * config.slots
+        self.last_decode_seconds: float | None = None
+        try:
+            predicted = loader.dry_run() if options.dry_run else None
+            self._model, self._context, measured = loader.load(progress)
+            self._memory = llama.llama_get_memory(self._context)
+            vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+            self._batch = Batch(llama, llama.llama_n_batch(self._context))
+            self._can_rewind = not (
+                llama.llama_model_is_recurrent(self._model)
+                or llama.llama_model_is_hybrid(self._model)
+            )
+            self._least_cut = self._tokens_worth_a_cut(config)
+            self._logits = LogitsView(llama, self._context, config.slots, vocabulary)
+            self.info = self._describe(config, vocabulary, predicted, measured)
+            if options.warm_up:
+                progress("first step", None)
+                self.step([Row(0, np.zeros(1, np.int32), 0, wants_token=True)])
+                self.truncate(0, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        """See serving.backends.base.Backend.step."""
+        for row in rows:
+            if row.start != self._lengths[row.slot]:
+                self.truncate(row.slot, row.start)
+        by_slot = {row.slot: row for row in rows}
+        drawn: dict[int, Sampled] = {}
+        self.last_decode_seconds = None
+        calls = [rows]
+        if self._least_cut is not None:
+            calls = calls_of(rows, self._least_cut, 4 * self._threads)
+        for call in calls:
+            before = time.perf_counter()
+            self._decode(self._filled_up(call))
+            if all(len(row.tokens) == 1 for row in call):
+                self.last_decode_seconds = time.perf_counter() - before
+            asking = [by_slot[piece.slot] for piece in call if piece.wants_token]
+            if asking:
+                tokens = sample(self._logits(len(asking)), asking)
+                drawn |= zip([row.slot for row in asking], tokens, strict=True)
+        return [drawn[row.slot] for row in rows if row.wants_token]
+
+    def _decode(self, rows: list[Row]) -> None:
+        batch = self._batch
+        assert batch is not None, "step() after close()"
+        batch.fill(rows)
+        code = self._llama.llama_decode(self._context, batch.batch)
+        if code != _OK:
+            self._failed(code, batch.batch.n_tokens)
+        for row in rows:
+            if row.tokens is NO_TOKEN:
+                self._llama.llama_memory_seq_rm(self._memory, row.slot, row.start, -1)
+            else:
+                self._lengths[row.slot] = row.start + len(row.tokens)
+
+    def _filled_up(self, call: list[Row]) -> list[Row]:
+        """A call of single tokens with dummy rows, whose KV entries are dropped again."""
+        is_decode = all(len(row.tokens) == 1 for row in call)
+        if self._least_cut is None or not self._can_rewind or not is_decode:
+            return call
+        present = {row.slot for row in call}
+        free = {
+            slot
+            for slot, length in enumerate(self._lengths)
+            if slot not in present and length < self.info.context_tokens
+        }
+        extra = [
+            Row(slot, NO_TOKEN, self._lengths[slot], wants_token=False)
+            for slot in dummies(present, free)
+        ]
+        return sorted([*call, *extra], key=lambda row: row.slot) if extra else call
+
+    def rides(self, decoding: Collection[int], slot: int) -> bool:
+        """See serving.backends.base."""
+        return self._least_cut is not None and rides(decoding, slot)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Prefix reuse. The unified pool shares the cells, and nothing is moved."""
+        if source == target or tokens > self._lengths[source]:
+            raise ValueError(
+                f"copy of {tokens} tokens from slot {source} (holding {self._lengths[source]}) "
+                f"to slot {target}"
+            )
+        llama, memory = self._llama, self._memory
+        llama.llama_memory_seq_rm(memory, target, -1, -1)
+        if self._unified:
+            llama.llama_memory_seq_cp(memory, source, target, 0, tokens)
+        else:  # a part can only be copied whole
+            llama.llama_memory_seq_cp(memory, source, target, -1, -1)
+            llama.llama_memory_seq_rm(memory, target, tokens, -1)
+        self._lengths[target] = tokens
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """See serving.backends.base.Backend.truncate."""
+        held = self._lengths[slot]
+        if tokens > held:
+            raise ValueError(f"slot {slot} holds {held} tokens, and a row starts at {tokens}")
+        if tokens < held:
+            if not self._llama.llama_memory_seq_rm(self._memory, slot, tokens, -1):
+                raise EngineFailed(
+                    f"llama.cpp cannot cut slot {slot} back from {held} to {tokens} tokens: "
+                    "this model's state cannot be rewound"
+                )
+            self._lengths[slot] = tokens
+
+    def close(self) -> None:
+        """See serving.backends.base.Backend.close."""
+        if self._batch is not None:
+            self._batch.free()
+        if self._context is not None:
+            self._llama.llama_free(self._context)
+        if self._model is not None:
+            self._llama.llama_model_free(self._model)
+        self._batch = self._context = self._model = None
+
+    def _tokens_worth_a_cut(self, config: EngineConfig) -> int | None:
+        """From how many tokens on a run is cut where its KV block ends; None: steps stay whole.
+
+        NEVER with flash attention, which skips what is masked. Whole on a GPU, and in a unified
+        pool, whose passes take any mix of rows.
+        """
+        if config.device != "cpu" or self._unified:
+            return None
+        if self._loader.attention != "off":
+            return NEVER
+        llama, model = self._llama, self._model
+        width, layers = llama.llama_model_n_embd(model), llama.llama_model_n_layer(model)
+        saved_flops = 4 * KV_BLOCK * width * layers
+        another_pass_seconds = llama.llama_model_size(model) / READ_BYTES_PER_SECOND
+        tokens: int = round(another_pass_seconds * FLOPS_PER_THREAD * self._threads / saved_flops)
+        return min(KV_BLOCK, max(1, tokens))
+
+    def _describe(
+        self,
+        config: EngineConfig,
+        vocabulary: int,
+        predicted: MemoryParts | None,
+        measured: MemoryParts,
+    ) -> BackendInfo:
+        llama, options, model = self._llama, self._loader.options, self._model
+        ftype = (llama.llama_ftype_name(llama.llama_model_ftype(model)) or b"").decode()
+        whole = config.slots * config.context_tokens
+        details = build_details(llama) | {
+            "threads": str(self._threads),
+            "prefill_threads": str(options.prefill_threads or self._threads),
+            "flash_attention": flash_attention_said(LOG.lines, self._loader.attention),
+            "kv_unified": str(self._unified).lower(),
+            "kv_dtype": config.kv_dtype,
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+            "ubatch_tokens": str(llama.llama_n_ubatch(self._context)),
+            "repack": "yes" if any("REPACK model buffer" in line for line in LOG.lines) else "no",
+            "model_file_type": ftype,
+            "model_bytes": str(llama.llama_model_size(model)),
+            "parameters": str(llama.llama_model_n_params(model)),
+            "rss_bytes": str(resident_bytes()),
+        }
+        gpus = [line.split("device ", 1)[1] for line in LOG.lines if "using device" in line]
+        return BackendInfo(
+            name="llama_cpp",
+            device=config.device,
+            device_name=(cpu_name() or "CPU") if config.device == "cpu" else [*gpus, "GPU"][0],
+            slots=config.slots,
+            context_tokens=config.context_tokens,
+            kv_tokens=min(whole, config.kv_tokens or whole),
+            vocabulary=vocabulary,
+            weight_format=config.weight_format or ftype.split(" - ")[0],
+            step_tokens=llama.llama_n_batch(self._context),
+            predicted=predicted,
+            measured=measured,
+            capabilities=CAN,
+            details=details,
+        )
+
+    def _failed(self, code: int, tokens: int) -> None:
+        if code == _KV_FULL:
+            room = self.info.kv_tokens
+            raise KvFull(f"a step of {tokens} tokens found no room among {room} KV tokens")
+        reason = LOG.reason("no reason given")
+        if is_memory(reason):
+            raise OutOfMemory(f"llama.cpp ran out of memory in a step of {tokens} tokens: {reason}")
+        raise EngineFailed(f"llama_decode returned {code} for a step of {tokens} tokens: {reason}")

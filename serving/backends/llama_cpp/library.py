@@ -1,0 +1,188 @@
+"""llama.cpp as a library: loading it, its log, its build, and what it says of its memory.
+
+`library()` imports llama_cpp late: libgomp reads its environment once, when it is loaded. The log
+of the process goes to one LogTail, so that an error message can end with llama.cpp's own words.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import importlib.metadata
+import os
+import re
+import sys
+from typing import Any
+
+import msgspec
+
+from models.machine import cpu_flags
+from serving.backends.base import MemoryParts
+from serving.errors import BackendUnavailable, Unsupported
+
+PACKAGE = "llama-cpp-python"
+
+# ggml's numbers for KV types (enum ggml_type), llama.cpp's for flash attention.
+KV_TYPES: dict[str, int] = {"fp32": 0, "fp16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
+FLASH_ATTENTION: dict[str, int] = {"auto": -1, "off": 0, "on": 1}
+_LOG_DEBUG, _LOG_WARN, _LOG_ERROR, _LOG_CONTINUED = 1, 3, 4, 5
+
+# What /proc/cpuinfo calls an instruction set -> what llama_print_system_info calls it.
+ISA: dict[str, str] = {
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "avx512f": "AVX512",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx_vnni": "AVX_VNNI",
+    "avx512_bf16": "AVX512_BF16",
+    "amx_int8": "AMX_INT8",
+    "asimddp": "DOTPROD",
+    "i8mm": "MATMUL_INT8",
+    "sve": "SVE",
+}
+
+
+class LogTail:
+    """llama.cpp's log: the last errors for messages, and the lines of a load for `memory_parts`."""
+
+    def __init__(self) -> None:
+        self.errors: collections.deque[str] = collections.deque(maxlen=8)
+        self.lines: list[str] = []
+        self.recording = False
+        self._level = _LOG_DEBUG
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
+            self._take
+        )
+
+    def install(self, llama: Any) -> None:
+        """Make this the log of the process, which has only one."""
+        llama.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def record(self) -> None:
+        self.lines = []
+        self.recording = True
+        self.errors.clear()
+
+    def stop(self) -> list[str]:
+        self.recording = False
+        return self.lines
+
+    def reason(self, fallback: str) -> str:
+        """The last errors in llama.cpp's words, without paths; `fallback` where it said nothing."""
+        text = "; ".join(self.errors) or fallback
+        return re.sub(r"(?:/[^/\s'\"]+)+/", "", text)
+
+    def _take(self, level: int, text: bytes, _: Any) -> None:
+        if level == _LOG_CONTINUED:
+            level = self._level
+        self._level = level
+        if level == _LOG_DEBUG:
+            return
+        line = text.decode("utf-8", "replace").strip()
+        if level in (_LOG_WARN, _LOG_ERROR) and line:
+            self.errors.append(line)
+        if self.recording:
+            self.lines.append(line)
+
+
+LOG = LogTail()
+
+
+def library(wait_policy: str = "default", must: bool = True) -> Any:
+    """The llama_cpp module with its log in LOG.
+
+    Raises BackendUnavailable where it cannot be imported, Unsupported where it is loaded already
+    with another `wait_policy` and `must` is set.
+    """
+    is_loaded = "llama_cpp" in sys.modules
+    if wait_policy != "default" and (must or not is_loaded):
+        if is_loaded and os.environ.get("OMP_WAIT_POLICY") != wait_policy:
+            raise Unsupported(
+                f"option wait_policy = {wait_policy!r} comes too late: llama.cpp is loaded in "
+                "this process already",
+                "wait_policy",
+            )
+        os.environ["OMP_WAIT_POLICY"] = wait_policy
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as problem:  # RuntimeError: of its shared library
+        raise BackendUnavailable(
+            f"{PACKAGE} cannot be imported: {problem}; pip install 'llm-crossover[llama-cpp]'"
+        ) from problem
+    LOG.install(llama_cpp)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+def build_details(llama: Any) -> dict[str, str]:
+    """Which build this is. `isa_unused`: what the CPU has and the build does not use."""
+    system = llama.llama_print_system_info().decode().strip(" |\n")
+    details = {
+        "llama_cpp": llama.llama_version().decode(),
+        "package": f"{PACKAGE} {importlib.metadata.version(PACKAGE)}",
+        "wheel": _wheel_origin(),
+        "system_info": system,
+    }
+    missing = missing_isa(system, cpu_flags())
+    if missing:
+        details["isa_unused"] = ", ".join(missing)
+    return details
+
+
+def missing_isa(system_info: str, cpu_flags: frozenset[str]) -> list[str]:
+    """Instruction sets of the CPU that the build was not compiled for, in llama.cpp's names."""
+    built = {
+        name.strip().split(": ")[-1] for name in re.findall(r"([\w: ]+?)\s*=\s*1", system_info)
+    }
+    return [name for flag, name in ISA.items() if flag in cpu_flags and name not in built]
+
+
+def _wheel_origin() -> str:
+    """Tag and origin of the installed wheel. PyPI has sources only: pip builds the wheel here."""
+    distribution = importlib.metadata.distribution(PACKAGE)
+    tag = re.search(r"^Tag: (.*)$", distribution.read_text("WHEEL") or "", re.MULTILINE)
+    parts = [tag.group(1) if tag else "unknown tag"]
+    origin = distribution.read_text("direct_url.json")
+    if origin:
+        url = str(msgspec.json.decode(origin).get("url", ""))
+        parts.append("from a file" if url.startswith("file:") else f"from {url}")
+    elif tag and "manylinux" in tag.group(1):
+        parts.append("prebuilt")
+    else:
+        parts.append("built from source where it was installed")
+    return ", ".join(parts)
+
+
+_BUFFER = re.compile(r"(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
+_KV_SIZE = re.compile(r"llama_kv_cache\w*: size =\s*([\d.]+) MiB")
+
+
+def memory_parts(lines: list[str]) -> MemoryParts:
+    """What a load allocated on all devices, by llama.cpp's log (rounded to 0.01 MiB a line)."""
+    sums: dict[str, float] = {}
+    for line in lines:
+        found = _BUFFER.search(line)
+        if found:
+            sums[found.group(1)] = sums.get(found.group(1), 0.0) + float(found.group(2))
+
+    def together(*kinds: str) -> int | None:
+        known = [sums[kind] for kind in kinds if kind in sums]
+        return round(sum(known) * 2**20) if known else None
+
+    return MemoryParts(together("model"), together("KV", "RS"), together("compute", "output"))
+
+
+def dry_run_parts(lines: list[str], weight_bytes: int) -> MemoryParts:
+    """The same from a dry run, whose weight and KV buffers are empty: other lines tell these."""
+    kv = [float(found.group(1)) for line in lines if (found := _KV_SIZE.search(line))]
+    return MemoryParts(
+        weight_bytes, round(sum(kv) * 2**20) if kv else None, memory_parts(lines).compute_bytes
+    )
+
+
+def flash_attention_said(lines: list[str], asked: str) -> str:
+    """What became of "auto", in llama.cpp's words."""
+    mark = "Flash Attention "
+    said = [line.rpartition(mark)[2].strip() for line in lines if mark in line]
+    return said[-1] if said and asked == "auto" else asked

@@ -1,0 +1,242 @@
+"""ONNX Runtime on the CPU: a session over a converted graph, with continuous batching.
+
+Two kinds of graph are served: see graph.py for the difference, fused.py and growing.py for how.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from models.errors import BrokenWeights
+from models.manifest import Manifest, read_manifest, verify
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
+from serving.backends.kv_slots import rider_tokens
+from serving.backends.onnx.fused import SlotGraph
+from serving.backends.onnx.graph import (
+    KV_NAMES,
+    GraphFacts,
+    graph_file,
+    is_batch_dependent,
+    read_facts,
+    read_json,
+    resident_bytes,
+    weight_bytes,
+)
+from serving.backends.onnx.growing import GrowingGraph
+from serving.backends.options import parse_options
+from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
+from serving.hardware.memory import anonymous_bytes, refuse_shortage
+from serving.sampling.sampler import sample
+from serving.sampling.types import Row, Sampled
+
+CAN = frozenset(CAPABILITIES)
+_OPTIMISATION = {
+    "all": "ORT_ENABLE_ALL",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "basic": "ORT_ENABLE_BASIC",
+    "none": "ORT_DISABLE_ALL",
+}
+_COMPUTE_BYTES = 150 << 20  # arena, thread pools, onnxruntime itself; measured 120 to 180 MB
+
+
+class OnnxOptions(msgspec.Struct, frozen=True):
+    """`--option key=value` of the onnx backend."""
+
+    file: str | None = None  # which .onnx file of the folder; None: model.onnx
+    spinning: bool = True  # idle threads spin between operators; off where cores are shared
+    optimisation: Literal["all", "extended", "basic", "none"] = "all"  # of the graph
+    arena: bool = True  # onnxruntime's memory arena
+    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a call
+
+
+class OnnxBackend:
+    """See serving.backends.base.Backend."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
+        options = parse_options(OnnxOptions, config.options, "onnx")
+        if config.device != "cpu":
+            raise BackendUnavailable(
+                f"the onnx backend runs on the CPU; device={config.device!r} was asked for"
+            )
+        file = graph_file(config.model_path, options.file)
+        manifest = read_manifest(file.parent)
+        if manifest is not None:
+            verify(file.parent, manifest, progress=progress)
+        resident = resident_bytes(file)
+        refuse_shortage(resident + _COMPUTE_BYTES, f"the weights of {file.name}")
+        threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
+        progress(f"loading {file.name}", None)
+        onnxruntime = _library()  # imported first: its memory is not the weights'
+        before = anonymous_bytes()
+        self._session = _session(onnxruntime, file, options, threads)
+        loaded = max(0, anonymous_bytes() - before)
+        facts = read_facts(self._session, file)
+        _check_config(config, facts)
+        slots, context = config.slots, config.context_tokens
+        kv_tokens = min(config.kv_tokens or slots * context, slots * context)
+        # Pages of idle slots are never touched.
+        kv_needed = kv_tokens * facts.kv_bytes_per_token
+        refuse_shortage(kv_needed, f"the KV cache of {kv_tokens} tokens")
+        self._graph: SlotGraph | GrowingGraph | None
+        if facts.grouped:
+            flops = 2 * weight_bytes(file)  # about a weight a byte
+            price = rider_tokens(flops, threads, facts.kv_bytes_per_token)
+            self._graph = SlotGraph(self._session, facts, slots, context, price)
+        else:
+            self._graph = GrowingGraph(self._session, facts, slots, context)
+        self._chunk = options.prefill_chunk
+        stored = manifest.weight_format if manifest is not None else file.stem
+        self.info = BackendInfo(
+            name="onnx",
+            device="cpu",
+            device_name="CPU",
+            slots=slots,
+            context_tokens=context,
+            kv_tokens=kv_tokens,
+            vocabulary=facts.vocabulary,
+            weight_format=config.weight_format or stored,
+            step_tokens=max(512, 2 * slots),
+            predicted=MemoryParts(
+                resident, slots * context * facts.kv_bytes_per_token, _COMPUTE_BYTES
+            ),
+            measured=MemoryParts(loaded, self._graph.kv_bytes if facts.grouped else None),
+            capabilities=CAN,
+            details=_details(file, facts, manifest, options, threads),
+        )
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        """See serving.backends.base.Backend.step."""
+        if self._graph is None:
+            raise EngineFailed("the backend is closed")
+        try:
+            logits, wanted = self._graph.run(rows, self._chunk)
+        except MemoryError as problem:
+            tokens = sum(len(row.tokens) for row in rows)
+            raise OutOfMemory(
+                f"a step of {tokens} tokens did not fit in memory: {problem}"
+            ) from problem
+        except RuntimeError as problem:  # onnxruntime's exceptions derive from it
+            if _is_memory(str(problem)):
+                raise OutOfMemory(f"onnxruntime ran out of memory: {problem}") from problem
+            raise EngineFailed(f"onnxruntime failed in a step: {problem}") from problem
+        if not wanted:
+            return []
+        drawn = dict(zip([row.slot for row in wanted], sample(logits, wanted), strict=True))
+        return [drawn[row.slot] for row in rows if row.wants_token]
+
+    @property
+    def last_decode_seconds(self) -> float | None:
+        """See serving.backends.base."""
+        return None if self._graph is None else self._graph.last_decode_seconds
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """See serving.backends.base.Backend.copy."""
+        if self._graph is not None:
+            self._graph.copy(source, target, tokens)
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """See serving.backends.base.Backend.truncate."""
+        if self._graph is not None:
+            self._graph.truncate(slot, tokens)
+
+    def close(self) -> None:
+        """See serving.backends.base.Backend.close."""
+        if self._graph is not None:
+            self._graph.close()
+        self._graph = None
+        self._session = None
+
+
+def _library() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as problem:
+        raise BackendUnavailable(
+            f"onnxruntime cannot be imported: {problem}; pip install 'llm-crossover[onnx]'"
+        ) from problem
+    return onnxruntime
+
+
+def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int) -> Any:
+    levels = onnxruntime.GraphOptimizationLevel
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = threads
+    settings.inter_op_num_threads = 1
+    settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+    settings.graph_optimization_level = getattr(levels, _OPTIMISATION[options.optimisation])
+    settings.enable_cpu_mem_arena = options.arena
+    settings.log_severity_level = 3
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
+    try:
+        return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+    except MemoryError as problem:
+        raise OutOfMemory(f"{file.name} does not fit in memory: {problem}") from problem
+    except Exception as problem:  # onnxruntime has a class for every kind of broken file
+        text = str(problem).replace(str(file.parent), "").strip()
+        if _is_memory(text):
+            raise OutOfMemory(f"{file.name} does not fit in memory: {text}") from problem
+        raise BrokenWeights(
+            f"onnxruntime {onnxruntime.__version__} cannot load {file.name}: {text[:300]}"
+        ) from problem
+
+
+def _is_memory(text: str) -> bool:
+    return "bad_alloc" in text or "Failed to allocate" in text
+
+
+def _check_config(config: EngineConfig, facts: GraphFacts) -> None:
+    slots, context = config.slots, config.context_tokens
+    if slots < 1 or context < 1:
+        raise Unsupported(
+            f"slots and context_tokens must be at least 1, got {slots} and {context}", "slots"
+        )
+    if facts.context_tokens is not None and context > facts.context_tokens:
+        raise Unsupported(
+            f"context_tokens is {context}, and the model was made for {facts.context_tokens}",
+            "context_tokens",
+        )
+    if config.kv_dtype in ("q8_0", "q4_0"):
+        raise Unsupported(
+            f"kv_dtype {config.kv_dtype} is llama.cpp's; this graph's KV cache is "
+            f"{KV_NAMES[facts.kv_type]}, fixed when it was converted",
+            "kv_dtype",
+        )
+
+
+def _details(
+    file: Path, facts: GraphFacts, manifest: Manifest | None, options: OnnxOptions, threads: int
+) -> dict[str, str]:
+    import onnxruntime
+
+    if facts.grouped:
+        batching = (
+            "decode rows in one call over neighbouring KV rows, appended in place; "
+            "prompts one call each"
+        )
+    elif facts.position_ids:
+        batching = "decode rows in one call, padded on the left; the cache is copied every step"
+    else:
+        batching = "row by row (the graph has no position_ids); the cache is copied every step"
+    details = {
+        "onnxruntime": onnxruntime.__version__,
+        "graph": "GroupQueryAttention" if facts.grouped else "growing past_key_values",
+        "batching": batching,
+        "kv_dtype": KV_NAMES[facts.kv_type],
+        "threads": str(threads),
+        "spinning": str(options.spinning).lower(),
+        "optimisation": options.optimisation,
+    }
+    if manifest is not None and manifest.quality_kl_nats is not None:
+        details["quality_kl_nats"] = f"{manifest.quality_kl_nats:.3g}"
+    conversion = read_json(file.parent / "conversion.json")
+    for key in ("exporter", "quantiser_target", "activation_scales"):
+        if key in conversion:
+            details[key] = str(conversion[key]).lower()
+    if is_batch_dependent(file):
+        details["batch_dependent"] = "true"
+    return details

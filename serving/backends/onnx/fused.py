@@ -1,0 +1,194 @@
+"""Serving a GroupQueryAttention graph over fixed KV rows, with no copying between steps.
+
+Each layer's keys and values are one numpy buffer [rows, kv_heads, context, head_dim]. The graph's
+past_* and present_* are bound to the same view of rows lo..hi, so the operator appends in place;
+how long each row is enters by the sums of `attention_mask`. A ragged decode step is one call with
+no padding, and a prompt is prefilled straight into its row, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.backends.kv_slots import RowMap
+from serving.backends.onnx.graph import KV_TYPES, GraphFacts
+from serving.errors import EngineFailed
+from serving.sampling.types import Row
+
+Logits = npt.NDArray[np.float32]
+_KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
+_MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees few different shapes
+
+
+class SlotGraph:
+    """A session, its KV rows and its bindings. `rider_tokens`: see kv_slots."""
+
+    def __init__(
+        self, session: Any, facts: GraphFacts, slots: int, context_tokens: int, rider_tokens: float
+    ) -> None:
+        import onnxruntime
+
+        self._ort = onnxruntime
+        self._session = session
+        self._facts = facts
+        self.rows = RowMap(slots, context_tokens, rider_tokens)
+        shape = (slots, facts.kv_heads, context_tokens, facts.head_dim)
+        self._names = [
+            f"{layer}.{kind}" for layer in range(facts.layers) for kind in ("key", "value")
+        ]
+        # Zeroed pages cost nothing until they are written: idle slots take address space only.
+        self._kv = [np.zeros(shape, KV_TYPES[facts.kv_type]) for _ in self._names]
+        self._ids = np.zeros((slots, 1), np.int64)
+        self._positions = np.zeros((slots, 1), np.int64)
+        self._out = np.zeros(
+            (slots, 1, facts.vocabulary),
+            np.float16 if facts.logits_type == "tensor(float16)" else np.float32,
+        )
+        self._columns = np.arange(context_tokens, dtype=np.int64)
+        self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self.last_decode_seconds: float | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._kv)
+
+    def run(self, rows: list[Row], chunk: int) -> tuple[Logits, list[Row]]:
+        """Logits [n, vocabulary] of the rows that want a token, and these rows in that order.
+
+        Rows of one token share a call; longer ones have calls of at most `chunk` tokens.
+        """
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        parts: list[tuple[Logits, list[Row]]] = []
+        self.last_decode_seconds = None
+        if decoding:
+            before = time.perf_counter()
+            parts.append(self._decode(decoding))
+            self.last_decode_seconds = time.perf_counter() - before
+        for row in rows:
+            if len(row.tokens) > 1:
+                logits = self._prefill(row, chunk)
+                if row.wants_token:
+                    parts.append((logits, [row]))
+        if len(parts) == 1:
+            return parts[0]
+        wanted = [row for _, part in parts for row in part]
+        if not wanted:
+            return np.zeros((0, self._facts.vocabulary), np.float32), []
+        return np.concatenate([logits for logits, part in parts if part]), wanted
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """The first `tokens` entries of slot `source` into slot `target`."""
+        a, b = self.rows.copied(source, target, tokens)
+        if a != b:
+            for buffer in self._kv:
+                buffer[b, :, :tokens] = buffer[a, :, :tokens]
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """Keep the first `tokens` entries of a slot."""
+        self.rows.truncate(slot, tokens)
+
+    def close(self) -> None:
+        """Drop bindings and buffers."""
+        self._bindings.clear()
+        self._kv = []
+
+    def _decode(self, rows: list[Row]) -> tuple[Logits, list[Row]]:
+        for row in rows:
+            self.rows.length[self.rows.place_of(row)] = row.start
+        window = self.rows.window([row.slot for row in rows])
+        for a, b in window.swaps:
+            self._swap(a, b)
+        totals = np.array(self.rows.length[window.lo : window.hi], np.int64) + 1
+        ids = self._ids[window.lo : window.hi]
+        ids[:] = 0
+        by_place: dict[int, Row] = {}
+        for row in rows:
+            place = self.rows.row_of[row.slot]
+            by_place[place] = row
+            ids[place - window.lo, 0] = row.tokens[0]
+        self._positions[window.lo : window.hi, 0] = totals - 1
+        out = self._call(window.lo, window.hi, totals, None)[:, -1]
+        places = sorted(by_place)
+        for place in places:
+            self.rows.length[place] += 1
+        wanted = [place for place in places if by_place[place].wants_token]
+        if len(wanted) != window.hi - window.lo:
+            out = out[[place - window.lo for place in wanted]]
+        return _as_float32(out), [by_place[place] for place in wanted]
+
+    def _prefill(self, row: Row, chunk: int) -> Logits:
+        place = self.rows.place_of(row)
+        ids = row.tokens.astype(np.int64)[None]
+        out: npt.NDArray[Any] = np.zeros((1, 0), np.float32)
+        for first in range(0, ids.shape[1], chunk):
+            piece = np.ascontiguousarray(ids[:, first : first + chunk])
+            total = row.start + first + piece.shape[1]
+            out = self._call(place, place + 1, np.array([total], np.int64), piece)[:, -1]
+            self.rows.length[place] = total
+        # The output buffer is used again by the next call of this step.
+        return _as_float32(out.copy())
+
+    def _call(
+        self, lo: int, hi: int, totals: npt.NDArray[np.int64], ids: npt.NDArray[np.int64] | None
+    ) -> npt.NDArray[Any]:
+        """Logits [hi - lo, 1 or n, vocabulary], a view. `ids`: [1, n]; None: self._ids."""
+        binding = self._binding(lo, hi)
+        longest = int(totals.max())
+        width = min(self.rows.context_tokens, -(-longest // _MASK_GRAIN) * _MASK_GRAIN)
+        binding.bind_cpu_input(
+            "attention_mask", (self._columns[:width] < totals[:, None]).astype(np.int64)
+        )
+        tokens = 1
+        if ids is None:
+            binding.bind_cpu_input("input_ids", self._ids[lo:hi])
+            positions = self._positions[lo:hi]
+        else:
+            tokens = ids.shape[1]
+            binding.bind_cpu_input("input_ids", ids)
+            positions = np.arange(longest - tokens, longest, dtype=np.int64)[None]
+        if self._facts.position_ids:
+            binding.bind_cpu_input("position_ids", positions)
+        if tokens == 1 or self._facts.last_logits_only:
+            out: npt.NDArray[Any] = self._out[lo:hi]
+        else:
+            out = np.empty((hi - lo, tokens, self._facts.vocabulary), self._out.dtype)
+        binding.bind_ortvalue_output("logits", self._ort.OrtValue.ortvalue_from_numpy(out))
+        self._session.run_with_iobinding(binding)
+        return out
+
+    def _binding(self, lo: int, hi: int) -> Any:
+        binding = self._bindings.get((lo, hi))
+        if binding is None:
+            binding = self._session.io_binding()
+            for name, buffer in zip(self._names, self._kv, strict=True):
+                view = self._ort.OrtValue.ortvalue_from_numpy(buffer[lo:hi])
+                if view.data_ptr() != buffer[lo:hi].ctypes.data:
+                    raise EngineFailed(
+                        "onnxruntime copied a KV buffer instead of using it in place; "
+                        "this version cannot be used"
+                    )
+                binding.bind_ortvalue_input(f"past_key_values.{name}", view)
+                binding.bind_ortvalue_output(f"present.{name}", view)
+            self._bindings[lo, hi] = binding
+            if len(self._bindings) > _KEPT_BINDINGS:
+                self._bindings.popitem(last=False)
+        else:
+            self._bindings.move_to_end((lo, hi))
+        return binding
+
+    def _swap(self, a: int, b: int) -> None:
+        held_a, held_b = self.rows.length[a], self.rows.length[b]
+        for buffer in self._kv:
+            kept = buffer[a, :, :held_a].copy() if held_b else buffer[a, :, :held_a]
+            buffer[a, :, :held_b] = buffer[b, :, :held_b]
+            buffer[b, :, :held_a] = kept
+        self.rows.swap(a, b)
+
+
+def _as_float32(values: npt.NDArray[Any]) -> Logits:
+    return values if values.dtype == np.float32 else values.astype(np.float32)

@@ -1,0 +1,115 @@
+"""What the product knows about a backend before it imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+import msgspec
+
+from models.formats import DEFAULT_FORMATS, FORMATS
+from models.spec import ModelSpec
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Memory beside weights and KV cache: libraries, buffers, tokenizer, copies of weights."""
+
+    fixed_bytes: int
+    bytes_per_hidden: int = 0
+    bytes_per_vocabulary: int = 0
+    weight_share: float = 0.0
+    format_shares: Mapping[str, float] = field(default_factory=dict)  # instead of weight_share
+
+    def total_bytes(
+        self, model: ModelSpec, weight_format: str, weight_bytes: int, slots: int
+    ) -> int:
+        """Bytes for this model; each slot has a row of float32 logits."""
+        share = self.format_shares.get(weight_format, self.weight_share)
+        return (
+            self.fixed_bytes
+            + self.bytes_per_hidden * model.hidden
+            + (self.bytes_per_vocabulary + 4 * slots) * model.vocabulary
+            + int(share * weight_bytes)
+        )
+
+
+UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0, 600, 0.35)
+
+
+@dataclass(frozen=True)
+class KvRequest:
+    """What decides the type that a KV cache is held in."""
+
+    asked: str  # --kv-dtype
+    weight_format: str
+    device: str  # "cpu" or "gpu"
+    isa: AbstractSet[str]  # CPU flags
+
+
+def kv_as_asked(request: KvRequest) -> str:
+    """The backend stores the KV cache as --kv-dtype says."""
+    return request.asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendSpec:
+    """One row of serving.backends.BACKENDS. None and "": there is none."""
+
+    cls: str  # "module:Class", imported when the backend is chosen
+    overhead: Mapping[str, Overhead]  # by device, "cpu" or "gpu"; other devices are refused
+    weights: str | None  # kind of files: gguf, hf, onnx, none; None: any
+    default_format: str = ""  # "": the kind's
+    also_reads: tuple[str, ...] = ()  # formats of files that others made
+    cpu_formats: tuple[str, ...] = ()  # formats that only the CPU computes with
+    kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
+    package: str | None = None  # Python package that must be installed
+    extra: str = ""  # pip extra that installs it
+    probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
+    huge_pages: bool = False  # large allocations are quicker on huge pages
+    is_compiled: bool = False  # pip compiles the package
+    gpu_advice: str = ""  # how to get a build for GPUs
+    about: str = ""  # what doctor says where nothing is probed
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.overhead)
+
+    def overhead_on(self, device: str) -> Overhead:
+        """Its overhead on a device; a guess for one that it does not name."""
+        return self.overhead.get(device, UNKNOWN_OVERHEAD)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Weight formats that can be made for it; (): any."""
+        return FORMATS[self.weights] if self.weights is not None else ()
+
+    @property
+    def format_by_default(self) -> str:
+        return self.default_format or DEFAULT_FORMATS[self.weights or "hf"]
+
+    @property
+    def has_weights(self) -> bool:
+        return self.weights != "none"
+
+    @property
+    def install(self) -> str:
+        """The command that installs its package."""
+        return f"pip install 'llm-crossover[{self.extra}]'"
+
+
+class BackendProbe(msgspec.Struct, frozen=True):
+    """What a backend's library says of itself. `works`: it can serve on the CPU."""
+
+    backend: str
+    works: bool
+    version: str | None = None
+    gpu: bool = False  # it can use a GPU here
+    gpu_note: str | None = None  # which device, or why not
+    gpu_cause: str | None = None  # a serving.errors.Cause
+    problem: str | None = None
+    details: dict[str, str] = {}
+    seconds: float | None = None

@@ -1,0 +1,134 @@
+"""What the torch backend is asked for, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from models.formats import PACKED_FORMATS
+from models.formatting import size
+from models.spec import ModelSpec
+from serving.backends.base import EngineConfig, MemoryParts
+from serving.backends.options import parse_options
+from serving.backends.torch.matrices import DTYPES
+from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
+from serving.hardware.memory import available_bytes
+
+
+class TorchOptions(msgspec.Struct, frozen=True):
+    """`--option key=value` of the torch backend. None: on a GPU yes, on the CPU no."""
+
+    graphs: bool | None = None  # CUDA graphs
+    device_sampling: bool | None = None  # draw on the device
+    margin: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.1  # of the GPU's memory left free
+    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a pass
+
+
+def check_options(given: dict[str, Any], device: str) -> TorchOptions:
+    """The options with every default filled in. Raises Unsupported."""
+    options = parse_options(TorchOptions, given, "torch")
+    is_gpu = device == "gpu"
+    if options.graphs and not is_gpu:
+        raise Unsupported("option graphs is true, and graphs need device gpu", "graphs")
+    return msgspec.structs.replace(
+        options,
+        graphs=is_gpu if options.graphs is None else options.graphs,
+        device_sampling=is_gpu if options.device_sampling is None else options.device_sampling,
+    )
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device. Raises Unsupported, BackendUnavailable."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "gpu":
+        raise Unsupported(f"device must be cpu or gpu, got {name!r}", "device")
+    if not torch.cuda.is_available():
+        built_for = torch.version.cuda or torch.version.hip or "the CPU only"
+        raise BackendUnavailable(f"torch {torch.__version__} finds no GPU (built for {built_for})")
+    return torch.device("cuda", 0)
+
+
+def chosen_format(wanted: str, stored: str, device: torch.device) -> str:
+    """What is asked for, else what is stored. Packed folders stay packed. Raises Unsupported."""
+    if not wanted or wanted == stored in PACKED_FORMATS:
+        return stored
+    packed = ", ".join(PACKED_FORMATS)
+    if stored in PACKED_FORMATS or wanted in PACKED_FORMATS:
+        problem = (
+            f"weight_format {wanted!r} was asked for and the folder holds {stored}; {packed} "
+            "are packed beforehand, not at load"
+        )
+    elif wanted not in DTYPES:
+        problem = (
+            f"the torch backend has no weight_format {wanted!r}; it has {', '.join(DTYPES)}, "
+            f"{packed}"
+        )
+    elif wanted == "fp16" and device.type == "cpu":
+        problem = "weight_format fp16 is for GPUs; on the CPU use bf16 or fp32"
+    else:
+        return wanted
+    raise Unsupported(problem, "weight_format")
+
+
+def check_config(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises Unsupported for sizes and KV types that cannot be."""
+    if config.slots < 1 or not 1 <= config.context_tokens <= spec.context:
+        raise Unsupported(
+            f"slots is {config.slots} and context_tokens {config.context_tokens}; at least 1 slot "
+            f"and 1 to {spec.context} tokens",
+            "context_tokens",
+        )
+    if config.kv_dtype not in ("fp16", "bf16", "fp32"):
+        raise Unsupported(
+            f"kv_dtype {config.kv_dtype!r} is not known to torch; the KV cache has the compute "
+            "type",
+            "kv_dtype",
+        )
+
+
+def compute_bytes(spec: ModelSpec, slots: int, chunk: int) -> int:
+    """Working memory of the largest step: activations of the widest layer, logits, the runtime."""
+    attention = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    widest = max(2 * spec.intermediate, 3 * spec.hidden, attention)
+    return 4 * (chunk + slots) * widest * 3 + 4 * slots * spec.vocabulary + (256 << 20)
+
+
+def check_memory(predicted: MemoryParts, device: torch.device, margin: float) -> None:
+    """Raises OutOfMemory where it cannot fit."""
+    if device.type == "cuda":
+        needed = predicted.total_bytes or 0
+        free, total = torch.cuda.mem_get_info(device)
+        usable = free - int(margin * total)
+        what = f"{size(free)} of the GPU's {size(total)} are free and {margin:.0%} are to stay so"
+    else:
+        needed = predicted.weight_bytes or 0  # pages of the KV cache count when they are written
+        usable = available_bytes()
+        what = f"{size(usable)} are available"
+    if needed > usable:
+        raise OutOfMemory(
+            f"weights of {size(predicted.weight_bytes or 0)} and a KV cache of "
+            f"{size(predicted.kv_bytes or 0)} do not fit: {what}; fewer slots or a shorter "
+            "context need less"
+        )
+
+
+class memory_errors:
+    """Turns torch's out-of-memory errors into OutOfMemory, its other ones into EngineFailed."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
+        if not isinstance(problem, RuntimeError | MemoryError):
+            return
+        text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        is_memory = "not enough memory" in text or "out of memory" in text
+        if is_memory or isinstance(problem, torch.OutOfMemoryError | MemoryError):
+            raise OutOfMemory(f"{self._what} did not fit in memory: {text}") from problem
+        raise EngineFailed(f"torch failed in {self._what}: {text}") from problem

@@ -1,0 +1,71 @@
+"""Files and variables that the command line names: API keys, certificate, ready file."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+
+from serving.errors import ServingError
+from serving.registry.options import ServeOptions
+
+
+def check_files(options: ServeOptions) -> None:
+    """Fail before the load for a file that cannot be read or written. Raises ServingError."""
+    certificate, key = options.tls_certificate, options.tls_key
+    if (certificate is None) != (key is None):
+        raise ServingError(
+            "--tls-certificate and --tls-key belong together; one of them is missing"
+        )
+    for name, file in (("--tls-certificate", certificate), ("--tls-key", key)):
+        if file is not None and not os.access(file, os.R_OK):
+            raise ServingError(f"{name} {file}: there is no such file, or it cannot be read")
+    if certificate is not None:
+        try:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificate, key, password="")
+        except (ssl.SSLError, OSError, ValueError) as problem:
+            raise ServingError(
+                f"--tls-certificate {certificate}, --tls-key {key}: "
+                f"not a certificate and its unencrypted key in PEM form: {problem}"
+            ) from problem
+    if options.ready_file is not None:
+        folder = Path(options.ready_file).absolute().parent
+        if not os.access(folder, os.W_OK):
+            raise ServingError(
+                f"--ready-file {options.ready_file}: "
+                "its folder does not exist or cannot be written to"
+            )
+
+
+def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
+    """The API key and the admin key; None where none is asked for. Raises ServingError."""
+    api = read_key(options.api_key_env, options.api_key_file, "--api-key")
+    admin = read_key(options.admin_key_env, options.admin_key_file, "--admin-key")
+    if admin is not None and admin == api:
+        raise ServingError(
+            "--admin-key-... is the same key as --api-key-...; "
+            "whoever may ask a model may not load and unload them"
+        )
+    return api, admin
+
+
+def read_key(variable: str | None, file: str | None, option: str) -> str | None:
+    """A key from a variable or a file; the command line could be read by every process."""
+    if variable and file:
+        raise ServingError(f"{option}-env and {option}-file exclude each other")
+    if variable:
+        key = os.environ.get(variable, "").strip()
+        if not key:
+            raise ServingError(f"{option}-env names {variable}, which is not set or empty")
+        return key
+    if file:
+        try:
+            key = Path(file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as problem:
+            reason = getattr(problem, "strerror", None) or problem
+            raise ServingError(f"{option}-file {file}: {reason}") from problem
+        if not key:
+            raise ServingError(f"{option}-file {file} is empty")
+        return key
+    return None

@@ -1,0 +1,281 @@
+"""From `crossover serve MODEL...` to a server that answers: prepare, listen, load, serve, drain.
+
+    status = launch(ServeOptions(models=("smollm2-135m",), port=0))
+
+The port is bound before anything slow happens, so a taken port is an error at once; the server
+listens while engines load (503 with the reason until they are ready). The first SIGTERM or SIGINT
+drains, a second one aborts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import uvicorn
+
+from models.cli import parse_bytes
+from serving.cli.announce import announce
+from serving.cli.console import Narrator
+from serving.cli.files import check_files, keys_of
+from serving.hardware.gpu import find_gpus
+from serving.http.admin import ROUTES as ADMIN_ROUTES
+from serving.http.admin import LoopbackOnly
+from serving.http.app import App, app_of
+from serving.http.connections import (
+    is_loopback,
+    listen,
+    room_for_connections,
+    server_options,
+    url_of,
+)
+from serving.http.limits import Limits
+from serving.http.tracing import make_tracer
+from serving.metrics import ServerMetrics
+from serving.placement.plan import Placement, explain
+from serving.registry.model import Desk
+from serving.registry.options import ModelOptions, ServeOptions, models_of, shared_of
+from serving.registry.prepare import Machine, Prepared, prepare
+from serving.registry.registry import Registry
+from serving.registry.room import RegistryLimits
+from serving.supervisor.admission import QueueBounds
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
+from serving.supervisor.tasks import Background
+
+RETURN_NEED = 1.2  # of the predicted need must be free on the GPU for a failback
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Listening(NamedTuple):
+    """An application on a bound port."""
+
+    app: Any
+    port: socket.socket
+    certificate: str | None = None
+    key: str | None = None
+
+
+def launch(options: ServeOptions) -> int:
+    """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
+    requests were cut off."""
+    narrator = Narrator(sys.stderr, as_json=options.log_format == "json")
+    check_files(options)
+    narrator.take_logging(options.log_requests)
+    api_key, admin_key = keys_of(options)
+    memory_limit = None
+    if options.memory_limit is not None:
+        memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
+    models = models_of(options)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(options.host, options.port))
+        if api_key is None and not is_loopback(listener):
+            narrator.say(
+                f"WARNING: --host {options.host} opens this server to everybody who can reach this "
+                "machine, since it has no key; --api-key-env or --api-key-file gives it one"
+            )
+        admin = None
+        if options.admin_port is not None:
+            admin = stack.enter_context(listen("127.0.0.1", options.admin_port))
+        machine = Machine(options.cache, options.api_cores, narrator.say, narrator.progress)
+        prepared = _prepared(models, machine, narrator)
+        os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
+        registry = Registry(
+            Desk(ServerMetrics()),
+            machine,
+            lambda one, placed: _supervisor(options, one, placed, narrator),
+            RegistryLimits(
+                memory_limit,
+                options.max_loaded_models,
+                options.load_wait_seconds,
+                options.drain_seconds,
+            ),
+            shared_of(options),
+        )
+        for one in prepared:
+            registry.add(one)
+        app = _app(options, registry.desk, narrator, (api_key, admin_key))
+        served = [Listening(app, listener, options.tls_certificate, options.tls_key)]
+        if admin is not None:
+            served.append(_admin(admin, app, admin_key, narrator))
+        return _run(_serve(options, registry, served, narrator))
+
+
+def _prepared(
+    models: Sequence[ModelOptions], machine: Machine, narrator: Narrator
+) -> list[Prepared]:
+    """The models with their files, and lines that say where each will run and why."""
+    facts = machine.facts()
+    prepared = [prepare(model, machine, facts) for model in models]
+    for one in prepared:
+        narrator.say(*explain(one.placement), one.note)
+        if one.model.standby == "warm" and len(one.configs) < 2:
+            narrator.say(
+                f"--standby warm: {one.name} has no engine to fall back to, so none stands by"
+            )
+    narrator.name_models = len(prepared) > 1
+    return prepared
+
+
+def _app(
+    options: ServeOptions, desk: Desk, narrator: Narrator, keys: tuple[str | None, str | None]
+) -> App:
+    """The endpoint, with the admin routes where they have a key and no port of their own."""
+    api_key, admin_key = keys
+    here = options.admin_port is None and admin_key is not None
+    return app_of(
+        desk,
+        _limits(narrator),
+        api_key,
+        admin=ADMIN_ROUTES if here else (),
+        admin_key=admin_key if here else None,
+        tracer=make_tracer(options.otlp_endpoint),
+    )
+
+
+def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -> Listening:
+    """The admin routes on their own port."""
+    open_to = "" if key else " (for anybody on this machine: no --admin-key-...)"
+    narrator.say(f"admin routes on {url_of(port)}/admin/{open_to}")
+    encoded = None if key is None else key.encode()
+    return Listening(LoopbackOnly(App(app.desk, app.limits, encoded, ADMIN_ROUTES)), port)
+
+
+def _limits(narrator: Narrator) -> Limits:
+    """The limits of requests and connections; fewer connections where the system allows fewer."""
+    limits = Limits()
+    connections = room_for_connections(limits.connections)
+    if connections < limits.connections:
+        narrator.say(
+            f"at most {connections} connections at once, not {limits.connections}: "
+            "the hard limit of open files (ulimit -Hn) allows no more"
+        )
+    return msgspec.structs.replace(limits, connections=connections)
+
+
+def _supervisor(
+    options: ServeOptions, prepared: Prepared, placed: Callable[[], Placement], narrator: Narrator
+) -> Supervisor:
+    """The supervisor of one model, not started."""
+    return Supervisor(
+        prepared.configs,
+        bounds=QueueBounds(
+            waiting_requests=options.max_waiting,
+            wait_seconds=options.max_wait_seconds,
+            ttft_seconds=options.ttft_slo_seconds,
+        ),
+        limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
+        standby=prepared.model.standby == "warm",
+        preferred_usable=_preferred_usable(placed),
+        on_event=narrator.event,
+        on_output=narrator.output,
+    )
+
+
+def _server(served: Listening, limits: Limits) -> uvicorn.Server:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            served.app,
+            ssl_certfile=served.certificate,
+            ssl_keyfile=served.key,
+            timeout_graceful_shutdown=5,
+            **server_options(limits),
+        )
+    )
+    # Signals are ours: drain, then close.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    return server
+
+
+async def _serve_all(servers: list[uvicorn.Server], ports: list[socket.socket]) -> None:
+    pairs = zip(servers, ports, strict=True)
+    await asyncio.gather(*(server.serve(sockets=[port]) for server, port in pairs))
+
+
+async def _serve(
+    options: ServeOptions, registry: Registry, served: list[Listening], narrator: Narrator
+) -> int:
+    app: App = served[0].app
+    servers = [_server(one, app.limits) for one in served]
+    url = url_of(served[0].port, tls=options.tls_certificate is not None)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, _on_signal, registry, stop, narrator)
+    gc.collect()
+    gc.freeze()  # no collection walks through what is there now while tokens wait
+    await registry.start()
+    count = len(registry.tenants)
+    narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
+    serving = asyncio.create_task(_serve_all(servers, [one.port for one in served]))
+    announcing = asyncio.create_task(announce(registry, url, options.ready_file, narrator))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, announcing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    status = 0
+    if announcing.done() and not stop.is_set():
+        status = 1
+        narrator.say(f"giving up: {announcing.result()}")
+    elif serving.done() and not stop.is_set():
+        status = 1
+        narrator.say("the HTTP server ended by itself")
+    drain = not announcing.done()
+    cut_off = await registry.stop(drain=drain, timeout_seconds=options.drain_seconds)
+    announcing.cancel()
+    stopping.cancel()
+    for server in servers:
+        server.should_exit = True
+    await serving
+    if app.tracer is not None:
+        await asyncio.to_thread(app.tracer.close)
+    if options.ready_file:
+        Path(options.ready_file).unlink(missing_ok=True)
+    narrator.say(f"stopped, {cut_off} requests cut off" if cut_off else "stopped")
+    return 1 if cut_off else status
+
+
+def _on_signal(registry: Registry, stop: asyncio.Event, narrator: Narrator) -> None:
+    if not stop.is_set():
+        narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
+        stop.set()
+    else:
+        narrator.say("aborting")
+        _background.keep(registry.stop(drain=False))
+
+
+_background = Background("the end of the server")
+
+
+def _preferred_usable(placed: Callable[[], Placement]) -> Callable[[], Awaitable[bool]]:
+    """Asks the GPU's driver, in a subprocess, whether the first engine would fit now."""
+
+    async def usable() -> bool:
+        placement = placed()
+        if placement.device != "gpu":
+            return True
+        found = await asyncio.to_thread(find_gpus)
+        return any(
+            gpu.free_bytes is None or gpu.free_bytes >= RETURN_NEED * placement.need_bytes
+            for gpu in found.gpus
+        )
+
+    return usable
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    except ImportError:
+        factory = asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)

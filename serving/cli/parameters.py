@@ -1,0 +1,65 @@
+"""A command of the command line from a struct of options: one parameter for each field."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+import typer
+
+from serving.registry.options import about, converted, flag_of, parse_options, unbounded
+
+
+def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:
+    """A function for typer whose parameters are the fields of `kind`.
+
+    It calls `run` with the struct; the exit status is what `run` returns.
+    """
+    fields = msgspec.structs.fields(kind)
+    pairs = [field.name for field in fields if get_origin(unbounded(field.type)) is dict]
+    flags = {field.name: flag_of(field) for field in fields}
+
+    def command(**given: Any) -> None:
+        for name in pairs:
+            given[name] = parse_options(tuple(given[name] or ()))
+        known = {name: value for name, value in given.items() if value is not None}
+        raise typer.Exit(run(converted(known, kind, "", flags.__getitem__)) or 0)
+
+    parameters = [parameter_of(field) for field in fields]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = run.__doc__
+    return command
+
+
+def parameter_of(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
+    """The command-line parameter of one option; without a panel and a flag it is an argument."""
+    said, kind = about(field), unbounded(field.type)
+    # Bounds are for `converted` to check: its messages name the option and the value.
+    metavar = said.metavar or next(_bounds(field.type), None)
+    shown: dict[str, Any] = {"help": said.text.replace("[", r"\["), "metavar": metavar}
+    default: Any = field.default
+    if get_origin(kind) in (dict, tuple):
+        kind = list[str] | None
+        default = None
+    if said.is_argument:
+        info: Any = typer.Argument(**shown)
+    else:
+        flag = flag_of(field)
+        flags = f"{flag}/--no-{flag[2:]}" if default is True else flag
+        info = typer.Option(flags, rich_help_panel=said.panel or None, **shown)
+    annotation = Annotated[kind, info]  # type: ignore[valid-type]
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _bounds(kind: Any) -> Iterator[str]:
+    """The bounds within a type as help: `Annotated[int, Meta(ge=1)] | None` -> "<int >= 1>"."""
+    parts = get_args(kind)
+    for part in parts:
+        if isinstance(part, msgspec.Meta) and part.ge is not None:
+            span = f">= {part.ge:g}" if part.le is None else f"{part.ge:g}-{part.le:g}"
+            yield f"<{parts[0].__name__} {span}>"
+        yield from _bounds(part)

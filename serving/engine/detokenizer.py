@@ -1,0 +1,68 @@
+"""Tokens to text as they come: UTF-8 across token borders, stop strings across delta borders.
+
+    >>> text = StreamText([b"Hel", b"lo", b" wor", b"ld"], stops=["wor"])
+    >>> [text.push(token) for token in (0, 1, 2)]
+    [('Hel', False), ('lo', False), (' ', True)]
+
+The deltas together are the decoded text, cut at the first stop string. Each token is decoded once.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a stop string."""
+    longest = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest
+
+
+class StreamText:
+    """One sequence's text. `table` maps token id to bytes (special tokens to b"")."""
+
+    __slots__ = ("_table", "_stops", "_include_stop", "_decoder", "_held")
+
+    def __init__(
+        self, table: Sequence[bytes], stops: Sequence[str] = (), include_stop: bool = False
+    ) -> None:
+        self._table = table
+        self._stops = [stop for stop in stops if stop]
+        self._include_stop = include_stop
+        self._decoder = _UTF8("replace")
+        self._held = ""
+
+    def push(self, token: int, check_stops: bool = True) -> tuple[str, bool]:
+        """Text that can be sent after this token, and whether a stop string ends the sequence."""
+        fresh = self._decoder.decode(self._table[token])
+        if not self._stops:
+            return fresh, False
+        text = self._held + fresh
+        if not check_stops:
+            self._held = ""
+            return text, False
+        first, length = len(text), 0
+        for stop in self._stops:
+            found = text.find(stop)
+            if found >= 0 and (found < first or (found == first and len(stop) > length)):
+                first, length = found, len(stop)
+        if length:
+            self._held = ""
+            return text[: first + length] if self._include_stop else text[:first], True
+        keep = held_back(text, self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def finish(self) -> str:
+        """What was held back; an unfinished character becomes U+FFFD."""
+        rest = self._held + self._decoder.decode(b"", True)
+        self._held = ""
+        return rest

@@ -1,0 +1,262 @@
+"""Continuous batching over any backend: who gets a slot, what is in the next step, who ends.
+
+    scheduler = Scheduler(backend, token_bytes, eos_ids, config)
+    scheduler.add(submit)
+    while scheduler.busy:
+        deltas = scheduler.step()
+
+A step holds decode rows first, one token each, then prompt tokens, oldest sequence first, up to a
+budget (serving.engine.prefill_budget; the backend's whole step where nobody decodes). When the KV
+pool is full, idle prefixes go first, then the youngest sequence returns to the queue with what it
+has generated. Prompt log-probabilities cost one step a token: each is a row that scores the next.
+
+Knows token ids and numpy arrays; no tensors, sockets or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from serving.backends.base import Backend, EngineConfig
+from serving.engine.detokenizer import StreamText
+from serving.engine.messages import Delta, FinishReason, StepStats, Submit
+from serving.engine.output import detail, end_delta, failed_delta, token_delta
+from serving.engine.prefill_budget import PREFILL_MULTIPLE, PrefillBudget
+from serving.engine.sequence import Kind, Sequence
+from serving.engine.slot_pool import SlotPool
+from serving.errors import KvFull, ServingError
+from serving.sampling.types import Row, Sampled
+
+
+class Scheduler:
+    """See the module's docstring. Not thread-safe: one loop owns it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        token_bytes: list[bytes],
+        eos_ids: frozenset[int],
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        info = backend.info
+        if info.kv_tokens < info.context_tokens:
+            raise ValueError(
+                f"a KV pool of {info.kv_tokens} tokens cannot hold one sequence of "
+                f"context_tokens = {info.context_tokens}"
+            )
+        self.backend = backend
+        self.info = info
+        self.clock = clock
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}  # by slot
+        self.preemptions = 0
+        self._table = token_bytes
+        self._eos = eos_ids
+        reuses = config.prefix_reuse and "prefix_reuse" in info.capabilities
+        self._slots = SlotPool(backend, reuses)
+        self._budget = PrefillBudget(config.prefill_tokens, config.step_seconds_target)
+        self._by_id: dict[int, Sequence] = {}
+        self._cancelled: set[int] = set()
+        self._serial = 0
+        self._with_deadline = 0
+        self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, submit: Submit, state: object = None) -> Delta | None:
+        """Queue a sequence; a Delta with finish "refused" comes back where it can never run.
+
+        `state`: what its rows carry for its grammar (serving.sampling.grammar.Matcher).
+        """
+        request = submit.request
+        why = None
+        if not 1 <= len(request.prompt) < self.info.context_tokens:
+            most = self.info.context_tokens - 1
+            why = f"a prompt of {len(request.prompt)} tokens; 1 to {most} fit"
+        elif request.sampling.is_constrained and state is None:
+            why = "a grammar or a JSON schema came without its matcher"
+        if why is not None:
+            return Delta(submit.id, 0, "", FinishReason.REFUSED, error=why)
+        self._serial += 1
+        text = StreamText(self._table, request.stop, request.include_stop)
+        sequence = Sequence(submit, text, self._eos, self.info.context_tokens, self._serial)
+        sequence.arrived = self.clock()
+        sequence.state = state
+        if request.deadline_seconds is not None:
+            sequence.deadline = sequence.arrived + request.deadline_seconds
+            self._with_deadline += 1
+        self._by_id[submit.id] = sequence
+        self.waiting.append(sequence)
+        return None
+
+    def cancel(self, sequence_id: int) -> None:
+        """End a sequence before the next step. Unknown ids (already ended) are fine."""
+        if sequence_id in self._by_id:
+            self._cancelled.add(sequence_id)
+
+    def drop_all(self) -> None:
+        """Forget every sequence; the process is to end."""
+        self.waiting.clear()
+        self.running.clear()
+        self._by_id.clear()
+
+    def stats(self) -> StepStats:
+        """The state now, and what the last step cost."""
+        self._last_step.running = len(self.running)
+        self._last_step.waiting = len(self.waiting)
+        self._last_step.kv_used_tokens = self._used()
+        self._last_step.preemptions = self.preemptions
+        return self._last_step
+
+    def step(self) -> list[Delta]:
+        """Run one step; says what it added to whom. Raises what the backend raises but KvFull."""
+        started = self.clock()
+        deltas = self._end_cancelled_and_late(started)
+        self._admit(started)
+        self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
+        if not self.running:
+            return deltas
+        rows, filling = self._schedule()
+        rows, sampled, backend_seconds = self._run(rows)
+        prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
+        decoding = sum(len(row.tokens) for row in rows) - prompt_tokens
+        told = getattr(self.backend, "last_decode_seconds", None)
+        self._budget.learn(decoding, prompt_tokens, backend_seconds, told)
+        self._postprocess(rows, sampled, deltas)
+        self._last_step.decode_rows = sum(len(row.tokens) == 1 for row in rows)
+        self._last_step.prefill_tokens = prompt_tokens
+        self._last_step.backend_seconds = backend_seconds
+        self._last_step.step_seconds = self.clock() - started
+        return deltas
+
+    def _schedule(self) -> tuple[list[Row], set[int]]:
+        """The rows of the next step in slot order, and the slots of those that are prefill."""
+        filling = [s for s in self.running.values() if s.kind is Kind.PREFILL]
+        rows = [s.row(1) for s in self.running.values() if s.kind is not Kind.PREFILL]
+        slots = [row.slot for row in rows]
+        budget = self.info.step_tokens - len(rows)
+        if rows and filling:
+            budget = min(budget, self._budget.tokens(len(rows)))
+        left = budget
+        for sequence in sorted(filling, key=lambda s: s.serial):
+            count = min(sequence.pending, left)
+            if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
+                break  # too little is left for a piece of another prompt
+            if PREFILL_MULTIPLE < count < sequence.pending:
+                rides = self._rides(slots, sequence.slot)
+                count -= (count - rides) % PREFILL_MULTIPLE
+                if rides:
+                    slots.append(sequence.slot)
+            if count <= 0:
+                break
+            rows.append(sequence.row(count))
+            left -= count
+        rows.sort(key=lambda row: row.slot)
+        return rows, {sequence.slot for sequence in filling}
+
+    def _rides(self, slots: list[int], slot: int) -> bool:
+        """Whether a prompt's last token is best computed with the decoding slots (see Backend)."""
+        rides = getattr(self.backend, "rides", None)
+        return bool(rides is not None and slots and rides(slots, slot))
+
+    def _run(self, rows: list[Row]) -> tuple[list[Row], list[Sampled], float]:
+        """The backend's step: the rows that ran, what they drew, and the seconds it took."""
+        while True:
+            self._make_room(rows)
+            rows = [row for row in rows if row.slot in self.running]  # some may have been preempted
+            before = self.clock()
+            try:
+                sampled = self.backend.step(rows)
+                return rows, sampled, self.clock() - before
+            except KvFull:
+                if not self._slots.drop_oldest() and not self._preempt_youngest():
+                    raise
+
+    def _postprocess(self, rows: list[Row], sampled: list[Sampled], deltas: list[Delta]) -> None:
+        drawn = iter(sampled)
+        for row in rows:
+            sequence = self.running[row.slot]
+            sequence.computed += len(row.tokens)
+            if not row.wants_token:
+                continue
+            found = next(drawn)
+            if row.target is not None:
+                assert found.logprobs is not None
+                sequence.scores.append(detail(row.target, found.logprobs))
+                continue
+            problem: ServingError | None = getattr(row.state, "error", None)  # of its grammar
+            if problem is None:
+                delta = token_delta(sequence, found, self.clock())
+            else:
+                delta = failed_delta(sequence.id, problem, sequence.text.finish())
+            deltas.append(delta)
+            if delta.finish is not None:
+                self._release(sequence)
+
+    def _admit(self, now: float) -> None:
+        while self.waiting and len(self.running) < self.info.slots:
+            sequence = self.waiting[0]
+            wanted = self._used() + sequence.length + len(self.running)
+            if self.running and wanted > self.info.kv_tokens:
+                return  # it would only be preempted again
+            self.waiting.popleft()
+            computed = {slot: s.tokens[: s.computed] for slot, s in self.running.items()}
+            sequence.slot, sequence.computed = self._slots.take(sequence.reusable, computed)
+            if sequence.scheduled is None:
+                sequence.scheduled = now
+                sequence.cached = sequence.computed
+            self.running[sequence.slot] = sequence
+
+    def _used(self) -> int:
+        return sum(sequence.computed for sequence in self.running.values())
+
+    def _make_room(self, rows: list[Row]) -> None:
+        """Before the step, where the pool is known to be too small for it."""
+        while True:
+            new = sum(len(row.tokens) for row in rows if row.slot in self.running)
+            if self._used() + new + self._slots.idle_tokens <= self.info.kv_tokens:
+                return
+            if not self._slots.drop_oldest() and not self._preempt_youngest():
+                return
+
+    def _preempt_youngest(self) -> bool:
+        if len(self.running) < 2:
+            return False
+        youngest = max(self.running.values(), key=lambda s: s.serial)
+        del self.running[youngest.slot]
+        self.backend.truncate(youngest.slot, 0)
+        youngest.slot = -1
+        youngest.computed = 0
+        self.waiting.appendleft(youngest)
+        self.preemptions += 1
+        return True
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.slot >= 0:
+            del self.running[sequence.slot]
+            held = sequence.tokens[: sequence.computed]
+            self._slots.release(sequence.slot, held, self.clock())
+        self._by_id.pop(sequence.id, None)
+        self._with_deadline -= sequence.deadline is not None
+
+    def _end_cancelled_and_late(self, now: float) -> list[Delta]:
+        if not self._cancelled and not self._with_deadline:
+            return []
+        deltas = []
+        for sequence in list(self._by_id.values()):
+            late = sequence.deadline is not None and now > sequence.deadline
+            if sequence.id not in self._cancelled and not late:
+                continue
+            cancelled = sequence.id in self._cancelled
+            finish = FinishReason.CANCELLED if cancelled else FinishReason.DEADLINE
+            deltas.append(end_delta(sequence, finish))
+            if sequence.slot < 0:
+                self.waiting.remove(sequence)
+            self._release(sequence)
+        self._cancelled.clear()
+        return deltas

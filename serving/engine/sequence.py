@@ -1,0 +1,104 @@
+"""One sequence on its way: its tokens so far, and which rows it needs next."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+
+from serving.engine.detokenizer import StreamText
+from serving.engine.messages import Submit, TokenDetail
+from serving.sampling.types import Row, Sampling, Tokens
+
+
+class Kind(StrEnum):
+    """What a sequence's next row does."""
+
+    PREFILL = "prefill"  # computes a piece of the prompt
+    DECODE = "decode"  # computes one token and draws the next
+    SCORE = "score"  # computes one token of the prompt and scores the next
+
+
+class Sequence:
+    """See the module's docstring. Times are of the scheduler's clock."""
+
+    def __init__(
+        self, submit: Submit, text: StreamText, end_ids: frozenset[int], context: int, serial: int
+    ) -> None:
+        request = submit.request
+        self.id = submit.id
+        self.serial = serial
+        self.sampling = request.sampling
+        self.text = text
+        self.stop_ids = frozenset(request.stop_token_ids)
+        if not request.ignore_eos:
+            self.stop_ids |= end_ids
+        self.prompt_length = len(request.prompt)
+        self.length = self.prompt_length
+        self.limit = min(self.prompt_length + request.max_tokens, context)
+        self.min_length = self.prompt_length + request.min_tokens
+        self.tokens: Tokens = np.empty(max(self.limit, self.length), np.int32)
+        self.tokens[: self.length] = request.prompt
+        self.arrived = 0.0
+        self.deadline: float | None = None
+        self.scheduled: float | None = None
+        self.first_token: float | None = None
+        self.slot = -1
+        self.computed = 0  # tokens in the KV
+        self.cached = 0  # of these, from another sequence
+        self.state: object = None  # of its grammar
+        self.scores: list[TokenDetail] = []  # of the prompt's tokens from the second on
+        count = request.sampling.prompt_logprobs
+        self.scoring = None if count is None else Sampling(logprobs=count)
+
+    @property
+    def prompt_left(self) -> int:
+        """Known tokens to compute before the next row that draws or scores."""
+        return (len(self.scores) if self._unscored else self.length - 1) - self.computed
+
+    @property
+    def kind(self) -> Kind:
+        if self.prompt_left > 0:
+            return Kind.PREFILL
+        return Kind.SCORE if self._unscored else Kind.DECODE
+
+    @property
+    def pending(self) -> int:
+        """Known tokens that the next rows can compute; the last one draws, where none is scored."""
+        return self.prompt_left + (0 if self._unscored else 1)
+
+    @property
+    def reusable(self) -> Tokens:
+        """The tokens whose KV may come from elsewhere; those whose logits are needed may not."""
+        return self.tokens[: len(self.scores) if self._unscored else self.length - 1]
+
+    @property
+    def _unscored(self) -> int:
+        return 0 if self.scoring is None else self.prompt_length - 1 - len(self.scores)
+
+    def row(self, count: int) -> Row:
+        """The row that computes the next `count` tokens."""
+        end = self.computed + count
+        if self.kind is Kind.SCORE and self.scoring is not None:
+            return Row(
+                slot=self.slot,
+                tokens=self.tokens[self.computed : end],
+                start=self.computed,
+                wants_token=True,
+                sampling=self.scoring,
+                state=self.state,
+                target=int(self.tokens[end]),
+                request=self.serial,
+            )
+        return Row(
+            slot=self.slot,
+            tokens=self.tokens[self.computed : end],
+            start=self.computed,
+            wants_token=end == self.length,
+            sampling=self.sampling,
+            history=self.tokens[: self.length] if self.sampling.has_penalties else None,
+            prompt_tokens=self.prompt_length,
+            banned=tuple(self.stop_ids) if self.length < self.min_length else (),
+            state=self.state,
+            request=self.serial,
+        )

@@ -1,0 +1,247 @@
+"""The engine process: one backend, one scheduler, one socket to the parent.
+
+Started as `python -m serving.engine.worker` with an EngineConfig as JSON in CROSSOVER_ENGINE and
+the number of an inherited socket in CROSSOVER_ENGINE_FD. A process of its own, because a CUDA error
+or the kernel's OOM killer takes a whole process, and HTTP must not share a GIL with the step loop.
+
+Sends Loading while it loads, then Ready, then one Step a scheduler step. Ends with its parent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from models.errors import ModelError
+from models.isolated import die_with_parent
+from models.tokenization.tokenizer import load_tokenizer
+from serving.backends import backend_class
+from serving.backends.base import EngineConfig
+from serving.engine.messages import (
+    Cancel,
+    Delta,
+    Died,
+    FinishReason,
+    Frames,
+    FromEngine,
+    Loading,
+    Ready,
+    Step,
+    Stop,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    frame,
+)
+from serving.engine.output import failed_delta
+from serving.engine.scheduler import Scheduler
+from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
+from serving.hardware.memory import peak_resident_bytes, resident_bytes
+from serving.sampling.grammar import Grammars, Matcher
+
+CONFIG_VARIABLE = "CROSSOVER_ENGINE"
+SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
+
+
+def main() -> int:
+    """Run the process to its end; the exit status is 0 only after a Stop."""
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    die_with_parent()
+    config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
+    _prefer_for_oom_kill()
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    worker = Worker(config, Link(socket.socket(fileno=int(os.environ[SOCKET_VARIABLE]))))
+    try:
+        worker.load()
+        worker.run()
+        return 0
+    except ParentGone:
+        return 1
+    except Exception as problem:
+        cause = cause_of(problem, loading=not worker.ready)
+        worker.link.send(Died(cause, f"{type(problem).__name__}: {problem}"))
+        if not isinstance(problem, ServingError | ModelError):
+            raise
+        print(f"engine: {problem}", file=sys.stderr)
+        return 2
+
+
+class ParentGone(Exception):
+    """The parent has closed the socket."""
+
+
+class Link:
+    """The socket to the parent. `wake` may be called from any thread; the rest is the loop's."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setblocking(True)
+        self._frames = Frames()
+        self._woken, self._waker = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
+
+    def send(self, message: FromEngine) -> None:
+        try:
+            self._socket.sendall(frame(message))
+        except OSError as problem:
+            raise ParentGone from problem
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return."""
+        os.write(self._waker, b"!")
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        """All messages there are; with `wait`, at least one, or none where it was woken."""
+        messages: list[ToEngine] = []
+        while ready := self._poll.poll(None if wait and not messages else 0):
+            files = [file for file, _ in ready]
+            if self._woken in files:
+                os.read(self._woken, 1 << 10)
+                wait = False
+            if self._socket.fileno() in files:
+                messages += self._read()
+        return messages
+
+    def _read(self) -> list[ToEngine]:
+        try:
+            data = self._socket.recv(1 << 20)
+        except OSError as problem:
+            raise ParentGone from problem
+        if not data:
+            raise ParentGone
+        return [decode_to_engine(body) for body in self._frames.feed(data)]
+
+
+class Worker:
+    """Loads the backend and runs the step loop; compiles grammars in a thread beside it."""
+
+    def __init__(self, config: EngineConfig, link: Link) -> None:
+        self.config = config
+        self.link = link
+        self.ready = False
+        self._stopping = False
+        self._compiling: dict[int, Submit] = {}
+        self._compiled: deque[tuple[Submit, Matcher | None | Unsupported]] = deque()
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+
+    def load(self) -> None:
+        """Load backend and tokenizer, then send Ready."""
+        started = time.perf_counter()
+        self.link.send(Loading(None, "starting"))
+        self.backend = backend_class(self.config.backend)(
+            self.config, lambda what, fraction: self.link.send(Loading(fraction, what))
+        )
+        info = self.backend.info
+        tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
+        table = tokenizer.token_bytes()
+        table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
+        self._grammars = Grammars(table, tokenizer.eos_ids)
+        self.scheduler = Scheduler(self.backend, table, tokenizer.eos_ids, self.config)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
+        seconds = time.perf_counter() - started
+        self.link.send(Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
+        self.ready = True
+
+    def run(self) -> None:
+        """Handle messages and step until a Stop is carried out."""
+        while not self._stopping or self.scheduler.busy or self._compiling:
+            idle = not self.scheduler.busy and (not self._stopping or bool(self._compiling))
+            for message in self.link.receive(wait=idle and not self._compiled):
+                self.handle(message)
+            while self._compiled:
+                self._take_compiled(*self._compiled.popleft())
+            if self.scheduler.busy:
+                self.step()
+        self.backend.close()
+
+    def handle(self, message: ToEngine) -> None:
+        """Carry out one message of the parent."""
+        match message:
+            case Submit() if message.request.sampling.is_constrained:
+                self._compiling[message.id] = message
+                self._compiler.submit(self._compile, message)
+            case Submit():
+                self._add(message)
+            case Cancel(id=number) if number in self._compiling:
+                del self._compiling[number]
+                self._tell(Delta(number, 0, "", FinishReason.CANCELLED))
+            case Cancel(id=number):
+                self.scheduler.cancel(number)
+            case Stop(drain=drain):
+                self._stopping = True
+                if not drain:
+                    self._compiling.clear()
+                    self.scheduler.drop_all()
+
+    def step(self) -> None:
+        """Run one scheduler step and send what it made."""
+        deltas = self.scheduler.step()
+        self.link.send(Step(deltas, self.scheduler.stats()))
+
+    def _compile(self, submit: Submit) -> None:
+        """In the compiler's thread: the matcher, or why there is none."""
+        found: Matcher | None | Unsupported
+        try:
+            found = self._grammars.open(submit.request.sampling)
+        except Unsupported as problem:
+            found = problem
+        except Exception as problem:
+            found = Unsupported(f"the grammar cannot be used: {type(problem).__name__}: {problem}")
+        self._compiled.append((submit, found))
+        self.link.wake()
+
+    def _take_compiled(self, submit: Submit, found: Matcher | None | Unsupported) -> None:
+        if self._compiling.pop(submit.id, None) is None:
+            return  # cancelled meanwhile
+        if isinstance(found, Unsupported):
+            self._tell(failed_delta(submit.id, found))
+        else:
+            self._add(submit, found)
+
+    def _add(self, submit: Submit, matcher: Matcher | None = None) -> None:
+        refused = self.scheduler.add(submit, matcher)
+        if refused is not None:
+            self._tell(refused)
+
+    def _tell(self, delta: Delta) -> None:
+        """A Delta outside of a step."""
+        stats = msgspec.structs.replace(self.scheduler.stats(), step_seconds=0.0)
+        self.link.send(Step([delta], stats))
+
+
+def cause_of(problem: Exception, loading: bool) -> Cause:
+    """What an exception means to the supervisor."""
+    if isinstance(problem, BackendUnavailable):
+        return Cause.backend_missing
+    if isinstance(problem, OutOfMemory | MemoryError):
+        return Cause.load_oom if loading else Cause.runtime_oom
+    return Cause.load_failed if loading else Cause.engine_died
+
+
+def _prefer_for_oom_kill() -> None:
+    """When memory runs out, the kernel shall kill the engine and not its parent."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("800")
+    except OSError as problem:
+        print(f"engine: oom_score_adj not set: {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""Which cores the engine gets and which HTTP gets: pure decisions over core numbers.
+
+An engine's threads spin while they wait for each other: one more busy process on a core makes a
+step several times slower. From two cores on, the last one is kept for HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from models.machine import ROOT
+from serving.errors import ServingError
+
+_MOST_CORE = 1 << 16
+
+
+class CoreSplit(msgspec.Struct, frozen=True):
+    """Core numbers of the engine and of the HTTP process, the engine's threads, and why."""
+
+    engine: tuple[int, ...]
+    api: tuple[int, ...]
+    threads: int
+    note: str
+
+
+def split_cores(
+    allowed: tuple[int, ...],
+    engine: tuple[int, ...] = (),
+    api: tuple[int, ...] = (),
+    threads: int | None = None,
+    siblings: Mapping[int, int] | None = None,
+) -> CoreSplit:
+    """Divide the allowed cores. `engine`, `api`: as the user asked; (): decide.
+
+    `siblings`: core -> its physical core (`physical_of`); the engine gets a thread for each
+    physical core. Raises ServingError for a core that is not allowed.
+    """
+    for name, wanted in (("--cores", engine), ("--api-cores", api)):
+        outside = [core for core in wanted if core not in allowed]
+        if outside:
+            raise ServingError(
+                f"{name} names core {outside[0]}, which this process may not use; "
+                f"allowed: {cores_text(allowed)}"
+            )
+    engine, api, why = _divided(allowed, engine, api)
+    physical = len({(siblings or {}).get(core, core) for core in engine})
+    count = threads if threads is not None else physical
+    if count < 1:
+        raise ServingError(f"--threads must be at least 1, got {count}")
+    note = (
+        f"engine on {_many(engine)} with {count} thread{'' if count == 1 else 's'}, "
+        f"HTTP on {_many(api)} ({why})"
+    )
+    return CoreSplit(engine, api, count, note)
+
+
+def _divided(
+    allowed: tuple[int, ...], engine: tuple[int, ...], api: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    rest = tuple(core for core in allowed if core not in (engine or api))
+    if engine and api:
+        return engine, api, "as asked"
+    if engine:
+        return engine, rest or allowed, "the rest for HTTP" if rest else "HTTP shares them"
+    if api:
+        shared = "shared by both: no core is left over"
+        return rest or allowed, api, "the rest for the engine" if rest else shared
+    if len(allowed) >= 2:
+        why = "one core kept for HTTP; --cores and --api-cores change that"
+        return allowed[:-1], allowed[-1:], why
+    why = "one core for everything: times will be worse than the engine's own"
+    return allowed, allowed, why
+
+
+def parse_cores(text: str, option: str = "") -> tuple[int, ...]:
+    """ "0-3,5" -> (0, 1, 2, 3, 5); "" -> (). Raises ServingError, which names the option, for
+    anything else."""
+    cores: set[int] = set()
+    for part in text.split(",") if text.strip() else ():
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        is_range = first.isdigit() and last.isdigit()
+        if not is_range or not int(first) <= int(last) <= _MOST_CORE:
+            why = f"{text!r} is no list of cores; write for example 0-3 or 0,2,4"
+            raise ServingError(f"{option} {why}".lstrip())
+        cores.update(range(int(first), int(last) + 1))
+    return tuple(sorted(cores))
+
+
+def cores_text(cores: Iterable[int]) -> str:
+    """(0, 1, 2, 5) -> "0-2,5"."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and parts[-1][-1] == core - 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in parts)
+
+
+def physical_of(cores: Iterable[int], root: Path = ROOT) -> dict[int, int]:
+    """Core -> the lowest core that shares its physical core; itself where the kernel is silent."""
+    table: dict[int, int] = {}
+    for core in cores:
+        file = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        try:
+            table[core] = min(parse_cores(file.read_text().strip()))
+        except (OSError, ValueError, ServingError):
+            table[core] = core
+    return table
+
+
+def _many(cores: tuple[int, ...]) -> str:
+    return f"core{'' if len(cores) == 1 else 's'} {cores_text(cores)}"

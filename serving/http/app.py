@@ -1,0 +1,274 @@
+"""The route table, and the ASGI application around it.
+
+    app = App(desk, limits, api_key=b"...")
+    uvicorn.run(app, **server_options(limits))    # serving.http.connections
+
+Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's body.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette import routing
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ServingError
+from serving.http import status
+from serving.http.auth import check_head, key_bytes
+from serving.http.chat import chat_completions
+from serving.http.completions import completions
+from serving.http.exchange import ClientGone, Exchange
+from serving.http.limits import Limits
+from serving.http.placement import PlacementView
+from serving.http.tracing import Tracer
+from serving.http.wire.errors import ApiError, as_answer
+from serving.http.wire.openapi import Handler, Route, document
+from serving.http.wire.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from serving.http.wire.responses import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Health,
+    ModelCard,
+    ModelList,
+    Readiness,
+    Tokenized,
+)
+from serving.http.wire.sse import encode
+from serving.registry.model import Desk
+
+logger = logging.getLogger("crossover.http")
+CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
+
+
+async def openapi(desk: Desk, exchange: Exchange) -> None:
+    app: App = exchange.scope["app"]
+    await exchange.answer_bytes(app.document(), b"application/json")
+
+
+_GENERATES = (404, 429, 500, 503, 504)
+
+# Tried in this order: the most used first.
+ROUTES = (
+    Route(
+        *("POST", "/v1/chat/completions", chat_completions, "Answer a chat"),
+        body=ChatRequest,
+        answer=ChatCompletion,
+        chunk=ChatChunk,
+        errors=_GENERATES,
+    ),
+    Route(
+        *("POST", "/v1/completions", completions, "Continue a text"),
+        body=CompletionRequest,
+        answer=Completion,
+        chunk=Completion,
+        errors=_GENERATES,
+    ),
+    Route("GET", "/health", status.health, "The process lives", Health, keyed=False),
+    Route(
+        *("GET", "/ready", status.ready, "The engine serves", Readiness),
+        others={503: Readiness},
+        keyed=False,
+    ),
+    Route("GET", "/metrics", status.metrics, "Prometheus metrics", "text/plain"),
+    Route("GET", "/v1/models", status.models, "What is served", ModelList),
+    Route(
+        *("POST", "/tokenize", status.tokenize, "Text or chat to token ids", Tokenized),
+        body=TokenizeRequest,
+        errors=(404,),
+    ),
+    Route(
+        *("POST", "/detokenize", status.detokenize, "Token ids to text", Detokenized),
+        body=DetokenizeRequest,
+        errors=(404,),
+    ),
+    Route(
+        *("GET", "/v1/placement", status.placement, "What runs where, and why", PlacementView),
+        errors=(400, 404),
+        query="model",
+    ),
+    Route("GET", "/openapi.json", openapi, "This document", dict[str, Any]),
+    Route("GET", "/v1/models/{name:path}", status.model, "One model", ModelCard, errors=(404,)),
+)
+
+
+class _Endpoint:
+    """A handler as the ASGI application that Starlette's Route takes without wrapping it."""
+
+    def __init__(self, desk: Desk, handler: Handler) -> None:
+        self._desk = desk
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(self._desk, scope["exchange"])
+
+
+class App:
+    """Identity, key and limits before the route; errors, counts and a log line after it."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        limits: Limits,
+        key: bytes | None = None,
+        routes: Sequence[Route] = ROUTES,
+        admin_key: bytes | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.desk = desk
+        self.limits = limits
+        self.tracer = tracer
+        self._key = key
+        self._admin_key = admin_key
+        self._routes = routes
+        self._paths = frozenset(route.path for route in routes)
+        endpoints = [
+            routing.Route(route.path, _Endpoint(desk, route.handler), methods=[route.method])
+            for route in routes
+        ]
+        self._router = routing.Router(endpoints, redirect_slashes=False)
+        self._documents: dict[tuple[str, ...], bytes] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)  # lifespan; a websocket is closed
+            return
+        exchange = Exchange(scope, receive, send, self.limits)
+        exchange.backend = lambda: self._backend(exchange)
+        scope["app"] = self
+        scope["exchange"] = exchange
+        self.desk.metrics.open_requests.inc()
+        try:
+            admin = self._admin_key is not None and scope["path"].startswith("/admin/")
+            check_head(scope, self.limits, self._admin_key if admin else self._key)
+            await self._router(scope, receive, send)
+        except ClientGone:
+            exchange.status = CLIENT_GONE
+        except Exception as problem:
+            await self._fail(exchange, _answer_to(problem, exchange))
+        finally:
+            self._finish(exchange)
+
+    def _finish(self, exchange: Exchange) -> None:
+        """Count, trace and log an exchange that has ended."""
+        counts = self.desk.metrics
+        counts.open_requests.dec()
+        gone = exchange.gone or exchange.status is None
+        code = CLIENT_GONE if gone or exchange.status is None else exchange.status
+        route = self._route(exchange.scope)
+        counts.responses.labels(route, str(code)).inc()
+        if exchange.release is not None:
+            exchange.release()
+        if self.tracer is not None:
+            exchange.trace_id = self.tracer.record(exchange, route, code)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", encode(_log_line(exchange, code)).decode())
+
+    async def _fail(self, exchange: Exchange, problem: ApiError) -> None:
+        exchange.error = problem.code or str(problem.status)
+        services = self.desk.services
+        service = exchange.service or (self.desk.first if len(services) == 1 else None)
+        name = "" if service is None else service.served_name
+        self.desk.metrics.rejected.labels(name, exchange.error).inc()
+        await exchange.fail(problem)
+
+    def _backend(self, exchange: Exchange) -> bytes:
+        """What answers, as a header's value: the engine of the request's model, or the first's."""
+        service = exchange.service or (self.desk.first if self.desk.services else None)
+        label = "none" if service is None else service.supervisor.label
+        return "".join(c if 32 < ord(c) < 127 else "?" for c in label).encode()
+
+    def _route(self, scope: Scope) -> str:
+        """The route's path as a label: never what a stranger typed."""
+        path = getattr(scope.get("route"), "path", None)
+        return path if path in self._paths else "other"
+
+    def document(self) -> bytes:
+        """/openapi.json, made once for these models."""
+        names = tuple(self.desk.services)
+        if names not in self._documents:
+            made = document(self._routes, ", ".join(names), self.limits)
+            self._documents = {names: encode(made)}
+        return self._documents[names]
+
+
+def app_of(
+    desk: Desk,
+    limits: Limits,
+    api_key: str | None = None,
+    admin: Sequence[Route] = (),
+    admin_key: str | None = None,
+    tracer: Tracer | None = None,
+) -> App:
+    """The HTTP side of a desk. `admin`: routes under /admin/, opened by `admin_key` alone.
+
+    Raises ValueError for an empty key, and for admin routes without a key.
+    """
+    if bool(admin) != (admin_key is not None):
+        raise ValueError("admin routes and an admin key belong together")
+    key, apart = key_bytes(api_key, "API"), key_bytes(admin_key, "admin")
+    return App(desk, limits, key, (*ROUTES, *admin), apart, tracer)
+
+
+def _answer_to(problem: Exception, exchange: Exchange) -> ApiError:
+    """The answer to whatever a handler has raised; what nobody foresaw is logged."""
+    if isinstance(problem, HTTPException):
+        return _of_starlette(problem, exchange.scope)
+    answer = as_answer(problem) if isinstance(problem, ServingError) else None
+    if answer is not None:
+        return answer
+    number = exchange.request_id.decode()
+    logger.error("request %s failed", number, exc_info=problem, extra={"request_id": number})
+    text = "the server failed on this request; its log says why"
+    return ApiError(500, text, code="internal_error")
+
+
+def _of_starlette(problem: HTTPException, scope: Scope) -> ApiError:
+    method, path = scope["method"], scope["path"][:200]
+    if problem.status_code == 405:
+        allowed = (problem.headers or {}).get("Allow", "")
+        text = f"{method} is not allowed on {path}; {allowed} is"
+        return ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
+    text = f"there is no {path} here; /openapi.json lists what there is"
+    return ApiError(problem.status_code, text, code="not_found")
+
+
+def _log_line(exchange: Exchange, code: int) -> dict[str, Any]:
+    """One request: what was asked of whom, what came of it, tokens and times."""
+    line: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "event": "request",
+        "request_id": exchange.request_id.decode(),
+        "method": exchange.scope["method"],
+        "path": exchange.scope["path"][:200],
+        "status": code,
+        "seconds": round(time.perf_counter() - exchange.began, 6),
+        "backend": exchange.backend().decode(),
+    }
+    if exchange.service is not None:
+        line["model"] = exchange.service.served_name
+    if exchange.error is not None:
+        line["error"] = exchange.error
+    if exchange.trace_id is not None:
+        line["trace_id"] = exchange.trace_id
+    choices = exchange.choices
+    if choices:
+        line["prompt_tokens"] = sum(len(c.prompt.ids) for c in choices if c.first_of_prompt)
+        line["completion_tokens"] = sum(choice.tokens for choice in choices)
+        line["finish"] = sorted({c.ended_as for c in choices if c.ended_as is not None})
+        firsts = [c.times.first for c in choices if c.times.first is not None]
+        if firsts:
+            line["ttft_seconds"] = round(min(firsts) - exchange.began, 6)
+    return line

@@ -1,0 +1,236 @@
+"""The HTTP server under the app: uvicorn's, with bounds on connections; and its listening socket.
+
+    config = uvicorn.Config(app, **server_options(Limits()))
+
+- A head must be complete within `header_seconds` and have at most `header_bytes`; the same bytes
+  are allowed for what follows a head without being body (chunk extensions, trailing fields).
+- A reader that takes nothing of a full buffer for `stalled_seconds` loses its connection.
+- More than `connections` at once are told so.
+- The rest of a body whose answer is written (a 413) is dropped for `body_seconds` at most, so that
+  the client gets to read that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import ipaddress
+import resource
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from serving.errors import ServingError
+from serving.http.limits import Limits
+from serving.http.wire.errors import ApiError, try_again
+from serving.http.wire.sse import encode
+
+OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read, the loop's own
+SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
+
+
+class _Timer:
+    """Calls something once, unless it is stopped before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, what: Callable[[], None]):
+        self._loop = loop
+        self._seconds = seconds
+        self._what = what
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to wait, where it does not wait already."""
+        if self._handle is None:
+            self._handle = self._loop.call_later(self._seconds, self._what)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection within `limits`."""
+
+    def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = limits
+        self._header_timer = _Timer(self.loop, limits.header_seconds, self._too_slow)
+        self._stall_timer = _Timer(self.loop, limits.stalled_seconds, self._abort)
+        self._rest_timer = _Timer(self.loop, limits.body_seconds, self._abort)
+        self._in_head = True
+        self._head_bytes = 0
+        self._bodiless_bytes = 0  # since the last piece of body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        most = self._limits.connections
+        if len(self.connections) > most:
+            text = f"{most} connections are open, the most allowed"
+            self._refuse(try_again(503, text, "too_many_connections", 1.0))
+            return
+        self._header_timer.start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._header_timer, self._stall_timer, self._rest_timer):
+            timer.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+            self._header_timer.start()  # of a later request on a kept connection
+        else:
+            self._bodiless_bytes += len(data)
+        super().data_received(data)
+        # A head may come with a body of any size: an incomplete head is what counts.
+        most = self._limits.header_bytes
+        if self.transport.is_closing():
+            return
+        if self._in_head and self._head_bytes > most:
+            text = f"the headers have more than {most} bytes"
+            self._refuse(ApiError(431, text, code="headers_too_large"))
+        elif not self._in_head and self._bodiless_bytes > most:
+            self._abort()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # fields after the body may change nothing
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._bodiless_bytes = 0
+        super().on_body(body)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = self._bodiless_bytes = 0
+        self._header_timer.stop()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._rest_timer.stop()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head and not self.transport.is_closing():
+            self._rest_timer.start()
+
+    def send_400_response(self, msg: str) -> None:
+        text = "this is not an HTTP request that can be read"
+        self._refuse(ApiError(400, text, code="invalid_http"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stall_timer.stop()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        # close() waits until what was written is read, which may be never.
+        self.loop.call_later(self._limits.stalled_seconds, self._abort)
+
+    def _abort(self) -> None:
+        self.transport.abort()
+
+    def _too_slow(self) -> None:
+        self._header_timer.stop()
+        if not self.transport.is_closing():
+            text = f"no complete request within {self._limits.header_seconds:g} s"
+            self._refuse(ApiError(408, text, code="head_too_slow"))
+
+    def _refuse(self, problem: ApiError) -> None:
+        """Answer from here, without the app, and close."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.response_started or self.pipeline:
+                self._abort()  # nothing may be written into an answer that is on its way
+                return
+            self.cycle.disconnected = True  # what the app still says goes nowhere
+            self.cycle.message_event.set()
+        body = encode(problem.body)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            "x-request-id": f"req-{secrets.token_hex(12)}",
+            **problem.headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[problem.status] + head.encode() + b"\r\n" + body)
+        self.transport.close()
+
+
+def room_for_connections(wanted: int) -> int:
+    """Connections that this process may have, `wanted` at most; raises its limit of descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return max(1, min(wanted, soft - OTHER_DESCRIPTORS))
+
+
+def server_options(limits: Limits) -> dict[str, Any]:
+    """Arguments of uvicorn.Config that belong to this app, whoever runs it."""
+    return {
+        "http": functools.partial(GuardedProtocol, limits=limits),
+        "loop": "uvloop",
+        "ws": "none",
+        "log_level": "warning",
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,  # nothing here believes X-Forwarded-For
+        "timeout_keep_alive": int(limits.idle_seconds),
+        "backlog": min(limits.connections, 4096),
+    }
+
+
+class CannotListen(ServingError):
+    """The address is taken, or not this machine's."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Port 0 takes a free one. Raises CannotListen in one sentence."""
+    listener = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit this. Else the kernel keeps megabytes for a reader that stalls.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        listener.bind(address)
+        listener.listen(2048)
+        listener.set_inheritable(False)
+    except (OSError, OverflowError, UnicodeError) as problem:
+        if listener is not None:
+            listener.close()
+        taken = getattr(problem, "errno", None) == errno.EADDRINUSE
+        advice = "; --port 0 takes a free one" if taken else ""
+        why = getattr(problem, "strerror", None) or problem
+        raise CannotListen(f"cannot listen on {host}:{port}: {why}{advice}") from problem
+    return listener
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can reach the socket."""
+    host = str(listener.getsockname()[0]).partition("%")[0]
+    return ipaddress.ip_address(host).is_loopback
+
+
+def url_of(listener: socket.socket, tls: bool = False) -> str:
+    """The URL under which this machine reaches the socket; a wildcard address is its loopback."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

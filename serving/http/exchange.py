@@ -1,0 +1,174 @@
+"""One HTTP request and its answer, written straight to the ASGI server's `send`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from serving.http.auth import CLOSE, header
+from serving.http.limits import Limits
+from serving.http.wire.errors import ApiError
+from serving.http.wire.sse import encode, event
+from serving.registry.model import Desk, Service
+
+Headers = list[tuple[bytes, bytes]]
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+_JSON_TYPE = re.compile(rb"application/(?:[\w.+-]+\+)?json(?:\s*;.*)?", re.IGNORECASE)
+_STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class ClientGone(Exception):
+    """The client closed the connection: nobody is there to answer."""
+
+
+class Exchange:
+    """`started`: the head of the answer has left, so an error can only be an event."""
+
+    __slots__ = (
+        *("scope", "limits", "serial", "request_id", "began", "backend", "status", "error"),
+        *("started", "ended", "gone", "service", "release", "call", "choices", "trace_id"),
+        *("_receive", "_send"),
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self.began = time.perf_counter()
+        self.scope = scope
+        self.limits = limits
+        self._receive = receive
+        self._send = send
+        self.serial = secrets.token_hex(12)
+        self.request_id = _request_id(header(scope, b"x-request-id"), self.serial)
+        self.backend: Callable[[], bytes] = lambda: b"none"  # what serves at the moment
+        self.status: int | None = None
+        self.error: str | None = None  # the code of the error that was answered
+        self.started = self.ended = self.gone = False
+        self.service: Service | None = None  # once the model is known
+        self.release: Callable[[], None] | None = None  # lets go of the model
+        self.call: Any = None  # the generate.Call, for traces and the log
+        self.choices: Sequence[Any] = ()
+        self.trace_id: str | None = None
+
+    async def acquire(self, desk: Desk, model: str | None) -> Service:
+        """The Service of a model, held until the exchange ends. Loads the model where it may."""
+        service = self.look_at(desk, model)
+        self.service, self.release = await desk.acquire(service.served_name)
+        return self.service
+
+    def look_at(self, desk: Desk, model: str | None) -> Service:
+        """The Service of a request that needs no engine."""
+        service = desk.named(model)
+        self.service = service
+        return service
+
+    async def body(self) -> bytes:
+        """The whole body. Raises ApiError (415, 413, 408); ClientGone where it is cut off."""
+        self._check_type()
+        length = header(self.scope, b"content-length")
+        if length is not None and length.isdigit() and int(length) > self.limits.body_bytes:
+            raise self._too_large(int(length))
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    piece = message.get("body", b"")
+                    size += len(piece)
+                    if size > self.limits.body_bytes:
+                        raise self._too_large(size)
+                    pieces.append(piece)
+                    if not message.get("more_body", False):
+                        return b"".join(pieces)
+        except TimeoutError:
+            text = f"the body did not arrive within {self.limits.body_seconds:g} s"
+            raise ApiError(408, text, code="body_too_slow", headers=CLOSE) from None
+
+    def _check_type(self) -> None:
+        kind = header(self.scope, b"content-type")
+        if kind is None or not _JSON_TYPE.fullmatch(kind.strip()):
+            shown = "no Content-Type"
+            if kind is not None:
+                shown = f"Content-Type {kind[:80].decode('latin-1')!r}"
+            raise ApiError(415, f"{shown}; send application/json", code="unsupported_media_type")
+        encoding = header(self.scope, b"content-encoding")
+        if encoding is not None and encoding.strip().lower() != b"identity":
+            shown = encoding[:80].decode("latin-1")
+            text = f"Content-Encoding {shown!r}; bodies are taken as they are"
+            raise ApiError(415, text, code="unsupported_content_encoding")
+
+    def _too_large(self, size: int) -> ApiError:
+        text = f"the body has {size} bytes or more; {self.limits.body_bytes} are allowed"
+        return ApiError(413, text, code="body_too_large")
+
+    async def until_gone(self) -> None:
+        """Returns when the client has closed the connection (or the answer is complete)."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = not self.ended
+
+    async def _start(self, status: int, kind: bytes, more: Headers) -> None:
+        self.started = True
+        self.status = status
+        headers = [
+            (b"content-type", kind),
+            (b"x-request-id", self.request_id),
+            (b"x-crossover-backend", self.backend()),
+            *more,
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def answer(
+        self, value: Any, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        """A whole JSON answer."""
+        await self.answer_bytes(encode(value), b"application/json", status, headers)
+
+    async def answer_bytes(
+        self, body: bytes, kind: bytes, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        """A whole answer of any type."""
+        more = [
+            (name.lower().encode(), value.encode("latin-1", "replace"))
+            for name, value in (headers or {}).items()
+        ]
+        more.append((b"content-length", str(len(body)).encode()))
+        await self._start(status, kind, more)
+        await self.close_stream(body)
+
+    async def open_stream(self) -> None:
+        """The head of a streamed answer."""
+        await self._start(200, b"text/event-stream; charset=utf-8", _STREAM_HEADERS)
+
+    async def write(self, data: bytes) -> None:
+        """Some events of a streamed answer; waits while the client's side is full."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def close_stream(self, data: bytes = b"") -> None:
+        """The last events of a streamed answer."""
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def fail(self, problem: ApiError) -> None:
+        """The problem as an answer; inside a stream as its last event, without a [DONE]."""
+        if self.ended or self.gone:
+            return
+        if self.started:
+            await self.close_stream(event(problem.body))
+        else:
+            await self.answer(problem.body, problem.status, problem.headers)
+
+
+def _request_id(given: bytes | None, serial: str) -> bytes:
+    """The client's own id where it is harmless, else a new one."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given
+    return b"req-" + serial.encode()

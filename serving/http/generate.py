@@ -1,0 +1,226 @@
+"""From a valid request to its answer: sequences submitted, deltas written, the client watched.
+
+    await answer(ChatCall(service, exchange, request, valid), prompts)
+
+The head of a streamed answer leaves with the first delta: until then an error is an answer with its
+own status, and the sequence can move to another engine. A client that goes away cancels its
+sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from serving.engine.messages import Delta, FinishReason
+from serving.errors import Overloaded, Unavailable
+from serving.http.call import Call, Choice, Prompt
+from serving.http.exchange import ClientGone, Exchange
+from serving.http.wire.errors import ApiError, scrubbed, try_again
+from serving.http.wire.responses import Usage, usage_of
+from serving.http.wire.sse import DONE, event
+from serving.registry.model import StreamLike
+
+
+async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
+    """Submit every sequence of the request and write its answer. Raises ApiError, ClientGone."""
+    exchange, metrics = call.exchange, call.service.metrics
+    choices = submitted(call, prompts)
+    exchange.call = call
+    exchange.choices = choices
+    metrics.asked_choices.observe(call.valid.choices)
+    watcher = asyncio.create_task(_watched(exchange, choices))
+    try:
+        async with aclosing(interleaved(choices)) as deltas:
+            await (_streamed if call.streamed else _whole)(call, choices, deltas)
+    finally:
+        watcher.cancel()
+        for choice in choices:
+            choice.stream.cancel()
+            choice.ended(FinishReason.CANCELLED, exchange.began, metrics)  # unless it has ended
+
+
+def submitted(call: Call, prompts: Sequence[Prompt]) -> list[Choice]:
+    """All sequences of the request, or none. Raises Unavailable, Overloaded."""
+    choices: list[Choice] = []
+    try:
+        for prompt in prompts:
+            for number in range(call.valid.choices):
+                stream = _stream(call, prompt, number)
+                choices.append(Choice(len(choices), prompt, number == 0, stream, not call.streamed))
+    except (Unavailable, Overloaded):
+        for accepted in choices:
+            accepted.stream.cancel()
+        raise
+    return choices
+
+
+def _stream(call: Call, prompt: Prompt, choice: int) -> StreamLike:
+    """One sequence, submitted."""
+    request = call.valid.sequence(prompt.ids, max(1, prompt.max_tokens), choice)
+    if prompt.max_tokens:
+        return call.service.supervisor.submit(request)
+    if request.sampling.prompt_logprobs is None:
+        return _NOTHING
+    return _PromptOnly(call.service.supervisor.submit(request))
+
+
+class _Nothing:
+    """The stream of a request for 0 tokens, which no engine sees."""
+
+    def cancel(self) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        yield Delta(0, 0, "", FinishReason.LENGTH)
+
+
+_NOTHING = _Nothing()
+
+
+class _PromptOnly:
+    """A stream of one token, made to have its prompt scored, without that token."""
+
+    def __init__(self, stream: StreamLike) -> None:
+        self._stream = stream
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        async for delta in self._stream:
+            stopped = delta.finish == FinishReason.STOP
+            finish = FinishReason.LENGTH if stopped else delta.finish
+            yield msgspec.structs.replace(delta, tokens=0, text="", details=[], finish=finish)
+
+
+async def interleaved(choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:
+    """The deltas of all choices as they come. What a slow reader leaves, the streams merge."""
+    if len(choices) == 1:
+        async for delta in choices[0].stream:
+            yield choices[0], delta
+        return
+    arrived: asyncio.Queue[tuple[Choice, Delta] | None] = asyncio.Queue(maxsize=len(choices))
+
+    async def feed(choice: Choice) -> None:
+        async for delta in choice.stream:
+            await arrived.put((choice, delta))
+
+    async def feed_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in choices:
+                    group.create_task(feed(choice))
+        except Exception:
+            await arrived.put(None)
+            raise
+        await arrived.put(None)
+
+    feeding = asyncio.create_task(feed_all())
+    try:
+        while (item := await arrived.get()) is not None:
+            yield item
+        await feeding  # raises what a stream has raised
+    finally:
+        feeding.cancel()
+
+
+async def _watched(exchange: Exchange, choices: Sequence[Choice]) -> None:
+    await exchange.until_gone()
+    if exchange.gone:
+        for choice in choices:
+            choice.stream.cancel()
+
+
+def _take(call: Call, choice: Choice, delta: Delta) -> None:
+    """Account for a delta. Raises where the sequence did not end as it should."""
+    began, metrics = call.exchange.began, call.service.metrics
+    choice.took(delta, began, metrics)
+    if delta.finish is not None:
+        choice.ended(delta.finish, began, metrics)
+        if choice.finish is None:
+            raise _failure(call, delta)
+
+
+async def _streamed(
+    call: Call, choices: Sequence[Choice], deltas: AsyncIterator[tuple[Choice, Delta]]
+) -> None:
+    exchange = call.exchange
+    async for choice, delta in deltas:
+        _take(call, choice, delta)
+        data = call.events(choice, delta)
+        if not exchange.started:
+            await exchange.open_stream()
+        if data:
+            await exchange.write(data)
+        if exchange.gone:
+            raise ClientGone
+    _check_ended(choices)
+    last = event(call.last_chunk(_total(choices))) if call.wants_usage else b""
+    await exchange.close_stream(last + DONE)
+
+
+async def _whole(
+    call: Call, choices: Sequence[Choice], deltas: AsyncIterator[tuple[Choice, Delta]]
+) -> None:
+    async for choice, delta in deltas:
+        _take(call, choice, delta)
+        if delta.text:
+            choice.pieces.append(delta.text)
+    _check_ended(choices)
+    made, kept = call.valid.choices, call.valid.kept
+    shown = choices if kept == made else _best(choices, made, kept)
+    await call.exchange.answer(call.body(shown, _total(choices)))
+
+
+def _check_ended(choices: Sequence[Choice]) -> None:
+    for choice in choices:
+        if choice.ended_as is None:
+            raise RuntimeError(f"sequence {choice.index} of the request ended without a finish")
+
+
+def _best(choices: Sequence[Choice], made: int, kept: int) -> list[Choice]:
+    """OpenAI's best_of: the `kept` of `made` answers with the highest logprob per token."""
+    best: list[Choice] = []
+    for first in range(0, len(choices), made):
+        best += sorted(choices[first : first + made], key=_logprob_per_token, reverse=True)[:kept]
+    for index, choice in enumerate(best):
+        choice.index = index
+    return best
+
+
+def _logprob_per_token(choice: Choice) -> float:
+    if not choice.details:
+        return -math.inf
+    return sum(detail.logprob for detail in choice.details) / len(choice.details)
+
+
+def _total(choices: Sequence[Choice]) -> Usage:
+    """Usage of the request: each prompt counts once, however many answers it has."""
+    firsts = [choice for choice in choices if choice.first_of_prompt]
+    cached = [choice.cached for choice in firsts if choice.cached is not None]
+    prompt_tokens = sum(len(choice.prompt.ids) for choice in firsts)
+    tokens = sum(choice.tokens for choice in choices)
+    return usage_of(prompt_tokens, tokens, sum(cached) if cached else None)
+
+
+def _failure(call: Call, delta: Delta) -> Exception:
+    supervisor = call.service.supervisor
+    if call.exchange.gone:
+        return ClientGone()
+    if delta.finish == FinishReason.DEADLINE:
+        seconds = call.valid.generation.deadline_seconds
+        text = f"the answer was not complete after {seconds:g} s"
+        return ApiError(504, text, code="deadline_exceeded", headers={"X-Should-Retry": "false"})
+    text = delta.error or "the request was cancelled by the server"
+    if delta.parameter is None:  # else it quotes the request, and nothing of ours
+        text = scrubbed(text)
+    if delta.finish == FinishReason.REFUSED:
+        return ApiError(400, text, code="unsupported_parameter", param=delta.parameter)
+    if supervisor.state != "ready":
+        return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
+    return ApiError(500, text, code="engine_failed")

@@ -1,0 +1,24 @@
+"""The most of everything that a client can make large. Breaking a limit is a 4xx that names it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one request and of one connection; `connections` of the process."""
+
+    body_bytes: int = 4 << 20
+    body_seconds: float = 30.0  # from the head of a request to the end of its body
+    header_bytes: int = 32 << 10
+    header_seconds: float = 15.0  # from the first byte (or the connection) to the end of the head
+    idle_seconds: float = 75.0  # a kept connection with nothing on it
+    stalled_seconds: float = 60.0  # a reader that takes nothing of what waits for it
+    connections: int = 4096
+    sequences: int = 128  # prompts * n of one request
+    messages: int = 4096
+    stop_strings: int = 16
+    stop_characters: int = 1024  # of one stop string
+    stop_token_ids: int = 256
+    logit_bias_keys: int = 1024
+    deadline_seconds: float | None = None  # of every request; one may ask for a shorter deadline

@@ -1,0 +1,139 @@
+"""A request's prompts: texts, token ids and chat turns, and how many tokens may follow them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from models.errors import BadChat
+from serving.errors import ContextOverflow
+from serving.http.limits import Limits
+from serving.http.wire.errors import invalid, scrubbed
+from serving.http.wire.requests import ChatRequest, CompletionRequest, Generation, Message
+from serving.registry.model import INLINE_CHARACTERS, Facts, Service
+
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
+_TURN_CHARACTERS = 64  # a turn's own work, as so many characters of text
+
+
+def token_limit(request: Generation, prompt_tokens: int, facts: Facts, default: int | None) -> int:
+    """Most output tokens after a prompt; `default` None: what the context leaves.
+
+    0 where max_tokens is 0. Raises ApiError 400 for an empty prompt, ContextOverflow.
+    """
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    asked, asked_by = _asked_tokens(request)
+    if prompt_tokens < 1:
+        raise invalid(f"{param}: no tokens in it; at least one is needed", param)
+    room = facts.context_tokens - prompt_tokens
+    # To score a prompt takes a sequence, which generates one token at least.
+    completion = request if isinstance(request, CompletionRequest) else None
+    scored = completion is not None and completion.echo and completion.logprobs is not None
+    if room < (1 if asked is None or scored else 0) or room < (asked or 0):
+        raise ContextOverflow(prompt_tokens, asked, facts.context_tokens, param)
+    limit = room if default is None else min(default, room)
+    if asked is not None:
+        limit = asked
+    if (request.min_tokens or 0) > limit:
+        text = f"{request.min_tokens} is more than the {limit} that {asked_by} allows"
+        raise invalid(f"min_tokens: {text}", "min_tokens")
+    return limit
+
+
+def _asked_tokens(request: Generation) -> tuple[int | None, str]:
+    """(max_tokens, the key that says it)."""
+    newer = request.max_completion_tokens
+    if newer is None:
+        return request.max_tokens, "max_tokens"
+    if request.max_tokens not in (None, newer):
+        text = "max_tokens and max_completion_tokens differ; send one of them"
+        raise invalid(text, "max_completion_tokens")
+    return newer, "max_completion_tokens"
+
+
+def prompts_of(request: CompletionRequest, facts: Facts, limits: Limits) -> list[str | list[int]]:
+    """The completion's prompts, each a text or token ids. Raises ApiError 400."""
+    prompt = request.prompt
+    found: list[str | list[int]]
+    if isinstance(prompt, str):
+        found = [prompt]
+    elif prompt and isinstance(prompt[0], int) and len(prompt) > facts.context_tokens:
+        # before a walk through a million ids
+        raise ContextOverflow(len(prompt), None, facts.context_tokens, "prompt")
+    elif all(isinstance(item, int) for item in prompt):
+        found = [[item for item in prompt if isinstance(item, int)]]
+    else:
+        found = [item for item in prompt if not isinstance(item, int)]
+        if len(found) != len(prompt) or len({type(item) for item in found}) > 1:
+            text = "a list of texts, of token ids, or of lists of token ids; not a mixture"
+            raise invalid(f"prompt: {text}", "prompt")
+    asked_by = "best_of" if request.best_of else "n"
+    check_sequences(len(found), request.best_of or request.n or 1, limits, asked_by)
+    for ids in found:
+        if isinstance(ids, list):
+            check_ids(ids, facts, "prompt")
+        elif not ids:
+            raise invalid("prompt: an empty text; at least one token is needed", "prompt")
+    return found
+
+
+def check_sequences(prompts: int, choices: int, limits: Limits, asked_by: str = "n") -> None:
+    """Raises ApiError 400 where one request asks for too many sequences."""
+    if prompts * choices > limits.sequences:
+        param = asked_by if choices > 1 else "prompt"
+        asked = f"{prompts} prompts times {choices} answers"
+        raise invalid(
+            f"{param}: {asked}; {limits.sequences} sequences a request are allowed", param
+        )
+
+
+def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
+    """Raises ApiError 400 for no ids, or one that the model does not have."""
+    if not ids:
+        raise invalid(f"{param}: an empty list of token ids; at least one is needed", param)
+    for token in (max(ids), min(ids)):
+        if not 0 <= token < facts.vocabulary:
+            range_ = f"the model has {facts.vocabulary} tokens"
+            raise invalid(f"{param}: token id {token} is out of range; {range_}", param)
+
+
+async def chat_ids(
+    service: Service, messages: Sequence[Message], limits: Limits, generation: bool, most: int
+) -> list[int]:
+    """Token ids of a chat. `generation`: with the head of the assistant's turn."""
+    told = turns(messages, limits)
+    size = sum(len(turn["content"]) + _TURN_CHARACTERS for turn in told)
+    render = service.tokenizer.render_chat
+    try:
+        # A template is a program: over a long chat it may take a second.
+        if size > INLINE_CHARACTERS:
+            text = await asyncio.to_thread(render, told, generation)
+        else:
+            text = render(told, generation)
+    except BadChat as problem:
+        raise invalid(scrubbed(str(problem)), "messages") from None
+    return await service.tokens(text, "messages", most=most, parse_special=True)
+
+
+def turns(messages: Sequence[Message], limits: Limits) -> list[dict[str, Any]]:
+    """The messages as a chat template wants them: parts joined, `developer` as `system`."""
+    if len(messages) > limits.messages:
+        text = f"messages: {len(messages)} of them; {limits.messages} are allowed"
+        raise invalid(text, "messages")
+    found: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        content = message.content
+        if content is None:
+            if message.role != "assistant":
+                key = f"messages[{index}].content"
+                raise invalid(f"{key}: null; a text is needed", key)
+            content = ""
+        elif isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        role = "system" if message.role == "developer" else message.role
+        turn = {"role": role, "content": content}
+        if message.name is not None:
+            turn["name"] = message.name
+        found.append(turn)
+    return found

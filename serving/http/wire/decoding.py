@@ -1,0 +1,86 @@
+"""From a request's body to its type, and what a wrong body is told."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from serving.http.wire.errors import ApiError, invalid
+from serving.http.wire.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+T = TypeVar("T")
+
+CHAT = msgspec.json.Decoder(ChatRequest)
+COMPLETION = msgspec.json.Decoder(CompletionRequest)
+TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+# What clients send and this server cannot do, in words instead of msgspec's.
+REFUSED: dict[str, str] = {
+    "tools": "tools: function calling is not supported",
+    "functions": "functions: function calling is not supported",
+    "tool_choice": "tool_choice: no function calling; only 'none' and 'auto' are taken",
+    "function_call": "function_call: function calling is not supported",
+    "tool_calls": "tool_calls: function calling is not supported, also in a message",
+    "suffix": "suffix: insertion is not supported",
+    "modalities": "modalities: only text is supported",
+    "audio": "audio is not supported; only text is",
+    "prediction": "prediction: predicted outputs are not supported",
+    "reasoning_effort": "reasoning_effort is not supported",
+    "verbosity": "verbosity is not supported",
+    "web_search_options": "web_search_options: this server opens no connections",
+    "service_tier": "service_tier: only 'auto' and 'default' are there",
+    "include_obfuscation": "include_obfuscation is not supported",
+}
+_LONGEST = 600  # characters of msgspec's sentences
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `(.*)`")
+_MISSING = re.compile(r"missing required field `(.*)`")
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The body as its type. Raises ApiError 400 that names the key."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        raise _explained(str(problem)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise invalid(f"the body is not JSON: {problem}", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply", code="nested_too_deeply") from None
+
+
+def _explained(message: str) -> ApiError:
+    """msgspec's sentence as ours, with the parameter's path as OpenAI writes it.
+
+    The sentence may repeat a key or value of any length: it is cut before a regular expression
+    sees it. Its end, which says where, is kept.
+    """
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
+    found = _WHERE.match(message)
+    what = found["what"] if found else message
+    path = (found["path"] if found else None) or ""
+    for pattern, text in ((_UNKNOWN, "unknown"), (_MISSING, "missing")):
+        field = pattern.search(what)
+        if field:
+            param = f"{path}.{field[1]}" if path else field[1]
+            return invalid(f"{text} field {param!r}", param)
+    what = what[:1].lower() + what[1:]
+    last = re.sub(r"(\[[^\]]*\])+$", "", path).rsplit(".", 1)[-1]
+    if last in REFUSED:
+        return invalid(REFUSED[last], path)
+    if not path:
+        return invalid(f"the body: {what}")
+    if last == "role":
+        what = f"system, developer, user and assistant are taken; {what}"
+    elif last == "type" and ".content[" in path:
+        what = f"only parts of type 'text' are supported; {what}"
+    return invalid(f"{path}: {what}", path)

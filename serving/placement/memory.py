@@ -1,0 +1,64 @@
+"""Predicted memory of an engine: weights + KV cache as the backend stores it + overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from models.formats import weight_bytes as format_bytes
+from models.spec import ModelSpec
+from serving.backends import spec_of
+from serving.backends.spec import KvRequest
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """Predicted bytes of one engine."""
+
+    weight_bytes: int
+    kv_bytes: int
+    kv_dtype: str  # as the backend stores it
+    overhead_bytes: int
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """What decides the memory of an engine beside its backend."""
+
+    model: ModelSpec
+    slots: int
+    kv_tokens: int  # of all slots together
+    kv_dtype: str  # as asked for
+    weight_bytes: int | None = None  # of the file; None: there is none yet
+    isa: Collection[str] = ()  # CPU flags
+
+
+def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> Forecast:
+    """Predict the memory of this backend on this device.
+
+    Weights: the file's size, else the format's. KV: tokens x ModelSpec.kv_bytes_per_token in the
+    type that the backend holds. Overhead: the backend's row in the table.
+    """
+    spec, model = spec_of(backend), sizes.model
+    kv_dtype = spec.kv_dtype(KvRequest(sizes.kv_dtype, weight_format, device, frozenset(sizes.isa)))
+    weights = sizes.weight_bytes
+    if weights is None:
+        weights = _nominal_bytes(model, weight_format) if spec.has_weights else 0
+    kv_bytes = sizes.kv_tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0
+    overhead = overhead_bytes(backend, device, weight_format, weights, model, sizes.slots)
+    return Forecast(weights, kv_bytes, kv_dtype, overhead)
+
+
+def overhead_bytes(
+    backend: str, device: str, weight_format: str, weight_bytes: int, model: ModelSpec, slots: int
+) -> int:
+    """Bytes of everything but weights and KV cache."""
+    overhead = spec_of(backend).overhead_on(device)
+    return overhead.total_bytes(model, weight_format, weight_bytes, slots)
+
+
+def _nominal_bytes(model: ModelSpec, weight_format: str) -> int:
+    """Bytes before there is a file; a format that is not ours counts as 16 bits a weight."""
+    try:
+        return format_bytes(model, weight_format)
+    except KeyError:
+        return model.weight_bytes("fp16")

@@ -1,0 +1,381 @@
+"""What runs where, and why: a pure function from a model and a machine to a decision.
+
+    placement = plan(PlacementRequest(model=spec), hardware_facts())
+    placement.device, placement.backend          # "cpu", "llama_cpp"
+    print("\\n".join(explain(placement)))
+
+Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU. The
+first one that fits is chosen, later ones are what the engine falls back to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from models.formatting import size
+from models.spec import KV_ELEMENT_BYTES, ModelSpec
+from serving.backends import BACKENDS, DEFAULTS, format_of, spec_of
+from serving.errors import Cause, ServingError, Unsupported
+from serving.hardware.facts import HardwareFacts
+from serving.placement.memory import Sizes, forecast
+
+HEADROOM = 0.95  # share of the free memory that may be planned with
+
+
+class Policy(StrEnum):
+    """Which devices may be used: the GPU first and the CPU after it, or one of the two only."""
+
+    auto = "auto"
+    gpu_only = "gpu-only"
+    cpu_only = "cpu-only"
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """One step of the decision. `cause` is None for what speaks for the choice."""
+
+    cause: Cause | None
+    text: str
+
+
+class NoPlacement(ServingError):
+    """The model can run nowhere on this machine under this policy."""
+
+    def __init__(self, message: str, reasons: tuple[Reason, ...] = ()) -> None:
+        super().__init__(message)
+        self.reasons = reasons
+
+
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be placed. None: the tables of serving.backends decide."""
+
+    model: ModelSpec
+    policy: Policy = Policy.auto
+    backend: str | None = None
+    weight_format: str | None = None
+    slots: int = 16
+    context_tokens: int | None = None
+    kv_tokens: int | None = None  # None: slots x context
+    kv_dtype: str = "fp16"
+    weight_bytes: int | None = None  # of the file; None: there is none yet
+    check_memory: bool = True  # False: plan even what does not fit, and say so
+
+
+class Obstacles(msgspec.Struct, frozen=True):
+    """Backends that cannot run: not installed -> why; unable to use the GPU -> cause and why."""
+
+    missing: Mapping[str, str] = {}
+    gpu: Mapping[str, tuple[Cause, str]] = {}
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One engine that may run the model; sizes in bytes."""
+
+    device: str  # "cpu" or "gpu"
+    backend: str
+    weight_format: str
+    device_name: str
+    weight_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+    free_bytes: int | None  # None: the machine does not say
+    kv_dtype: str = ""  # as the backend stores it
+
+    @property
+    def need_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes is None or self.need_bytes <= self.free_bytes
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The decision: the first attempt's fields, and all attempts in the order they are tried."""
+
+    model: str
+    policy: Policy
+    device: str
+    backend: str
+    weight_format: str
+    slots: int
+    context_tokens: int
+    kv_tokens: int
+    kv_dtype: str  # as the backend stores it
+    weight_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+    free_bytes: int | None
+    reasons: tuple[Reason, ...]
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def need_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A device and backend that was looked at: usable, or the reason why not (or both)."""
+
+    attempt: Attempt | None
+    reason: Reason | None = None
+
+
+NOTHING_KNOWN = Obstacles()
+
+
+def plan(
+    request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles = NOTHING_KNOWN
+) -> Placement:
+    """Decide where the model runs on a machine with these facts.
+
+    Raises NoPlacement where nothing is left, ValueError for sizes that cannot be.
+    """
+    model, asked = request.model, request.context_tokens
+    context = min(asked or 2048, model.context)
+    for name in ("slots", "context_tokens", "kv_tokens"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if request.kv_dtype not in KV_ELEMENT_BYTES:
+        known = ", ".join(KV_ELEMENT_BYTES)
+        raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")
+    pool = request.kv_tokens if request.kv_tokens is not None else request.slots * context
+    sizes = Sizes(
+        model, request.slots, pool, request.kv_dtype, request.weight_bytes, frozenset(facts.isa)
+    )
+    found = list(candidates(request, sizes, facts, obstacles))
+    attempts = tuple(one.attempt for one in found if one.attempt is not None)
+    reasons = [one.reason for one in found if one.reason is not None]
+    if asked is not None and context < asked:
+        cut = f"context cut from {asked} to {context} tokens: {model.name} was made for no more"
+        reasons.insert(0, Reason(None, cut))
+    if not attempts:
+        where = "nowhere on this machine"
+        if request.policy is Policy.gpu_only:
+            where = "on no GPU here, and the policy is gpu-only"
+        told = "; ".join(reason.text for reason in reasons)
+        raise NoPlacement(f"{model.name} can run {where}: {told}", tuple(reasons))
+    reasons.append(Reason(None, _choice(attempts[0], facts)))
+    reasons += [
+        Reason(
+            None,
+            f"falls back to {other.backend} on the {other.device.upper()} "
+            f"({other.weight_format}, {size(other.need_bytes)})",
+        )
+        for other in attempts[1:]
+    ]
+    return Placement(
+        model=model.name,
+        policy=request.policy,
+        slots=request.slots,
+        context_tokens=context,
+        kv_tokens=pool,
+        reasons=tuple(reasons),
+        attempts=attempts,
+        **_chosen(attempts[0]),
+    )
+
+
+def candidates(
+    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
+) -> Iterator[Candidate]:
+    """Every device and backend that the policy leaves, in the order they are tried."""
+    can_use_gpu = False
+    if request.policy is Policy.cpu_only:
+        there = f" ({', '.join(gpu.name for gpu in facts.gpus)} is there)" if facts.gpus else ""
+        text = f"the policy cpu-only leaves GPUs aside{there}"
+        yield Candidate(None, Reason(Cause.forced, text))
+    else:
+        for candidate in _gpu_candidates(request, sizes, facts, obstacles):
+            can_use_gpu = can_use_gpu or candidate.attempt is not None
+            yield candidate
+    if request.policy is not Policy.gpu_only:
+        yield _cpu_candidate(request, sizes, facts, obstacles)
+    elif can_use_gpu:
+        text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
+        yield Candidate(None, Reason(Cause.forced, text))
+
+
+def _gpu_candidates(
+    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
+) -> Iterator[Candidate]:
+    """The GPU with the first backend that can use it; before it those that cannot, and why."""
+    names = [request.backend or default_backend("gpu", request.weight_format)]
+    if request.backend is None and facts.gpus and request.weight_format is None:
+        names = list(DEFAULTS["gpu"])
+    for name in names:
+        trouble = _gpu_trouble(request, facts, name, obstacles)
+        if trouble is None:
+            gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
+            yield _fitted(request, sizes, name, "gpu", gpu.name, gpu.free_bytes)
+            return
+        yield Candidate(None, trouble)
+
+
+def _cpu_candidate(
+    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
+) -> Candidate:
+    name = request.backend or default_backend("cpu", request.weight_format)
+    if name in obstacles.missing:
+        text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
+        return Candidate(None, Reason(Cause.backend_missing, text))
+    return _fitted(request, sizes, name, "cpu", facts.cpu_model, facts.usable_memory_bytes)
+
+
+def _gpu_trouble(
+    request: PlacementRequest, facts: HardwareFacts, backend: str, obstacles: Obstacles
+) -> Reason | None:
+    """Why this backend cannot use a GPU here; None: nothing speaks against it."""
+    if not facts.gpus:
+        cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
+        return Reason(cause, facts.gpu_note or "no GPU found")
+    there = f"{facts.gpus[0].name} is there, but"
+    spec = spec_of(backend)
+    if "gpu" not in spec.devices:
+        able = ", ".join(sorted(name for name, one in BACKENDS.items() if "gpu" in one.devices))
+        text = f"backend {backend!r} does not run on GPUs; those that do: {able}"
+        return Reason(Cause.backend_missing, text)
+    if backend in obstacles.missing:
+        text = f"{there} backend {backend!r} cannot run: {obstacles.missing[backend]}"
+        return Reason(Cause.backend_missing, text)
+    if backend in obstacles.gpu:
+        cause, why = obstacles.gpu[backend]
+        return Reason(cause, f"{there} {backend} cannot use it: {why}")
+    if request.weight_format in spec.cpu_formats:
+        text = f"the format {request.weight_format} of {backend} is packed for the CPU's kernels"
+        return Reason(Cause.forced, text)
+    return None
+
+
+def _fitted(
+    request: PlacementRequest,
+    sizes: Sizes,
+    backend: str,
+    device: str,
+    device_name: str,
+    free_bytes: int | None,
+) -> Candidate:
+    """The attempt where it fits, else the shortage (or both: check_memory is off)."""
+    weight_format = canonical_format(backend, request.weight_format)
+    need = forecast(sizes, backend, device, weight_format)
+    attempt = Attempt(
+        device=device,
+        backend=backend,
+        weight_format=weight_format,
+        device_name=device_name,
+        weight_bytes=need.weight_bytes,
+        kv_bytes=need.kv_bytes,
+        overhead_bytes=need.overhead_bytes,
+        free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
+        kv_dtype=need.kv_dtype,
+    )
+    if attempt.fits:
+        return Candidate(attempt)
+    cause = Cause.insufficient_vram if device == "gpu" else Cause.insufficient_memory
+    shortage = Reason(cause, _shortage(attempt, sizes))
+    return Candidate(None if request.check_memory else attempt, shortage)
+
+
+def canonical_format(backend: str, weight_format: str | None) -> str:
+    """The format as the backend spells it; None: its default. Raises NoPlacement."""
+    try:
+        return format_of(backend, weight_format)
+    except Unsupported as problem:
+        raise NoPlacement(str(problem)) from problem
+
+
+def default_backend(device: str, weight_format: str | None = None) -> str:
+    """The backend where the user names none: the first that has the format, else the default."""
+    default = DEFAULTS[device][0]
+    if weight_format is None:
+        return default
+    usable = [default, *(name for name, spec in BACKENDS.items() if device in spec.devices)]
+    for same in (str, str.lower):  # BF16 is a GGUF format, bf16 one of torch
+        for name in usable:
+            if same(weight_format) in map(same, BACKENDS[name].formats):
+                return name
+    return default
+
+
+def narrowed(
+    placement: Placement, attempts: tuple[Attempt, ...], reason: Reason | None
+) -> Placement:
+    """The decision with these attempts only, the first one chosen, and one more reason."""
+    first = attempts[0]
+    reasons = placement.reasons
+    if first != placement.attempts[0]:
+        may = "" if first.free_bytes is None else f" of {size(first.free_bytes)} usable"
+        text = (
+            f"the {first.device.upper()} serves with {first.backend}: "
+            f"{size(first.need_bytes)} needed{may}"
+        )
+        reasons = (*(one for one in reasons if one.cause is not None), Reason(None, text))
+    return msgspec.structs.replace(
+        placement,
+        reasons=reasons if reason is None else (*reasons, reason),
+        attempts=attempts,
+        **_chosen(first),
+    )
+
+
+def explain(placement: Placement) -> list[str]:
+    """The decision as lines for people: what runs where, the arithmetic, every reason."""
+    lines = [
+        f"{placement.model} on the {placement.device.upper()} with {placement.backend}, "
+        f"format {placement.weight_format}, {placement.slots} slots of "
+        f"{placement.context_tokens} tokens"
+    ]
+    for attempt in placement.attempts:
+        free = "unknown" if attempt.free_bytes is None else size(attempt.free_bytes)
+        lines.append(
+            f"  {attempt.device.upper()} {attempt.backend} ({attempt.device_name}): "
+            f"weights {size(attempt.weight_bytes)} + KV {size(attempt.kv_bytes)} "
+            f"({placement.kv_tokens} tokens, {attempt.kv_dtype}) + "
+            f"overhead {size(attempt.overhead_bytes)} = {size(attempt.need_bytes)}; "
+            f"may use {free}{'' if attempt.fits else ' - does not fit'}"
+        )
+    lines += [
+        f"  {'because' if reason.cause is None else reason.cause.value}: {reason.text}"
+        for reason in placement.reasons
+    ]
+    return lines
+
+
+def _chosen(attempt: Attempt) -> dict[str, Any]:
+    """The fields that a placement takes from its first attempt."""
+    fields = msgspec.structs.asdict(attempt)
+    del fields["device_name"]
+    return fields
+
+
+def _shortage(attempt: Attempt, sizes: Sizes) -> str:
+    free = attempt.free_bytes or 0
+    text = (
+        f"{sizes.model.name} in {attempt.weight_format} needs {size(attempt.need_bytes)} "
+        f"on the {attempt.device.upper()} (weights {size(attempt.weight_bytes)}, "
+        f"KV {size(attempt.kv_bytes)}, overhead {size(attempt.overhead_bytes)}), "
+        f"{size(free)} may be used"
+    )
+    room = free - attempt.weight_bytes - attempt.overhead_bytes
+    if room <= 0:
+        return text + "; the weights alone are too big: take a smaller model or format"
+    slot_bytes = max(1, attempt.kv_bytes // sizes.slots)
+    fitting = room // slot_bytes
+    return f"{text}; {fitting} slots instead of {sizes.slots} would fit" if fitting else text
+
+
+def _choice(attempt: Attempt, facts: HardwareFacts) -> str:
+    need, free = size(attempt.need_bytes), attempt.free_bytes
+    if attempt.device == "gpu":
+        usable = "" if free is None else f" of {size(free)} usable"
+        name = attempt.device_name
+        return f"the GPU ({name}) serves with {attempt.backend}: {need} needed{usable} VRAM"
+    cores = f"{facts.usable_cores:g} core{'' if facts.usable_cores == 1 else 's'}"
+    return (
+        f"the CPU serves with {attempt.backend}: {facts.cpu_model}, {cores} usable, "
+        f"{need} needed of {size(free or 0)} usable RAM"
+    )

@@ -1,0 +1,199 @@
+"""What all requests for one model share (Service), and which model a request goes to (Desk).
+
+desk = Desk(ServerMetrics())
+desk.add(Service(supervisor, tokenizer, metrics))
+service, release = await desk.acquire(name)     # loads the model where it may
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from models.tokenization.tokenizer import Tokenizer
+from serving.backends.base import BackendInfo, EngineConfig
+from serving.engine.messages import Delta, GenerationRequest
+from serving.errors import ContextOverflow, ModelNotNamed, Unavailable, UnknownModel
+from serving.metrics import Metrics, Served, ServerMetrics
+
+INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
+_LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
+_NAMES_SHOWN = 8
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What validation needs to know of an engine."""
+
+    backend: str
+    context_tokens: int
+    vocabulary: int
+    capabilities: frozenset[str]
+
+    @classmethod
+    def of(cls, info: BackendInfo) -> Facts:
+        """Of a loaded backend. One sequence has the whole KV pool at most."""
+        context = min(info.context_tokens, info.kv_tokens)
+        return cls(info.name, context, info.vocabulary, info.capabilities)
+
+    @classmethod
+    def expected(cls, config: EngineConfig, vocabulary: int) -> Facts:
+        """Of an engine that is not loaded, for routes that need none, such as /tokenize."""
+        tokens = config.kv_tokens or config.slots * config.context_tokens
+        return cls(config.backend, min(config.context_tokens, tokens), vocabulary, frozenset())
+
+
+class StreamLike(Protocol):
+    """One sequence's deltas, the last with `finish`, which comes soon after `cancel`."""
+
+    def cancel(self) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+
+class EngineLike(Served, Protocol):
+    """What a request needs of a Supervisor; tests/serving/fakes.py has a small one."""
+
+    reason: str | None
+    events: Any  # what befell its engines: serving.supervisor.status.Event, oldest first
+    on_step: Callable[..., None] | None  # called with the StepStats of each step
+
+    @property
+    def label(self) -> str: ...
+
+    def retry_after_seconds(self) -> float: ...
+
+    def submit(self, request: GenerationRequest) -> StreamLike: ...
+
+    def check_room(self) -> None: ...
+
+
+class Keeper(Protocol):
+    """Loads models on demand and unloads none in use: serving.registry.registry.Registry."""
+
+    async def hold(self, name: str) -> Callable[[], None]:
+        """Wait until this model serves and hold it until the returned function is called."""
+        ...
+
+    def states(self) -> dict[str, str]: ...
+
+
+class Service:
+    """What all requests for one model share. `placement`: why it runs where it runs."""
+
+    def __init__(
+        self, supervisor: EngineLike, tokenizer: Tokenizer, metrics: Metrics, placement: Any = None
+    ) -> None:
+        self.supervisor = supervisor
+        self.tokenizer = tokenizer
+        self.served_name = metrics.model
+        self.metrics = metrics
+        self.placement = placement
+        supervisor.on_step = metrics.stepped
+        self.created = int(time.time())
+        self.table = tokenizer.token_bytes()
+        self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
+
+    def facts(self) -> Facts:
+        """What the serving engine can do. Raises Unavailable while none serves."""
+        ready = self.supervisor.ready
+        if self.supervisor.state != "ready" or ready is None:
+            raise self.unavailable()
+        return Facts.of(ready.info)
+
+    def known_facts(self) -> Facts:
+        """The same, as far as the configuration tells while no engine serves."""
+        ready = self.supervisor.ready
+        if ready is not None:
+            return Facts.of(ready.info)
+        return Facts.expected(self.supervisor.config, self.tokenizer.vocabulary)
+
+    def unavailable(self) -> Unavailable:
+        state = self.supervisor.state
+        reason = self.supervisor.reason or "no reason given"
+        text = f"the model is not served at the moment ({state}): {reason}"
+        return Unavailable(text, self.supervisor.retry_after_seconds(), state)
+
+    async def tokens(
+        self,
+        text: str,
+        parameter: str,
+        *,
+        most: int | None = None,
+        bos: bool = False,
+        parse_special: bool = False,
+    ) -> list[int]:
+        """Token ids of a text. Raises ContextOverflow where there must be more than `most`."""
+        if len(text) > INLINE_CHARACTERS:
+            fewest = len(text) // self._longest
+            if most is not None and fewest > most:
+                raise ContextOverflow(fewest, None, most, parameter, at_least=True)
+            ids = await asyncio.to_thread(self.tokenizer.encode, text, parse_special=parse_special)
+        else:
+            ids = self.tokenizer.encode(text, parse_special=parse_special)
+        head = self.tokenizer.bos_id
+        return [head, *ids] if bos and head is not None else ids
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.table[token] if token < len(self.table) else b""
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Text of token ids; control tokens have none, a character that is cut is U+FFFD."""
+        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+
+
+class Desk:
+    """The models of one server. Without a keeper, nothing is loaded on demand."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.metrics = metrics
+        self.services: dict[str, Service] = {}
+        self.keeper: Keeper | None = None
+
+    def add(self, service: Service) -> None:
+        """One more model, or another one under its name; running requests keep their Service."""
+        self.services[service.served_name] = service
+        self.metrics.add(service.metrics)
+
+    def remove(self, name: str) -> None:
+        """This name is served no more."""
+        self.metrics.remove(self.services.pop(name).metrics)
+
+    @property
+    def first(self) -> Service:
+        """The model that is meant where none is named."""
+        return next(iter(self.services.values()))
+
+    def named(self, model: str | None) -> Service:
+        """The Service of a model. Raises UnknownModel, ModelNotNamed."""
+        if model is None:
+            if len(self.services) > 1:
+                raise ModelNotNamed(f"model is needed: {self._names()} are served")
+            return self.first
+        service = self.services.get(model)
+        if service is None:
+            are = "is" if len(self.services) == 1 else "are"
+            raise UnknownModel(
+                f"the model {model[:200]!r} does not exist; {self._names()} {are} served"
+            )
+        return service
+
+    def states(self) -> dict[str, str]:
+        """The state of every model: the keeper's word where there is one."""
+        if self.keeper is not None:
+            return self.keeper.states()
+        return {name: service.supervisor.state for name, service in self.services.items()}
+
+    async def acquire(self, name: str) -> tuple[Service, Callable[[], None] | None]:
+        """The Service of a model that is held, and what lets go of it. Raises Unavailable."""
+        release = None if self.keeper is None else await self.keeper.hold(name)
+        return self.services[name], release  # a swap may have come between
+
+    def _names(self) -> str:
+        names = list(self.services)
+        shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+        more = len(names) - _NAMES_SHOWN
+        return f"{shown} and {more} more" if more > 0 else shown

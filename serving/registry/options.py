@@ -1,0 +1,388 @@
+"""Options of a server and of a model: the only place that names, bounds and explains them.
+
+Made from these structs: the command line (serving.cli.serve), the models file (below), the body of
+the admin routes (serving.http.admin_wire), and the flags of a campaign's [server] table.
+
+    [[model]]
+    source = "135m"               # a rung, a GGUF file, a folder, a hub name
+    name = "small"                # the name in requests
+    policy = "cpu-only"
+    load = "demand"               # load on the first request, not at the start
+    idle_unload_seconds = 600
+
+A key that an entry leaves out has the command line's value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from serving.errors import ServingError
+from serving.placement.plan import Policy
+
+# Panels of the help page.
+ENGINE = "Engine"
+QUEUE = "Queue and faults"
+HTTP = "HTTP"
+MACHINE = "Machine"
+SEVERAL = "Several models"
+
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0)]
+PositiveSeconds = Annotated[float, Meta(gt=0)]
+Standby = Literal["cold", "warm"]
+LogFormat = Literal["text", "json"]
+T = TypeVar("T")
+
+
+class About(msgspec.Struct, frozen=True):
+    """Help of an option. `flag`: its name on the command line, where it is not the field's name."""
+
+    panel: str
+    text: str
+    flag: str = ""
+    metavar: str = ""
+    is_argument: bool = False  # it stands without a flag
+
+
+def option(
+    panel: str, text: str, flag: str = "", metavar: str = "", is_argument: bool = False
+) -> Meta:
+    """For `Annotated[type, option(...)]`."""
+    said = About(panel, text, flag, metavar, is_argument)
+    return Meta(description=text, extra={"about": said})
+
+
+def about(field: msgspec.structs.FieldInfo) -> About:
+    """What `option` said of this field."""
+    metas = (meta for meta in field.type.__metadata__ if meta.extra is not None)
+    said: About = next(metas).extra["about"]
+    return said
+
+
+class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model runs: the command line speaks for all models, a models file for one."""
+
+    backend: Annotated[
+        str | None,
+        option(ENGINE, "llama_cpp, onnx, torch, fake or package.module:Class. Default: by device."),
+    ] = None
+    weight_format: Annotated[
+        str | None,
+        option(
+            ENGINE, "Weight format, e.g. Q4_0, Q8_0, int4, bf16. Default: by backend.", "format"
+        ),
+    ] = None
+    policy: Annotated[Policy, option(MACHINE, "auto: the GPU where it can, else the CPU.")] = (
+        Policy.auto
+    )
+    threads: Annotated[
+        Count | None, option(MACHINE, "Engine threads. Default: one per physical core it has.")
+    ] = None
+    cores: Annotated[
+        str, option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all but the last.")
+    ] = ""
+    slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
+    context_tokens: Annotated[
+        Count, option(ENGINE, "Most tokens of one sequence, prompt and output.", "context")
+    ] = 2048
+    kv_tokens: Annotated[
+        Count | None,
+        option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
+    ] = None
+    kv_dtype: Annotated[
+        str, option(ENGINE, "fp32, fp16, bf16, q8_0 or q4_0, as far as the backend can.")
+    ] = "fp16"
+    prefill_tokens: Annotated[
+        Count, option(ENGINE, "Prompt tokens of a step while others decode.")
+    ] = 256
+    step_seconds_target: Annotated[
+        PositiveSeconds,
+        option(
+            ENGINE,
+            "Target time of a step with prompt tokens while others decode: "
+            "less for smooth text, more for throughput.",
+            "step-seconds",
+        ),
+    ] = 0.3
+    prefix_reuse: Annotated[
+        bool, option(ENGINE, "Keep the KV of finished sequences for prompts that begin alike.")
+    ] = True
+    options: Annotated[
+        dict[str, Any],
+        option(ENGINE, "For this backend only; may be repeated.", "option", "KEY=VALUE"),
+    ] = {}
+    check_memory: Annotated[
+        bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
+    ] = True
+    standby: Annotated[
+        Standby, option(MACHINE, "warm: keep the fallback engine loaded (costs its memory).")
+    ] = "cold"
+    idle_unload_seconds: Annotated[
+        PositiveSeconds | None,
+        option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value:g}")
+
+
+class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model: a MODEL of the command line, a [[model]] of a models file, an admin request."""
+
+    source: str
+    name: str | None = None  # in requests; None: the model's own
+    load: Literal["start", "demand"] = "start"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.source or "\0" in self.source:
+            raise ValueError("source must name a model")
+        if self.name is not None and not re.fullmatch(
+            r"[^\s\x00-\x1f/][^\x00-\x1f]{0,199}", self.name
+        ):
+            raise ValueError(
+                f"name {self.name[:50]!r} is no name: 1 to 200 characters, no control characters, "
+                "no slash or blank first"
+            )
+
+
+class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The command line of `crossover serve`."""
+
+    models: Annotated[
+        tuple[str, ...],
+        option(
+            "",
+            "A rung (135m, 360m, 1b, 3b, ...), a GGUF file, a model folder, or a hub name. "
+            "Several: all in one server.",
+            metavar="MODEL",
+            is_argument=True,
+        ),
+    ] = ()
+    models_file: Annotated[
+        str | None,
+        option(SEVERAL, "TOML with a [[model]] for each model and its options.", "", "FILE"),
+    ] = None
+    memory_limit: Annotated[
+        str | None, option(SEVERAL, "RAM for all engines together, e.g. 24GiB.", "", "SIZE")
+    ] = None
+    max_loaded_models: Annotated[
+        Count | None, option(SEVERAL, "Models loaded at the same time.")
+    ] = None
+    load_wait_seconds: Annotated[
+        Seconds, option(SEVERAL, "Seconds that a request waits while its model loads.", "load-wait")
+    ] = 60.0
+    admin_key_env: Annotated[
+        str | None, option(SEVERAL, "Variable with the key of the /admin/ routes.", "", "NAME")
+    ] = None
+    admin_key_file: Annotated[
+        str | None, option(SEVERAL, "File with the key of the /admin/ routes.", "", "FILE")
+    ] = None
+    admin_port: Annotated[
+        Port | None, option(SEVERAL, "Put the /admin/ routes on this port of 127.0.0.1 instead.")
+    ] = None
+    host: Annotated[
+        str, option(HTTP, "Address to listen on. 0.0.0.0 opens it to the network: set a key.")
+    ] = "127.0.0.1"
+    port: Annotated[Port, option(HTTP, "Port; 0 takes a free one and prints it.")] = 8000
+    served_name: Annotated[
+        str | None, option(HTTP, "The model's name in requests. Default: its own.")
+    ] = None
+    api_key_env: Annotated[
+        str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
+    ] = None
+    api_key_file: Annotated[
+        str | None, option(HTTP, "File that holds the API key.", "", "FILE")
+    ] = None
+    tls_certificate: Annotated[
+        str | None, option(HTTP, "Serve HTTPS with this certificate (PEM).", "", "FILE")
+    ] = None
+    tls_key: Annotated[
+        str | None, option(HTTP, "The certificate's private key (PEM).", "", "FILE")
+    ] = None
+    ready_file: Annotated[
+        str | None,
+        option(
+            HTTP, "Written (JSON: url, pid, engine_pid) each time an engine is ready.", "", "FILE"
+        ),
+    ] = None
+    log_requests: Annotated[bool, option(HTTP, "Log every request as one JSON object a line.")] = (
+        False
+    )
+    log_format: Annotated[LogFormat, option(HTTP, "json: one object a line.")] = "text"
+    otlp_endpoint: Annotated[
+        str | None,
+        option(HTTP, "Send traces to this OpenTelemetry collector (OTLP over HTTP).", "", "URL"),
+    ] = None
+    api_cores: Annotated[
+        str, option(MACHINE, "Cores of the HTTP process. Default: what is left.")
+    ] = ""
+    cache: Annotated[
+        str | None,
+        option(MACHINE, "Where weights are kept. Default: $CROSSOVER_CACHE or ~/.cache/crossover."),
+    ] = None
+    max_waiting: Annotated[
+        Count, option(QUEUE, "Requests that may wait for a slot; more get 429.")
+    ] = 256
+    max_wait_seconds: Annotated[
+        Seconds, option(QUEUE, "Longest predicted wait in seconds; beyond it 429.", "max-wait")
+    ] = 30.0
+    ttft_slo_seconds: Annotated[
+        PositiveSeconds | None,
+        option(QUEUE, "Promised seconds to the first token; beyond it 429.", "ttft-slo"),
+    ] = None
+    health_timeout_seconds: Annotated[
+        Annotated[float, Meta(ge=1)],
+        option(
+            QUEUE,
+            "Seconds without a step until a sleeping engine counts as hung.",
+            "health-timeout",
+        ),
+    ] = 30.0
+    drain_seconds: Annotated[
+        Seconds,
+        option(QUEUE, "Seconds that requests get to finish after SIGTERM.", "drain-timeout"),
+    ] = 60.0
+
+
+def flag_of(field: msgspec.structs.FieldInfo) -> str:
+    """The option of the command line for a field."""
+    return f"--{about(field).flag or field.name.replace('_', '-')}"
+
+
+def arguments(values: Mapping[str, Any]) -> list[str]:
+    """The command line for these fields of ServeOptions; None means the default."""
+    flags = {field.name: flag_of(field) for field in msgspec.structs.fields(ServeOptions)}
+    words: list[str] = []
+    for name, value in values.items():
+        flag = flags[name]
+        match value:
+            case None:
+                continue
+            case bool():
+                words.append(flag if value else flag.replace("--", "--no-", 1))
+            case dict():
+                for key, item in value.items():
+                    words += [flag, f"{key}={json.dumps(item)}"]
+            case _:
+                words += [flag, str(value)]
+    return words
+
+
+def unbounded(kind: Any) -> Any:
+    """The type without bounds and help: `Annotated[int, Meta(ge=1)] | None` -> `int | None`."""
+    if get_origin(kind) is Annotated:
+        return unbounded(get_args(kind)[0])
+    args = get_args(kind)
+    if len(args) == 2 and args[1] is type(None):
+        return unbounded(args[0]) | None
+    return kind
+
+
+def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
+    """The models of a server: the command line's, then the models file's. Raises ServingError."""
+    shared = shared_of(options)
+    found = [model_options({"source": source}, shared, "MODEL") for source in options.models]
+    if options.models_file is not None:
+        where = f"--models-file {options.models_file}"
+        found += [
+            model_options(entry, shared, f"{where}, model {number}")
+            for number, entry in enumerate(_entries(options.models_file, where), 1)
+        ]
+    if not found:
+        raise ServingError(
+            "no model to serve; name one (135m, ./model.gguf, ...) or give --models-file"
+        )
+    if options.served_name is not None:
+        if len(found) > 1:
+            raise ServingError(
+                f"--served-name names one model, and {len(found)} are served; "
+                "give each its name in a --models-file"
+            )
+        found = [msgspec.structs.replace(found[0], name=options.served_name)]
+    return tuple(found)
+
+
+def _entries(file: str, where: str) -> list[dict[str, Any]]:
+    """The [[model]] tables of a models file. Raises ServingError."""
+    try:
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ServingError(f"{where}: {problem.strerror}") from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise ServingError(f"{where} is no TOML: {problem}") from problem
+    entries = content.pop("model", [])
+    if content:
+        raise ServingError(
+            f"{where}: unknown key {next(iter(content))!r}; [[model]] sections are known"
+        )
+    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if not is_list or not entries:
+        raise ServingError(f"{where} has no [[model]] section")
+    return list(entries)
+
+
+def shared_of(options: ServeOptions) -> dict[str, Any]:
+    """The command line's value of each option that a model may override."""
+    return {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
+
+
+def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
+    """One model's options: its entry over the shared ones. Raises ServingError."""
+    return converted({**shared, **given}, ModelOptions, f"{where}: ")
+
+
+def converted(
+    values: Mapping[str, Any], kind: type[T], where: str, named: Callable[[str], str] = str
+) -> T:
+    """The struct of these values. Raises ServingError that names key, bound and value."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as problem:
+        raise ServingError(where + explained(str(problem), values, named)) from problem
+
+
+_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+) - at `\$\.(\w+)`")
+_BOUND_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+
+
+def explained(problem: str, values: Mapping[str, Any], named: Callable[[str], str] = str) -> str:
+    """msgspec's sentence; one about a bound as "slots must be at least 1, got 0"."""
+    found = _BOUND.fullmatch(problem)
+    if found is None:
+        return problem
+    sign, bound, key = found.groups()
+    return f"{named(key)} must be {_BOUND_WORDS[sign]} {float(bound):g}, got {values.get(key)!r}"
+
+
+def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """("step_seconds=0.01", "mlock=true") -> {"step_seconds": 0.01, "mlock": True}.
+
+    A value is JSON where it can be, else text. Raises ServingError.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ServingError(f"--option {pair!r} is not of the form key=value")
+        if key in options:
+            raise ServingError(f"--option {key} is given twice")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options

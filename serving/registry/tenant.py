@@ -1,0 +1,146 @@
+"""One model of the server, loaded or not: its files, its engines, who uses it, what it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from serving.errors import EngineState
+from serving.hardware.memory import resident_bytes
+from serving.placement.plan import Attempt, Placement, explain
+from serving.registry.eviction import Resident
+from serving.registry.model import Service
+from serving.registry.prepare import Prepared
+from serving.supervisor.supervisor import Supervisor
+
+RETRY_FIRST_SECONDS = 5.0  # between loads of a model that does not load
+RETRY_LONGEST_SECONDS = 300.0
+
+
+class Tenant:
+    """One model of the server. Times are time.monotonic(), but `used_unix`."""
+
+    def __init__(self, prepared: Prepared, service: Service, supervisor: Supervisor) -> None:
+        self.prepared = prepared
+        self.service = service
+        self.supervisor = supervisor
+        self.placement: Placement = prepared.placement
+        self.holders = 0  # requests that are being answered
+        self.used_at = time.monotonic()
+        self.used_unix: float | None = None
+        self.on_demand = True  # a request may load it
+        self.doing: str | None = None  # what a load or swap is at, where no engine says it
+        self.swapping_to: Tenant | None = None
+        self.load: asyncio.Task[None] | None = None
+        self.failures = 0
+        self.retry_at = 0.0
+        self.problem: str | None = None  # why the last load or swap failed
+
+    @property
+    def name(self) -> str:
+        return self.prepared.name
+
+    @property
+    def state(self) -> str:
+        """The supervisor's state; loading, too, where an asked-for load has not begun."""
+        state = self.supervisor.state
+        waits = state in (EngineState.unloaded, EngineState.failed) and self.load is not None
+        return EngineState.loading.value if waits else state
+
+    @property
+    def busy(self) -> bool:
+        """True while it must not be evicted: requests are in flight, or it is loading."""
+        in_use = self.holders > 0 or self.supervisor.in_flight > 0
+        return in_use or self.load is not None or self.swapping_to is not None
+
+    @property
+    def given_up(self) -> bool:
+        """True when it is not served, and no request changes that."""
+        return self.supervisor.state == EngineState.failed and self.load is None
+
+    def progress(self) -> tuple[str, float | None] | None:
+        """What a load or swap is at, and its fraction 0..1 where it is known; None: nothing."""
+        for one in (self.swapping_to, self):
+            if one is not None and one.supervisor.state == EngineState.loading:
+                loading = one.supervisor.loading
+                if loading is not None:
+                    return loading.what, loading.fraction
+        return None if self.doing is None else (self.doing, None)
+
+    def touch(self) -> None:
+        self.used_at = time.monotonic()
+        self.used_unix = time.time()
+
+    def hold(self) -> Callable[[], None]:
+        """A request uses it from now on, until the returned function is called."""
+        self.holders += 1
+        self.touch()
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self.holders -= 1
+                self.touch()
+
+        return release
+
+    def loaded(self) -> None:
+        """A load has succeeded."""
+        self.failures = 0
+        self.retry_at = 0.0
+        self.problem = None
+        self.used_at = time.monotonic()
+
+    def load_failed(self, problem: str) -> None:
+        """A load has failed: the pause before the next one doubles."""
+        pause = min(RETRY_LONGEST_SECONDS, RETRY_FIRST_SECONDS * 2.0**self.failures)
+        self.failures += 1
+        self.retry_at = time.monotonic() + pause
+        self.problem = problem
+
+    def give_up_waiting(self) -> None:
+        """End a load that has not begun; one whose engine runs ends with the engine."""
+        if self.load is not None and self.doing is not None:
+            self.load.cancel()
+
+    def about(self) -> dict[str, Any]:
+        """The decision where it runs, in numbers and in words, for /v1/placement."""
+        return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
+
+    def attempts(self) -> Iterator[Attempt]:
+        """The placements of the engines that are or will be loaded: in use, and on standby."""
+        warm = self.prepared.model.standby == "warm"
+        configs = self.supervisor.configs[:2] if warm else (self.supervisor.config,)
+        for config in configs:
+            for attempt in self.placement.attempts[:2]:
+                if (attempt.backend, attempt.device) == (config.backend, config.device):
+                    yield attempt
+
+    @property
+    def measured_bytes(self) -> int:
+        """RSS of its engine processes now."""
+        return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
+
+    def as_resident(self, busy: bool) -> tuple[Resident, int]:
+        """What its end would free, and the bytes of RAM it was promised and has not touched yet."""
+        takes: dict[str, int] = {}
+        for attempt in self.attempts():
+            takes[attempt.device] = takes.get(attempt.device, 0) + attempt.need_bytes
+        promised = 0
+        if "cpu" in takes:
+            measured = self.measured_bytes
+            promised = max(0, takes["cpu"] - measured)
+            takes["cpu"] = max(takes["cpu"], measured)
+        return Resident(self.name, takes, self.used_at, busy), promised
+
+
+def idle_check_seconds(tenants: Iterable[Tenant]) -> float:
+    """How often to look for idle models: a fifth of the shortest limit, at most a second."""
+    limits = (tenant.prepared.model.idle_unload_seconds for tenant in tenants)
+    return min(1.0, *(limit / 5 for limit in limits if limit is not None), 1.0)

@@ -1,0 +1,143 @@
+"""One sampler for every backend whose logits come to the host: rows in, one token each out.
+
+    sample(logits, rows)      # logits float32 [n, vocabulary], n rows -> n Sampled
+
+A step of greedy rows is one argmax. Order of operations and meaning are vLLM's: logit_bias,
+penalties, banned ids, grammar, temperature, min_p, top_k, top_p, then the draw
+(serving.sampling.draw). Presence and frequency penalties count generated tokens, the repetition
+penalty prompt and generated ones. Log-probabilities are those of the raw logits (`raw_logprobs`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from serving.errors import Unsupported
+from serving.sampling.draw import Ids, check_numbers, draw_tokens, top_ids
+from serving.sampling.types import (
+    GREEDY_BELOW,
+    Logits,
+    Row,
+    Sampled,
+    Sampling,
+    TokenLogprobs,
+)
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """What may come next: Row.state of requests with a grammar (serving.sampling.grammar)."""
+
+    def mask(self, logits: Logits) -> None:
+        """Set the logits of all tokens that may not come next to -inf, in place; leaves one."""
+        ...
+
+    def accept(self, token: int) -> None: ...
+
+
+def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
+    """One token per row of `logits`, which is not written. Raises EngineFailed for NaN logits,
+    Unsupported where a row wants a grammar and its `state` is no Constraint."""
+    if len(rows) != len(logits):
+        raise ValueError(f"{len(logits)} rows of logits for {len(rows)} rows to sample")
+    if not rows:
+        return []
+    special = [index for index, row in enumerate(rows) if not _is_plain(row)]
+    if not special:
+        return [Sampled(token) for token in _argmax(logits)]
+    out: list[Sampled] = [Sampled(-1)] * len(rows)
+    plain = np.setdiff1d(np.arange(len(rows)), special)
+    if len(plain):
+        for index, token in zip(plain.tolist(), _argmax(logits[plain]), strict=True):
+            out[index] = Sampled(token)
+    works = {index: _adjusted(logits[index], rows[index]) for index in special}
+    tokens = {i: target for i in special if (target := rows[i].target) is not None}
+    random = [i for i in special if i not in tokens and not _is_greedy(rows[i].sampling)]
+    if random:
+        drawn = draw_tokens([works[i] for i in random], [rows[i] for i in random])
+        tokens.update(zip(random, drawn, strict=True))
+    for index in special:
+        row = rows[index]
+        token = tokens[index] if index in tokens else _argmax(works[index][None])[0]
+        if row.sampling.is_constrained and row.target is None:
+            row.state.accept(token)
+        wanted = row.sampling.logprobs
+        report = None if wanted is None else _logprobs(logits[index], token, wanted)
+        out[index] = Sampled(token, report)
+    return out
+
+
+def _is_plain(row: Row) -> bool:
+    return not row.banned and row.target is None and row.sampling.is_plain_greedy
+
+
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < GREEDY_BELOW
+
+
+def _argmax(logits: Logits) -> list[int]:
+    tokens = logits.argmax(axis=1)
+    check_numbers(logits[np.arange(len(tokens)), tokens])
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _adjusted(logits: Logits, row: Row) -> Logits:
+    """The row's logits with bias, penalties, bans and grammar: a copy where any of these apply."""
+    sampling = row.sampling
+    if row.target is not None or not (sampling.needs_logits_work or row.banned):
+        return logits
+    work = logits.copy()
+    if sampling.logit_bias:
+        ids = _within(list(sampling.logit_bias), len(work), "logit_bias")
+        work[ids] += np.fromiter(sampling.logit_bias.values(), np.float32)
+    if sampling.has_penalties:
+        _penalise(work, row)
+    if row.banned:
+        work[_within(list(row.banned), len(work), "banned")] = -np.inf
+    if sampling.is_constrained:
+        if not isinstance(row.state, Constraint):
+            raise Unsupported("this backend cannot follow a grammar or a JSON schema", "grammar")
+        row.state.mask(work)
+    return work
+
+
+def _penalise(work: Logits, row: Row) -> None:
+    sampling = row.sampling
+    if row.history is None:
+        raise ValueError("a row with penalties came without its history")
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(row.history)
+        values = work[seen]
+        factor = np.float32(sampling.repetition_penalty)
+        work[seen] = np.where(values > 0, values / factor, values * factor)
+    if sampling.counts_generated:
+        generated, times = np.unique(row.history[row.prompt_tokens :], return_counts=True)
+        work[generated] -= np.float32(sampling.presence_penalty)
+        work[generated] -= np.float32(sampling.frequency_penalty) * times.astype(np.float32)
+
+
+def _within(ids: list[int], vocabulary: int, parameter: str) -> Ids:
+    """The ids as an index. A negative one would hit another token silently."""
+    index = np.array(ids, np.int64)
+    if index.min() < 0 or index.max() >= vocabulary:
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise Unsupported(
+            f"{parameter} names token {wrong}, and the vocabulary has {vocabulary}", parameter
+        )
+    return index
+
+
+def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
+    """Log-softmax of the raw logits at `token`, and at the `count` best ids."""
+    best = logits.max()
+    check_numbers(best)
+    weights = logits - best
+    with np.errstate(under="ignore"):
+        np.exp(weights, out=weights)
+    log_sum = float(best) + float(np.log(weights.sum()))
+    ids = top_ids(logits, count) if count > 0 else np.empty(0, np.int64)
+    values: list[float] = (logits[ids].astype(np.float64) - log_sum).tolist()
+    return TokenLogprobs(float(logits[token]) - log_sum, ids.tolist(), values)

@@ -1,0 +1,364 @@
+"""One engine process: start it, speak serving.engine.messages with it, notice its end, say why.
+
+    engine = EngineProcess(0, config)
+    await engine.start(on_message, on_exit)       # on_exit comes once, after the last message
+    engine.send(Submit(...))
+
+Works on asyncio's loop and on uvloop. One thread waits for the process; another passes its output
+on and keeps the last lines, which are the reason when a library aborts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import psutil
+
+from models.isolated import start_python
+from serving.backends import spec_of
+from serving.backends.base import EngineConfig
+from serving.engine.messages import (
+    Died,
+    Frames,
+    FromEngine,
+    Ready,
+    Step,
+    ToEngine,
+    decode_from_engine,
+    frame,
+)
+from serving.errors import Cause
+from serving.supervisor.restart_policy import RecoveryLimits, is_hung
+
+CONFIG_VARIABLE = "CROSSOVER_ENGINE"
+SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
+KEPT_LINES = 20
+_TUNABLES = "GLIBC_TUNABLES"
+_HUGE_PAGES = "glibc.malloc.hugetlb"
+_BUSY_CPU_SHARE = 0.05  # of one core; below it the process counts as asleep
+
+
+class EngineProcess:
+    """`place`: index of its configuration in the supervisor's list. Times are time.monotonic().
+
+    `on_output` gets each line that the process prints, in a thread; None: standard error.
+    """
+
+    def __init__(
+        self, place: int, config: EngineConfig, on_output: Callable[[str], None] | None = None
+    ) -> None:
+        now = time.monotonic()
+        self.place = place
+        self.config = config
+        self.pid: int | None = None
+        self.returncode: int | None = None
+        self.ready: Ready | None = None
+        self.ready_at: float | None = None
+        self.asked_to_end = False
+        self.killed_for: str | None = None  # why it was given up as hung
+        self.sequences: set[int] = set()
+        self.started_at = now
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._heard_at = now  # any message
+        self._step_at = now  # a finished step, or work for an idle engine
+        self._busy_at = now  # it used CPU
+        self._cpu: tuple[float, float] | None = None  # CPU seconds used, and when that was read
+        self._died: Died | None = None  # its last word
+        self._broken: str | None = None  # what was wrong with a message
+        self._on_output = on_output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._socket_closed = False
+        self._exit_told = False
+        self._output_ended = threading.Event()
+        self._killed_by_us = False
+        self._memory_kills_before = _memory_kills()
+
+    async def start(
+        self,
+        on_message: Callable[[EngineProcess, FromEngine], None],
+        on_exit: Callable[[EngineProcess], None],
+    ) -> None:
+        """Start `python -m serving.engine.worker`. Both functions are called on the loop."""
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = start_python(
+                    *("-m", "serving.engine.worker"),
+                    environment=environment(self.config, theirs.fileno()),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except OSError as problem:
+                ours.close()
+                self._died = Died(Cause.load_failed, f"no process can be started: {problem}")
+                on_exit(self)
+                return
+        self._process = process
+        self.pid = process.pid
+        ours.setblocking(False)
+        transport, _ = await self._loop.create_unix_connection(lambda: _Wire(self), sock=ours)
+        self._transport = transport
+        for work in (self._pass_output_on, self._wait):
+            threading.Thread(target=work, daemon=True, name=f"engine-{process.pid}").start()
+        if self.asked_to_end:  # meanwhile
+            self.kill()
+
+    @property
+    def label(self) -> str:
+        return label(self.config)
+
+    @property
+    def alive(self) -> bool:
+        return self.pid is not None and self.returncode is None
+
+    def send(self, message: ToEngine) -> None:
+        """Write a message to the socket; dropped once the process is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(message))
+
+    def kill(self) -> None:
+        """SIGKILL, to the process and whatever it started."""
+        if self.alive and self.pid is not None:
+            self._killed_by_us = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def took(self, sequence: int) -> None:
+        """A sequence was given to it: from now on it has to step."""
+        if not self.sequences:
+            self._step_at = self._busy_at = time.monotonic()
+        self.sequences.add(sequence)
+
+    # Health.
+
+    def trouble(self, limits: RecoveryLimits) -> str | None:
+        """Why to give up a running process: silent while loading, or hung. None: it is well."""
+        if self.killed_for is not None or not self.alive:
+            return None
+        now = time.monotonic()
+        self._look_at_cpu(now)
+        if self.ready is None:
+            silent = now - self._heard_at
+            if silent > limits.load_timeout_seconds:
+                return f"no word from the loading engine for {silent:.0f} s"
+            return None
+        if self.sequences and is_hung(now - self._step_at, now - self._busy_at, limits):
+            return (
+                f"no step finished for {now - self._step_at:.1f} s "
+                f"with {len(self.sequences)} sequences in flight"
+            )
+        return None
+
+    def give_up(self, trouble: str) -> None:
+        self.killed_for = trouble
+        self.kill()
+
+    def _look_at_cpu(self, now: float) -> None:
+        used = self._cpu_seconds()
+        if used is None:
+            return
+        if self._cpu is None or used - self._cpu[0] > _BUSY_CPU_SHARE * (now - self._cpu[1]):
+            self._busy_at = now
+        self._cpu = (used, now)
+
+    def _cpu_seconds(self) -> float | None:
+        """User and system time used so far; None when the process is gone."""
+        try:
+            used = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return None
+        return float(used.user + used.system)
+
+    # Its end.
+
+    def why(self) -> tuple[Cause, str]:
+        """The cause of an unasked-for end: hung, its last word, or its exit status."""
+        if self.killed_for is not None:
+            return Cause.health_timeout, self.killed_for
+        if self._died is not None:
+            try:
+                return Cause(self._died.cause), self._died.message
+            except ValueError:
+                return Cause.engine_died, f"{self._died.cause}: {self._died.message}"
+        if self._broken is not None:
+            return Cause.engine_died, self._broken
+        return self._cause_of_exit(), self._exit_text()
+
+    def _cause_of_exit(self) -> Cause:
+        was_ready = self.ready is not None
+        if self._killed_for_memory():
+            return Cause.runtime_oom if was_ready else Cause.load_oom
+        by_signal = self.returncode is not None and self.returncode < 0
+        return Cause.engine_died if was_ready or by_signal else Cause.load_failed
+
+    def _killed_for_memory(self) -> bool:
+        """A SIGKILL that was not ours, while the kernel's count of out-of-memory kills rose."""
+        if self.returncode != -signal.SIGKILL or self._killed_by_us:
+            return False
+        before, now = self._memory_kills_before, _memory_kills()
+        return before is not None and now is not None and now > before
+
+    def _exit_text(self) -> str:
+        """How the process ended, with its last words where it left any."""
+        if self.returncode is None:
+            return "still running"
+        how = f"exit status {self.returncode}"
+        if self.returncode < 0:
+            how = f"ended by {_signal_name(-self.returncode)}"
+        for line in reversed(self.last_lines):
+            if line.strip() and not line.startswith((" ", "Extension modules")):
+                return f"{how}: {line.strip()}"
+        return how
+
+    # The wire's side, on the loop.
+
+    def received(self, body: bytes) -> None:
+        try:
+            message = decode_from_engine(body)
+        except (msgspec.DecodeError, ValueError) as problem:
+            self.broke(f"the engine sent what is no message: {problem}")
+            return
+        self._heard_at = time.monotonic()
+        match message:
+            case Step():
+                self._step_at = self._heard_at
+            case Ready():
+                self.ready = message
+                self.ready_at = self._heard_at
+            case Died():
+                self._died = message
+        self._on_message(self, message)
+
+    def broke(self, why: str) -> None:
+        """What it sends makes no sense: end it."""
+        self._broken = why
+        self.kill()
+
+    def connection_lost(self) -> None:
+        self._socket_closed = True
+        self._tell_exit()
+        if self.alive:  # a process that closes its socket and stays is of no use
+            self._loop.call_later(1.0, self.kill)
+
+    def _process_ended(self, returncode: int) -> None:
+        self.returncode = returncode
+        # Data written before the death may still be in the socket: its EOF comes after them.
+        self._loop.call_later(1.0, self._tell_exit, True)
+        self._tell_exit()
+
+    def _tell_exit(self, anyway: bool = False) -> None:
+        if self._exit_told or self.returncode is None or not (self._socket_closed or anyway):
+            return
+        self._exit_told = True
+        if self._transport is not None:
+            self._transport.close()
+        self._on_exit(self)
+
+    # Threads.
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        returncode = self._process.wait()
+        self._output_ended.wait(0.5)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+            self._loop.call_soon_threadsafe(self._process_ended, returncode)
+
+    def _pass_output_on(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        with self._process.stdout as output:
+            for line in output:
+                text = line.decode(errors="replace").rstrip()
+                self.last_lines.append(text)
+                with contextlib.suppress(OSError, ValueError):  # nobody reads our standard error
+                    if self._on_output is not None:
+                        self._on_output(text)
+                    else:
+                        print(text, file=sys.stderr, flush=True)
+        self._output_ended.set()
+
+
+class _Wire(asyncio.Protocol):
+    """Bytes of the socket -> messages of the engine."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self._engine = engine
+        self._frames = Frames()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                self._engine.received(body)
+        except ValueError as problem:
+            self._engine.broke(f"the engine broke the framing: {problem}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._engine.connection_lost()
+
+
+def label(config: EngineConfig) -> str:
+    """Name of an engine in headers, logs and metrics: "llama_cpp/cpu"."""
+    return f"{config.backend}/{config.device}"
+
+
+def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
+    """Variables of the engine beside ours: its configuration, thread counts, the allocator."""
+    threads = str(config.threads or len(config.cores) or len(os.sched_getaffinity(0)))
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": "1",  # numpy samples on one thread beside the engine's own
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",  # weights are resolved before; an engine opens no connection
+        CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
+        SOCKET_VARIABLE: str(socket_number),
+    } | allocator(config.backend)
+    if config.device == "cpu":
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    return variables
+
+
+def allocator(backend: str) -> dict[str, str]:
+    """What glibc's allocator is told (huge_pages in serving.backends); GLIBC_TUNABLES come first.
+
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=0 turns huge pages off.
+    """
+    given = os.environ.get(_TUNABLES, "")
+    if not spec_of(backend).huge_pages or _HUGE_PAGES in given:
+        return {}
+    return {_TUNABLES: ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))}
+
+
+def _memory_kills() -> int | None:
+    """The kernel's out-of-memory kills since boot; None: it does not count them."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next(
+                (int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None
+            )
+    except OSError:
+        return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,138 @@
+"""The sequences in flight: which engine has which, and what becomes of them when it ends.
+
+requests = Requests(bounds, slots)
+stream = requests.admit(GenerationRequest(...))       # raises Overloaded
+requests.give(stream, engine)                         # to an engine that is ready
+requests.hear(engine, step)                           # what the engine added
+requests.move(engine, "it died", successor=None)      # again where nothing was read, else an error
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import msgspec
+
+from serving.engine.messages import Cancel, Delta, FinishReason, GenerationRequest, Step, Submit
+from serving.errors import Overloaded
+from serving.supervisor.admission import Ledger, QueueBounds
+from serving.supervisor.process import EngineProcess
+from serving.supervisor.stream import Stream
+
+MOST_ATTEMPTS = 3  # engines that one sequence is given to: it may be the one that kills them
+_NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Requests:
+    """Everything submitted and not finished, and the ledger that decides who may join."""
+
+    def __init__(self, bounds: QueueBounds, slots: int) -> None:
+        self.ledger = Ledger(bounds, slots)
+        self.failed = 0  # ended with an error of ours, ever
+        self._streams: dict[int, Stream] = {}
+        self._engines: dict[int, EngineProcess] = {}  # who has it; the others wait for an engine
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def check_room(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises Overloaded where a sequence of this size may not join now."""
+        refusal = self.ledger.refusal(prompt_tokens, max_tokens, time.monotonic())
+        if refusal is not None:
+            raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
+
+    def admit(self, request: GenerationRequest) -> Stream:
+        """A new sequence, not yet given to an engine. Raises Overloaded."""
+        prompt_tokens = len(request.prompt)
+        self.check_room(prompt_tokens, request.max_tokens)
+        now = time.monotonic()
+        stream = Stream(next(self._ids), request, self.cancel, now)
+        self._streams[stream.id] = stream
+        self.ledger.admit(stream.id, prompt_tokens, request.max_tokens, now)
+        return stream
+
+    def give(self, stream: Stream, engine: EngineProcess) -> None:
+        """Send it to an engine; one that is given again has the rest of its deadline left."""
+        request = stream.request
+        if request.deadline_seconds is not None and stream.attempts > 1:
+            left = request.deadline_seconds - (time.monotonic() - stream.arrived)
+            if left <= 0:
+                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+                return
+            request = msgspec.structs.replace(request, deadline_seconds=left)
+        engine.took(stream.id)
+        self._engines[stream.id] = engine
+        engine.send(Submit(stream.id, request))
+
+    def give_waiting(self, engine: EngineProcess) -> None:
+        """Send every sequence that waits for an engine to this one, oldest first."""
+        for stream in self._waiting():
+            self.give(stream, engine)
+
+    def hear(self, engine: EngineProcess, step: Step) -> None:
+        """What one step of an engine added, to the sequences that it still has."""
+        now = time.monotonic()
+        for delta in step.deltas:
+            if self._engines.get(delta.id) is not engine:
+                continue
+            if delta.tokens:
+                self.ledger.progressed(delta.id, delta.tokens, now)
+            if delta.finish is None:
+                self._streams[delta.id].push(delta)
+            else:
+                self._end(delta)
+
+    def move(
+        self, engine: EngineProcess, message: str, successor: EngineProcess | None, retry: bool
+    ) -> None:
+        """The engine is gone. With `retry`, sequences whose reader has seen nothing begin again: on
+        `successor`, or when there is an engine.
+
+        The others, and those that have been with MOST_ATTEMPTS engines, end with finish "error".
+        """
+        for sequence in sorted(engine.sequences):
+            stream = self._streams[sequence]
+            if not retry or stream.handed_over or stream.attempts >= MOST_ATTEMPTS:
+                self._fail(stream, f"the engine ended while this request was running: {message}")
+                continue
+            engine.sequences.discard(sequence)
+            del self._engines[sequence]
+            stream.start_again()
+            self.ledger.restarted(sequence)
+            if successor is not None:
+                self.give(stream, successor)
+
+    def cancel(self, sequence: int) -> None:
+        """The reader gives up. The engine says when it is over; without one it is over now."""
+        engine = self._engines.get(sequence)
+        if engine is not None:
+            engine.send(Cancel(sequence))
+        elif sequence in self._streams:
+            self._end(Delta(sequence, 0, "", finish=FinishReason.CANCELLED))
+
+    def fail_waiting(self, message: str) -> None:
+        """End every sequence that waits for an engine with an error."""
+        for stream in self._waiting():
+            self._fail(stream, message)
+
+    def fail_all(self, message: str) -> None:
+        """End everything with an error."""
+        for stream in list(self._streams.values()):
+            self._fail(stream, message)
+
+    def _waiting(self) -> list[Stream]:
+        return [stream for key, stream in self._streams.items() if key not in self._engines]
+
+    def _fail(self, stream: Stream, message: str) -> None:
+        self.failed += 1
+        self._end(Delta(stream.id, 0, "", finish=FinishReason.ERROR, error=message))
+
+    def _end(self, delta: Delta) -> None:
+        stream = self._streams.pop(delta.id)
+        engine = self._engines.pop(delta.id, None)
+        if engine is not None:
+            engine.sequences.discard(delta.id)
+        self.ledger.finished(delta.id, naturally=delta.finish in _NATURAL)
+        stream.push(delta)

@@ -1,0 +1,3 @@
+from tests.loadtests.conftest import truth_server
+
+__all__ = ["truth_server"]

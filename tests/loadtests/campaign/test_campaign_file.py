@@ -1,0 +1,472 @@
+"""The campaign file: what it means, and that everything wrong with it is said with its place."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from loadtests.campaign.campaign_file import DEMO, Campaign, parse_campaign, read_campaign, slo_of
+from loadtests.campaign.campaign_keys import CampaignFile
+from loadtests.campaign.cell_planning import layout_of, shares, why_not
+from loadtests.campaign.cells import Cell
+from loadtests.campaign.manifest import seed_of
+from loadtests.campaign.servers import serve_command
+from loadtests.campaign.template import SECTIONS, keys_of, toml_value
+from loadtests.errors import BadCampaign
+from loadtests.host.processes import divide_cores
+from loadtests.metrics.slo import SLO_PRESETS
+from loadtests.records.events import SkipCause
+from loadtests.workload.arrivals import Gamma
+from models.formats import weight_bytes
+from models.ladder import rung
+from serving.hardware.facts import hardware_facts
+
+
+def test_the_product_of_models_formats_and_backends() -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m", "1b"]\nformats = ["Q4_0", "Q8_0"]\nbackends = ["llama_cpp"]'
+    )
+    assert [cell.key for cell in plan.cells] == [
+        "smollm2-135m-Q4_0-llama_cpp",
+        "smollm2-135m-Q8_0-llama_cpp",
+        "llama-3.2-1b-Q4_0-llama_cpp",
+        "llama-3.2-1b-Q8_0-llama_cpp",
+    ]
+    assert {
+        (cell.slots, cell.context_tokens, cell.kv_dtype, cell.synthetic) for cell in plan.cells
+    } == {(16, 2048, "fp16", True)}
+
+
+def test_each_backend_has_its_format_where_none_is_given() -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m"]\nbackends = ["llama_cpp", "torch", "onnx", "fake"]'
+    )
+    assert [cell.weight_format for cell in plan.cells] == ["Q4_0", "bf16", "int4", ""]
+    assert len({cell.key for cell in plan.cells}) == 4
+
+
+def test_hardware_budgets_multiply_and_cells_can_be_given_by_hand() -> None:
+    plan = parse_campaign(
+        """
+        name = "x"
+        models = ["135m"]
+        hardware = [{ name = "one", cores = 1 }, { name = "all" }]
+        cells = [{ model = "1b", format = "Q8_0" }]
+        """
+    )
+    assert [cell.key for cell in plan.cells] == [
+        "smollm2-135m-Q4_0-llama_cpp-one",
+        "smollm2-135m-Q4_0-llama_cpp-all",
+        "llama-3.2-1b-Q8_0-llama_cpp-one",
+        "llama-3.2-1b-Q8_0-llama_cpp-all",
+    ]
+    assert [cell.hardware.cores for cell in plan.cells] == [1, None, 1, None]
+
+
+def test_an_endpoint_that_is_there_already_is_one_cell() -> None:
+    plan = parse_campaign(
+        'name = "x"\n[target]\nurl = "http://10.0.0.7:8000/v1"\nmodel = "big"\napi_key_env = "KEY"'
+    )
+    (cell,) = plan.cells
+    assert (cell.key, cell.model, cell.backend, cell.url) == (
+        "big@10.0.0.7-8000-v1",
+        "big",
+        "external",
+        "http://10.0.0.7:8000/v1",
+    )
+    assert plan.campaign.target is not None and plan.campaign.target.api_key_env == "KEY"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = ", "no TOML"),
+        ('models = ["135m"]', "missing required field `name`"),
+        ('name = "x"', "nothing to measure"),
+        (
+            'name = "x"\nmodles = ["135m"]',
+            "unknown field `modles`; known here: name, models, formats",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[server]\nslotz = 1',
+            r"unknown field `slotz` - at `\$.server`; known here: policy, slots",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[[hardware]]\ncpus = 1',
+            r"unknown field `cpus` - at `\$.hardware\[0\]`; known here: name, cores",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[search]\nprecison = 0.1',
+            r"at `\$.search`; known here: min_rate",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[server]\nslots = "many"',
+            r"Expected `int`, got `str` - at `\$.server.slots`",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[server]\nslots = 0',
+            r"slots must be at least 1, got 0 - at `\$.server.slots`",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[server]\npolicy = "fast"',
+            "policy must be auto, gpu-only or cpu-only, got 'fast'",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[workload]\npreset = "tea"',
+            r"preset 'tea' is not one of chat, .* at `\$.workload`",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\nslo = "quick"',
+            r"SLO 'quick' is not one of chat, .* at `\$.slo.preset`",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[slo]\npreset = "chat"\ntarget = 1.5',
+            r"target must be between 0 and 1, got 1.5",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[slo]\nttft_seconds = -1',
+            r"ttft_seconds must be above 0.* got -1.0 - at `\$.slo`",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\narrivals = { kind = "gama" }',
+            r"'gama' - at `\$.arrivals.kind`",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\nbudget_seconds = 0',
+            "budget_seconds must be above 0, got 0",
+        ),
+        (
+            'name = "x"\nmodels = ["99b"]',
+            "'99b' is no rung of the ladder; there are smollm2-135m or 135m",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\nbackends = ["llama"]',
+            "unknown backend 'llama'; known: llama_cpp",
+        ),
+        ('name = "x"\nmodels = ["135m"]\nformats = ["Q9"]', "no weight format 'Q9'; it has"),
+        (
+            'name = "x"\nmodels = ["135m", "smollm2-135m"]',
+            "smollm2-135m-Q4_0-llama_cpp is there twice",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\nhardware = [{ cores = 1 }, { cores = 2 }]',
+            "each of several hardware budgets needs a name",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[target]\nurl = "http://x"',
+            "goes without models and cells",
+        ),
+        (
+            'name = "x"\nmodels = ["135m"]\n[server]\ncontext_tokens = '
+            "128\n[workload]\nprompt_tokens = 100\noutput_tokens = 100",
+            "prompts of 100 and outputs of 100 tokens do not fit in a context of 128",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(BadCampaign, match=message):
+        parse_campaign(text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadCampaign, match="nowhere.toml cannot be read"):
+        read_campaign(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("name = 1")
+    with pytest.raises(BadCampaign, match=r"bad.toml: Expected `str`, got `int` - at `\$.name`"):
+        read_campaign(tmp_path / "bad.toml")
+
+
+def test_an_slo_by_name_with_changes_or_of_ones_own() -> None:
+    assert slo_of("chat") == SLO_PRESETS["chat"]
+    text = 'name = "x"\nmodels = ["135m"]\n[slo]\n'
+    changed = parse_campaign(text + 'preset = "chat"\ntarget = 0.9').campaign.slo
+    assert (changed.name, changed.ttft_seconds, changed.target) == ("chat", 2.0, 0.9)
+    assert (
+        parse_campaign(text + 'preset = "chat"\nttft_seconds = 1.0').campaign.slo.name
+        == "chat (changed)"
+    )
+    own = parse_campaign(text + 'name = "mine"\ntpot_seconds = 0.05').campaign.slo
+    assert (own.name, own.ttft_seconds, own.tpot_seconds, own.target) == ("mine", None, 0.05, 0.99)
+
+
+def test_a_campaign_survives_the_manifest() -> None:
+    """A run goes on with the campaign as its manifest keeps it, whatever became of the file."""
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m"]\narrivals = { kind = "gamma", cv = 3.0 '
+        "}\n[server.options]\nflash = true"
+    )
+    again = msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.campaign)), Campaign)
+    assert again == plan.campaign and again.arrivals == Gamma(cv=3.0)
+    assert (
+        msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.cells)), list[Cell])
+        == plan.cells
+    )
+
+
+def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
+    plan = read_campaign(DEMO)
+    assert [cell.model for cell in plan.cells] == [
+        "llama-3.2-3b",
+        "llama-3.2-1b",
+        "smollm2-360m",
+        "smollm2-135m",
+    ]
+    assert {cell.weight_format for cell in plan.cells} == {"Q4_0"}
+    slo = plan.campaign.slo
+    assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("chat", 2.0, 0.1)
+    assert plan.campaign.budget_seconds is not None and plan.campaign.budget_seconds <= 660
+    assert read_campaign(DEMO, budget_seconds=5.0).campaign.budget_seconds == 5.0
+
+
+def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m"]\nhardware = [{ threads = 3 }]\n'
+        "[server]\nslots = 4\nprefix_reuse = false\n[server.options]\nflash = true\nn_batch = 64"
+    )
+    layout = divide_cores((0, 1))
+    command = serve_command(plan.cells[0], plan.campaign, layout, tmp_path / "ready")
+    text = " ".join(command)
+    for part in (
+        "serve smollm2-135m",
+        "--backend llama_cpp",
+        "--format Q4_0",
+        "--threads 3",
+        "--slots 4",
+        "--cores 0",
+        "--api-cores 1",
+        "--no-prefix-reuse",
+        "--option flash=true",
+        "--option n_batch=64",
+        "--port 0",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("cores", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(16))])
+def test_nobody_sits_on_the_engines_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(
+        "loadtests.host.processes._physical_cores", lambda usable: [(core,) for core in usable]
+    )
+    layout = divide_cores(cores)
+    apart = not set(layout.engine) & {*layout.api, *layout.client}
+    assert apart == (len(cores) > 1)
+    assert (
+        layout.engine_threads
+        == len(layout.engine)
+        == max(1, len(cores) - (2 if len(cores) >= 4 else 1))
+    )
+    assert bool(layout.shared) == (len(cores) < 4), "what shares a core is said"
+
+
+def test_threads_of_one_core_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "loadtests.host.processes._physical_cores",
+        lambda usable: [(core, core + 4) for core in range(4)],
+    )
+    layout = divide_cores(tuple(range(8)), 1)
+    assert (layout.engine, layout.engine_threads, layout.api, layout.client) == (
+        (0, 4),
+        1,
+        (2, 6),
+        (3, 7),
+    )
+
+
+def test_a_cell_that_cannot_fit_is_skipped_with_the_arithmetic() -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m", "8b"]\nhardware = [{ name = "small", memory_gib = 1.5 '
+        "}]\n[server]\nslots = 1"
+    )
+    facts = hardware_facts()
+    assert why_not(plan.cells[0], plan.campaign, facts) is None
+    why = why_not(plan.cells[1], plan.campaign, facts)
+    assert why is not None and why.cause is SkipCause.MEMORY
+    for part in ("weights", "KV of 2048 tokens", "the budget is 1.5 GiB"):
+        assert part in why.reason
+    small: Any = msgspec.structs.replace(facts, memory_available_bytes=2 << 30)
+    plan = parse_campaign('name = "x"\nmodels = ["8b"]')
+    why = why_not(plan.cells[0], plan.campaign, small)
+    assert why is not None and why.cause is SkipCause.MEMORY
+    assert "llama-3.1-8b" in why.reason and "GiB" in why.reason
+
+
+def test_a_cell_without_its_device_is_not_said_to_want_memory() -> None:
+    plan = parse_campaign('name = "x"\nmodels = ["135m"]\n[server]\npolicy = "gpu-only"')
+    facts: Any = msgspec.structs.replace(hardware_facts(), gpus=())
+    why = why_not(plan.cells[0], plan.campaign, facts)
+    assert why is not None and why.cause is SkipCause.SETTINGS
+
+
+def test_more_cores_than_there_are() -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m"]\nhardware = [{ name = "huge", cores = 4096 }]'
+    )
+    with pytest.raises(
+        BadCampaign, match="'huge': 4096 cores for the engine, and this machine can give it 1 to"
+    ):
+        layout_of(plan.cells[0], (0, 1))
+
+
+def test_no_two_attempts_share_a_seed() -> None:
+    seeds = {seed_of(1, f"c#{number}.{attempt}") for number in range(20) for attempt in range(5)}
+    assert len(seeds) == 100 and seed_of(1, "c#1.1") == seed_of(1, "c#1.1") != seed_of(2, "c#1.1")
+
+
+def test_workloads_and_slos_are_axes() -> None:
+    plan = parse_campaign(
+        'name = "x"\nmodels = ["135m", "360m"]\nslos = ["chat", { preset = "reading", target = 0.9 '
+        "}]\n"
+        "[workloads.short]\nprompt_tokens = 16\noutput_tokens = 8\n[workloads.long]\nprompt_tokens "
+        "= 256\noutput_tokens = 8"
+    )
+    assert [cell.key for cell in plan.cells] == [
+        f"smollm2-{size}-Q4_0-llama_cpp-{name}"
+        for size in ("135m", "360m")
+        for name in ("short", "long")
+    ]
+    assert [slo.name for slo in plan.campaign.all_slos] == ["chat", "reading"]
+    assert plan.campaign.of(plan.cells[1]).workload.prompt_tokens == 256
+    assert plan.campaign.of(plan.cells[0], plan.campaign.slos[1]).slo.name == "reading"
+    assert (
+        msgspec.convert(msgspec.json.decode(msgspec.json.encode(plan.campaign)), Campaign)
+        == plan.campaign
+    )
+    one = parse_campaign('name = "x"\nmodels = ["135m"]\nslo = "chat"').campaign
+    assert one.slos == () and one.all_slos == (one.slo,), "a single SLO is kept as it always was"
+    ends = parse_campaign(
+        'name = "x"\n[target]\nurl = "http://h:1"\n[workloads.a]\npreset = '
+        '"chat"\n[workloads.b]\npreset = "code"'
+    )
+    assert [cell.key for cell in ends.cells] == ["default@h-1-a", "default@h-1-b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('slo = "chat"\nslos = ["chat"]', "`slo` and `slos`: give one of them"),
+        (
+            'slos = ["chat", { preset = "chat", target = 0.5 }]',
+            "SLO 'chat' is there twice: give each a name",
+        ),
+        (
+            "[workload]\npreset = 'chat'\n[workloads.a]\npreset = 'code'",
+            "`workload` and `workloads`: give one of them",
+        ),
+        ("[workloads.a]\npresent = 'code'", r"unknown field `present`.*known here: preset"),
+        ("hardware = [{ memory_gib = 0 }]", "memory_gib must be above 0, got 0"),
+        ("hardware = [{ threads = -1 }]", "threads must be above 0, got -1"),
+        ("search = { rates = [1.0, 0.0] }", "rates must all be above 0, got 0.0"),
+        (
+            "search = { rates = [1.0], rate_seconds = [5.0, 5.0] }",
+            "rate_seconds has 2 entries for 1 rates",
+        ),
+        ("search = { calibration_seconds = -1 }", "calibration_seconds must be 0 or more, got -1"),
+        (
+            "[workloads.big]\nprompt_tokens = 3000\noutput_tokens = 8",
+            r"big: prompts of 3000 and outputs of 8 tokens do not fit",
+        ),
+    ],
+)
+def test_axes_that_cannot_be_are_refused(text: str, message: str) -> None:
+    with pytest.raises(BadCampaign, match=message):
+        parse_campaign('name = "x"\nmodels = ["135m"]\n' + text)
+
+
+def test_time_goes_where_it_narrows_most() -> None:
+    cells = parse_campaign('name = "x"\nmodels = ["135m", "1b", "8b"]').cells
+    found = shares(cells, 900.0)
+    assert sum(found.values()) == pytest.approx(900.0)
+    small, middle, big = (found[cell.key] for cell in cells)
+    assert small < middle < big
+    # Intervals are about 1/sqrt(rate x seconds) wide, and rate about 1/bytes: no other split makes
+    # their sum smaller.
+    sizes = [weight_bytes(rung(cell.model).spec, "Q4_0") for cell in cells]
+
+    def width(split: list[float]) -> float:
+        return sum((size / seconds) ** 0.5 for size, seconds in zip(sizes, split, strict=True))
+
+    best = width([small, middle, big])
+    assert all(
+        best < width([small + a, middle + b, big - a - b])
+        for a, b in ((20, 0), (-20, 0), (0, 20), (0, -20), (20, -20))
+    )
+    outside = parse_campaign('name = "x"\ncells = [{ model = "a/b" }, { model = "135m" }]').cells
+    assert shares(outside, 10.0) == pytest.approx({outside[0].key: 5.0, outside[1].key: 5.0}), (
+        "unknown counts as usual"
+    )
+
+
+# Any file is a plan, or refused with a sentence.
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 4000),
+    st.floats(),
+    st.sampled_from(
+        ["", "chat", "135m", "1b", "Q4_0", "fake", "llama_cpp", "poisson", "gamma", "x"]
+    ),
+    st.text(max_size=5),
+)
+
+
+def keyed(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    names = {key.name for kind, _ in SECTIONS.values() for key in keys_of(kind)}
+    return st.dictionaries(st.sampled_from(sorted({*names, "kind", "unknown"})), values, max_size=4)
+
+
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | keyed(inner), max_leaves=5
+)
+
+
+def as_toml(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = [f"{json.dumps(k)} = {as_toml(v)}" for k, v in value.items() if v is not None]
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(as_toml(one) for one in value if one is not None) + "]"
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else f"{value}"
+    return toml_value(value)
+
+
+@settings(max_examples=200, deadline=None)
+@example(changes={"backends": []}, base="model")
+@given(
+    changes=st.dictionaries(st.sampled_from(CampaignFile.__struct_fields__), VALUES, max_size=4),
+    base=st.sampled_from(["model", "target", "nothing"]),
+)
+def test_any_file_is_a_plan_or_is_refused(changes: dict[str, Any], base: str) -> None:
+    starts: dict[str, dict[str, Any]] = {
+        "model": {"name": "x", "models": ["135m"]},
+        "target": {"name": "x", "target": {"url": "http://127.0.0.1:9"}},
+        "nothing": {},
+    }
+    asked = starts[base] | changes
+    text = "\n".join(f"{k} = {as_toml(v)}" for k, v in asked.items() if v is not None)
+    check_parse(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="ab=[]{}\"'.,#\n 01-", max_size=40))
+def test_any_text_is_a_plan_or_is_refused(text: str) -> None:
+    check_parse(text)
+
+
+def check_parse(text: str) -> None:
+    try:
+        plan = parse_campaign(text)
+    except BadCampaign as problem:
+        assert str(problem)
+    else:
+        assert plan.cells and len({cell.key for cell in plan.cells}) == len(plan.cells)

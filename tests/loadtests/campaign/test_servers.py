@@ -1,0 +1,83 @@
+"""The server of a cell as a real child: what it says where it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign.cell_planning import layout_of
+from loadtests.campaign.servers import Local
+from loadtests.errors import OverMemory, ServerFailed
+from loadtests.host.memory_cap import CapUnavailable, MemoryCap
+from serving.hardware.facts import allowed_cores
+
+pytestmark = pytest.mark.clock
+CAMPAIGN = """
+name = "x"
+models = ["135m"]
+backends = ["fake"]
+{more}
+[server]
+context_tokens = 4096
+{options}
+[workload]
+prompt_tokens = 8
+output_tokens = 4
+"""
+
+
+def start(folder: Path, more: str = "", options: str = "") -> Local:
+    plan = parse_campaign(CAMPAIGN.format(more=more, options=options))
+    (cell,) = plan.cells
+    layout = layout_of(cell, allowed_cores())
+    assert layout is not None
+    return Local(cell, plan.campaign, layout, folder)
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """The fake backend told to fail: the reason is where the server said it."""
+    server = start(tmp_path, options='[server.options]\nfail_cause = "load_failed"')
+    try:
+        with pytest.raises(ServerFailed, match="did not start .*logs/smollm2-135m-fake.server.log"):
+            server.wait_ready(lambda what, fraction: None)
+    finally:
+        server.stop()
+
+
+def test_a_server_that_breaks_its_memory_cap(tmp_path: Path) -> None:
+    """The fake engine needs some 50 MiB: within 0.02 GiB no server can live, and the kernel says
+    so.
+    """
+    server = start(tmp_path, more="hardware = [{ memory_gib = 0.02 }]")
+    try:
+        if server.watched_bytes is not None:
+            pytest.skip("no control group here: the cap is watched, not held")
+        with pytest.raises(OverMemory, match="memory cap of 0.02 GiB"):
+            server.wait_ready(lambda what, fraction: None)
+    finally:
+        server.stop()
+
+
+def test_a_cap_that_takes_no_process_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cgroup v2 delegation may allow everything but moving a process into the group."""
+
+    class Cap(MemoryCap):
+        def __init__(self) -> None:
+            self.closed = False
+
+        def add(self, pid: int) -> None:
+            raise CapUnavailable("cgroup.procs cannot be written")
+
+        def close(self) -> None:
+            self.closed = True
+
+    cap = Cap()
+    monkeypatch.setattr(MemoryCap, "make", lambda *_: cap)
+    server = start(tmp_path, more="hardware = [{ memory_gib = 2 }]")
+    server.stop()
+    assert server.watched_bytes == 2 << 30 and cap.closed
+    assert server.cap_note is not None and "watched once a sample (cgroup.procs" in server.cap_note

@@ -1,0 +1,69 @@
+"""`crossover load`: one level from the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtests.cli import load
+from loadtests.errors import LoadError
+from loadtests.records.events import LevelPurpose, LevelStarted, of_kind
+from loadtests.records.run_folder import read_events
+from tests.loadtests.campaign.checks import check_folder
+
+Start = Callable[..., str]
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.clock
+def test_one_level_from_the_command_line(truth_server: Start, tmp_path: Path) -> None:
+    """`crossover load`: a table for people, a run folder where one is asked for, and clear words
+    for what cannot be.
+    """
+    url = truth_server(ttft=0.02, case="load")
+
+    def from_shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "crossover", "load", url, "--workload", "16x8", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    done = from_shell("--rate", "15", "--duration", "2", "--target", "0.8", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for part in ("TTFT", "TPOT", "send lag", "output tokens/s", "SLO chat: 100.0% good", ": holds"):
+        assert part in done.stdout, part
+    (folder,) = tmp_path.glob("*")
+    check_folder(folder)
+    (started,) = of_kind(read_events(folder).records, LevelStarted)
+    assert started.purpose is LevelPurpose.LOAD and started.rate_per_second == 15.0
+    closed = from_shell("--concurrency", "2", "--duration", "1")
+    assert closed.returncode == 0 and "2.0 requests in flight" in closed.stdout
+    assert not list(Path.cwd().glob("load-*")) and len(list(tmp_path.glob("*"))) == 1, (
+        "nothing is kept that was not asked for"
+    )
+    refused = from_shell("--rate", "1", "--slo", "tea")
+    assert (
+        refused.returncode == 2
+        and "'tea' is not one of chat" in refused.stderr
+        and "Traceback" not in refused.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either --rate"),
+        ({"rate": 1.0, "concurrency": 1}, "give either --rate"),
+        ({"rate": -1.0}, "--rate must be above 0, got -1.0"),
+        ({"rate": 1.0, "duration": 0.0}, "--duration must be above 0, got 0.0"),
+        ({"rate": 1.0, "api": "soap"}, "--api must be completions or chat, got 'soap'"),
+        ({"rate": 1.0, "workload": "tea"}, "'tea' is not one of chat"),
+        ({"rate": 1.0, "api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY'.*not set"),
+    ],
+)
+def test_a_level_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        load("http://127.0.0.1:9", **arguments)

@@ -1,0 +1,424 @@
+"""Locust as a real child against a server that knows the truth: due times, lag, drains, workers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtests.errors import LevelInterrupted, TargetUnusable
+from loadtests.generator.channel import LoadGenerator
+from loadtests.generator.endpoint import Target, probe
+from loadtests.generator.http_client import connect, fetch, get_bytes
+from loadtests.generator.launcher import CHANNEL_VARIABLE, GeneratorProcess, processes_options
+from loadtests.generator.load_plan import LoadPlan
+from loadtests.generator.messages import (
+    Ended,
+    Late,
+    Recorded,
+    Started,
+    Stop,
+    Told,
+)
+from loadtests.records.run_folder import read_lines
+from loadtests.records.schema import RequestRecord
+from loadtests.workload.arrivals import Constant, Poisson, due_times
+from loadtests.workload.requests import Workload
+
+pytestmark = pytest.mark.clock
+Start = Callable[..., str]
+LOCUSTFILE = Path(__file__).parents[3] / "loadtests" / "locustfile.py"
+SMALL = Workload(prompt_tokens=16, output_tokens=8)
+USERS = 3
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
+    """One load generator for all levels of this module: it takes one plan after the other."""
+    log = tmp_path_factory.mktemp("alone") / "log"
+    with LoadGenerator(GeneratorProcess(log=log, users=USERS)) as generator:
+        yield generator
+        generator.close()
+        assert generator.child.poll() == 0, "it quits when the pipe closes"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
+    log = tmp_path_factory.mktemp("two") / "log"
+    with LoadGenerator(GeneratorProcess(log=log, users=USERS, processes=2)) as generator:
+        yield generator
+
+
+def told(generator: LoadGenerator, plan: LoadPlan, stop_at: type[Told] | None = None) -> list[Told]:
+    """All that it says of one level; `stop_at`: the level is stopped at the first such message."""
+    generator.channel.send(plan)
+    messages: list[Told] = []
+    for message in generator.told():
+        if message is not None:
+            messages.append(message)
+        if stop_at is not None and isinstance(message, stop_at):
+            generator.channel.send(Stop())
+            stop_at = None
+        if isinstance(message, Ended):
+            return messages
+    raise AssertionError("told() ends by an exception")
+
+
+def plan_of(url: str, **changes: Any) -> LoadPlan:
+    return LoadPlan(**({"target": Target(url=url), "workload": SMALL, "seed": 5} | changes))
+
+
+def level(
+    generator: LoadGenerator, url: str, **changes: Any
+) -> tuple[list[RequestRecord], Ended, dict[str, Any]]:
+    """One level; its records, the load generator's account, and what the server saw."""
+    messages = told(generator, plan_of(url, **changes))
+    records = [message.record for message in messages if isinstance(message, Recorded)]
+    account = messages[-1]
+    assert isinstance(messages[0], Started) and isinstance(account, Ended)
+    assert len(records) == account.recorded == account.due
+    with connect(url) as pool:
+        log = json.loads(fetch(pool, get_bytes(pool, "/truth"))[2])
+    return records, account, log
+
+
+def test_every_request_leaves_when_it_is_due_whatever_comes_back(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    """One slot and answers of 0.3 s at 15/s: the queue grows to dozens, and not one request waits
+    for another to be sent.
+    """
+    records, account, log = level(
+        alone,
+        truth_server(slots=1, ttft=0.25, case="open"),
+        rate_per_second=15.0,
+        window_seconds=3.0,
+        drain_seconds=2.0,
+    )
+    due = due_times(Poisson(), 15.0, 3.0, 5)
+    assert sorted(record.index for record in records) == list(range(len(due))), (
+        "each once, none lost"
+    )
+    by_index = sorted(records, key=lambda record: record.index)
+    assert all(
+        math.isclose(record.due_seconds, at, abs_tol=1e-6)
+        for record, at in zip(by_index, due, strict=True)
+    )
+    lags = [
+        record.sent_seconds - record.due_seconds
+        for record in records
+        if record.sent_seconds is not None
+    ]
+    assert len(lags) == len(records) and min(lags) >= 0
+    assert statistics.median(lags) < 0.003, "requests wait in the client"
+    # The server agrees: requests arrived at their due times, not when slots became free.
+    arrived = sorted(
+        entry["arrived"]
+        for entry in log.values()
+        if entry["body"]["max_tokens"] == 8 and entry["body"].get("min_tokens") == 8
+    )[1:]
+    span = arrived[-1] - arrived[0]
+    assert abs(span - (due[-1] - due[0])) < 0.5
+    late = [record for record in records if record.error == "timeout"]
+    assert late and len(late) == account.gave_up, (
+        "what was on its way at the end of the drain time is on record"
+    )
+    assert all("2 s after the last was due" in (record.error_message or "") for record in late)
+    assert (account.due, account.recorded) == (len(due), len(due))
+    good = [record for record in by_index if record.error is None]
+    assert good[-1].first_content_seconds is not None
+    assert good[-1].first_content_seconds - good[-1].due_seconds > 0.5, (
+        "latency counts the wait that an open loop causes"
+    )
+
+
+def test_times_are_right_under_load(alone: LoadGenerator, truth_server: Start) -> None:
+    records, _, log = level(
+        alone,
+        truth_server(ttft=0.03, gap=0.004, chunk_tokens=2, case="times"),
+        rate_per_second=25.0,
+        window_seconds=3.0,
+        workload=Workload(prompt_tokens=16, output_tokens=16),
+        arrivals=Constant(),
+    )
+    assert len(records) == 75 and all(
+        record.error is None and record.output_tokens == 16 for record in records
+    )
+    assert {record.prompt_tokens for record in records} == {16}, (
+        "prompts have the asked length by the server's own count"
+    )
+    origin = statistics.median(
+        log[r.request_id]["arrived"] - r.sent_seconds
+        for r in records
+        if r.request_id and r.sent_seconds is not None
+    )
+    errors = [
+        abs(seen - log[record.request_id]["chunks"][k] + origin)
+        for record in records
+        if record.request_id
+        for k, seen in enumerate(record.content_seconds)
+    ]
+    assert len(errors) == 75 * 8
+    assert statistics.median(errors) < 0.001, (
+        "half of all chunk stamps are within a millisecond of the server's own"
+    )
+    ttft = [
+        r.first_content_seconds - r.sent_seconds
+        for r in records
+        if r.first_content_seconds is not None and r.sent_seconds is not None
+    ]
+    truth = [
+        log[r.request_id]["chunks"][0] - log[r.request_id]["arrived"]
+        for r in records
+        if r.request_id
+    ]
+    assert abs(statistics.median(ttft) - statistics.median(truth)) < 0.002
+    assert {record.first_chunk_tokens for record in records} == {2}
+
+
+def test_two_processes_send_one_arrival_process(two: LoadGenerator, truth_server: Start) -> None:
+    url = truth_server(case="workers")
+    records, account, _ = level(two, url, rate_per_second=20.0, window_seconds=2.0)
+    due = due_times(Poisson(), 20.0, 2.0, 5)
+    assert sorted(record.index for record in records) == list(range(len(due)))
+    assert all(record.index % 2 == record.worker for record in records) and account.processes == 2
+    for record in records:
+        assert math.isclose(record.due_seconds, due[record.index], abs_tol=1e-6)
+
+
+@pytest.mark.parametrize("generator", ["alone", "two"])
+def test_a_level_that_is_decided_stops_at_once(
+    generator: str, truth_server: Start, request: pytest.FixtureRequest
+) -> None:
+    """The next request is due in a minute, and one that hangs is on its way: nobody waits."""
+    hung = Target(url=truth_server(case="stop"), extra_body={"truth": {"fail": "hang"}})
+    plan = plan_of(
+        hung.url,
+        target=hung,
+        facts=probe(Target(url=hung.url)),
+        rate_per_second=1 / 60,
+        arrivals=Constant(),
+        window_seconds=600.0,
+        late_seconds=0.2,
+    )
+    began = time.monotonic()
+    messages = told(request.getfixturevalue(generator), plan, stop_at=Late)
+    assert time.monotonic() - began < 5.0
+    late, recorded, account = messages[1:]
+    assert late == Late([0]) and isinstance(recorded, Recorded) and isinstance(account, Ended)
+    assert recorded.record.error_message == "the level was decided"
+    assert account.stopped_seconds is not None and 0.2 < account.stopped_seconds < 2.0
+    assert (account.due, account.gave_up) == (1, 1)
+
+
+def test_what_a_load_generator_cannot_do_is_said(tmp_path: Path) -> None:
+    with LoadGenerator(GeneratorProcess(log=tmp_path / "log")) as generator:
+        generator.channel.send(plan_of("http://127.0.0.1:9", rate_per_second=1.0))
+        with pytest.raises(LevelInterrupted, match="failed: .*127.0.0.1:9 cannot be reached"):
+            next(generator.told(tick_seconds=30))
+        assert generator.child.wait(10) == 2
+
+
+def test_a_killed_load_generator_leaves_what_it_told(truth_server: Start, tmp_path: Path) -> None:
+    with LoadGenerator(GeneratorProcess(log=tmp_path / "log")) as generator:
+        plan = plan_of(truth_server(case="kill"), rate_per_second=50.0, window_seconds=60.0)
+        generator.channel.send(plan)
+        records = 0
+        with pytest.raises(LevelInterrupted, match="ended early .*SIGKILL"):
+            for message in generator.told():
+                records += isinstance(message, Recorded)
+                if records == 20:
+                    generator.child.stop(0)
+    assert records >= 20
+
+
+def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Start) -> None:
+    records, _, _ = level(
+        alone,
+        truth_server(ttft=0.05, case="closed"),
+        concurrency=USERS,
+        window_seconds=2.0,
+    )
+    assert len({record.index for record in records}) == len(records) > 20
+    edges = sorted(
+        [(r.due_seconds, 1) for r in records] + [(r.ended_seconds or 0.0, -1) for r in records]
+    )
+    in_flight = most = 0
+    for _, step in edges:
+        in_flight += step
+        most = max(most, in_flight)
+    assert most == USERS
+    assert max(record.due_seconds for record in records) < 2.0
+
+
+def test_failures_are_records_and_the_level_still_ends_well(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    target = Target(url=truth_server(case="failures"), extra_body={"truth": {"fail": "status:429"}})
+    facts = probe(Target(url=target.url))
+    records, account, _ = level(
+        alone, target.url, target=target, facts=facts, rate_per_second=20.0, window_seconds=1.0
+    )
+    assert records and {(record.error, record.status) for record in records} == {("refused", 429)}
+    assert account.recorded == len(records)
+
+
+def locust(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    """Locust as people start it, from a folder that holds none of our packages."""
+    environment = {name: value for name, value in os.environ.items() if name != CHANNEL_VARIABLE}
+    return subprocess.Popen(
+        [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_plain_locust_needs_only_a_host(
+    truth_server: Start, tmp_path: Path, processes: int
+) -> None:
+    out = tmp_path / "out.jsonl"
+    child = locust(
+        *"--headless --only-summary --rate 10 --window 1 --workload 16x4".split(),
+        *(processes_options(processes) if processes > 1 else ()),
+        *("--host", truth_server(case="plain"), "--requests-file", str(out)),
+        folder=tmp_path,
+    )
+    said = child.communicate(timeout=40)[1]
+    assert child.returncode == 0, said[-2000:]
+    records = read_lines(out, RequestRecord).records
+    due = due_times(Poisson(), 10.0, 1.0, 1)
+    assert sorted(record.index for record in records) == list(range(len(due)))
+    assert {record.output_tokens for record in records} == {4}
+    if processes == 1:  # workers report every 3 s
+        assert "/v1/completions" in said and "TTFT" in said, "Locust's statistics know of them"
+
+
+def test_plain_locust_says_what_is_wrong(tmp_path: Path) -> None:
+    options = "--headless --rate 1 --host http://127.0.0.1:9"
+    child = locust(*options.split(), *processes_options(2), folder=tmp_path)
+    said = child.communicate(timeout=40)[1]
+    assert child.returncode == 2 and "127.0.0.1:9 cannot be reached" in said
+
+
+@pytest.mark.parametrize(("api", "closed"), [("chat", False), ("completions", True)])
+def test_a_conversation_goes_on_from_what_the_server_really_said(
+    alone: LoadGenerator, truth_server: Start, api: Any, closed: bool
+) -> None:
+    """The server answers request k with the words "wk": the next turn must hold them, and the
+    user's own words before and after.
+    """
+    target = Target(
+        url=truth_server(ttft=0.01, gap=0.001, echo=True, case=f"talk-{api}-{closed}"), api=api
+    )
+    talk = Workload(
+        prompt_tokens=8, output_tokens=4, turns=3.0, think_seconds=0.2 if not closed else 0.0
+    )
+    load: dict[str, Any] = {"concurrency": USERS} if closed else {"rate_per_second": 12.0}
+    records, account, log = level(
+        alone,
+        target.url,
+        target=target,
+        workload=talk,
+        window_seconds=2.0,
+        **load,
+    )
+    by_turn = {(r.session, r.turn): r for r in records}
+    later = [r for r in records if r.turn and (r.session, r.turn - 1) in by_turn]
+    assert len(later) > 5 and all(r.error is None for r in records)
+    real = 0
+    for record in later:
+        before = by_turn[record.session, (record.turn or 0) - 1]
+        prompt = log[record.request_id or ""]["prompt"]
+        answer = f"w{(before.request_id or '').rpartition('-')[2]} " * 4
+        real += answer.strip() in prompt
+        first = by_turn[record.session, 0]
+        assert prompt.startswith(log[first.request_id or ""]["prompt"]), (
+            "what was said before is said again, word for word"
+        )
+    assert real >= len(later) - account.stand_ins and real > 0
+    assert account.stand_ins == 0 or not closed, "in a closed loop the answer is always there"
+    assert {record.turn for record in records} > {0, 1}
+
+
+def test_a_thousand_requests_a_second_are_told_whole(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    """A thousand requests a second: every record arrives once, whole."""
+    records, account, log = level(
+        alone,
+        truth_server(ttft=0.005, case="many"),
+        rate_per_second=1000.0,
+        window_seconds=1.5,
+        workload=Workload(prompt_tokens=16, output_tokens=1),
+    )
+    assert len(records) == account.recorded == len({record.index for record in records}) > 1200
+    assert {record.request_id for record in records if record.request_id} <= set(log)
+
+
+def test_the_page_shows_the_level_as_it_runs(truth_server: Start, tmp_path: Path) -> None:
+    """Locust as people start it, with its web server: a level is started by the form, and our page
+    and its numbers are there.
+    """
+    url = truth_server(ttft=0.02, gap=0.002, fail="status:500", fail_every=4, case="page")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    child = locust("--web-host", "127.0.0.1", "--web-port", str(port), folder=tmp_path)
+    page = connect(f"http://127.0.0.1:{port}")
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                status, _, html = fetch(page, get_bytes(page, "/crossover"), 5)
+                break
+            except TargetUnusable:
+                assert time.monotonic() < until and child.poll() is None
+                time.sleep(0.1)
+        assert status == 200 and b"<title>Crossover" in html and b"https://" not in html, (
+            "works with no network"
+        )
+        assert b'href="/crossover"' in fetch(page, get_bytes(page, "/"))[2], (
+            "and is found from Locust's own page"
+        )
+        options = "rate=20&window=2&workload=16x6&slo=interactive"
+        form = f"user_count=1&spawn_rate=1&host={url}&{options}".encode()
+        kind = "Content-Type: application/x-www-form-urlencoded"
+        length = f"Content-Length: {len(form)}"
+        head = f"POST /swarm HTTP/1.1\r\n{page.headers}{kind}\r\n{length}\r\n\r\n"
+        assert json.loads(fetch(page, head.encode() + form)[2])["success"]
+        until = time.monotonic() + 30
+        while (stats := json.loads(fetch(page, get_bytes(page, "/crossover/stats"))[2]))[
+            "state"
+        ] != "stopped" or not stats["total"]["due"]:
+            assert time.monotonic() < until, stats
+            time.sleep(0.2)
+    finally:
+        page.close()
+        child.terminate()
+        child.communicate(timeout=20)
+    total = stats["total"]
+    assert total["due"] == total["ended"] > 20 and stats["slo"]["name"] == "interactive"
+    assert (
+        0 < total["failed"] < total["due"] / 2
+        and 0 < total["good"] <= total["due"] - total["failed"]
+    )
+    assert (
+        0.02 < total["ttft_p50"] < 0.5
+        and 0.0018 <= total["tpot_p50"] < 0.1  # a bin of the histogram is 10 % wide
+        and total["lag_p99"] is not None
+    )
+    assert stats["what"].startswith(url)

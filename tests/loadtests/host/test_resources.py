@@ -1,0 +1,422 @@
+"""What is sampled beside the load, and by whom: kernel counters, NVML, RAPL, a server's own
+/metrics, the process that samples.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from loadtests.errors import LoadError
+from loadtests.host.resources import Gpu, Quota, Rapl, Readings, Steal, clock_hertz
+from loadtests.host.sampler import Sampler
+from loadtests.host.server_metrics import Remote, parse
+from loadtests.metrics.level import summarise
+from loadtests.metrics.level_summary import Window
+from loadtests.metrics.slo import SLO_PRESETS
+from loadtests.records.schema import RemoteSample, ResourceSample
+from tests.tools.records import request as a_request
+
+
+def wait_for(what: Any, seconds: float = 15.0) -> Any:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := what():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come")
+
+
+def test_a_process_of_its_own_samples_and_ends_with_us() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    seen: list[ResourceSample] = []
+    try:
+        with Sampler("c", seen.append, interval_seconds=0.2) as sampler:
+            child = psutil.Process(sampler._process.pid)
+            assert child.pid != os.getpid() and "loadtests.host.sampler_child" in " ".join(
+                child.cmdline()
+            )
+            wait_for(lambda: seen)
+            sampler.client = busy.pid
+            sampler.level = "l"
+            wait_for(lambda: sum(sample.level == "l" for sample in seen) >= 4)
+            sampler.level = None
+            of_level = [sample for sample in seen if sample.level == "l"]
+            time.sleep(0.5)
+            assert [sample for sample in seen if sample.level == "l"] == of_level, (
+                "all of a level's samples are here when it ends"
+            )
+    finally:
+        busy.kill()
+        busy.wait()
+    assert sampler.failure is None and not child.is_running()
+    shares = [
+        s.client.cpu_share
+        for s in of_level
+        if s.client is not None and s.client.cpu_share is not None
+    ]
+    assert shares and 0.1 < max(shares) <= 1.1, shares
+    assert all(sample.engine is None and sample.gpu_memory_bytes is None for sample in seen), (
+        "nobody there is None, not 0"
+    )
+    assert (
+        seen[-1].available_bytes
+        and seen[-1].machine_cpu_share is not None
+        and seen[-1].steal_share is not None
+    )
+
+
+def test_a_sampler_that_dies_is_an_error_and_holds_nobody_up() -> None:
+    with Sampler("c", lambda sample: None, interval_seconds=0.2) as sampler:
+        sampler._process.kill()
+        wait_for(lambda: sampler.failure)
+        began = time.monotonic()
+        sampler.level = "l"
+        sampler.level = None
+        assert time.monotonic() - began < 2.0
+    assert isinstance(sampler.failure, LoadError) and "sampler of resources ended" in str(
+        sampler.failure
+    )
+
+
+def test_a_server_is_seen_as_engine_and_api() -> None:
+    script = (
+        "import subprocess, sys; engine = subprocess.Popen([sys.executable, '-c', 'while True: "
+        "pass', 'serving.engine.worker'])\n"
+        "try: sys.stdin.read()\nfinally: engine.kill()"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    seen: list[ResourceSample] = []
+    with Sampler("c", seen.append, server=server.pid, interval_seconds=0.2) as sampler:
+        wait_for(
+            lambda: [s for s in seen if s.engine is not None and s.engine.cpu_share is not None]
+        )
+        missing = sampler.missing
+    server.communicate(b"")
+    last = seen[-1]
+    assert (
+        last.engine is not None
+        and last.api is not None
+        and last.engine.rss_bytes
+        and last.api.rss_bytes
+    )
+    assert (last.engine.cpu_share or 0) > (last.api.cpu_share or 0)
+    first = next(s.engine for s in seen if s.engine is not None)
+    assert first.pss_bytes is None or (
+        first.rss_bytes is not None and first.pss_bytes <= first.rss_bytes
+    )
+    if last.gpu_memory_bytes is None:
+        assert "no NVIDIA GPU to be read" in missing["gpu"], "what is not measured has its reason"
+    if last.cpu_watts is None:
+        assert "intel-rapl" in missing["cpu_watts"]
+
+
+def test_an_engine_that_is_replaced_marks_the_sample() -> None:
+    first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    now = [first.pid]
+    try:
+        readings = Readings("c", {"engine": lambda: now})
+        assert readings.sample().valid
+        now[0] = second.pid
+        sample = readings.sample()
+        assert not sample.valid and sample.reasons == ["engine process changed"]
+        assert sample.engine is not None and sample.engine.cpu_share is None, (
+            "no share across two processes"
+        )
+        now.clear()
+        assert readings.sample().reasons == ["engine process gone"]
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+
+
+class FakeNvml:
+    """A stand-in for the pynvml module: one GPU that says what it is told to, in NVML's own
+    functions and units. Not a GPU.
+    """
+
+    NVML_CLOCK_SM = 1
+    nvmlMemory_v2 = 2
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, engine: int, without: frozenset[str] = frozenset()) -> None:
+        self.engine, self.without, self.is_open = engine, without, False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("nvmlDevice") and name in object.__getattribute__(self, "without"):
+            raise FakeNvml.NVMLError("Not Supported")
+        return object.__getattribute__(self, name)
+
+    def nvmlInit(self) -> None:
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"gpu{index}"
+
+    def nvmlDeviceGetMemoryInfo(self, device: str, version: int | None = None) -> Any:
+        return SimpleNamespace(total=80 << 30, used=20 << 30, free=60 << 30, reserved=1 << 29)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> list[Any]:
+        return [
+            SimpleNamespace(pid=self.engine, usedGpuMemory=18 << 30),
+            SimpleNamespace(pid=1, usedGpuMemory=1 << 30),
+        ]
+
+    def nvmlDeviceGetUtilizationRates(self, device: str) -> Any:
+        return SimpleNamespace(gpu=87, memory=40)
+
+    def nvmlDeviceGetPowerUsage(self, device: str) -> int:
+        return 412_500  # milliwatts
+
+    def nvmlDeviceGetClockInfo(self, device: str, kind: int) -> int:
+        return 1755  # MHz
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, device: str) -> int:
+        return 0x1 | 0x4 | 0x40  # idle (which is no throttling), power cap, hardware thermal
+
+
+def test_a_gpu_is_read_in_our_units() -> None:
+    engine = subprocess.Popen(["sleep", "60"])
+    try:
+        nvml = FakeNvml(engine.pid)
+        readings = Readings("c", {"engine": lambda: [engine.pid]}, gpu=Gpu(nvml))
+        sample = readings.sample()
+        readings.close()
+    finally:
+        engine.kill()
+        engine.wait()
+    assert (sample.gpu_memory_bytes, sample.gpu_reserved_bytes, sample.gpu_engine_bytes) == (
+        20 << 30,
+        1 << 29,
+        18 << 30,
+    )
+    assert (sample.gpu_utilisation, sample.gpu_watts, sample.gpu_clock_hertz) == (
+        0.87,
+        412.5,
+        1.755e9,
+    )
+    assert (
+        sample.gpu_throttled == ["power cap", "hardware thermal"]
+        and "gpu" not in readings.missing
+        and not nvml.is_open
+    )
+
+
+def test_what_a_gpu_does_not_tell_is_none() -> None:
+    without = frozenset(
+        {
+            "nvmlDeviceGetPowerUsage",
+            "nvmlDeviceGetComputeRunningProcesses",
+            "nvmlDeviceGetCurrentClocksEventReasons",
+        }
+    )
+    found = Gpu(FakeNvml(1, without)).read([1])
+    assert (
+        found["gpu_watts"] is None
+        and found["gpu_engine_bytes"] is None
+        and found["gpu_throttled"] == []
+    )
+    assert found["gpu_memory_bytes"] == 20 << 30
+
+    class NoDriver(FakeNvml):
+        def nvmlInit(self) -> None:
+            raise self.NVMLError("Driver Not Loaded")
+
+    gpu = Gpu(NoDriver(1))
+    assert gpu.read() == {} and gpu.reason == "no NVIDIA GPU to be read: Driver Not Loaded"
+
+
+def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
+    package = tmp_path / "intel-rapl:0"
+    package.mkdir()
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package: must not be counted twice
+    (package / "max_energy_range_uj").write_text("1000000")
+    (package / "energy_uj").write_text("900000")
+    now = iter((100.0, 100.1, 100.2))
+    rapl = Rapl(tmp_path, clock=lambda: next(now))
+    assert rapl.read() is None
+    (package / "energy_uj").write_text("100000")  # it wrapped around: 0.2 J
+    watts = rapl.read()
+    assert watts == pytest.approx(2.0, rel=0.01) and rapl.reason is None
+    (package / "energy_uj").write_text("nonsense")
+    assert rapl.read() is None and "intel-rapl:0 cannot be read" in (rapl.reason or "")
+    assert Rapl(tmp_path / "nothing").read() is None
+
+
+def test_stolen_and_withheld_time(tmp_path: Path) -> None:
+    class Times(NamedTuple):
+        user: float
+        idle: float
+        steal: float
+        guest: float  # is in `user` too
+
+    seen = iter((Times(100, 700, 50, 0), Times(150, 720, 80, 10), Times(150, 720, 80, 10)))
+    steal = Steal(lambda: next(seen))
+    assert steal.read() == pytest.approx(0.3) and steal.read() is None, "no time, no share"
+    (tmp_path / "cpu.stat").write_text("usage_usec 1\nnr_throttled 3\nthrottled_usec 1000000\n")
+    now = iter((10.0, 10.05))
+    quota = Quota(tmp_path, clock=lambda: next(now))
+    (tmp_path / "cpu.stat").write_text("usage_usec 1\nnr_throttled 4\nthrottled_usec 1010000\n")
+    share = quota.read()
+    assert share == pytest.approx(0.2)
+    assert Quota(tmp_path / "none").read() is None
+    without = Steal(lambda: NamedTuple("T", [("user", float)])(next(iter([1.0]))))  # type: ignore[misc]
+    assert without.read() is None, "a kernel that does not say"
+    policy = tmp_path / "policy0"
+    policy.mkdir()
+    (policy / "scaling_cur_freq").write_text("2450000\n")
+    assert clock_hertz(tmp_path) == 2.45e9 and clock_hertz(tmp_path / "none") is None
+
+
+def test_time_that_was_taken_away_is_a_warning() -> None:
+    def warnings(**changes: Any) -> set[str]:
+        samples = [
+            ResourceSample(cell="c", level="l", unix_seconds=float(i), **changes) for i in range(10)
+        ]
+        records = [a_request(i, float(i)) for i in range(20)]
+        summary = summarise(records, samples, Window(0.0, 20.0), SLO_PRESETS["chat"])
+        return {warning.code for warning in summary.warnings}
+
+    assert "CpuStolen" in warnings(steal_share=0.08) and "CpuStolen" not in warnings(
+        steal_share=0.01
+    )
+    assert (
+        "Throttled" in warnings(quota_share=0.3)
+        and "Throttled" in warnings(gpu_throttled=["thermal"])
+        and "Throttled" not in warnings()
+    )
+
+
+VLLM = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1.2345e+04
+vllm:generation_tokens_total{engine="0",model_name="m"} 678.0
+process_resident_memory_bytes 2.5e+09
+process_cpu_seconds_total {cpu}
+broken NaN
+"""
+LLAMA = (
+    "llamacpp:requests_processing 1\nllamacpp:requests_deferred 4\n"
+    "llamacpp:prompt_tokens_total 20\nllamacpp:tokens_predicted_total 30\n"
+)
+
+
+@pytest.fixture
+def metrics() -> Iterator[tuple[str, list[tuple[int, str]]]]:
+    """A server whose /metrics says what is put into the list; the last entry stays."""
+    answers: list[tuple[int, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            status, text = answers[0] if len(answers) == 1 else answers.pop(0)
+            if self.path != "/metrics" or self.headers.get("Authorization") not in (
+                None,
+                "Bearer k",
+            ):
+                status, text = 404, ""
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", answers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_remote_server_tells_by_its_metrics(metrics: tuple[str, list[tuple[int, str]]]) -> None:
+    url, answers = metrics
+    answers += [
+        (200, VLLM.replace("{cpu}", "10.0")),
+        (200, VLLM.replace("{cpu}", "10.1")),
+        (200, LLAMA),
+        (503, ""),
+        (200, "up 1\n"),
+    ]
+    remote = Remote(url + "/v1", api_key="k")
+    first = remote()
+    assert isinstance(first, RemoteSample) and first.cpu_share is None
+    assert (first.kind, first.running, first.waiting, first.kv_share) == ("vllm", 5, 7, 0.25)
+    assert (first.prompt_tokens, first.output_tokens, first.rss_bytes, first.preemptions) == (
+        12345,
+        678,
+        2_500_000_000,
+        None,
+    )
+    time.sleep(0.05)
+    second = remote()
+    assert (
+        isinstance(second, RemoteSample)
+        and second.cpu_share is not None
+        and 0 < second.cpu_share <= 2.0
+    )
+    third = remote()
+    assert isinstance(third, RemoteSample) and (
+        third.kind,
+        third.running,
+        third.waiting,
+        third.rss_bytes,
+    ) == ("llama.cpp", 1, 4, None)
+    assert (
+        remote() == "/metrics answered 503"
+        and remote() == "/metrics holds nothing that is known here"
+    )
+    remote.close()
+    gone = Remote("http://127.0.0.1:9")()
+    assert isinstance(gone, str) and "did not answer" in gone
+    assert parse('a 1\na{x="y"} 2\n# a 5\nc NaN') == {"a": 3.0}
+
+
+def test_samples_of_an_endpoint_hold_what_it_says(
+    metrics: tuple[str, list[tuple[int, str]]],
+) -> None:
+    url, answers = metrics
+    answers.append((200, LLAMA))
+    seen: list[ResourceSample] = []
+    with Sampler("c", seen.append, interval_seconds=0.1, metrics_url=url) as sampler:
+        wait_for(lambda: seen)
+        assert sampler.missing == {}
+        answers[:] = [(500, "")]
+        wait_for(lambda: seen[-1].reasons)
+    assert seen[0].remote is not None and seen[0].remote.waiting == 4
+    assert (
+        not seen[-1].valid
+        and seen[-1].remote is None
+        and seen[-1].reasons == ["/metrics answered 500"]
+    )
+    before = len(seen)
+    with Sampler("c", seen.append, interval_seconds=0.1, metrics_url=url) as sampler:
+        wait_for(lambda: len(seen) > before)
+    assert sampler.missing == {"remote": "/metrics answered 500"} and seen[-1].valid, (
+        "what was never there is no fault of a sample"
+    )

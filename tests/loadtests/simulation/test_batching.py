@@ -1,0 +1,346 @@
+"""The simulation against queueing theory, a step-by-step play and the scheduler."""
+
+import math
+
+import numpy as np
+import pytest
+
+import loadtests.simulation.batching as simulation
+from loadtests.errors import LoadError
+from loadtests.metrics.slo import SLO_PRESETS, Slo
+from loadtests.simulation.batching import (
+    MIN_PREFILL_TOKENS,
+    PREFILL_MULTIPLE,
+    PREFILL_SHARE,
+    PREFILL_WORTH,
+    Policy,
+    predict,
+    simulate,
+)
+from loadtests.simulation.step_time import StepLaw
+from loadtests.workload.arrivals import Gamma, Poisson, due_times
+from serving.backends.base import EngineConfig
+from serving.backends.fake import FakeBackend
+from serving.engine import prefill_budget
+from serving.engine.messages import GenerationRequest, Submit
+from serving.engine.scheduler import Scheduler
+from tests.loadtests.simulation.step_laws import LAWS
+
+STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """Probability of waiting in M/M/c at `load` erlangs."""
+    last = load**servers / math.factorial(servers) * servers / (servers - load)
+    return last / (sum(load**k / math.factorial(k) for k in range(servers)) + last)
+
+
+def waits_longer_md_c(servers: int, load: float, terms: int = 400) -> float:
+    """P(wait > 0) in M/D/c: the number in system, seen one service apart, is a chain with Poisson
+    steps (Crommelin 1932).
+    """
+    step = np.exp(
+        -load
+        + np.arange(terms) * math.log(load)
+        - np.array([math.lgamma(k + 1) for k in range(terms)])
+    )
+    chain = np.zeros((terms, terms))
+    for i in range(terms):
+        stay = max(i - servers, 0)
+        chain[i, stay:] = step[: terms - stay]
+    chain[:, -1] += 1 - chain.sum(axis=1)
+    system = np.vstack([chain.T - np.eye(terms), np.ones(terms)])
+    p = np.linalg.lstsq(system, np.append(np.zeros(terms), 1.0), rcond=None)[0]
+    return float(1 - p[:servers].sum())
+
+
+def waits_of(servers, rate, outputs, seed=1):
+    """Waiting times of a queue made of an engine whose steps always take the same time: one prompt
+    token, then one token a step.
+    """
+    count = len(outputs)
+    due = due_times(Poisson(), rate, 1.3 * count / rate, seed)[:count]
+    assert len(due) == count
+    pairs = np.column_stack([np.ones(count, dtype=np.int64), outputs])
+    played = simulate(
+        StepLaw(base_seconds=STEP), Policy(slots=servers, prefill_tokens=servers), due, pairs
+    )
+    # A request that finds a free slot has its first token after the step under way (half of one, on
+    # average) and one of its own.
+    return played, (played.ttft_seconds - 1.5 * STEP)[count // 20 :]
+
+
+POLICIES = [
+    Policy(slots=4, prefill_tokens=32, step_tokens=128),
+    Policy(slots=16, prefill_tokens=256, step_seconds_target=0.08),
+    Policy(slots=8, kv_tokens=2000),
+]
+
+
+def played_step_by_step(law, policy, due, pairs):
+    """The policy written as plainly as can be: one loop turn is one step."""
+    waiting, running, first, last = list(range(len(due))), [], {}, {}
+    left = {i: int(p) for i, (p, _) in enumerate(pairs)}
+    made = dict.fromkeys(left, 0)
+    now = 0.0
+    while waiting or running:
+        if not running and due[waiting[0]] > now:
+            now = due[waiting[0]]
+        while waiting and due[waiting[0]] <= now and len(running) < policy.slots:
+            i = waiting[0]
+            held = sum(pairs[j][0] - left[j] + max(made[j] - 1, 0) for j in running)
+            if (
+                running
+                and policy.kv_tokens is not None
+                and held + pairs[i][0] + len(running) > policy.kv_tokens
+            ):
+                break
+            running.append(waiting.pop(0))
+        decoding = [i for i in running if left[i] == 0]
+        context = sum(pairs[i][0] + made[i] - 1 for i in decoding)
+        room = policy.step_tokens - len(decoding)
+        filling = [i for i in running if left[i] > 0]
+        if decoding and filling:
+            room = min(room, policy.prefill_tokens)
+            if policy.step_seconds_target is not None and law.prompt_token_seconds:
+                decode = law.seconds(len(decoding), 0, context)
+                lost = decode / len(decoding) - law.seconds(policy.slots, 0, context) / policy.slots
+                spare = max(
+                    policy.step_seconds_target - decode,
+                    PREFILL_SHARE * decode,
+                    PREFILL_WORTH * lost,
+                )
+                room = max(
+                    MIN_PREFILL_TOKENS, min(room, max(0, int(spare / law.prompt_token_seconds)))
+                )
+        taken = 0
+        done = []
+        for i in filling:
+            piece = min(left[i], room - taken)
+            if taken and piece < min(left[i], PREFILL_MULTIPLE):
+                break
+            if PREFILL_MULTIPLE < piece < left[i]:
+                piece = piece // PREFILL_MULTIPLE * PREFILL_MULTIPLE
+            left[i] -= piece
+            taken += piece
+            if left[i] == 0:
+                done.append(i)
+        now += law.seconds(len(decoding), taken, context)
+        for i in decoding + done:
+            made[i] += 1
+            first.setdefault(i, now)
+            last[i] = now
+            if made[i] == pairs[i][1]:
+                running.remove(i)
+    return np.array([first[i] for i in range(len(due))]), np.array(
+        [last[i] for i in range(len(due))]
+    )
+
+
+class Clocked(FakeBackend):
+    """A backend that obeys a law, on a clock of its own.
+
+    `told`: it says apart what its decoding rows took.
+    """
+
+    def __init__(self, config, law, told):
+        super().__init__(config, lambda *_: None)
+        self.law, self.told, self.now, self.last_decode_seconds = law, told, 0.0, None
+
+    def step(self, rows):
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        context = sum(row.start for row in decoding)
+        self.now += self.law.seconds(
+            len(decoding), sum(len(row.tokens) for row in rows) - len(decoding), context
+        )
+        self.last_decode_seconds = (
+            self.law.seconds(len(decoding), 0, context) if self.told else None
+        )
+        return super().step(rows)
+
+
+def scheduled(law, policy, due, pairs, told):
+    """TTFT and TPOT, float64 [n], of the same requests under the server's own scheduler, which has
+    to learn the law.
+    """
+    config = EngineConfig(
+        backend="fake",
+        model_path="",
+        model_name="fake",
+        slots=policy.slots,
+        kv_tokens=policy.kv_tokens,
+        prefill_tokens=policy.prefill_tokens,
+        step_seconds_target=policy.step_seconds_target,
+        prefix_reuse=False,
+    )
+    backend = Clocked(config, law, told)
+    engine = Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
+    first, last, arrived = {}, {}, 0
+    while arrived < len(due) or engine.busy:
+        if not engine.busy:
+            backend.now = max(backend.now, due[arrived])
+        while arrived < len(due) and due[arrived] <= backend.now:
+            prompt = np.random.default_rng(arrived).integers(3, 8192, pairs[arrived][0]).tolist()
+            assert (
+                engine.add(
+                    Submit(
+                        arrived, GenerationRequest(prompt, int(pairs[arrived][1]), ignore_eos=True)
+                    )
+                )
+                is None
+            )
+            arrived += 1
+        for delta in engine.step():
+            first.setdefault(delta.id, backend.now)
+            last[delta.id] = backend.now
+    first, last = (np.array([times[i] for i in range(len(due))]) for times in (first, last))
+    return first - due, (last - first) / (pairs[:, 1] - 1)
+
+
+# Small machines, where prompts are what a step mostly is, so that every bound on them matters;
+# requests/s near what they can do.
+SMALL = StepLaw(
+    base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, kv_token_seconds=2e-6
+)
+
+
+SLOW = StepLaw(
+    base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, kv_token_seconds=5e-6
+)
+
+
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2)])
+def test_constant_service_is_m_d_c(servers, load):
+    outputs = np.full(60_000, 100)
+    service = 100 * STEP
+    _, waits = waits_of(servers, load / service, outputs)
+    if servers == 1:
+        assert waits.mean() == pytest.approx(
+            load * service / (2 * (1 - load)), rel=0.06
+        )  # Pollaczek-Khinchine
+    assert np.mean(waits > STEP) == pytest.approx(waits_longer_md_c(servers, load), abs=0.03)
+
+
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (8, 6.0)])
+def test_geometric_service_is_m_m_c(servers, load):
+    outputs = np.random.default_rng(11).geometric(1 / 100, 150_000)
+    service = 100 * STEP
+    _, waits = waits_of(servers, load / service, outputs)
+    waiting = erlang_c(servers, load)
+    assert np.mean(waits > STEP) == pytest.approx(waiting, abs=0.03)
+    assert waits.mean() == pytest.approx(waiting * service / (servers - load), rel=0.08)
+    assert np.mean(waits > service) == pytest.approx(
+        waiting * math.exp(-(servers - load)), abs=0.03
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["small", "target", "pool"])
+@pytest.mark.parametrize("law", LAWS, ids=["sum", "constant", "max"])
+def test_jumping_over_decode_steps_changes_nothing(law, policy):
+    rng = np.random.default_rng(7)
+    pairs = np.column_stack([rng.integers(1, 400, 120), rng.integers(1, 60, 120)])
+    due = np.cumsum(rng.exponential(0.4, 120))
+    played = simulate(law, policy, due, pairs)
+    first, last = played_step_by_step(law, policy, due, pairs)
+    assert played.first_token == pytest.approx(first, rel=1e-9)
+    assert played.last_token == pytest.approx(last, rel=1e-9)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "learnt"])
+@pytest.mark.parametrize(("law", "rate"), [(SMALL, 1.0), (SLOW, 0.2)], ids=["small", "slow"])
+def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, told):
+    policy = Policy(slots=8, prefill_tokens=256, step_tokens=512, step_seconds_target=0.2)
+    rng = np.random.default_rng(5)
+    pairs = np.column_stack([rng.integers(20, 300, 400), rng.integers(10, 60, 400)])
+    due = np.cumsum(rng.exponential(1 / rate, 400))
+    played = simulate(law, policy, due, pairs)
+    for simulated, true in zip(
+        (played.ttft_seconds, played.tpot_seconds),
+        scheduled(law, policy, due, pairs, told),
+        strict=True,
+    ):
+        for share in (0.5, 0.9, 0.99):
+            assert np.quantile(simulated, share) == pytest.approx(
+                np.quantile(true, share), rel=0.03
+            ), share
+
+
+@pytest.mark.parametrize(
+    "name", ["PREFILL_MULTIPLE", "MIN_PREFILL_TOKENS", "PREFILL_SHARE", "PREFILL_WORTH"]
+)
+def test_the_schedulers_bounds_are_the_simulations(name):
+    assert getattr(simulation, name) == getattr(prefill_budget, name)
+
+
+def test_one_single_stream_request_takes_what_the_law_says():
+    law = LAWS[0]
+    played = simulate(law, Policy(), [5.0], np.array([[100, 11]]))
+    assert played.ttft_seconds[0] == pytest.approx(law.seconds(0, 100, 0))
+    assert played.tpot_seconds[0] == pytest.approx(law.seconds(1, 0, 104.5))
+    alone = simulate(law, Policy(), [5.0], np.array([[100, 1]]))
+    assert np.isnan(alone.tpot_seconds[0]) and alone.good(SLO_PRESETS["chat"])[0]
+
+
+def test_steps_that_only_decode_are_not_played_one_by_one(monkeypatch):
+    calls = 0
+
+    def counted(function):
+        def call(*args):
+            nonlocal calls
+            calls += 1
+            return function(*args)
+
+        return call
+
+    for name in ("seconds", "stretch_seconds"):
+        monkeypatch.setattr(StepLaw, name, counted(getattr(StepLaw, name)))
+    rng = np.random.default_rng(0)
+    pairs = np.column_stack([rng.integers(20, 600, 1000), rng.integers(500, 3000, 1000)])
+    due = np.cumsum(rng.exponential(60.0, 1000))
+    simulate(LAWS[0], Policy(), due, pairs)
+    assert calls < 40 * len(pairs)  # each answer alone is 500 to 3,000 steps
+
+
+def test_capacity_is_where_the_share_crosses_the_target():
+    rng = np.random.default_rng(3)
+    pairs = np.column_stack([rng.integers(20, 400, 3000), rng.integers(5, 100, 3000)])
+    slo = Slo("x", 1.0, 0.08, target=0.95)
+    found = predict(LAWS[0], Policy(), pairs, slo, seed=1)
+    assert found.single_stream_share == 1.0 and found.rate > 0.3
+    shares = []
+    for factor in (0.9, 1.1):
+        due = due_times(Poisson(), found.rate * factor, 3000 / (found.rate * factor), 77)
+        count = min(len(due), 3000)
+        shares.append(
+            simulate(LAWS[0], Policy(), due[:count], pairs[:count]).good(slo)[300:].mean()
+        )
+    assert shares[0] > 0.95 > shares[1]
+
+
+def test_an_slo_costs_throughput_and_burstiness_costs_more():
+    rng = np.random.default_rng(3)
+    pairs = np.column_stack([rng.integers(20, 400, 2000), rng.integers(5, 100, 2000)])
+    rates = [
+        predict(LAWS[0], Policy(), pairs, Slo("x", ttft, 0.2, target=0.9), seed=1).rate
+        for ttft in (0.6, 2.0, 20.0)
+    ]
+    assert rates[0] < rates[1] < rates[2]
+    bursty = predict(
+        LAWS[0], Policy(), pairs, Slo("x", 2.0, 0.2, target=0.9), seed=1, arrivals=Gamma(3.0)
+    ).rate
+    assert bursty < 0.85 * rates[1]
+
+
+def test_an_slo_that_single_stream_requests_break_has_no_capacity():
+    pairs = np.tile([400, 50], (200, 1))
+    found = predict(LAWS[0], Policy(), pairs, Slo("x", 0.2, None, target=0.9))
+    assert (found.rate, found.single_stream_share) == (0.0, 0.0)
+
+
+def test_inputs_that_cannot_be_are_errors():
+    with pytest.raises(LoadError, match="3 pairs of lengths for 2"):
+        simulate(LAWS[0], Policy(), [0.0, 1.0], np.ones((3, 2), dtype=np.int64))
+    with pytest.raises(LoadError, match="at least 50"):
+        predict(LAWS[0], Policy(), np.ones((49, 2), dtype=np.int64), SLO_PRESETS["chat"])
+    with pytest.raises(ValueError, match="slots"):
+        Policy(slots=0)

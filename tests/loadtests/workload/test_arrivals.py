@@ -1,0 +1,220 @@
+"""Arrival processes against their theory, alone and dealt out to workers."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtests.errors import LoadError
+from loadtests.workload.arrivals import (
+    Arrivals,
+    Constant,
+    Diurnal,
+    Gamma,
+    OnOff,
+    Piecewise,
+    Poisson,
+    Ramp,
+    Trace,
+    deal,
+    due_times,
+    process_of,
+    stamp_step_seconds,
+)
+from loadtests.workload.goodness_of_fit import check
+from tests.tools.arrivals import KINDS, LONG, RATE, kind
+
+
+@pytest.mark.parametrize("process", KINDS, ids=kind)
+def test_every_process_has_the_asked_rate(process):
+    rates = [len(due_times(process, RATE, LONG, seed)) / LONG for seed in range(3)]
+    assert np.mean(rates) == pytest.approx(RATE, rel=0.06 if isinstance(process, OnOff) else 0.02)
+
+
+@pytest.mark.parametrize("process", KINDS, ids=kind)
+def test_times_ascend_within_the_level_and_are_the_same_for_the_same_seed(process):
+    times = due_times(process, RATE, 100.0, 7)
+    assert np.all(np.diff(times) >= 0) and times[0] >= 0 and times[-1] < 100.0
+    assert np.array_equal(times, due_times(process, RATE, 100.0, 7))
+    if not isinstance(process, Constant):
+        assert not np.array_equal(times[:50], due_times(process, RATE, 100.0, 8)[:50])
+
+
+@pytest.mark.parametrize("process", [p for p in KINDS if not isinstance(p, Ramp)], ids=kind)
+def test_a_longer_level_starts_like_a_shorter_one(process):
+    short, long = due_times(process, RATE, 60.0, 3), due_times(process, RATE, 240.0, 3)
+    assert np.allclose(short, long[: len(short)]) and long[len(short)] >= 60.0
+
+
+@pytest.mark.parametrize("workers", [2, 4, 7])
+def test_dealt_out_to_workers_it_is_the_same_process(workers):
+    times = due_times(Poisson(), RATE, 600.0, 1)
+    shares = [deal(times, worker, workers) for worker in range(workers)]
+    indices = np.concatenate([index for index, _ in shares])
+    together = np.concatenate([at for _, at in shares])
+    assert np.array_equal(np.sort(indices), np.arange(len(times)))
+    assert np.array_equal(together[np.argsort(indices)], times)
+    found = check(Poisson(), together, RATE, 600.0)
+    assert found.as_asked and found.cv == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("cv", [0.3, 1.0, 3.0])
+def test_gamma_has_its_variation_and_starts_in_equilibrium(cv):
+    found = check(Gamma(cv=cv), due_times(Gamma(cv=cv), RATE, LONG, 2), RATE, LONG)
+    assert found.cv == pytest.approx(cv, rel=0.05) and found.lag1 == pytest.approx(0.0, abs=0.03)
+    assert found.as_asked
+    assert found.dispersion[-1].index == pytest.approx(
+        cv**2, rel=0.5
+    )  # of a renewal process, in long windows
+    # In equilibrium a short level has the asked number of arrivals on average, however bursty; from
+    # an arrival at 0 it would have more.
+    short = [len(due_times(Gamma(cv=cv), 1.0, 4.0, seed)) for seed in range(1500)]
+    assert np.mean(short) == pytest.approx(4.0, abs=4 * np.std(short) / np.sqrt(1500))
+
+
+def test_on_off_is_the_renewal_process_it_is_known_to_be():
+    # An interrupted Poisson process has hyperexponential gaps: cv^2 = 1 + 2 rate_on a / (a + b)^2,
+    # a = 1/on, b = 1/off (Kuczura 1973).
+    on, off = 4.0, 8.0
+    rate_on = RATE * (on + off) / on
+    expected = 1 + 2 * rate_on / on / (1 / on + 1 / off) ** 2
+    times = np.concatenate(
+        [due_times(OnOff(on, off), RATE, LONG, seed) + LONG * seed for seed in range(5)]
+    )
+    gaps = np.diff(times)
+    assert np.std(gaps) ** 2 / np.mean(gaps) ** 2 == pytest.approx(expected, rel=0.15)
+    assert np.mean(gaps > 1.0) * len(gaps) / (5 * LONG) == pytest.approx(
+        np.exp(-1.0 / off) / (on + off), rel=0.15
+    )  # pauses per second
+    assert check(OnOff(on, off), times[:1000], RATE, 100.0).as_asked is None
+
+
+def test_a_rate_that_moves_in_steps():
+    process = Piecewise(((10.0, 1.0), (5.0, 0.0), (5.0, 4.0)))
+    times = due_times(process, RATE, LONG, 4)
+    phase = times % 20.0
+    per_second = [
+        np.mean((phase >= a) & (phase < b)) * len(times) / LONG * 20.0 / (b - a)
+        for a, b in ((0, 10), (10, 15), (15, 20))
+    ]
+    weight = RATE * 20.0 / (10 * 1.0 + 5 * 4.0)
+    assert per_second == pytest.approx([weight, 0.0, 4 * weight], rel=0.03)
+    assert check(process, times, RATE, LONG).as_asked
+    assert check(Poisson(), times, RATE, LONG).as_asked is False
+
+
+def test_a_day_and_a_ramp():
+    day = Diurnal(period_seconds=2400.0)
+    times = due_times(day, RATE, 24_000.0, 5)
+    hours = np.bincount((times % 2400.0 // 100.0).astype(int), minlength=24) / len(times) * 24
+    assert hours == pytest.approx(np.array(day.profile) / np.mean(day.profile), rel=0.04)
+    assert check(day, times, RATE, 24_000.0).as_asked
+    ramp = due_times(Ramp(0.0, 2.0), RATE, LONG, 6)
+    assert np.mean(ramp < LONG / 2) == pytest.approx(0.25, abs=0.01)
+    assert check(Ramp(0.0, 2.0), ramp, RATE, LONG).as_asked
+    down = due_times(Ramp(2.0, 0.0), RATE, LONG, 6)
+    assert np.mean(down < LONG / 2) == pytest.approx(0.75, abs=0.01)
+    assert np.all(np.diff(down) >= 0)
+
+
+def test_a_trace_is_replayed_at_the_asked_rate_and_repeated(tmp_path):
+    stamps = np.cumsum(np.random.default_rng(0).exponential(2.0, 400))
+    path = tmp_path / "own.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"seconds": float(s), "prompt_tokens": 5, "output_tokens": 5}) + "\n"
+            for s in stamps
+        )
+    )
+    times = due_times(Trace(str(path)), 4.0, 250.0, 1)
+    assert len(times) / 250.0 == pytest.approx(4.0, rel=0.03)
+    gaps = np.diff(stamps)
+    assert np.diff(times)[:399] / gaps == pytest.approx(
+        np.full(399, np.diff(times)[0] / gaps[0])
+    )  # only stretched
+    assert np.diff(times)[400:798] == pytest.approx(
+        np.diff(times)[:398]
+    )  # the second lap is the first again
+
+
+def test_quantised_stamps_are_spread_within_their_step():
+    rng = np.random.default_rng(1)
+    true = np.cumsum(rng.exponential(0.3, 12_000))
+    coarse = np.floor(true / 3.0) * 3.0
+    assert stamp_step_seconds(coarse) == 3.0 and stamp_step_seconds(true) == 0.0
+    rate = len(coarse) / (coarse[-1] - coarse[0] + 3.0)  # as recorded: not stretched
+    raw = due_times(
+        Trace("t", dither_seconds=0.0),
+        len(coarse) / (coarse[-1] * len(coarse) / (len(coarse) - 1)),
+        3000.0,
+        1,
+        stamps=coarse,
+    )
+    spread = due_times(Trace("t"), rate, 3000.0, 1, stamps=coarse)
+    cv_raw, cv = (np.std(np.diff(t)) / np.mean(np.diff(t)) for t in (raw, spread))
+    assert cv_raw > 2.5  # the artefact
+    assert cv == pytest.approx(1.0, abs=0.05)  # what it was
+    # Spread within the step, never out of it.
+    assert np.all(
+        np.histogram(spread, 900, (0, 2700))[0] == np.histogram(raw + 1e-9, 900, (0, 2700))[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "gamma", "cv": 0}',
+        '{"kind": "on_off", "on_seconds": -1}',
+        '{"kind": "piecewise", "steps": []}',
+        '{"kind": "piecewise", "steps": [[1, 0]]}',
+        '{"kind": "ramp", "start": 0, "end": 0}',
+        '{"kind": "diurnal", "profile": []}',
+        '{"kind": "trace", "path": "x", "dither_seconds": -1}',
+        '{"kind": "poison"}',
+        '{"kind": "poisson", "cv": 1}',
+    ],
+)
+def test_settings_that_cannot_be_are_refused(text):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=Arrivals)
+
+
+def test_settings_are_read_by_their_kind():
+    assert msgspec.json.decode('{"kind": "gamma", "cv": 3}', type=Arrivals) == Gamma(3.0)
+    assert msgspec.json.decode(
+        '{"kind": "piecewise", "steps": [[1, 2], [3, 4]]}', type=Arrivals
+    ) == Piecewise(((1.0, 2.0), (3.0, 4.0)))
+
+
+def test_rates_and_traces_that_cannot_be_are_errors():
+    for rate, seconds in ((0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0), (1.0, float("inf"))):
+        with pytest.raises(LoadError, match="must be above 0"):
+            due_times(Poisson(), rate, seconds, 0)
+    with pytest.raises(LoadError, match="too few to replay"):
+        due_times(Trace("t"), 1.0, 10.0, 0, stamps=[3.0])
+    with pytest.raises(LoadError, match="no such file"):
+        due_times(Trace("/nowhere.csv"), 1.0, 10.0, 0)
+    with pytest.raises(LoadError, match="worker must be"):
+        deal(np.arange(3.0), 3, 3)
+
+
+def test_a_process_on_record_is_read_again():
+    for process in KINDS:
+        assert process_of(msgspec.to_builtins(process)) == process
+    assert process_of({"kind": "closed"}) is None
+    with pytest.raises(LoadError, match="on record cannot be read"):
+        process_of({"kind": "tea"})
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 2**63), st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_dealing_is_a_partition(process, seed, workers):
+    times = due_times(process, 3.0, 40.0, seed)
+    shares = [deal(times, worker, workers) for worker in range(workers)]
+    indices = np.concatenate([index for index, _ in shares])
+    assert sorted(indices.tolist()) == list(range(len(times)))
+    for index, at in shares:
+        assert np.array_equal(times[index], at)

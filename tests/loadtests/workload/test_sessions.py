@@ -1,0 +1,134 @@
+"""Conversations whose later turns continue from what the server really answered."""
+
+import itertools
+import json
+
+import pytest
+
+from loadtests.errors import LoadError
+from loadtests.generator.endpoint import Target, TargetFacts
+from loadtests.generator.http_client import connect
+from loadtests.generator.load_plan import LoadPlan
+from loadtests.generator.request_factory import RequestFactory, Share
+from loadtests.workload.requests import Workload, draw
+
+FACTS = TargetFacts(
+    model="m",
+    models=["m"],
+    usage=True,
+    continuous_usage=True,
+    ignore_eos=True,
+    min_tokens=True,
+    tokenizer=None,
+)
+ALONE = Share(0, 1)
+TALK = Workload(prompt_tokens=20, output_tokens=10, turns=3.0, think_seconds=1.0)
+
+
+def prompts(
+    api: str = "chat", share: Share = ALONE, workload: Workload = TALK, rate: float | None = 5.0
+) -> RequestFactory:
+    target = Target(url="http://127.0.0.1:9", api=api)  # type: ignore[arg-type]
+    plan = LoadPlan(
+        target=target,
+        workload=workload,
+        rate_per_second=rate,
+        concurrency=None if rate else 1,
+        window_seconds=60.0,
+        facts=FACTS,
+    )
+    return RequestFactory(plan, FACTS, connect(target.url), share)
+
+
+def body(wire: bytes) -> dict:
+    return json.loads(wire.partition(b"\r\n\r\n")[2])
+
+
+def test_a_later_turn_carries_the_real_answers() -> None:
+    maker = prompts()
+    requests = maker.scheduled()
+    third = next(r for r in requests if r.turn == 2)
+    first, second = (
+        next(r for r in requests if r.session == third.session and r.turn == turn)
+        for turn in (0, 1)
+    )
+    assert not first.needs_answers and second.needs_answers and third.needs_answers
+    opening = body(first.wire)["messages"][0]["content"]
+    sent = body(maker.with_answers(third, ["yes!", "and no"]))
+    assert [m["role"] for m in sent["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
+    said = [m["content"] for m in sent["messages"]]
+    assert said[0] == opening and said[1] == "yes!" and said[3] == "and no"
+    assert len(said[2].split()) == len(said[4].split()) == 20, (
+        "what the user says now is as long as was asked"
+    )
+    stand_in = body(third.wire)["messages"][0]["content"]
+    assert stand_in.startswith(opening) and stand_in.endswith(said[4]), (
+        "the stand-in is as long, and ends in the same words"
+    )
+    assert {k: v for k, v in sent.items() if k != "messages"} == {
+        k: v for k, v in body(third.wire).items() if k != "messages"
+    }
+    assert body(maker.with_answers(second, ["yes!"]))["messages"] == sent["messages"][:3], (
+        "each turn starts with the whole one before it"
+    )
+
+
+def test_a_completion_is_one_text() -> None:
+    maker = prompts(api="completions")
+    second = next(r for r in maker.scheduled() if r.turn == 1)
+    first = next(r for r in maker.scheduled() if r.session == second.session)
+    text = body(maker.with_answers(second, [" certainly."]))["prompt"]
+    assert (
+        text.startswith(body(first.wire)["prompt"] + " certainly. ")
+        and len(text.split()) == 20 + 1 + 20
+    )
+
+
+def test_answers_that_do_not_fit_are_an_error() -> None:
+    maker = prompts()
+    requests = maker.scheduled()
+    second = next(r for r in requests if r.turn == 1)
+    for wrong in ([], ["a", "b"]):
+        with pytest.raises(
+            LoadError,
+            match=f"turn 1 of session {second.session} continues from 1 answers, got {len(wrong)}",
+        ):
+            maker.with_answers(second, wrong)
+    with pytest.raises(LoadError, match="continues from 0 answers"):
+        maker.with_answers(next(r for r in requests if r.turn == 0), ["a"])
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_session_stays_with_one_load_generator(workers: int) -> None:
+    shares = [prompts(share=Share(index, workers)).scheduled() for index in range(workers)]
+    sessions = [{r.session for r in share} for share in shares]
+    assert all(not a & b for a, b in itertools.combinations(sessions, 2))
+    together = sorted((r.due_seconds, r.index) for share in shares for r in share)
+    alone = [(r.due_seconds, r.index) for r in prompts().scheduled()]
+    assert together == alone, "the arrivals are the process that was asked, whoever sends them"
+
+
+def test_closed_loops_take_whole_sessions() -> None:
+    maker, other = prompts(rate=None, share=Share(0, 2)), prompts(rate=None, share=Share(1, 2))
+    expected = [
+        list(turns)
+        for _, turns in itertools.groupby(draw(TALK, 256, 1), key=lambda ask: ask.session)
+    ]
+    for position in range(20):
+        for taker, parity in ((maker, 0), (other, 1)):
+            turns = taker.next_session()
+            wanted = expected[2 * position + parity]
+            assert [r.index for r in turns] == [ask.index for ask in wanted] and [
+                r.turn for r in turns
+            ] == list(range(len(wanted)))
+            assert len({r.session for r in turns}) == 1 and all(
+                r.think_seconds > 0 for r in turns[1:]
+            )
+    single_stream = prompts(rate=None, workload=Workload(prompt_tokens=5, output_tokens=5))
+    assert [[r.index for r in single_stream.next_session()] for _ in range(3)] == [[0], [1], [2]]

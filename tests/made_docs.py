@@ -1,0 +1,101 @@
+"""The parts of docs/ that are made from the code: `python -m tests.made_docs` writes them.
+
+The map is the first line of each file, its rooms are ROOMS of tests/house.py; the table of
+engines is what the backends say they can do.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from loadtests.campaign.template import key_table
+from serving.backends import BACKENDS
+from serving.backends.base import CAPABILITIES
+from tests.house import PACKAGES, ROOMS
+
+ROOT = Path(__file__).parent.parent
+SUFFIXES = (".py", ".js", ".html", ".toml", ".css")
+# The first comment of a file that is not Python.
+COMMENT = re.compile(r"^(?:<!DOCTYPE html>\s*)?(?://|#|/\*|<!--|\{#)\s*([^\n]*)", re.IGNORECASE)
+
+
+def first_line(path: Path) -> str:
+    """The first line of a module's docstring or of a file's comment, without its full stop."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        said = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    else:
+        found = COMMENT.match(text)
+        said = re.sub(r"\s*(\*/|-->|-?#\}).*$", "", found[1]) if found else ""
+    return said.strip().rstrip(".:")
+
+
+def rooms() -> list[str]:
+    """The rooms of each package, in the order in which they may import."""
+    rows = [f"| {package} | {', '.join(names)} |" for package, names in ROOMS.items()]
+    return ["| package | rooms |", "|---|---|", *rows]
+
+
+def tree() -> list[str]:
+    """The map: a heading for each room, a line for each module."""
+    out = ["```", f"{'crossover.py':28}{first_line(ROOT / 'crossover.py')}"]
+    for package in PACKAGES:
+        folder = ""
+        for path in sorted((ROOT / package).rglob("*"), key=lambda p: (p.parent, p)):
+            text = first_line(path) if path.suffix in SUFFIXES else ""
+            if not text:
+                continue
+            here = str(path.parent.relative_to(ROOT)) + "/"
+            if here != folder:
+                out += ["", here]
+                folder = here
+            out.append(f"  {path.name:26}{text}")
+    return [*out, "```"]
+
+
+def engines() -> list[str]:
+    """What a request may ask of which backend, as a table."""
+    can = {
+        name: importlib.import_module(spec.cls.partition(":")[0]).CAN
+        for name, spec in BACKENDS.items()
+    }
+    names = " | ".join(f"`{name}`" for name in can)
+    out = [f"| a request asks for | {names} |", "|---" * (len(can) + 1) + "|"]
+    for capability, what in CAPABILITIES.items():
+        answers = " | ".join("yes" if capability in able else "no" for able in can.values())
+        out.append(f"| {what} | {answers} |")
+    return out
+
+
+# file -> (name of the marks, what stands between them), ...
+MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
+    "docs/map.md": {"rooms": rooms, "map": tree},
+    "docs/api.md": {"engines": engines},
+    "docs/campaign.md": {"keys": key_table},
+}
+
+
+def replaced(name: str, text: str) -> str:
+    """A document with its made parts as they must be.
+
+    Raises ValueError where the marks are missing.
+    """
+    for mark, make in MADE[name].items():
+        start = f"<!-- {mark}: made by python -m tests.made_docs -->"
+        end = f"<!-- end of {mark} -->"
+        before, found, rest = text.partition(start)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"{name} lacks the line {start!r} or {end!r}")
+        text = before + start + "\n" + "\n".join(make()) + "\n" + end + after
+    return text
+
+
+if __name__ == "__main__":
+    for name in MADE:
+        path = ROOT / name
+        path.write_text(replaced(name, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,170 @@
+"""Converted weights against their source: the same numbers where the format is exact, refused where
+they are not.
+"""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from models.convert import gguf as convert
+from models.convert import source_and_manifest
+from models.convert.gguf import LIMITS, compare, make_gguf
+from models.errors import BrokenWeights, UnsupportedModel
+from models.manifest import read_manifest
+from models.resolve import resolve
+from models.spec import ModelSpec
+from models.synthetic.write import write_hf_folder
+from models.tokenization.tokenizer import load_tokenizer
+from tests.models.tokenization.test_tokenizer import sentencepiece
+from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
+
+# Long enough for Llama 3's scaled frequencies to matter.
+LONG = np.random.default_rng(3).integers(3, 640, (1, 300)).tolist()
+
+
+@pytest.mark.parametrize("spec", TINY.values(), ids=lambda spec: spec.name)
+def test_float32_is_converted_exactly(spec: ModelSpec, tmp_path: Path) -> None:
+    write_hf_folder(spec, tmp_path / "source", "fp32")
+    manifest = make_gguf(
+        tmp_path / "source", tmp_path / "out.gguf", "F32", spec=spec, sequences=LONG
+    )
+    assert manifest.quality_kl_nats == pytest.approx(0, abs=1e-9)
+    assert compare(tmp_path / "source", tmp_path / "out.gguf", spec, LONG).distance < 1e-5
+
+
+def test_formats_are_as_good_as_their_bits(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA3, tmp_path / "source", "bf16")
+    quality = {}
+    for weight_format in ("BF16", "Q8_0", "Q4_K_M", "Q4_0"):
+        manifest = make_gguf(
+            tmp_path / "source", tmp_path / f"{weight_format}.gguf", weight_format, spec=TINY_LLAMA3
+        )
+        assert manifest == read_manifest(tmp_path / f"{weight_format}.gguf")
+        assert manifest.quality_kl_nats is not None
+        quality[weight_format] = manifest.quality_kl_nats
+    assert 0 < quality["BF16"] < quality["Q8_0"] < quality["Q4_K_M"] < quality["Q4_0"] < 0.01
+
+
+@pytest.mark.parametrize("mistake", ["unrotated", "other theta", "other scaling"])
+def test_a_wrong_conversion_is_refused_and_leaves_nothing(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hf_folder(TINY_LLAMA3, tmp_path / "source", "fp32", initializer_range=0.1)
+    if mistake == "unrotated":
+        monkeypatch.setattr(convert, "_interleaved", lambda raw, heads: raw)
+    elif mistake == "other theta":
+        wrong = msgspec.structs.replace(TINY_LLAMA3, rope_theta=10_000.0)
+        monkeypatch.setattr(source_and_manifest, "spec_of", lambda config, name: wrong)
+    else:
+        monkeypatch.setattr(
+            convert, "rope_factors", lambda spec, scaling: np.ones(spec.head_dim // 2, np.float32)
+        )
+    with pytest.raises(BrokenWeights, match="logits are .* away"):
+        make_gguf(tmp_path / "source", tmp_path / "out.gguf", "F32", sequences=LONG)
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_another_shape_than_promised_is_refused(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA3, tmp_path / "source")
+    with pytest.raises(BrokenWeights, match="does not hold tiny-llama"):
+        make_gguf(tmp_path / "source", tmp_path / "out.gguf", spec=TINY_LLAMA)
+    with pytest.raises(UnsupportedModel, match="Q3"):
+        make_gguf(tmp_path / "source", tmp_path / "out.gguf", "Q3")
+
+
+def test_a_reference_too_big_for_the_memory_is_said_and_not_made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "_reference_fits", lambda spec: False)
+    write_hf_folder(TINY_LLAMA, tmp_path / "source")
+    said: list[str] = []
+    manifest = make_gguf(
+        tmp_path / "source",
+        tmp_path / "out.gguf",
+        "Q8_0",
+        progress=lambda what, fraction: said.append(what),
+    )
+    assert manifest.quality_kl_nats is None
+    assert any("logits not compared" in what for what in said)
+
+
+def test_a_sentencepiece_tokenizer_is_converted(tmp_path: Path) -> None:
+    tokenizer_folder = tmp_path / "tokenizer"
+    tokenizer_folder.mkdir()
+    size = load_tokenizer(sentencepiece(tokenizer_folder)).vocabulary
+    write_hf_folder(msgspec.structs.replace(TINY_LLAMA, vocabulary=size + 24), tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tokenizer_folder / name).replace(tmp_path / "source" / name)
+    (tmp_path / "source" / "generation_config.json").unlink()
+    make_gguf(tmp_path / "source", tmp_path / "out.gguf", "Q8_0")
+    ours, theirs = load_tokenizer(tmp_path / "out.gguf"), load_tokenizer(tmp_path / "source")
+    assert ours.bos_id == theirs.bos_id == 1
+    assert ours.token_bytes()[: theirs.vocabulary] == theirs.token_bytes()
+    assert set(ours.token_bytes()[theirs.vocabulary :]) <= {
+        b"",
+        *(f"[PAD{i}]".encode() for i in range(size, size + 24)),
+    }
+
+
+def test_a_tokenizer_without_a_name_in_llama_cpp_is_refused(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA, tmp_path / "source")
+    file = tmp_path / "source" / "tokenizer.json"
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('"use_regex": true', '"use_regex": false', 1),
+        encoding="utf-8",
+    )
+    with pytest.raises(UnsupportedModel, match="no known name in llama.cpp"):
+        make_gguf(tmp_path / "source", tmp_path / "out.gguf")
+
+
+def test_a_tokenizer_cut_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from models.convert import gguf_tokenizer as convert_tokenizer
+
+    monkeypatch.setattr(
+        convert_tokenizer, "_pre_tokenizer", lambda folder, description: "llama-bpe"
+    )
+    write_hf_folder(TINY_LLAMA, tmp_path / "source")
+    with pytest.raises(BrokenWeights, match="the source's into"):
+        make_gguf(tmp_path / "source", tmp_path / "out.gguf")
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_hub_packs_a_folder_for_torch(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA, tmp_path / "mine", "bf16")
+    found = resolve(
+        str(tmp_path / "mine"), kind="hf", weight_format="int8", cache=tmp_path / "cache"
+    )
+    assert (found.weight_format, found.tokenizer_path) == ("int8", str(tmp_path / "mine"))
+    assert found.quality_kl_nats is not None
+    packed = resolve(found.path, kind="hf")
+    assert (packed.weight_format, packed.quality_kl_nats, packed.synthetic) == (
+        "int8",
+        found.quality_kl_nats,
+        True,
+    )
+    with pytest.raises(UnsupportedModel, match="int8, not bf16"):
+        resolve(found.path, kind="hf", weight_format="bf16")
+
+
+def test_the_hub_converts_a_folder_once(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA, tmp_path / "mine", "fp32")
+    found = resolve(
+        str(tmp_path / "mine"), kind="gguf", weight_format="Q8_0", cache=tmp_path / "cache"
+    )
+    assert found.quality_kl_nats is not None
+    assert 0 < found.quality_kl_nats < LIMITS["Q8_0"]
+    written = Path(found.path).stat().st_mtime_ns
+    assert (
+        resolve(
+            str(tmp_path / "mine"),
+            kind="gguf",
+            weight_format="Q8_0",
+            cache=tmp_path / "cache",
+        )
+        == found
+    )
+    assert Path(found.path).stat().st_mtime_ns == written

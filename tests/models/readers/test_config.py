@@ -1,0 +1,123 @@
+"""config.json of either major version of transformers becomes the same spec; what would be computed
+wrongly is refused by key and value.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.readers.config import read_config, read_spec, spec_of, v4_config
+from models.spec import ModelSpec
+from tests.shapes import TINY
+
+
+def config_of(spec: ModelSpec, major: int) -> dict[str, Any]:
+    """The config.json that transformers of a major version writes for a spec."""
+    scaling = None
+    if spec.rope_scaling is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": spec.rope_scaling.factor,
+            "low_freq_factor": spec.rope_scaling.low_freq_factor,
+            "high_freq_factor": spec.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": spec.rope_scaling.original_context,
+        }
+    config: dict[str, Any] = {
+        "model_type": spec.family,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocabulary,
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": spec.norm_epsilon,
+        "tie_word_embeddings": spec.tied,
+        "hidden_act": "silu",
+    }
+    if major == 4:
+        return config | {
+            "rope_theta": spec.rope_theta,
+            "rope_scaling": scaling,
+            "torch_dtype": "float32",
+        }
+    return config | {
+        "rope_parameters": {"rope_theta": spec.rope_theta, **(scaling or {"rope_type": "default"})},
+        "dtype": "float32",
+    }
+
+
+@pytest.mark.parametrize("spec", TINY.values(), ids=str)
+def test_both_versions_of_a_config_are_the_same_spec(spec: ModelSpec) -> None:
+    assert spec_of(config_of(spec, 4), spec.name) == spec_of(config_of(spec, 5), spec.name) == spec
+    assert spec_of(v4_config(config_of(spec, 5)), spec.name) == spec
+
+
+@pytest.mark.parametrize("spec", TINY.values(), ids=str)
+def test_what_transformers_itself_writes_and_reads_agrees(spec: ModelSpec, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    settings = v4_config(config_of(spec, 5))
+    AutoConfig.for_model(settings.pop("model_type"), **settings).save_pretrained(tmp_path)
+    assert read_spec(tmp_path, spec.name) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2'"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic"}}, "'dynamic'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"num_hidden_layers": 20_000_000}, "1 to 10000"),
+        ({"vocab_size": "many"}, "vocab_size 'many'"),
+        ({"model_type": "mistral", "sliding_window": 512}, "sliding_window 512"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512},
+            "sliding_window 512",
+        ),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_key_and_value(
+    change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        spec_of(config_of(TINY["tiny-llama"], 4) | change, "m")
+
+
+def test_sliding_windows_that_never_matter_are_let_through() -> None:
+    config = config_of(TINY["tiny-llama"], 4)
+    assert (
+        spec_of(config | {"model_type": "mistral", "sliding_window": None}, "m").family == "mistral"
+    )
+    assert spec_of(config | {"model_type": "mistral", "sliding_window": 4096}, "m").context == 2048
+    with pytest.raises(
+        UnsupportedModel, match="4096"
+    ):  # a mistral config that is silent means a window of 4096
+        spec_of(config | {"model_type": "mistral", "max_position_embeddings": 32768}, "m")
+    assert spec_of(
+        config | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 512}, "m"
+    ).qkv_bias
+
+
+def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match=r"config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BrokenWeights, match="JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(BrokenWeights, match="list"):
+        read_config(tmp_path)

@@ -1,0 +1,112 @@
+"""GGUF and safetensors headers from strangers: damaged anywhere, they are refused with one kind of
+error, and nothing else happens.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from models.errors import BrokenWeights, ModelError, UnsupportedModel
+from models.readers.gguf import read_header
+from models.readers.safetensors import check_tensors, read_tensors
+from models.synthetic.write import write_gguf, write_hf_folder
+from tests.shapes import TINY_LLAMA, TINY_QWEN2
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    file = tmp_path_factory.mktemp("gguf") / "x.gguf"
+    write_gguf(TINY_LLAMA, file)
+    return file.read_bytes()
+
+
+def test_a_file_cut_anywhere_is_refused(gguf_bytes: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    header_ends = len(gguf_bytes) - sum(
+        entry.bytes for entry in _header(gguf_bytes, file).tensors.values()
+    )
+    for size in [*range(64), *range(64, header_ends, 997), header_ends, len(gguf_bytes) - 40]:
+        file.write_bytes(gguf_bytes[:size])
+        with pytest.raises(BrokenWeights, match=r"x\.gguf"):
+            read_header(file)
+
+
+def _header(content: bytes, file: Path):  # type: ignore[no-untyped-def]
+    file.write_bytes(content)
+    return read_header(file)
+
+
+def test_a_damaged_header_is_read_or_refused_but_nothing_worse(
+    gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    generator = random.Random(11)
+    file = tmp_path / "x.gguf"
+    refused = 0
+    for _ in range(600):
+        damaged = bytearray(gguf_bytes)
+        for _ in range(generator.choice([1, 1, 4])):
+            place = generator.choice(
+                [
+                    generator.randrange(64),
+                    generator.randrange(1200),
+                    generator.randrange(len(damaged) - 95_000),
+                ]
+            )
+            damaged[place] = generator.choice([0, 1, 127, 255, generator.randrange(256)])
+        try:
+            _header(bytes(damaged), file).spec("x")
+        except ModelError:
+            refused += 1
+    assert refused > 100
+
+
+def test_another_architecture_and_experts_are_refused_by_name(
+    gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match="'lxama'.*llama"):
+        _header(gguf_bytes.replace(b"llama", b"lxama"), tmp_path / "x.gguf").spec("x")
+
+
+def test_no_gguf_at_all(tmp_path: Path) -> None:
+    for content in (b"", b"PK\x03\x04", b"GGUF\x63\x00\x00\x00"):
+        with pytest.raises(BrokenWeights, match=r"x\.gguf"):
+            _header(content, tmp_path / "x.gguf")
+
+
+def test_safetensors_are_checked_against_the_shape(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    write_hf_folder(TINY_QWEN2, folder, "bf16")
+    assert check_tensors(folder, TINY_QWEN2) == "bf16"
+    stored = read_tensors(folder)["model.layers.1.self_attn.q_proj.bias"]
+    assert (stored.dtype, stored.shape) == ("BF16", (64,))
+    with pytest.raises(BrokenWeights, match=r"shape \(704, 64\).*\(640, 64\)"):
+        check_tensors(folder, TINY_LLAMA)
+
+
+def test_cut_or_damaged_safetensors_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    write_hf_folder(TINY_LLAMA, folder)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content in (
+        whole[:-1],
+        whole + b"x",
+        whole[:100],
+        b"",
+        (1 << 40).to_bytes(8, "little") + whole[8:],
+    ):
+        file.write_bytes(content)
+        with pytest.raises(BrokenWeights, match="model.safetensors"):
+            read_tensors(folder)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(BrokenWeights, match="tensor a 4 bytes"):
+        read_tensors(folder)
+
+
+def test_pickles_are_not_weights(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(UnsupportedModel, match="can run code"):
+        read_tensors(tmp_path)

@@ -1,0 +1,206 @@
+import json
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+
+from models.convert.gguf import gguf_logits
+from models.errors import UnsupportedModel
+from models.formats import GGUF_FORMATS
+from models.ladder import rung
+from models.manifest import manifest_path, read_manifest
+from models.readers.gguf import read_header
+from models.spec import ModelSpec
+from models.synthetic import write as synthesis
+from models.synthetic.write import write_gguf, write_hf_folder
+from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2
+
+ALL = list(TINY.values())
+
+
+@pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
+def test_llama_cpp_runs_every_format_with_useful_logits(spec: ModelSpec, tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(3, spec.vocabulary, (2, 24))
+    for weight_format in GGUF_FORMATS:
+        file = tmp_path / f"{weight_format}.gguf"
+        write_gguf(spec, file, weight_format)
+        logits = gguf_logits(file, ids)
+        assert logits.shape == (2, 24, spec.vocabulary)
+        assert np.isfinite(logits).all()
+        # Near 3, as it was made: neither flat (every engine would draw another token) nor one token
+        # for ever.
+        assert 2.0 < logits.std() < 4.5
+        assert len(set(logits.argmax(-1).ravel().tolist())) > 12
+
+
+def test_activations_keep_their_size_through_many_layers(tmp_path: Path) -> None:
+    deep = msgspec.structs.replace(TINY_LLAMA, layers=48)
+    write_gguf(deep, tmp_path / "deep.gguf", "Q8_0")
+    logits = gguf_logits(tmp_path / "deep.gguf", np.arange(3, 35)[None])
+    assert 2.0 < logits.std() < 4.5
+
+
+def test_header_says_what_was_asked_for(tmp_path: Path) -> None:
+    for spec in ALL:
+        write_gguf(spec, tmp_path / "x.gguf", "Q4_K_M")
+        header = read_header(tmp_path / "x.gguf")
+        family = "llama" if spec.family == "mistral" else spec.family
+        scaling = spec.rope_scaling and msgspec.structs.replace(
+            spec.rope_scaling, original_context=8192
+        )  # not in the file
+        assert header.spec(spec.name) == msgspec.structs.replace(
+            spec, family=family, rope_scaling=scaling
+        )
+        assert header.weight_format == "Q4_K_M"
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
+)
+def test_random_blocks_have_the_wanted_spread(kind: str) -> None:
+    from models.synthetic.random_blocks import Weights
+
+    data = b"".join(Weights(7, 1 << 18).stream("x", kind, 1 << 18, 0.05))
+    number = gguf.GGMLQuantizationType[kind]
+    raw = np.frombuffer(
+        data, np.float32 if kind == "F32" else np.float16 if kind == "F16" else np.uint8
+    )
+    values = gguf.quants.dequantize(raw, number).astype(np.float64)
+    assert values.size == 1 << 18
+    assert np.isfinite(values).all()
+    assert values.std() == pytest.approx(0.05, rel=0.02)
+    assert abs(values.mean()) < 0.05 * 0.02
+
+
+def test_no_two_rows_of_an_embedding_are_alike(tmp_path: Path) -> None:
+    """Twins would tie at every argmax, and engines break ties differently.
+
+    The largest vocabulary wraps around its pool of blocks.
+    """
+    spec = msgspec.structs.replace(rung("0.5b").spec, layers=1, intermediate=64)
+    write_gguf(spec, tmp_path / "x.gguf", "Q4_0")
+    entry = read_header(tmp_path / "x.gguf").tensors["token_embd.weight"]
+    rows = np.memmap(
+        tmp_path / "x.gguf",
+        np.uint8,
+        "r",
+        entry.start,
+        (spec.vocabulary, entry.bytes // spec.vocabulary),
+    )
+    assert len({hash(row.tobytes()) for row in rows}) == spec.vocabulary
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path) -> None:
+    sums = [
+        write_gguf(TINY_LLAMA, tmp_path / "x.gguf", seed=seed).files["x.gguf"].blake2b
+        for seed in (0, 0, 1)
+    ]
+    assert sums[0] == sums[1] != sums[2]
+    folders = [
+        write_hf_folder(TINY_LLAMA, tmp_path / "x", seed=seed).files["model.safetensors"].blake2b
+        for seed in (0, 0, 1)
+    ]
+    assert folders[0] == folders[1] != folders[2]
+
+
+def test_interrupted_writing_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    def stop(what: str, fraction: float | None) -> None:
+        if fraction is not None and fraction > 0.3:
+            raise KeyboardInterrupt
+
+    write_gguf(TINY_LLAMA, tmp_path / "x.gguf", seed=1)
+    before = (tmp_path / "x.gguf").read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        write_gguf(TINY_LLAMA, tmp_path / "x.gguf", seed=2, progress=stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_hf_folder(TINY_LLAMA, tmp_path / "folder", progress=stop)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.gguf"]
+    assert (tmp_path / "x.gguf").read_bytes() == before
+    assert read_manifest(tmp_path / "x.gguf") is None
+
+
+def test_progress_ends_at_one(tmp_path: Path) -> None:
+    seen: list[float] = []
+    write_gguf(
+        TINY_QWEN2,
+        tmp_path / "x.gguf",
+        progress=lambda what, fraction: seen.append(fraction or 0.0),
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_manifest_describes_the_files(tmp_path: Path) -> None:
+    write_hf_folder(TINY_QWEN2, tmp_path / "x", "fp32", seed=5)
+    manifest = read_manifest(tmp_path / "x")
+    assert manifest is not None
+    assert (manifest.kind, manifest.spec, manifest.weight_format, manifest.seed) == (
+        "hf",
+        TINY_QWEN2,
+        "fp32",
+        5,
+    )
+    assert set(manifest.files) == {file.name for file in (tmp_path / "x").iterdir()} - {
+        manifest_path(tmp_path / "x").name
+    }
+
+
+@pytest.mark.parametrize("spec", ALL, ids=lambda spec: spec.name)
+def test_transformers_loads_the_folder_whole(spec: ModelSpec, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    write_hf_folder(spec, tmp_path / "x", "fp32")
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "x", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report.values())
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+    assert not model.model.norm.weight.eq(1).all()
+    with torch.inference_mode():
+        assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("fp16", "F16"), ("bf16", "BF16"), ("fp32", "F32")])
+def test_dtypes_and_shards(
+    dtype: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import safe_open
+
+    monkeypatch.setattr(synthesis, "SHARD_BYTES", 100_000)
+    write_hf_folder(TINY_LLAMA3, tmp_path / "x", dtype, initializer_range=0.1)
+    index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {tensor.name for tensor in TINY_LLAMA3.tensors()}
+    assert len(set(index["weight_map"].values())) > 2
+    for tensor in TINY_LLAMA3.tensors():
+        with safe_open(tmp_path / "x" / index["weight_map"][tensor.name], "pt") as shard:
+            assert shard.get_slice(tensor.name).get_dtype() == stored
+            values = shard.get_tensor(tensor.name).float().numpy()
+        assert values.shape == tensor.shape
+        if tensor.is_matrix:
+            assert values.std() == pytest.approx(0.1, rel=0.1)
+
+
+def test_rope_factors_are_those_of_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    spec = rung("8b").spec
+    assert spec.rope_scaling is not None
+    config = LlamaConfig(
+        **{key: value for key, value in synthesis.hf_config(spec, "bf16").items() if key != "dtype"}
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1.0 / spec.rope_theta ** (np.arange(0, spec.head_dim, 2) / spec.head_dim)
+    np.testing.assert_allclose(
+        plain / synthesis.rope_factors(spec, spec.rope_scaling), scaled.numpy(), rtol=1e-5
+    )
+
+
+def test_unknown_family_and_dtype_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="gpt2.*llama"):
+        write_gguf(msgspec.structs.replace(TINY_LLAMA, family="gpt2"), tmp_path / "x.gguf")
+    with pytest.raises(UnsupportedModel, match="int3.*bf16"):
+        write_hf_folder(TINY_LLAMA, tmp_path / "x", "int3")

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models import formatting
+from models.formatting import GIB, NOT_MEASURED
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0834, "83 ms"),
+        (2.0, "2.0 s"),
+        (0.9999, "1.0 s"),
+        (0.99, "990 ms"),
+        (0.00099, "990 µs"),
+        (59.6, "60 s"),
+        (180, "3.0 min"),
+        (7300, "2.0 h"),
+        (math.inf, "never"),
+    ],
+)
+def test_seconds(value: float, text: str) -> None:
+    assert formatting.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.0999, 2, "0.10"),
+        (0.824, 2, "0.82"),
+        (9.96, 2, "10"),
+        (1234.5, 2, "1,234"),
+        (12.34, 3, "12.3"),
+        (0.000123, 2, "0.00012"),
+        (0.0, 2, "0"),
+    ],
+)
+def test_significant(value: float, digits: int, text: str) -> None:
+    assert formatting.significant(value, digits) == text
+
+
+@given(st.floats(min_value=1e-6, max_value=1e6), st.integers(2, 4))
+def test_significant_is_within_half_a_digit(value: float, digits: int) -> None:
+    shown = float(formatting.significant(value, digits).replace(",", ""))
+    assert abs(shown - value) <= 0.5000001 * max(
+        10.0 ** (math.floor(math.log10(value)) + 1 - digits), 0.0 if value < 10**digits else 1.0
+    )
+
+
+def test_missing_is_said_and_never_a_number() -> None:
+    for function in (
+        formatting.seconds,
+        formatting.rate,
+        formatting.size,
+        formatting.share,
+        formatting.count,
+        formatting.bandwidth,
+    ):
+        assert function(None) == NOT_MEASURED  # type: ignore[operator]
+    assert formatting.rate_with_interval(None, None, None) == NOT_MEASURED
+
+
+def test_intervals() -> None:
+    assert formatting.rate_with_interval(0.824, 0.71, 0.943) == "0.82 requests/s (0.71–0.94)"
+    assert (
+        formatting.rate_with_interval(0.824, 0.815, 0.833) == "0.824 requests/s (0.815–0.833)"
+    )  # two digits would not tell its ends apart
+    assert formatting.interval(0.5, None) == "above 0.50"
+    assert formatting.interval(None, 0.5) == "below 0.50"
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1536, "1.5 KiB"),
+        (400 << 20, "400 MiB"),
+        (1023 << 20, "1023 MiB"),
+        (999.9 * (1 << 20), "1000 MiB"),
+        (1.2 * GIB, "1.2 GiB"),
+        (21.44 * GIB, "21.4 GiB"),
+        (3 << 39, "1.5 TiB"),
+    ],
+)
+def test_sizes(size_bytes: float, text: str) -> None:
+    assert formatting.size(size_bytes) == text
+
+
+def test_limits_are_shown_as_they_were_set() -> None:
+    shown = [formatting.limit(seconds) for seconds in (0.025, 0.1, 0.45, 2.0, 4.5, 30.0)]
+    assert shown == ["25 ms", "100 ms", "450 ms", "2 s", "4.5 s", "30 s"]
+
+
+def test_durations() -> None:
+    shown = [formatting.duration(seconds) for seconds in (0, 0.4, 59, 60, 95, 660, 7300)]
+    assert shown == ["0 s", "1 s", "59 s", "1 min", "1 min 35 s", "11 min", "2 h 1 min"]
+
+
+def test_share_never_rounds_to_all_or_none() -> None:
+    assert formatting.share(1.0) == "100 %"
+    assert formatting.share(0.9999) == ">99.9 %"
+    assert formatting.share(0.99) == "99 %"
+    assert formatting.share(0.0) == "0 %"
+    assert formatting.share(0.00872) == "0.87 %"
+
+
+def test_parameters_and_names() -> None:
+    assert formatting.parameters(134_515_008) == "135M"
+    assert formatting.parameters(1_235_814_400) == "1.2B"
+    assert formatting.parameters(70_553_706_496) == "71B"
+    assert formatting.model_title("llama-3.2-1b") == "Llama-3.2-1B"
+    assert formatting.model_title("smollm2-135m") == "SmolLM2-135M"
+    assert formatting.model_title("my/model.gguf") == "my/model.gguf"
+    assert formatting.listing(["a", "b", "c"]) == "a, b and c"
+
+
+def test_what_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="no measured number"):
+        formatting.significant(math.inf)

@@ -1,0 +1,252 @@
+import json
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from models import cache
+from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.ladder import rung
+from models.manifest import manifest_path, read_manifest, write_manifest
+from models.resolve import ResolvedModel, cache_dir, resolve, weight_format_of
+from models.synthetic.write import write_gguf, write_hf_folder
+from models.tokenization.tokenizer import load_tokenizer
+from tests.shapes import TINY_LLAMA, TINY_LLAMA3
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("CROSSOVER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_dir() == Path.home() / ".cache" / "crossover"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, says its specification
+    assert cache_dir() == Path.home() / ".cache" / "crossover"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_dir() == Path("/xdg/crossover")
+    monkeypatch.setenv("CROSSOVER_CACHE", "/own")
+    assert cache_dir() == Path("/own")
+    assert cache_dir(tmp_path) == tmp_path
+
+
+def test_formats_are_spelt_as_their_kind_spells_them() -> None:
+    assert weight_format_of("gguf") == "Q4_0"
+    assert weight_format_of("gguf", "q4_k_m") == "Q4_K_M"
+    assert weight_format_of("hf", "FP32") == "fp32"
+    assert weight_format_of("none") == ""
+    with pytest.raises(UnsupportedModel, match="'hf' has no weight format 'Q4_0'; it has bf16"):
+        weight_format_of("hf", "Q4_0")
+
+
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> tuple[ResolvedModel, Path]:
+    """The smallest rung, made on demand."""
+    cache = tmp_path_factory.mktemp("cache")
+    return resolve("135m", kind="gguf", cache=cache), cache
+
+
+def test_a_rung_is_made_on_demand_and_only_once(smallest: tuple[ResolvedModel, Path]) -> None:
+    first, cache = smallest
+    assert (first.name, first.spec, first.weight_format, first.synthetic) == (
+        "smollm2-135m",
+        rung("135m").spec,
+        "Q4_0",
+        True,
+    )
+    before = Path(first.path).stat()
+    again = resolve("smollm2-135m", kind="gguf", cache=cache)
+    assert again == first
+    assert Path(first.path).stat().st_mtime_ns == before.st_mtime_ns
+    tokenizer = load_tokenizer(first.tokenizer_path)
+    assert tokenizer.vocabulary == first.spec.vocabulary
+    assert tokenizer.encode("Hello there") == load_tokenizer(first.path).encode("Hello there")
+    assert tokenizer.eos_ids == load_tokenizer(first.path).eos_ids
+
+
+def test_a_rung_of_another_generator_is_made_again(
+    smallest: tuple[ResolvedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, cache = smallest
+    manifest = read_manifest(Path(first.path))
+    assert manifest is not None
+    old = msgspec.structs.replace(manifest, generator="synthesis 0")
+    manifest_path(Path(first.path)).write_bytes(msgspec.json.encode(old))
+    resolve("135m", kind="gguf", cache=cache)
+    assert read_manifest(Path(first.path)) == manifest
+
+
+def test_a_cut_file_in_the_cache_is_refused(
+    smallest: tuple[ResolvedModel, Path], tmp_path: Path
+) -> None:
+    first, cache = smallest
+    shutil.copytree(cache, tmp_path / "copy")
+    file = tmp_path / "copy" / Path(first.path).relative_to(cache)
+    os.truncate(file, 1000)
+    with pytest.raises(BrokenWeights, match="1000 bytes"):
+        resolve("135m", kind="gguf", cache=tmp_path / "copy")
+
+
+def test_the_fake_backend_needs_no_weights(tmp_path: Path) -> None:
+    found = resolve("fake", kind="none", cache=tmp_path)
+    assert (found.path, found.weight_format, found.spec.vocabulary) == ("", "", 8192)
+    assert load_tokenizer(found.tokenizer_path).vocabulary == 8192
+    assert resolve("1b", kind="none", cache=tmp_path).spec == rung("1b").spec
+    with pytest.raises(UnknownModel, match="'nope'"):
+        resolve("nope", kind="none", cache=tmp_path)
+
+
+def test_a_gguf_file_is_taken_where_it_lies(tmp_path: Path) -> None:
+    file = tmp_path / "mine.gguf"
+    write_gguf(TINY_LLAMA3, file, "Q8_0")
+    found = resolve(str(file), kind="gguf")
+    assert (found.name, found.path, found.tokenizer_path, found.weight_format) == (
+        "mine",
+        str(file),
+        str(file),
+        "Q8_0",
+    )
+    assert msgspec.structs.replace(found.spec, name=TINY_LLAMA3.name) == TINY_LLAMA3
+    with pytest.raises(UnsupportedModel, match="Q8_0, not Q4_0"):
+        resolve(str(file), kind="gguf", weight_format="Q4_0")
+    with pytest.raises(UnsupportedModel, match="is a GGUF file, not hf"):
+        resolve(str(file), kind="hf")
+
+
+def test_a_strangers_gguf_is_probed_in_a_child_first(tmp_path: Path) -> None:
+    file = tmp_path / "foreign.gguf"
+    write_gguf(TINY_LLAMA, file)
+    manifest_path(file).unlink()
+    found = resolve(str(file), kind="gguf")
+    assert not found.synthetic
+    # The same length, so that the header stays readable; llama.cpp knows no such vocabulary.
+    file.write_bytes(file.read_bytes().replace(b"gpt2", b"gpt9", 1))
+    with pytest.raises(BrokenWeights, match="llama.cpp cannot read.*gpt9|llama.cpp cannot read"):
+        resolve(str(file), kind="gguf")
+
+
+def test_a_folder_of_safetensors_is_taken_by_torch(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA, tmp_path / "mine", "fp16")
+    found = resolve(str(tmp_path / "mine"), kind="hf")
+    assert (found.name, found.weight_format, found.synthetic) == ("mine", "fp16", True)
+    assert resolve(str(tmp_path / "mine"), kind="hf", weight_format="fp32").weight_format == "fp32"
+
+
+def test_a_folder_that_transformers_5_wrote_is_read_right(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA3, tmp_path / "v5")
+    file = tmp_path / "v5" / "config.json"
+    config = json.loads(file.read_text())
+    del config["rope_theta"], config["rope_scaling"]
+    file.write_text(json.dumps(config))
+    (tmp_path / "v5" / "crossover.json").unlink()
+    spec = resolve(str(tmp_path / "v5"), kind="hf").spec
+    assert msgspec.structs.replace(spec, name=TINY_LLAMA3.name) == TINY_LLAMA3
+
+
+def test_what_a_folder_may_not_hold(tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA, tmp_path / "mine")
+    (tmp_path / "mine" / "crossover.json").unlink()
+    file = tmp_path / "mine" / "config.json"
+    good = json.loads(file.read_text())
+    file.write_text(json.dumps({**good, "model_type": "gpt_neox"}))
+    with pytest.raises(UnsupportedModel, match="gpt_neox"):
+        resolve(str(tmp_path / "mine"), kind="hf")
+    file.write_text(json.dumps({**good, "num_hidden_layers": 3}))
+    with pytest.raises(BrokenWeights, match="model.layers.2"):
+        resolve(str(tmp_path / "mine"), kind="hf")
+    file.write_text(json.dumps(good))
+    (tmp_path / "mine" / "model.safetensors").rename(tmp_path / "mine" / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="can run code"):
+        resolve(str(tmp_path / "mine"), kind="hf")
+
+
+def test_a_folder_of_gguf_files_needs_the_format(tmp_path: Path) -> None:
+    for weight_format in ("Q8_0", "Q4_0"):
+        write_gguf(TINY_LLAMA, tmp_path / f"{weight_format}.gguf", weight_format)
+    assert resolve(str(tmp_path), kind="gguf", weight_format="Q8_0").path.endswith("Q8_0.gguf")
+    with pytest.raises(UnknownModel, match=r"2 GGUF files.*Q4_0\.gguf, Q8_0\.gguf"):
+        resolve(str(tmp_path), kind="gguf")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nope",
+        "org/../../etc/passwd",
+        "org/name/more",
+        "org/..",
+        "a b/c",
+        "org/name:../x.gguf",
+        "org/name:x.bin",
+        "",
+    ],
+)
+def test_names_that_are_nothing_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match="no rung"):
+        resolve(name, kind="gguf", cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_and_strange_files(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match="there is no file or folder"):
+        resolve(str(tmp_path / "nothing"), kind="hf")
+    (tmp_path / "x.pt").write_bytes(b"x")
+    with pytest.raises(UnsupportedModel, match="pickled weights are never read"):
+        resolve(str(tmp_path / "x.pt"), kind="hf")
+
+
+@pytest.mark.parametrize("name", ["org/name", "org/name:file.gguf"])
+def test_the_hub_cannot_be_reached(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        UnknownModel,
+        match=f"'{name}' is no rung, no local path, and cannot be fetched from the hub",
+    ):
+        resolve(name, kind="gguf", cache=tmp_path)
+
+
+def test_a_repository_of_the_hubs_own_cache_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    commit = "0" * 40
+    repository = tmp_path / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    write_hf_folder(TINY_LLAMA, repository / "snapshots" / commit)
+    (repository / "snapshots" / commit / "crossover.json").unlink()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    found = resolve("org/name", kind="hf", cache=tmp_path / "cache")
+    assert (found.name, found.source, found.synthetic) == ("name", "org/name", False)
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "SPARE_DISK_BYTES", 1 << 60)
+    with pytest.raises(ModelError, match="needs 89.* bytes of disk"):
+        resolve("135m", kind="gguf", cache=tmp_path)
+
+
+def test_what_an_earlier_converter_left_in_the_cache_is_made_again(tmp_path: Path) -> None:
+    """So that nobody goes on with files that this version would not make."""
+    folder = tmp_path / "own"
+    write_hf_folder(TINY_LLAMA, folder, dtype="fp32")
+
+    def made() -> Path:
+        return Path(
+            resolve(str(folder), kind="gguf", weight_format="F16", cache=tmp_path / "cache").path
+        )
+
+    path = made()
+    written, manifest = path.stat().st_mtime_ns, read_manifest(path)
+    assert made().stat().st_mtime_ns == written and manifest is not None
+    write_manifest(path, msgspec.structs.replace(manifest, generator="convert 0"))
+    assert made().stat().st_mtime_ns > written
+    assert read_manifest(path) == manifest

@@ -1,0 +1,250 @@
+"""The shipped tokenizer, as the `tokenizers` library and as llama.cpp read it, and foreign
+tokenizers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfFile
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from models.convert.gguf_tokenizer import PROBES
+from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
+from models.synthetic.write import write_gguf
+from models.tokenization.shipped import DATA, train
+from models.tokenization.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
+from tests.shapes import TINY_LLAMA
+
+VOCABULARY = 4000
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
+    """The same tokenizer from a folder and from a GGUF file."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_files(folder, shipped_files(VOCABULARY, 2048))
+    write_gguf(msgspec.structs.replace(TINY_LLAMA, vocabulary=VOCABULARY), folder / "x.gguf")
+    return load_tokenizer(folder), load_tokenizer(folder / "x.gguf")
+
+
+def write_files(folder: Path, files: dict[str, dict[str, Any]]) -> Path:
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    table = tokenizer.token_bytes()
+    return b"".join(table[index] for index in ids).decode()
+
+
+def test_training_again_gives_the_shipped_tokenizer() -> None:
+    assert train() == json.loads(SHIPPED.read_text(encoding="utf-8"))
+
+
+def test_ids_are_in_the_promised_order() -> None:
+    model = shipped(VOCABULARY)["model"]
+    assert [model["vocab"][name] for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")] == [
+        0,
+        1,
+        2,
+    ]
+    for rank, (left, right) in enumerate(model["merges"]):
+        assert model["vocab"][left + right] == 259 + rank
+
+
+@pytest.mark.parametrize("text", PROBES)
+def test_both_readers_agree_and_lose_nothing(text: str, pair: tuple[Tokenizer, Tokenizer]) -> None:
+    folder, file = pair
+    assert folder.encode(text) == file.encode(text)
+    assert folder.encode(text, parse_special=True) == file.encode(text, parse_special=True)
+    assert decode(folder, folder.encode(text)) == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=60) | st.text(alphabet=" \n\t\r'dst019aZé中\u00a0\u2028", max_size=40))
+def test_any_text_is_cut_alike_and_comes_back(text: str, pair: tuple[Tokenizer, Tokenizer]) -> None:
+    folder, file = pair
+    ids = folder.encode(text)
+    assert ids == file.encode(text)
+    assert decode(folder, ids) == text
+
+
+def test_half_a_surrogate_pair_is_read_as_a_question_mark(
+    pair: tuple[Tokenizer, Tokenizer],
+) -> None:
+    for tokenizer in pair:
+        assert decode(tokenizer, tokenizer.encode("a\ud800b")) == "a?b"
+
+
+def test_both_readers_know_the_same_facts(pair: tuple[Tokenizer, Tokenizer]) -> None:
+    folder, file = pair
+    for name in ("vocabulary", "eos_ids", "bos_id", "special_ids", "chat_template"):
+        assert getattr(folder, name) == getattr(file, name), name
+    assert (folder.vocabulary, folder.eos_ids, folder.special_ids, folder.bos_id) == (
+        VOCABULARY,
+        {0, 2},
+        {0, 1, 2},
+        None,
+    )
+    assert folder.token_bytes() == file.token_bytes()
+    assert folder.token_bytes()[:3] == [b"", b"", b""]
+    messages = [{"role": "user", "content": "Grüße"}]
+    assert (
+        folder.render_chat(messages)
+        == file.render_chat(messages)
+        == "<|im_start|>user\nGrüße<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_control_tokens_in_text_are_text_unless_asked_for(
+    pair: tuple[Tokenizer, Tokenizer],
+) -> None:
+    for tokenizer in pair:
+        assert tokenizer.encode("<|im_end|>", parse_special=True) == [2]
+        plain = tokenizer.encode("<|im_end|>")
+        assert not tokenizer.special_ids & set(plain)
+        assert decode(tokenizer, plain) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("vocabulary", [512, 640, 3000, 49152, 152064])
+def test_every_vocabulary_is_filled(vocabulary: int, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_files(tmp_path, {"tokenizer.json": shipped(vocabulary)}))
+    table = tokenizer.token_bytes()
+    assert tokenizer.vocabulary == len(table) == vocabulary
+    assert len(set(table[3:])) == vocabulary - 3
+    text = (DATA / "corpus.txt").read_text(encoding="utf-8")
+    ids = tokenizer.encode(text)
+    assert decode(tokenizer, ids) == text
+    padding = [
+        index for index, token in enumerate(table) if token.startswith(b" w0") and index > 3400
+    ]
+    assert not set(
+        tokenizer.encode(" ".join(table[index].decode() for index in padding[:200]))
+    ) & set(padding)
+
+
+def test_english_prose_is_compressed() -> None:
+    text = (
+        "The weather was better than anybody had expected, "
+        "and so the children walked to the river after school."
+    )
+    assert len(text) / len(load_tokenizer(SHIPPED).encode(text)) > 3
+
+
+def test_too_small_a_vocabulary_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="511.*512"):
+        shipped(511)
+
+
+def sentencepiece(folder: Path) -> Path:
+    """A tokenizer of the Llama 2 kind: words marked with ▁, unknown characters as byte tokens, BOS
+    put first.
+    """
+    pieces = _with_byte_tokens()
+    pieces.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"}), encoding="utf-8"
+    )
+    return folder
+
+
+def _with_byte_tokens() -> HfFile:
+    from tokenizers import processors
+
+    trained = HfFile(models.BPE())
+    trained.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="never", split=True
+    )
+    text = (DATA / "corpus.txt").read_text(encoding="utf-8")
+    trained.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=900, show_progress=False, limit_alphabet=80)
+    )
+    inner = json.loads(trained.to_str())["model"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = sorted(token for token in inner["vocab"] if len(token) == 1)
+    merges = [(left, right) for left, right in inner["merges"]]
+    tokens += alphabet + list(dict.fromkeys(left + right for left, right in merges))
+    bpe = models.BPE(
+        {token: index for index, token in enumerate(tokens)},
+        merges,
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    out = HfFile(bpe)
+    out.normalizer = trained.normalizer
+    out.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    out.add_special_tokens(["<unk>", "<s>", "</s>"])
+    out.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    return out
+
+
+def test_sentencepiece_tables(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(sentencepiece(tmp_path))
+    table = tokenizer.token_bytes()
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.special_ids) == (1, {2}, {0, 1, 2})
+    assert table[3 + 0xE4] == b"\xe4"
+    text = "the weather, 中文 and 😀"
+    ids = tokenizer.encode(text)
+    assert 1 not in ids
+    assert b"".join(table[index] for index in ids).decode() == " " + text
+
+
+def test_eos_comes_from_all_of_the_configuration_files(tmp_path: Path) -> None:
+    folder = write_files(
+        tmp_path,
+        {"tokenizer.json": shipped(600), "tokenizer_config.json": {"eos_token": "<|im_end|>"}},
+    )
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 7]}')
+    (folder / "config.json").write_text('{"eos_token_id": 9}')
+    assert load_tokenizer(folder).eos_ids == {0, 2, 7}
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder).eos_ids == {2, 9}
+
+
+def test_a_template_file_goes_before_the_configuration(tmp_path: Path) -> None:
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"},
+    ]
+    config = {"bos_token": "<|endoftext|>", "chat_template": named}
+    folder = write_files(
+        tmp_path, {"tokenizer.json": shipped(600), "tokenizer_config.json": config}
+    )
+    assert (
+        load_tokenizer(folder).render_chat([{"role": "user", "content": "x"}]) == "<|endoftext|>x"
+    )
+    (folder / "chat_template.jinja").write_text("{{ messages | length }}")
+    assert load_tokenizer(folder).render_chat([{"role": "user", "content": "x"}]) == "1"
+
+
+def test_without_a_template_chat_is_refused() -> None:
+    with pytest.raises(BadChat, match="no chat template"):
+        load_tokenizer(SHIPPED).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match="nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(BrokenWeights, match="tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF but not really")
+    with pytest.raises(BrokenWeights, match="x.gguf"):
+        load_tokenizer(tmp_path / "x.gguf")

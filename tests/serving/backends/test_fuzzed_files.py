@@ -1,0 +1,156 @@
+"""Model files from strangers, cut off and damaged by a seeded generator: the engine's process may
+die of them, the server never.
+
+Each file goes to a real engine child behind the real HTTP side. Either the engine serves it (not
+every byte matters) or it does not, and then the server says so: 503, a reason, and no path of the
+machine. What the server's own process reads of a stranger's file (a tokenizer) it reads after a
+child has done so and lived.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from models.errors import ModelError
+from models.isolated import run_aside
+from models.manifest import manifest_path
+from models.readers.gguf import read_header
+from models.synthetic.write import write_gguf
+from serving.backends.base import EngineConfig
+from serving.supervisor.restart_policy import RecoveryLimits
+from tests.serving.backends.hf_folders import hf_folder, onnx_folder
+from tests.serving.fakes import ask, complete, wait_until
+from tests.serving.http.test_app_engine import serving
+from tests.shapes import TINY_LLAMA
+
+ONE_TRY = RecoveryLimits(
+    load_attempts=1,
+    deaths=1,
+    backoff_first_seconds=0.01,
+    health_timeout_seconds=10.0,
+    kill_after_seconds=2.0,
+)
+
+
+def cut(data: bytearray, draw: random.Random, header: int) -> None:
+    del data[draw.randrange(header) :]
+
+
+def cut_late(data: bytearray, draw: random.Random, header: int) -> None:
+    del data[draw.randrange(header, len(data)) :]
+
+
+def flipped(data: bytearray, draw: random.Random, header: int) -> None:
+    for _ in range(8):
+        data[draw.randrange(header)] ^= 1 << draw.randrange(8)
+
+
+def blown_up(data: bytearray, draw: random.Random, header: int) -> None:
+    place = draw.randrange(8, min(header, 2000))  # where counts and lengths are
+    data[place : place + 8] = b"\xff" * 7 + b"\x7f"
+
+
+def zeroed(data: bytearray, draw: random.Random, header: int) -> None:
+    place = draw.randrange(8, header)
+    data[place : place + 200] = bytes(200)
+
+
+def scrambled(data: bytearray, draw: random.Random, header: int) -> None:
+    place = draw.randrange(header)
+    data[place : place + 400] = draw.randbytes(400)
+
+
+Damage = Callable[[bytearray, random.Random, int], None]
+DAMAGES: tuple[Damage, ...] = (cut, cut_late, flipped, blown_up, zeroed, scrambled)
+
+
+def damaged(file: Path, damage: Damage, seed: int, header: int) -> None:
+    data = bytearray(file.read_bytes())
+    damage(data, random.Random(f"{damage.__name__} {seed}"), header)
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    file = tmp_path_factory.mktemp("gguf") / "whole.gguf"
+    write_gguf(TINY_LLAMA, file, "F16", seed=4)
+    manifest_path(file).unlink(missing_ok=True)
+    yield file
+
+
+def check_server(backend: str, path: Path) -> str:
+    """Serve it; returns "ready" or "failed". In both cases the HTTP side answered all along."""
+    tokenizer = hf_folder("tiny-llama")
+    config = EngineConfig(
+        backend,
+        str(path),
+        "m",
+        tokenizer_path=str(tokenizer),
+        slots=1,
+        context_tokens=64,
+        threads=1,
+    )
+    with serving(config, wait=False, limits=ONE_TRY) as (port, supervisor):
+        assert ask(port, "GET", "/health").status == 200
+        wait_until(lambda: supervisor.state in ("ready", "failed"), 60)
+        if supervisor.state == "ready":
+            answer = complete(port, prompt=[1, 2, 3], max_tokens=2, ignore_eos=True)
+            assert answer.status in (200, 500, 503)
+            wait_until(lambda: supervisor.state in ("ready", "failed"), 30)
+        state = supervisor.state
+        answer, about = complete(port, prompt=[1, 2, 3], max_tokens=1), ask(port, "GET", "/ready")
+        assert ask(port, "GET", "/health").status == 200
+        if state == "failed":
+            assert answer.status == about.status == 503 and about.json["state"] == "failed"
+            assert about.json["reason"] and answer.error["message"]
+            for body in (answer.body, about.body, ask(port, "GET", "/v1/placement").body):
+                assert str(path.parent).encode() not in body and b"Traceback" not in body
+        return state
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_gguf_kills_at_most_the_engine(
+    gguf: Path, tmp_path: Path, damage: Damage
+) -> None:
+    header = gguf.stat().st_size - read_header(gguf).weight_bytes
+    file = tmp_path / "x.gguf"
+    shutil.copy(gguf, file)
+    damaged(file, damage, 1, header)
+    state = check_server("llama_cpp", file)
+    assert state == "failed" or damage not in (cut, cut_late)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_onnx_graph_kills_at_most_the_engine(tmp_path: Path, damage: Damage) -> None:
+    folder = tmp_path / "x"
+    shutil.copytree(onnx_folder("llama-fp32"), folder)
+    damaged(folder / "model.onnx", damage, 1, min(4000, (folder / "model.onnx").stat().st_size - 1))
+    check_server("onnx", folder)
+
+
+@pytest.mark.parametrize("damage", [cut, blown_up], ids=lambda damage: damage.__name__)
+def test_damaged_safetensors_kill_at_most_the_engine(tmp_path: Path, damage: Damage) -> None:
+    folder = tmp_path / "x"
+    shutil.copytree(hf_folder("tiny-llama"), folder)
+    file = folder / "model.safetensors"
+    damaged(file, damage, 1, 8 + int.from_bytes(file.read_bytes()[:8], "little"))
+    check_server("torch", folder)
+
+
+def test_a_vocabulary_that_makes_llama_cpp_abort_ends_only_a_child(
+    gguf: Path, tmp_path: Path
+) -> None:
+    """One token twice: a header in order, and SIGABRT from llama.cpp; the generator found it."""
+    data, file = gguf.read_bytes(), tmp_path / "x.gguf"
+    one, other = (b"\x01" + bytes(7) + letter for letter in (b"o", b"n"))
+    assert data.count(one) == 1
+    file.write_bytes(data.replace(one, other))
+    read_header(file).spec("x")
+    with pytest.raises(ModelError, match=r"rehearse died with status -6"):
+        run_aside("models.tokenization.tokenizer:rehearse", None, str(file))
+    run_aside("models.tokenization.tokenizer:rehearse", None, str(gguf))

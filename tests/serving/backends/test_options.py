@@ -1,0 +1,41 @@
+"""Options of backends: text becomes a record, or a refusal with key and value."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from serving.backends.options import parse_options
+from serving.errors import Unsupported
+
+
+class Given(msgspec.Struct, frozen=True):
+    switch: bool = False
+    maybe: bool | None = None
+    share: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.1
+    kind: Literal["on", "off"] = "off"
+    file: str | None = None
+
+
+def test_text_becomes_values() -> None:
+    text = {"switch": "yes", "maybe": "auto", "share": "0.5", "kind": "on"}
+    assert parse_options(Given, text, "x") == Given(True, None, 0.5, "on")
+    assert parse_options(Given, {"maybe": "off", "switch": "1"}, "x") == Given(True, False)
+    assert parse_options(Given, {}, "x") == Given()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"swich": True}, "the x backend has no option 'swich'; it has switch, maybe, share, kind"),
+        ({"switch": "perhaps"}, "option switch of the x backend .* got 'perhaps'"),
+        ({"share": 1}, "option share of the x backend .* got 1"),
+        ({"share": float("nan")}, "option share of the x backend .* got nan"),
+        ({"kind": "both"}, "option kind .* 'both'"),
+        ({"file": 3}, "option file .* got 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_key_and_value(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unsupported, match=words) as refused:
+        parse_options(Given, given, "x")
+    assert refused.value.parameter == next(iter(given))

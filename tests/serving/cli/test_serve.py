@@ -1,0 +1,335 @@
+"""`crossover serve` and `crossover doctor` as they are used: real processes, real ports, real
+signals.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.clock  # real processes
+
+ROOT = Path(__file__).parents[3]
+
+
+class Server:
+    """`python -m serving fake ...` with a free port and a ready file."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        model: str = "fake",
+        port: str = "0",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.ready_file = folder / "ready.json"
+        self.log = folder / "log"
+        environment = {
+            **os.environ,
+            "CROSSOVER_CACHE": str(folder / "cache"),
+            "COLUMNS": "200",
+            **environment,
+        }
+        named = [model] if model else []
+        command = [
+            sys.executable,
+            "-m",
+            "serving",
+            *named,
+            "--port",
+            port,
+            "--ready-file",
+            str(self.ready_file),
+            *arguments,
+        ]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+
+    def wait_ready(self, but_not: int | None = None) -> dict[str, Any]:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError, ValueError):
+                about: dict[str, Any] = json.loads(self.ready_file.read_text())
+                if about["engine_pid"] != but_not:
+                    return about
+            time.sleep(0.02)
+        raise AssertionError(f"not ready; status {self.process.poll()}: {self.log.read_text()}")
+
+    def listening(self) -> str:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            found = re.search(r"listening on (\S+),", self.log.read_text())
+            if found:
+                return found[1]
+            time.sleep(0.02)
+        raise AssertionError(self.log.read_text())
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 20) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+@contextlib.contextmanager
+def server(folder: Path, *arguments: str, **options: Any) -> Iterator[Server]:
+    one = Server(folder, *arguments, **options)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.wait(10)
+        assert one.process.stdout is not None
+        one.process.stdout.close()
+
+
+def get(url: str, body: Any = None, timeout: float = 30.0) -> tuple[int, Any, dict[str, str]]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, json.loads(answer.read()), dict(answer.headers.items())
+    except urllib.error.HTTPError as problem:
+        with problem:
+            return problem.code, json.loads(problem.read()), dict(problem.headers.items())
+
+
+def completion(url: str, tokens: int = 5) -> tuple[int, Any, dict[str, str]]:
+    return get(
+        url + "/v1/completions",
+        {"model": "fake", "prompt": "Once", "max_tokens": tokens, "ignore_eos": True},
+    )
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environment}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_it_serves_says_where_and_why_and_drains(tmp_path: Path) -> None:
+    with server(tmp_path, "--option", "step_seconds=0.01") as one:
+        about = one.wait_ready()
+        url = about["url"]
+        assert (
+            about["pid"] == one.process.pid
+            and Path(f"/proc/{about['engine_pid']}").exists()
+            and about["backend"] == "fake/cpu"
+        )
+        status, answer, headers = completion(url)
+        assert status == 200 and answer["usage"]["completion_tokens"] == 5
+        assert {key.lower(): value for key, value in headers.items()}[
+            "x-crossover-backend"
+        ] == "fake/cpu"
+        status, placed, _ = get(url + "/v1/placement")
+        assert (
+            status == 200
+            and placed["state"] == "ready"
+            and placed["explanation"]["reasons"][0]["cause"] in ("no_device", "no_driver")
+        )
+        log = one.log.read_text()
+        assert "fake on the CPU" in log and "HTTP on core" in log and "no_d" in log
+
+        late: list[tuple[int, Any, dict[str, str]]] = []
+        running = threading.Thread(target=lambda: late.append(completion(url, 100)))
+        running.start()
+        time.sleep(0.3)
+        one.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        status, refused, headers = completion(url)
+        assert (
+            status == 503
+            and "draining" in json.dumps(refused)
+            and "retry-after" in {key.lower() for key in headers}
+        )
+        running.join(20)
+        assert late[0][0] == 200 and late[0][1]["usage"]["completion_tokens"] == 100
+        assert one.process.wait(20) == 0
+        assert not one.ready_file.exists() and not Path(f"/proc/{about['engine_pid']}").exists()
+        assert one.process.stdout is not None
+        printed = one.process.stdout.read()
+        assert re.fullmatch(
+            rf"ready: {url} \(fake/cpu, loaded in [\d.]+ s, memory [\d.]+ MiB predicted, [\d.]+ "
+            r"MiB measured\)\n",
+            printed,
+        )
+
+
+def test_it_answers_503_with_the_reason_while_it_loads_and_ends_at_once_when_asked(
+    tmp_path: Path,
+) -> None:
+    with server(tmp_path, "--option", "load_seconds=20") as one:
+        url = one.listening()
+        status, body, headers = get(url + "/ready")
+        assert status == 503 and body["state"] == "loading" and body["reason"]
+        assert int({key.lower(): value for key, value in headers.items()}["retry-after"]) >= 1
+        assert completion(url)[0] == 503 and get(url + "/health")[0] == 200
+        started = time.monotonic()
+        assert one.end() == 0 and time.monotonic() - started < 5
+
+
+def test_a_second_signal_aborts_the_drain(tmp_path: Path) -> None:
+    with server(tmp_path, "--option", "step_seconds=0.05") as one:
+        url = one.wait_ready()["url"]
+        running = threading.Thread(target=lambda: completion(url, 1500))
+        running.start()
+        time.sleep(0.5)
+        one.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert one.process.poll() is None
+        started = time.monotonic()
+        assert one.end(signal.SIGINT) == 1 and time.monotonic() - started < 8
+        assert "aborting" in one.log.read_text() and "1 requests cut off" in one.log.read_text()
+        running.join(10)
+
+
+def test_an_engine_that_is_killed_is_replaced_and_the_ready_file_follows(tmp_path: Path) -> None:
+    with server(tmp_path) as one:
+        about = one.wait_ready()
+        os.kill(about["engine_pid"], signal.SIGKILL)
+        again = one.wait_ready(but_not=about["engine_pid"])
+        assert again["url"] == about["url"] and completion(again["url"])[0] == 200
+        assert "died [engine_died]: ended by SIGKILL" in one.log.read_text()
+        assert one.end() == 0
+
+
+def test_an_engine_that_cannot_load_ends_the_server_with_the_reason(tmp_path: Path) -> None:
+    with server(tmp_path, "--option", "fail_cause=load_oom", "--log-format", "json") as one:
+        assert one.process.wait(30) == 1
+        lines = [
+            json.loads(line) for line in one.log.read_text().splitlines() if line.startswith("{")
+        ]
+        assert any(
+            "giving up" in line["message"] and "load_oom" in line["message"] for line in lines
+        )
+        assert [line["cause"] for line in lines if line["event"] == "died"] == [
+            "load_oom",
+            "load_oom",
+        ]
+        assert not one.ready_file.exists()
+
+
+def test_cores_are_given_to_whom_they_belong(tmp_path: Path) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("one core only: there is nothing to divide")
+    with server(tmp_path, "--cores", str(allowed[1]), "--api-cores", str(allowed[0])) as one:
+        about = one.wait_ready()
+        assert os.sched_getaffinity(about["engine_pid"]) == {allowed[1]}
+        assert os.sched_getaffinity(about["pid"]) == {allowed[0]}
+
+
+def test_the_key_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    with server(tmp_path, "--api-key-env", "MY_KEY") as one:
+        url = one.wait_ready()["url"]
+        assert completion(url)[0] == 401
+        request = urllib.request.Request(
+            url + "/v1/models", headers={"authorization": "Bearer secret"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200
+
+
+def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("-m", "serving", "135m", "--port", str(port), "--cache", str(tmp_path))
+    assert done.returncode == 2 and done.stderr.strip() == (
+        f"crossover: cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 takes a "
+        "free one"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-model"], "no-such-model"),
+        (["135m", "--policy", "gpu-only"], "no GPU"),
+        (["135m", "--format", "Q9_9"], "Q9_9"),
+        (["135m", "--backend", "vllm"], "vllm"),
+        (["135m", "--kv-dtype", "fp7"], "fp7"),
+        (["fake", "--option", "step_seconds"], "not of the form key=value"),
+        (["fake", "--cores", "4096"], "--cores names core 4096"),
+        (["fake", "--cores", "x"], "--cores 'x' is no list of cores"),
+        (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
+        (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
+        (["fake", "--api-key-file", "/no/such/file"], "/no/such/file"),
+        (["fake", "--tls-key", "x.pem"], "belong together"),
+        (["fake", "--ready-file", "/no/such/folder/ready.json"], "--ready-file"),
+        (["fake", "--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    if "gpu-only" in arguments and Path("/dev/nvidiactl").exists():
+        pytest.skip("there is a GPU")
+    done = run(
+        "-m",
+        "serving",
+        *arguments,
+        *([] if "--port" in arguments else ["--port", "0"]),
+        CROSSOVER_CACHE=str(tmp_path),
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert message in done.stderr
+
+
+def test_an_unknown_backend_option_is_refused_by_name(tmp_path: Path) -> None:
+    with server(tmp_path, "--option", "steps_second=1") as one:
+        assert one.process.wait(30) == 1
+        assert "steps_second" in one.log.read_text()
+
+
+def test_the_console_command_is_the_same_thing_and_teaches() -> None:
+    own, through = run("-m", "serving", "--help"), run("crossover.py", "serve", "--help")
+    assert own.returncode == through.returncode == 0
+    for text in (own.stdout, through.stdout):
+        assert (
+            "Examples:" in text
+            and "crossover serve smollm2-135m" in text
+            and "--ready-file" in text
+        )
+
+
+def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
+    heavy = {"torch", "numpy", "uvicorn", "starlette", "transformers", "llama_cpp"}
+    code = f"import sys, serving.cli.serve; print(sorted({heavy!r} & set(sys.modules)))"
+    assert run("-c", code).stdout.strip() == "[]"
+
+
+def test_doctor_tells_the_same_to_people_and_to_programs(tmp_path: Path) -> None:
+    done = run("crossover.py", "doctor", "--json", "--cache", str(tmp_path / "not-there-yet"))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["facts"]["logical_cores"] == os.cpu_count() and report["cache"].endswith(
+        "not-there-yet"
+    )
+    assert {one["probe"]["backend"] for one in report["backends"]} == {"llama_cpp", "onnx", "torch"}
+    assert report["cache_free_bytes"] > 0 and not (tmp_path / "not-there-yet").exists()

@@ -1,0 +1,69 @@
+"""Who runs on which core."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.errors import ServingError
+from serving.hardware.cores import cores_text, parse_cores, physical_of, split_cores
+
+
+@pytest.mark.parametrize(
+    ("allowed", "engine", "api", "expected_engine", "expected_api"),
+    [
+        ((0, 1, 2, 3), (), (), (0, 1, 2), (3,)),
+        ((4, 6), (), (), (4,), (6,)),
+        ((0,), (), (), (0,), (0,)),
+        ((0, 1, 2, 3), (0, 1), (), (0, 1), (2, 3)),
+        ((0, 1), (0, 1), (), (0, 1), (0, 1)),
+        ((0, 1, 2, 3), (), (0,), (1, 2, 3), (0,)),
+        ((0,), (), (0,), (0,), (0,)),
+        ((0, 1, 2, 3), (1,), (1,), (1,), (1,)),
+    ],
+)
+def test_cores_are_divided(
+    allowed: tuple[int, ...],
+    engine: tuple[int, ...],
+    api: tuple[int, ...],
+    expected_engine: tuple[int, ...],
+    expected_api: tuple[int, ...],
+) -> None:
+    split = split_cores(allowed, engine, api)
+    assert (split.engine, split.api) == (expected_engine, expected_api)
+    assert split.threads == len(expected_engine) and cores_text(expected_engine) in split.note
+
+
+def test_one_thread_for_each_physical_core_unless_told_otherwise() -> None:
+    siblings = {0: 0, 1: 1, 2: 0, 3: 1}
+    assert split_cores((0, 1, 2, 3), (0, 1, 2, 3), (), None, siblings).threads == 2
+    assert split_cores((0, 1, 2, 3), (0, 1, 2, 3), (), 4, siblings).threads == 4
+
+
+def test_a_core_that_is_not_allowed_is_named() -> None:
+    with pytest.raises(ServingError, match=r"--cores names core 9.*allowed: 0-1,4"):
+        split_cores((0, 1, 4), (9,))
+    with pytest.raises(ServingError, match="--api-cores names core 2"):
+        split_cores((0, 1), (), (2,))
+    with pytest.raises(ServingError, match="--threads"):
+        split_cores((0, 1), (), (), 0)
+
+
+@pytest.mark.parametrize("text", ["a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999999"])
+def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
+    with pytest.raises(ServingError, match="^--cores '.*' is no list of cores"):
+        parse_cores(text, "--cores")
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_text_and_numbers_are_each_other_s_inverse(cores: set[int]) -> None:
+    assert parse_cores(cores_text(cores)) == tuple(sorted(cores))
+
+
+def test_siblings_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:
+    for core, siblings in ((0, "0,2"), (1, "1,3"), (2, "0,2")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    assert physical_of((0, 1, 2, 7), tmp_path) == {0: 0, 1: 1, 2: 0, 7: 7}

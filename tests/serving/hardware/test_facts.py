@@ -1,0 +1,240 @@
+"""Facts of this machine, and of machines made of files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from serving.hardware.bandwidth import read_bandwidth
+from serving.hardware.cgroup import cgroup_cores, cgroup_memory_left
+from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
+from serving.hardware.memory import (
+    anonymous_bytes,
+    available_bytes,
+    peak_resident_bytes,
+    process_memory,
+    resident_bytes,
+)
+
+CPUINFO = """processor\t: 0
+model name\t: Imaginary 9000
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu sse4_2 avx2 fma avx512f avx512_vnni hypervisor
+
+processor\t: 1
+model name\t: Imaginary 9000
+physical id\t: 0
+core id\t\t: 0
+flags\t\t: fpu
+
+processor\t: 2
+model name\t: Imaginary 9000
+physical id\t: 1
+core id\t\t: 0
+flags\t\t: fpu
+"""
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_this_machine_agrees_with_psutil() -> None:
+    facts = hardware_facts()
+    assert facts.logical_cores == psutil.cpu_count()
+    assert facts.memory_total_bytes == psutil.virtual_memory().total
+    assert facts.memory_available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    assert facts.allowed_cores == tuple(sorted(os.sched_getaffinity(0)))
+    assert (
+        0 < facts.usable_cores <= facts.logical_cores
+        and 0 < facts.usable_memory_bytes <= facts.memory_total_bytes
+    )
+    assert facts.bandwidth_bytes_per_second is None
+    assert msgspec.json.decode(msgspec.json.encode(facts), type=HardwareFacts) == facts
+
+
+def test_a_machine_made_of_files(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/cpuinfo": CPUINFO,
+            "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 400 kB\n"
+            "SwapTotal: 100 kB\nSwapFree: 40 kB\n",
+            "proc/self/cgroup": "0::/kubepods/pod1\n",
+            "etc/os-release": 'NAME="X"\nPRETTY_NAME="Imaginary Linux 1"\n',
+            "sys/devices/system/node/node0/x": "",
+            "sys/devices/system/node/node1/x": "",
+            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave\n",
+            "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "3500000\n",
+            "sys/devices/system/cpu/cpu0/cache/index3/level": "3\n",
+            "sys/devices/system/cpu/cpu0/cache/index3/size": "32768K\n",
+        },
+    )
+    facts = hardware_facts(root=tmp_path)
+    assert facts.cpu_model == "Imaginary 9000" and facts.isa == (
+        "sse4_2",
+        "fma",
+        "avx2",
+        "avx512f",
+        "avx512_vnni",
+    )
+    assert (facts.physical_cores, facts.numa_nodes) == (2, 2)
+    assert (facts.memory_total_bytes, facts.memory_available_bytes, facts.swap_used_bytes) == (
+        1024000,
+        409600,
+        61440,
+    )
+    assert (facts.governor, facts.max_hertz, facts.l2_bytes, facts.l3_bytes) == (
+        "powersave",
+        3.5e9,
+        None,
+        32 << 20,
+    )
+    assert (
+        facts.system == "Imaginary Linux 1"
+        and facts.virtualisation == "kubernetes, virtual machine"
+    )
+    assert facts.gpus == () and facts.gpu_cause == "no_device"
+
+
+def test_what_cannot_be_read_is_none_not_zero(tmp_path: Path) -> None:
+    facts = hardware_facts(root=tmp_path)
+    assert (
+        facts.physical_cores,
+        facts.cgroup_cores,
+        facts.numa_nodes,
+        facts.l3_bytes,
+        facts.max_hertz,
+        facts.governor,
+    ) == (None,) * 6
+
+
+def test_an_amd_gpu_is_read_from_sysfs(tmp_path: Path) -> None:
+    folder = "sys/class/drm/card0/device/"
+    write(
+        tmp_path,
+        {
+            "dev/kfd": "",
+            folder + "mem_info_vram_total": "1000\n",
+            folder + "mem_info_vram_used": "300\n",
+        },
+    )
+    (gpu,) = hardware_facts(root=tmp_path).gpus
+    assert (gpu.vendor, gpu.total_bytes, gpu.free_bytes, gpu.compute_capability) == (
+        "amd",
+        1000,
+        700,
+        None,
+    )
+
+
+def test_an_nvidia_card_without_its_driver_is_a_cause_of_its_own(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {"sys/bus/pci/devices/a/vendor": "0x10de\n", "sys/bus/pci/devices/a/class": "0x030200\n"},
+    )
+    assert hardware_facts(root=tmp_path).gpu_cause == "no_driver"
+
+
+def test_the_tightest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "sys/fs/cgroup/a/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/a/b/memory.max": "1000000\n",
+            "sys/fs/cgroup/a/b/memory.current": "600000\n",
+            "sys/fs/cgroup/a/b/memory.stat": "anon 5\ninactive_file 100000\nactive_file 50000\n",
+            "sys/fs/cgroup/a/memory.max": "max\n",
+        },
+    )
+    assert cgroup_cores(tmp_path) == 1.5
+    assert cgroup_memory_left(tmp_path) == 1000000 - (600000 - 150000)
+
+
+def test_control_groups_of_the_old_kind_are_read_too(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "3:cpu,cpuacct:/c\n4:memory:/m\n",
+            "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": "200000\n",
+            "sys/fs/cgroup/cpu/c/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/m/memory.limit_in_bytes": "5000\n",
+            "sys/fs/cgroup/memory/m/memory.usage_in_bytes": "1000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert cgroup_cores(tmp_path) == 2.0
+    assert cgroup_memory_left(tmp_path) == 4000
+
+
+def test_a_quota_cuts_the_usable_cores() -> None:
+    facts = msgspec.structs.replace(hardware_facts(), allowed_cores=(0, 1, 2, 3), cgroup_cores=1.5)
+    assert facts.usable_cores == 1.5
+    assert msgspec.structs.replace(facts, cgroup_cores=None).usable_cores == 4.0
+
+
+def test_memory_of_a_process_follows_what_it_holds() -> None:
+    program = (
+        "import sys; sys.stdin.readline(); held = bytearray(b'x') * (64 << 20); "
+        "print('held', flush=True); sys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        before = process_memory(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        after = process_memory(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.wait(10)
+    assert before is not None and after is not None and after.pss_bytes is not None
+    assert (64 << 20) * 0.9 < after.rss_bytes - before.rss_bytes < (64 << 20) * 1.3
+    assert after.pss_bytes <= after.rss_bytes
+
+
+def test_no_process_has_no_memory() -> None:
+    assert process_memory(2**22 + 1) is None and resident_bytes(2**22 + 1) is None
+
+
+def test_the_readers_of_memory_agree() -> None:
+    whole, light = process_memory(os.getpid()), resident_bytes()
+    assert whole is not None and light == pytest.approx(whole.rss_bytes, rel=0.05)
+    assert light <= peak_resident_bytes() * 1.01
+    assert 0 < anonymous_bytes() < light
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_bandwidth_is_a_plausible_number_and_small_arrays_are_quicker() -> None:
+    memory = read_bandwidth(1, seconds=0.1)
+    cache = read_bandwidth(1, seconds=0.05, array_bytes=64 << 10)
+    assert 5e8 < memory < 2e12 and cache > 0.5 * memory
+
+
+def test_disk_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    assert disk_free_bytes(tmp_path / "a" / "b") == pytest.approx(
+        disk_free_bytes(tmp_path), rel=0.05
+    )
+
+
+def test_reading_facts_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, serving.hardware.facts as h; h.hardware_facts(); "
+        "print(sorted({'torch', 'numpy', 'llama_cpp'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

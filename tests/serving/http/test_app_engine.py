@@ -1,0 +1,404 @@
+"""The whole way: the `openai` client and raw sockets, a real port, a real engine child with the
+fake backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from models.tokenization.tokenizer import Tokenizer, load_tokenizer, shipped_files
+from serving.backends.base import EngineConfig
+from serving.backends.fake import continuation
+from serving.supervisor.admission import QueueBounds
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
+from tests.serving.fakes import app_on, ask, chat, complete, served, wait_until
+from tests.serving.http.test_app_streams import connected, post, read_until
+from tests.serving.test_metrics import scraped
+
+pytestmark = pytest.mark.clock
+
+VOCABULARY, CONTEXT = 2048, 512
+QUICK = RecoveryLimits(
+    backoff_first_seconds=0.05, health_timeout_seconds=5.0, kill_after_seconds=3.0
+)
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Tell me of café"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name, content in shipped_files(VOCABULARY, CONTEXT).items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_path: Path) -> Tokenizer:
+    return load_tokenizer(tokenizer_path)
+
+
+def engine(tokenizer_path: Path, slots: int = 8, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        "fake",
+        "",
+        "m",
+        tokenizer_path=str(tokenizer_path),
+        slots=slots,
+        context_tokens=CONTEXT,
+        options={"vocabulary": VOCABULARY, **options},
+    )
+
+
+class Watched(Supervisor):
+    """Remembers its event loop, so that a test's thread can ask it for something."""
+
+    loop: asyncio.AbstractEventLoop
+
+    async def start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await super().start()
+
+
+@contextmanager
+def serving(
+    *configs: EngineConfig, wait: bool = True, **arguments: Any
+) -> Iterator[tuple[int, Watched]]:
+    """A server that is ready; gives its port and its supervisor (which lives in another thread:
+    only look at it).
+    """
+    supervisor = Watched(configs, **{"limits": QUICK, **arguments})
+    tokenizer = load_tokenizer(configs[0].tokenizer_path)
+    with served(app_on(supervisor, tokenizer=tokenizer), supervisor=supervisor) as port:
+        if wait:
+            wait_until(lambda: supervisor.state == "ready", 20)
+        yield port, supervisor
+
+
+@pytest.fixture(scope="module")
+def port(tokenizer_path: Path) -> Iterator[int]:
+    with serving(engine(tokenizer_path)) as (port, _):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def client(port: int) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20
+    ) as client:
+        yield client
+
+
+def truth(tokenizer: Tokenizer, prompt: list[int], count: int) -> str:
+    table = tokenizer.token_bytes()
+    return b"".join(table[token] for token in continuation(prompt, count, VOCABULARY)).decode(
+        errors="replace"
+    )
+
+
+# --- the openai client
+
+
+def test_a_chat_is_what_the_model_says(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode(tokenizer.render_chat(MESSAGES), parse_special=True)
+    answer = client.chat.completions.create(
+        model="m", messages=MESSAGES, temperature=0, max_completion_tokens=40
+    )
+    assert answer.choices[0].message.content == truth(tokenizer, prompt, 40)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 40)
+
+
+def test_a_streamed_chat_is_the_same_text_and_usage(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": "m", "messages": MESSAGES, "temperature": 0, "max_tokens": 60}
+    whole = client.chat.completions.create(**arguments)
+    text, usage, roles = "", None, []
+    for chunk in client.chat.completions.create(
+        **arguments, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            roles += [choice.delta.role] if choice.delta.role else []
+    assert text == whole.choices[0].message.content and roles == ["assistant"]
+    assert whole.usage is not None
+    assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens == 60
+    assert (
+        usage.prompt_tokens_details is not None
+        and usage.prompt_tokens_details.cached_tokens is not None
+    )
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_texts_and_ids_ask_the_same(
+    client: openai.OpenAI, tokenizer: Tokenizer, streamed: bool
+) -> None:
+    ids = tokenizer.encode("One two")
+    prompts: list[Any] = ["One two", ["One two", "three"], ids, [ids, [5, 6, 7]]]
+    for prompt in prompts:
+        texts = ["", ""]
+        if streamed:
+            for chunk in client.completions.create(
+                model="m", prompt=prompt, temperature=0, max_tokens=12, stream=True
+            ):
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+        else:
+            for choice in client.completions.create(
+                model="m", prompt=prompt, temperature=0, max_tokens=12
+            ).choices:
+                texts[choice.index] = choice.text
+        assert texts[0] == truth(tokenizer, ids, 12)
+    assert texts[1] == truth(tokenizer, [5, 6, 7], 12)
+
+
+def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": "m", "prompt": "One two", "temperature": 0, "max_tokens": 60}
+    whole = client.completions.create(**arguments).choices[0].text
+    stop = whole[20:26]
+    cut = client.completions.create(**arguments, stop=["never in it ☃", stop]).choices[0]
+    assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
+    streamed = "".join(
+        c.choices[0].text for c in client.completions.create(**arguments, stop=stop, stream=True)
+    )
+    assert streamed == cut.text
+    kept = (
+        client.completions.create(
+            **arguments, stop=stop, extra_body={"include_stop_str_in_output": True}
+        )
+        .choices[0]
+        .text
+    )
+    assert kept == cut.text + stop
+
+
+def test_a_seed_repeats_and_answers_to_one_prompt_differ(client: openai.OpenAI) -> None:
+    arguments: Any = {
+        "model": "m",
+        "prompt": "One",
+        "temperature": 2.0,
+        "max_tokens": 30,
+        "extra_body": {"ignore_eos": True},
+    }
+    first = [choice.text for choice in client.completions.create(**arguments, seed=5, n=3).choices]
+    again = [choice.text for choice in client.completions.create(**arguments, seed=5, n=3).choices]
+    assert first == again and len(set(first)) == 3
+    assert client.completions.create(**arguments, seed=5).choices[0].text == first[0]
+
+
+def test_log_probabilities_are_of_the_tokens_that_were_drawn(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="m", messages=MESSAGES, temperature=0, max_tokens=8, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 8
+    data = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+    assert data.decode(errors="replace") == answer.choices[0].message.content
+    for entry in logprobs.content:
+        assert len(entry.top_logprobs) == 3 and entry.logprob <= 0
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)  # greedy: the best one
+    streamed = client.completions.create(
+        model="m", prompt="One", temperature=0, max_tokens=8, logprobs=2, stream=True
+    )
+    tokens = [
+        token
+        for chunk in streamed
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.tokens or []
+    ]
+    assert len(tokens) == 8
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["m"]
+    assert client.models.retrieve("m").owned_by == "crossover"
+
+
+def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4o", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="m", prompt="x" * 4000)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+    body: Any = caught.value.body
+    assert body["n_ctx"] == CONTEXT and body["n_prompt_tokens"] > CONTEXT
+    with pytest.raises(openai.BadRequestError, match="function calling"):
+        client.chat.completions.create(
+            model="m", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    with pytest.raises(openai.BadRequestError, match="only parts of type 'text'"):
+        picture: Any = [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+                ],
+            }
+        ]
+        client.chat.completions.create(model="m", messages=picture)
+
+
+# --- load and faults
+
+
+def test_while_the_engine_loads_it_is_a_503_that_says_so(tokenizer_path: Path) -> None:
+    with serving(engine(tokenizer_path, load_seconds=1.5), wait=False) as (port, supervisor):
+        answer = chat(port)
+        assert (
+            answer.status == 503
+            and answer.error["code"] == "loading"
+            and int(answer.headers["retry-after"]) >= 1
+        )
+        assert (
+            ask(port, "GET", "/ready").status == 503 and ask(port, "GET", "/health").status == 200
+        )
+        wait_until(lambda: supervisor.state == "ready", 20)
+        assert chat(port, max_tokens=2).status == 200 and ask(port, "GET", "/ready").status == 200
+
+
+def test_a_full_queue_is_a_rate_limit_error(tokenizer_path: Path) -> None:
+    config = engine(tokenizer_path, slots=1, step_seconds=0.01)
+    with serving(config, bounds=QueueBounds(waiting_requests=1)) as (port, supervisor):
+        with connected(port, post()), connected(port, post()):
+            wait_until(lambda: supervisor.in_flight == 2)
+            with openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
+            ) as client:
+                with pytest.raises(openai.RateLimitError) as caught:
+                    client.completions.create(model="m", prompt="x")
+            assert float(caught.value.response.headers["retry-after-ms"]) >= 1
+        wait_until(lambda: supervisor.in_flight == 0)
+        assert complete(port, max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_frees_its_slot(tokenizer_path: Path, streamed: bool) -> None:
+    with serving(engine(tokenizer_path, step_seconds=0.02)) as (port, supervisor):
+        with connected(port, post(stream=streamed, n=2)) as client:
+            wait_until(lambda: supervisor.stats is not None and supervisor.stats.running == 2)
+            if streamed:
+                read_until(client, b'"text"')
+        left = time.monotonic()
+        wait_until(lambda: supervisor.in_flight == 0)
+        assert time.monotonic() - left < 1.0
+        found = scraped(ask(port, "GET", "/metrics").body)
+        assert found["request_failure_total", "cancelled"] >= 1 and found["step_seconds_count",] > 0
+
+
+def test_an_engine_that_is_killed_costs_only_those_who_have_seen_something(
+    tokenizer_path: Path, tokenizer: Tokenizer
+) -> None:
+    """SIGKILL: the stream that has begun ends with an error event and no [DONE]; the answer that
+    has not is made by the next engine.
+    """
+    with serving(engine(tokenizer_path, step_seconds=0.02)) as (port, supervisor):
+        first = supervisor.engine_pid
+        assert first is not None
+        with (
+            connected(port, post(stream=True, temperature=0)) as streaming,
+            connected(port, post(max_tokens=60, temperature=0)) as whole,
+        ):
+            read_until(streaming, b'"text"')
+            wait_until(lambda: supervisor.stats is not None and supervisor.stats.running == 2)
+            os.kill(first, signal.SIGKILL)
+            found = read_until(streaming, b"0\r\n\r\n")
+            assert b"[DONE]" not in found and b'"code":"engine_failed"' in found
+            body = json.loads(read_until(whole, b"}}").partition(b"\r\n\r\n")[2])
+        assert body["choices"][0]["text"] == truth(tokenizer, tokenizer.encode("hi"), 60)
+        assert supervisor.engine_pid not in (None, first) and supervisor.restarts == 1
+        found = ask(port, "GET", "/v1/placement").body
+        assert json.loads(found)["restarts"] == 1 and b"died" in found
+        assert str(tokenizer_path).encode() not in found
+
+
+def test_a_fallback_is_seen_in_the_head_of_the_answer(tokenizer_path: Path) -> None:
+    import msgspec
+
+    gpu = msgspec.structs.replace(
+        engine(tokenizer_path, fail_cause="runtime_oom", step_seconds=0.01), device="gpu"
+    )
+    with serving(gpu, engine(tokenizer_path)) as (port, supervisor):
+        assert ask(port, "GET", "/health").headers["x-crossover-backend"] == "fake/gpu"
+        answer = complete(port, stream=True, max_tokens=3)
+        assert answer.status == 200 and answer.headers["x-crossover-backend"] == "fake/cpu"
+        assert answer.events[-1] == "[DONE]"
+        assert (
+            scraped(ask(port, "GET", "/metrics").body)["engine_fallbacks_total",]
+            == supervisor.fallbacks
+            == 1
+        )
+
+
+def test_a_stream_that_runs_when_the_server_is_stopped_is_finished(tokenizer_path: Path) -> None:
+    with ExitStack() as later:
+        with serving(engine(tokenizer_path, step_seconds=0.01)) as (port, supervisor):
+            stream = later.enter_context(connected(port, post(stream=True, max_tokens=60)))
+            read_until(stream, b'"text"')
+        assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
+        assert supervisor.state == "stopped"
+
+
+def test_while_it_drains_it_finishes_what_it_has_and_refuses_the_rest(tokenizer_path: Path) -> None:
+    with (
+        serving(engine(tokenizer_path, step_seconds=0.01)) as (port, supervisor),
+        connected(port, post(stream=True, max_tokens=100)) as stream,
+    ):
+        read_until(stream, b'"text"')
+        ending = asyncio.run_coroutine_threadsafe(
+            supervisor.stop(drain=True, timeout_seconds=10), supervisor.loop
+        )
+        wait_until(lambda: supervisor.state == "draining")
+        answer = complete(port)
+        assert answer.status == 503 and answer.error["code"] == "draining"
+        assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
+        assert ending.result(10) == 0
+
+
+def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(tokenizer_path: Path) -> None:
+    draw = random.Random(3)
+    with serving(engine(tokenizer_path, step_seconds=0.001)) as (port, supervisor):
+        complete(port, max_tokens=2)
+        time.sleep(0.1)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            with ExitStack() as crowd:
+                for _ in range(20):
+                    crowd.enter_context(
+                        connected(
+                            port,
+                            post(stream=draw.random() < 0.5, n=draw.choice([1, 2]))[
+                                : draw.choice([40, 9999])
+                            ],
+                        )
+                    )
+                time.sleep(draw.random() * 0.02)
+        wait_until(lambda: supervisor.in_flight == 0)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        found = scraped(ask(port, "GET", "/metrics").body)
+        assert (
+            found["http_requests_open",] == 1
+            and found["num_requests_running",] == found["num_requests_waiting",] == 0
+        )
+        assert found["kv_cache_usage_perc",] == 0
+        assert not any(
+            status.startswith("5")
+            for key in found
+            if key[0] == "http_responses_total"
+            for status in key[2:]
+        )
+        assert complete(port, max_tokens=2).status == 200

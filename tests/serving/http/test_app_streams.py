@@ -1,0 +1,347 @@
+"""Streams and connections on the wire: when the head leaves, what a failure looks like, who goes
+away, who is slow.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from serving.http.limits import Limits
+from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, served, wait_until
+
+LIMITS = Limits(header_seconds=0.4, body_seconds=0.4, stalled_seconds=0.4, header_bytes=4000)
+
+
+@pytest.fixture
+def supervisor() -> FakeSupervisor:
+    return FakeSupervisor(by_hand=True)
+
+
+@pytest.fixture
+def port(supervisor: FakeSupervisor) -> Iterator[int]:
+    with served(app_on(supervisor, limits=LIMITS), LIMITS) as port:
+        yield port
+
+
+@contextmanager
+def connected(port: int, *data: bytes, buffer_bytes: int | None = None) -> Iterator[socket.socket]:
+    with socket.socket() as client:
+        if buffer_bytes is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        client.settimeout(5)
+        client.connect(("127.0.0.1", port))
+        for part in data:
+            client.sendall(part)
+        yield client
+
+
+def post(path: str = "/v1/completions", *, length: int | None = None, **fields: object) -> bytes:
+    body = json.dumps({"prompt": "hi", "max_tokens": 200, "ignore_eos": True, **fields}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {length or len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def read_all(client: socket.socket) -> bytes:
+    found = b""
+    while data := client.recv(65536):
+        found += data
+    return found
+
+
+def read_until(client: socket.socket, mark: bytes) -> bytes:
+    found = b""
+    while mark not in found:
+        data = client.recv(65536)
+        assert data, f"closed before {mark!r}: {found!r}"
+        found += data
+    return found
+
+
+# --- a stream's course
+
+
+def test_the_head_leaves_with_the_first_delta_and_each_delta_at_once(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    with connected(port, post(stream=True)) as client:
+        wait_until(lambda: bool(supervisor.submitted))
+        client.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        client.settimeout(5)
+        supervisor.push_soon(1, "one")
+        assert b'"text":"one"' in read_until(client, b"one")
+        supervisor.push_soon(1, "two")
+        read_until(client, b"two")
+        supervisor.push_soon(1, "", "stop")
+        assert b"[DONE]" in read_until(client, b"0\r\n\r\n")
+
+
+def test_text_that_is_held_back_makes_no_event(port: int, supervisor: FakeSupervisor) -> None:
+    with connected(port, post(stream=True, stream_options={"include_usage": True})) as client:
+        supervisor.push_soon(1, "")
+        assert b"200 OK" in read_until(client, b"\r\n\r\n")
+        supervisor.push_soon(1, "", "length", tokens=3)
+        found = read_until(client, b"[DONE]")
+    events = [json.loads(line[6:]) for line in found.split(b"\n") if line.startswith(b"data: {")]
+    assert [event["choices"] and event["choices"][0]["text"] for event in events] == ["", []]
+    assert events[-1]["usage"]["completion_tokens"] == 4  # tokens whose text was held back count
+
+
+def test_a_backend_that_changes_before_the_first_delta_is_the_one_in_the_head(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    with connected(port, post(stream=True)) as client:
+        wait_until(lambda: bool(supervisor.submitted))
+        supervisor.config = type(supervisor.config)("other", "", "m", device="gpu")
+        supervisor.push_soon(1, "x", "stop")
+        assert b"x-crossover-backend: other/gpu\r\n" in read_until(client, b"[DONE]")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("state", "status"), [("restarting", 503), ("ready", 500)])
+def test_a_failure_before_the_first_byte_is_an_answer_with_a_status(
+    port: int, supervisor: FakeSupervisor, streamed: bool, state: str, status: int
+) -> None:
+    with connected(port, post(stream=streamed)) as client:
+        wait_until(lambda: bool(supervisor.submitted))
+        supervisor.state = state
+        supervisor.push_soon(1, "", "error", 0, error="the engine died on /dev/shm/secret")
+        head, _, body = read_until(client, b"}}").partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert (b"retry-after" in head) == (status == 503)
+    assert json.loads(body)["error"]["code"] == "engine_failed"
+    assert json.loads(body)["error"]["message"] == "the engine died on <path>"
+
+
+def test_a_failure_inside_a_stream_is_an_error_event_and_no_done(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    with connected(port, post(stream=True, n=2)) as client:
+        supervisor.push_soon(1, "good")
+        supervisor.push_soon(2, "morning")
+        read_until(client, b"morning")
+        supervisor.state = "restarting"
+        supervisor.push_soon(1, "", "error", 0, error="the engine died")
+        found = read_until(client, b"0\r\n\r\n")
+    assert b"[DONE]" not in found
+    last = [line for line in found.split(b"\n") if line.startswith(b"data: ")][-1]
+    error = json.loads(last[6:])["error"]
+    assert (error["message"], error["type"], error["code"]) == (
+        "the engine died",
+        "service_unavailable_error",
+        "engine_failed",
+    )
+    wait_until(lambda: 2 in supervisor.cancelled)  # nobody reads the other answer any more
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_the_engine_refuses_names_its_parameter(
+    port: int, supervisor: FakeSupervisor, begun: bool
+) -> None:
+    why = "the JSON schema cannot be used: Pointer '/$defs/a/b' does not exist"
+    with connected(port, post(stream=True)) as client:
+        if begun:
+            supervisor.push_soon(1, "good")
+            read_until(client, b"good")
+        supervisor.push_soon(1, "", "refused", 0, error=why, parameter="response_format")
+        found = read_until(client, b"}}")
+    assert found.startswith(b"HTTP/1.1 400 ") != begun and b"[DONE]" not in found
+    error = json.loads(found[found.index(b'{"error"') :].split(b"\n")[0])["error"]
+    assert (error["message"], error["type"], error["param"], error["code"]) == (
+        why,
+        "invalid_request_error",
+        "response_format",
+        "unsupported_parameter",
+    )
+
+
+def test_a_deadline_is_an_error_and_not_a_short_answer(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    with connected(port, post(deadline_seconds=2)) as client:
+        supervisor.push_soon(1, "half", "deadline")
+        found = read_until(client, b"}}")
+    assert (
+        found.startswith(b"HTTP/1.1 504 ")
+        and b"x-should-retry: false" in found
+        and b"deadline_exceeded" in found
+    )
+
+
+# --- who goes away
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_while_it_waits_frees_its_place_at_once(
+    port: int, supervisor: FakeSupervisor, streamed: bool
+) -> None:
+    with connected(port, post(stream=streamed, n=3)):
+        wait_until(lambda: len(supervisor.submitted) == 3)
+    left = time.monotonic()
+    wait_until(lambda: supervisor.cancelled == [1, 2, 3])
+    assert time.monotonic() - left < 1.0
+
+
+def test_a_client_that_leaves_inside_a_stream_frees_its_place(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    with connected(port, post(stream=True)) as client:
+        supervisor.push_soon(1, "one")
+        read_until(client, b"one")
+    wait_until(lambda: supervisor.cancelled == [1])
+    wait_until(
+        lambda: b'route="/v1/completions",status="499"} 1.0' in ask(port, "GET", "/metrics").body
+    )
+
+
+def test_a_finished_sequence_is_not_cancelled(port: int, supervisor: FakeSupervisor) -> None:
+    supervisor.by_hand = False
+    assert complete(port).status == chat(port, stream=True).status == 200
+    assert supervisor.cancelled == []
+
+
+# --- who is slow
+
+
+def test_a_slow_reader_holds_up_nobody_and_gets_everything(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    words = [f"w{i} " + "x" * 1000 for i in range(1500)]
+    with connected(port, post(stream=True), buffer_bytes=4096) as client:
+        wait_until(lambda: bool(supervisor.submitted))
+        for word in words[:-1]:
+            supervisor.push_soon(1, word)
+        asked = time.monotonic()
+        assert ask(port, "GET", "/health").status == 200
+        assert time.monotonic() - asked < 1.0
+        supervisor.push_soon(1, words[-1], "stop")
+        found = read_until(client, b"[DONE]")
+    events = [json.loads(line[6:]) for line in found.split(b"\n") if line.startswith(b"data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == "".join(words)
+    assert len(events) < len(words)  # what piled up came as one event
+
+
+def test_a_reader_that_takes_nothing_loses_its_connection(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    with connected(port, post(stream=True), buffer_bytes=4096):
+        for _ in range(100):
+            supervisor.push_soon(1, "x" * 100_000)
+            time.sleep(0.01)
+            if supervisor.cancelled:
+                break
+        wait_until(lambda: supervisor.cancelled == [1])
+
+
+def test_a_slow_head_is_a_408(port: int) -> None:
+    with connected(port, b"GET /health HTTP/1.1\r\nHo") as client:
+        assert read_all(client).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_that_says_nothing_is_closed(port: int) -> None:
+    with connected(port) as client:
+        assert b"head_too_slow" in read_all(client)
+
+
+def test_a_kept_connection_may_rest_longer_than_a_head_may_take(port: int) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with connected(port, request) as client:
+        read_until(client, b'"ok"}')
+        time.sleep(0.6)
+        client.sendall(request)
+        read_until(client, b'"ok"}')
+        client.sendall(request[:10])  # but a second head is timed like the first
+        assert b"408" in read_all(client)
+
+
+def test_a_slow_body_is_a_408(port: int) -> None:
+    with connected(port, post(length=1000)) as client:
+        found = read_all(client)
+    assert found.startswith(b"HTTP/1.1 408 ") and b"body_too_slow" in found
+
+
+def test_a_head_without_end_is_a_431(port: int) -> None:
+    with connected(port, b"GET /health HTTP/1.1\r\nHost: x\r\n") as client:
+        found = b""
+        for _ in range(200):
+            try:
+                client.sendall(b"X-More: " + b"x" * 90 + b"\r\n")
+            except OSError:
+                break
+            time.sleep(0.001)
+        try:
+            found = read_all(client)
+        # bytes that were under way when the server closed: the answer may be lost, the end is not
+        except ConnectionResetError:
+            return
+    assert found.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET / SMTP/9\r\n\r\n", b"G\x00T / HTTP/1.1\r\n\r\n"]
+)
+def test_what_is_not_http_is_a_400_in_json(port: int, data: bytes) -> None:
+    with connected(port, data) as client:
+        found = read_all(client)
+    assert (
+        found.startswith(b"HTTP/1.1 400 ")
+        and b'"code":"invalid_http"' in found
+        and b"x-request-id" in found
+    )
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_is_read(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    with connected(port, post(length=10**9)) as client:
+        found = read_until(client, b"}}")
+        assert found.startswith(b"HTTP/1.1 413 ")
+        assert (
+            read_all(client) == b""
+        )  # the rest of the body never comes: after body_seconds the connection is closed
+    assert not supervisor.submitted
+
+
+def test_a_large_body_without_a_length_is_refused_and_its_client_reads_the_answer(
+    port: int, supervisor: FakeSupervisor
+) -> None:
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    chunked += b"Transfer-Encoding: chunked\r\n\r\n"
+    piece = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    with connected(port, chunked, *[piece] * 100, b"0\r\n\r\n") as client:
+        assert read_until(client, b"}}").startswith(b"HTTP/1.1 413 ")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        read_until(client, b'"ok"}')
+    assert not supervisor.submitted
+
+
+def test_connections_beyond_the_limit_are_told_so(supervisor: FakeSupervisor) -> None:
+    limits = Limits(connections=2)
+    with (
+        served(app_on(supervisor, limits=limits), limits) as port,
+        connected(port),
+        connected(port),
+    ):
+        with connected(port) as third:
+            found = read_all(third)
+        assert (
+            found.startswith(b"HTTP/1.1 503 ")
+            and b"too_many_connections" in found
+            and b"Retry-After" in found
+        )
+
+
+def test_pipelined_requests_are_answered_in_order(port: int, supervisor: FakeSupervisor) -> None:
+    supervisor.by_hand = False
+    get = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connected(port, post(stream=True) + get) as client:
+        found = read_all(client)
+    assert found.index(b"[DONE]") < found.index(b'"owned_by"')

@@ -1,0 +1,390 @@
+"""What a stranger may send: bodies that ask for too much or for nonsense, and connections that
+carry too much or too little.
+
+The attacks and their tests are listed in tests/serving/http/attacked.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.cli.test_serve import server
+from tests.serving.fakes import Answer, ask, chat, complete
+from tests.serving.http.attacked import MEGABYTE, Target, port, raw, refused, target
+from tests.serving.http.test_app_streams import connected, post, read_all, read_until
+
+pytestmark = pytest.mark.clock
+
+__all__ = ["port", "target"]
+
+# --- what a body can ask for
+
+HUGE = (10**3, 2**31 - 1, 2**31, 2**63, 10**100)
+
+
+@pytest.mark.parametrize(
+    "field", ["n", "best_of", "logprobs", "max_tokens", "max_completion_tokens", "min_tokens"]
+)
+def test_huge_numbers_are_refused_by_name(port: int, field: str) -> None:
+    for number in HUGE:
+        error = refused(complete(port, **{field: number}))
+        assert error["code"] == "context_length_exceeded" or error["param"] == field
+
+
+def test_huge_numbers_of_a_chat_are_refused_by_name(port: int) -> None:
+    for number in HUGE:
+        refused(chat(port, logprobs=True, top_logprobs=number), "top_logprobs")
+        refused(chat(port, n=number), "n")
+    refused(complete(port, prompt=["x"] * 100, n=2), "n")
+    refused(complete(port, prompt=["x"] * 1000), "prompt")
+    assert (
+        complete(port, top_k=2**31 - 1, max_tokens=2).status == 200
+    )  # all tokens, however many are asked for
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""], ["a", ""], [[1], []], None, {}])
+def test_nothing_is_no_prompt(port: int, prompt: Any) -> None:
+    refused(complete(port, prompt=prompt), "prompt")
+
+
+def test_no_messages_are_no_chat(port: int) -> None:
+    for messages in (
+        [],
+        None,
+        [{}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [None],
+        "hi",
+    ):
+        refused(chat(port, messages=messages), "messages")
+
+
+@pytest.mark.parametrize("token", [-1, 8192, 2**31 - 1, 2**31, 2**64, 10**300])
+def test_token_ids_that_are_not_there(port: int, token: int) -> None:
+    refused(complete(port, prompt=[1, token]), "prompt")
+    refused(complete(port, stop_token_ids=[token]), "stop_token_ids")
+    refused(complete(port, logit_bias={str(token): 1}), "logit_bias")
+    refused(ask(port, "POST", "/detokenize", {"tokens": [token]}), "tokens")
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "-0.001", "0x10", "1_000", "--1", ".5"],
+)
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "deadline_seconds"]
+)
+def test_numbers_that_are_none(port: int, field: str, number: str) -> None:
+    refused(
+        ask(port, "POST", "/v1/completions", f'{{"prompt": "x", "{field}": {number}}}'.encode())
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+)
+def test_deep_json(port: int, path: str) -> None:
+    for opening, closing in (
+        (b"[", b"]"),
+        (b'{"a":', b"}"),
+        (b'{"response_format":', b"}"),
+        (b'{"messages":[', b"]}"),
+    ):
+        for depth in (10_000, 200_000):
+            refused(
+                ask(
+                    port,
+                    "POST",
+                    path,
+                    b'{"prompt":' + opening * depth + b"1" + closing * depth + b"}",
+                )
+            )
+            refused(ask(port, "POST", path, opening * depth))  # never closed
+
+
+def test_deep_json_inside_a_schema(port: int) -> None:
+    for depth in (100, 5_000, 100_000):
+        schema = b'{"items":' * depth + b"{}" + b"}" * depth
+        body = (
+            b'{"prompt":"x","response_format":{"type":"json_schema","json_schema":{"name":"x","schema":'
+            + schema
+            + b"}}}"
+        )
+        refused(ask(port, "POST", "/v1/completions", body))
+
+
+MILLIONS: dict[str, bytes] = {
+    "stop": b'{"prompt":"x","stop":[' + b'"a",' * 999_999 + b'"a"]}',
+    "stop_token_ids": b'{"prompt":"x","stop_token_ids":[' + b"1," * 999_999 + b"1]}",
+    "logit_bias": b'{"prompt":"x","logit_bias":{'
+    + b",".join(b'"%d":1' % i for i in range(390_000))
+    + b"}}",
+    "prompt": b'{"prompt":[' + b"[1]," * 999_999 + b"[1]]}",
+    "prompt as ids": b'{"prompt":[' + b"1," * 999_999 + b"1]}",
+    "prompt as text": b'{"prompt":"' + b"x" * 4_000_000 + b'"}',
+    "prompt of escapes": b'{"prompt":"' + b"\\u0000" * 600_000 + b'"}',
+    "seed": b'{"prompt":"x","seed":' + b"9" * 4_000_000 + b"}",
+    "an unknown key": b'{"prompt":"x","' + b"k" * 4_000_000 + b'":1}',
+    "unknown keys": b'{"prompt":"x",' + b",".join(b'"k%d":1' % i for i in range(300_000)) + b"}",
+    "one key again and again": b'{"prompt":"x",' + b'"n":1,' * 600_000 + b'"n":1000}',
+}
+
+
+@pytest.mark.parametrize("what", MILLIONS)
+def test_a_million_of_everything(port: int, what: str) -> None:
+    asked = time.monotonic()
+    error = refused(ask(port, "POST", "/v1/completions", MILLIONS[what]))
+    assert time.monotonic() - asked < 5.0
+    if " " not in what:
+        assert error["param"] == what or error["code"] == "context_length_exceeded"
+
+
+def test_a_million_turns(port: int) -> None:
+    turns = b",".join([b'{"role":"user","content":""}'] * 100_000)
+    refused(ask(port, "POST", "/v1/chat/completions", b'{"messages":[' + turns + b"]}"), "messages")
+    parts = b",".join([b'{"type":"text","text":"a"}'] * 100_000)
+    assert (
+        ask(
+            port,
+            "POST",
+            "/v1/chat/completions",
+            b'{"messages":[{"role":"user","content":[' + parts + b"]}]}",
+        ).status
+        == 400
+    )
+    full = [
+        {"role": "user", "content": "x"}
+    ] * 4096  # as many as are allowed: rendered, counted, and too long
+    assert refused(chat(port, messages=full))["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "X - at `$." + "[" * 1_000_000,
+        "X - at `$" * 100_000,
+        "a`" * 500_000,
+        "/a" * 500_000,
+        "\n" * 1_000_000,
+    ],
+)
+def test_an_error_message_is_not_a_regular_expressions_playground(port: int, key: str) -> None:
+    """The message repeats a key, and its place in the request was once looked for in it by an
+    expression that took hours.
+    """
+    asked = time.monotonic()
+    refused(ask(port, "POST", "/v1/completions", json.dumps({"prompt": "x", key: 1}).encode()))
+    refused(complete(port, model=key), "model", 404)
+    refused(complete(port, response_format={"type": key}))
+    assert time.monotonic() - asked < 3.0
+
+
+# --- what a connection can carry
+
+
+def test_a_hundred_megabytes(target: Target, port: int) -> None:
+    before = target.peak_bytes()
+    with connected(
+        port, post(length=100 * MEGABYTE)
+    ) as client:  # declared: refused before it is read
+        assert read_until(client, b"}}").startswith(b"HTTP/1.1 413 ")
+    piece = b"x" * MEGABYTE
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    chunked += b"Transfer-Encoding: chunked\r\n\r\n"
+    with connected(port, chunked) as client, contextlib.suppress(ConnectionError):
+        for _ in range(100):
+            client.sendall(b"100000\r\n" + piece + b"\r\n")
+        assert read_until(client, b"}}").startswith(b"HTTP/1.1 413 ")
+    with (
+        connected(port, post(length=10)) as client,
+        contextlib.suppress(ConnectionError),
+    ):  # declared too small: the rest is no request
+        for _ in range(100):
+            client.sendall(piece)
+        assert read_all(client).count(b"HTTP/1.1 400 ") >= 1
+    bomb = gzip.compress(b'{"prompt": "' + b"x" * (100 * MEGABYTE) + b'"}')
+    answer = ask(port, "POST", "/v1/completions", bomb, {"Content-Encoding": "gzip"})
+    refused(answer, status=415)
+    assert target.peak_bytes() - before < 64 * MEGABYTE
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Big: " + b"x" * MEGABYTE,
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: x\r\n" * 100_000,
+        b"GET /" + b"x" * MEGABYTE + b" HTTP/1.1\r\nHost: x",
+        b"GET /health?" + b"x=1&" * 250_000 + b" HTTP/1.1\r\nHost: x",
+        b"G" * MEGABYTE,
+        b"\r\n" * (MEGABYTE // 2),
+        b"GET /health HTTP/1.1\r\n" + b"x" * MEGABYTE + b": x",
+    ],
+)
+def test_a_megabyte_of_headers(target: Target, port: int, head: bytes) -> None:
+    before = target.peak_bytes()
+    found = raw(port, head + b"\r\n\r\n")
+    assert found == b"" or found.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")), found[
+        :200
+    ]  # "": cut off while it was still sending
+    assert target.peak_bytes() - before < 16 * MEGABYTE
+
+
+@pytest.mark.parametrize("rest", [b"X-More: " + b"x" * 1000 + b"\r\n", b"x" * 1000])
+@pytest.mark.parametrize("start", [b"0\r\n", b"1;"])
+def test_a_body_followed_by_headers_without_end(
+    target: Target, port: int, start: bytes, rest: bytes
+) -> None:
+    """Fields after the last chunk and extensions of a chunk: parsed, by nobody read, and once
+    without any bound.
+    """
+    before = target.peak_bytes()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    sent = 0
+    with connected(port, head + start) as client:
+        with contextlib.suppress(ConnectionError):
+            while sent < 64 * MEGABYTE:
+                client.sendall(rest * 256)
+                sent += 256 * len(rest)
+    assert sent < 16 * MEGABYTE  # what the sockets hold; then the connection is gone
+    assert target.peak_bytes() - before < 16 * MEGABYTE
+
+
+@pytest.mark.parametrize(
+    ("data", "statuses"),
+    [
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: "
+            b"chunked\r\n\r\n0\r\n\r\nGET /x\r\n\r\n",
+            {400},
+        ),
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: "
+            b"6\r\n\r\nhello!",
+            {400},
+        ),
+        (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", {400}),
+        (b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 5, 5\r\n\r\nhello", {400}),
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked, "
+            b"identity\r\n\r\n0\r\n\r\n",
+            {400},
+        ),
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+            {400},
+        ),
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: "
+            b"chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
+            {400, 415},
+        ),
+        (
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+            {400, 415},
+        ),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n", {200, 400}),
+        (b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n", {400}),
+        (b"GET /health HTTP/1.1\r\nHo\x00st: x\r\n\r\n", {400}),
+        (b"GET /health HTTP/1.1\nHost: x\n\n", {200, 400}),
+        (b"GET /health HTTP/1.0\r\n\r\n", {200}),
+        (b"GET /health HTTP/3.7\r\n\r\n", {400}),
+        (b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\n\r\n", {200, 404}),
+        (b"CONNECT elsewhere:443 HTTP/1.1\r\nHost: elsewhere:443\r\n\r\n", {400, 404, 405}),
+        (
+            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: "
+            b"websocket\r\nSec-WebSocket-Version: 13\r\n\r\n",
+            {200, 400},
+        ),
+        (
+            b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: "
+            b"h2c\r\nHTTP2-Settings: AA\r\n\r\n",
+            {200, 400},
+        ),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", {400}),
+        (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", {400, 404, 405}),
+        (b"GET /v1/models/%ff%fe%00 HTTP/1.1\r\nHost: x\r\n\r\n", {404}),
+        (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", {400, 404}),
+        (b"TRACE /health HTTP/1.1\r\nHost: x\r\n\r\n", {405}),
+    ],
+)
+def test_heads_that_two_servers_would_read_differently(
+    port: int, data: bytes, statuses: set[int]
+) -> None:
+    found = raw(port, data)
+    lines = [line for line in found.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    assert len(lines) == 1 and int(lines[0].split()[1]) in statuses, found[
+        :300
+    ]  # one answer: nothing was smuggled behind the first request
+
+
+def test_five_hundred_slow_heads(port: int) -> None:
+    with contextlib.ExitStack() as crowd:
+        for _ in range(500):
+            crowd.enter_context(
+                connected(port, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+            )
+        asked = time.monotonic()
+        assert complete(port, max_tokens=2).status == 200
+        assert time.monotonic() - asked < 1.0
+
+
+def test_readers_of_one_byte_hold_up_nobody(port: int) -> None:
+    with contextlib.ExitStack() as crowd:
+        readers = [
+            crowd.enter_context(
+                connected(port, post(stream=True, n=2, logprobs=5), buffer_bytes=1024)
+            )
+            for _ in range(4)
+        ]
+        for reader in readers:
+            assert len(reader.recv(1)) == 1
+        asked = time.monotonic()
+        assert ask(port, "GET", "/health").status == 200
+        assert time.monotonic() - asked < 1.0
+
+
+def test_a_flood_is_refused_at_once_and_the_queue_is_served(tmp_path: Path) -> None:
+    slow = (
+        "--slots",
+        "1",
+        "--max-waiting",
+        "8",
+        "--option",
+        "step_seconds=0.02",
+        "--context",
+        "256",
+    )
+    with server(tmp_path, *slow) as one:
+        target = Target(one)
+        answers: list[Answer] = []
+        times: list[float] = []
+
+        def flood() -> None:
+            asked = time.monotonic()
+            answers.append(complete(target.port, max_tokens=10, ignore_eos=True))
+            times.append(time.monotonic() - asked)
+
+        threads = [threading.Thread(target=flood) for _ in range(80)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        statuses = [answer.status for answer in answers]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 9
+        for answer in answers:
+            if answer.status == 429:
+                assert (
+                    int(answer.headers["retry-after"]) >= 1
+                    and answer.error["type"] == "rate_limit_error"
+                )
+        target.is_well()

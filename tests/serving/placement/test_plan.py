@@ -1,0 +1,322 @@
+"""The decision where a model runs: facts in, words and numbers out."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from models import formatting
+from models.ladder import LADDER, rung
+from models.spec import ModelSpec
+from serving.errors import Cause
+from serving.hardware.facts import HardwareFacts
+from serving.hardware.gpu import GpuFacts
+from serving.placement.plan import (
+    NoPlacement,
+    Obstacles,
+    Placement,
+    PlacementRequest,
+    Policy,
+    canonical_format,
+    default_backend,
+    explain,
+    plan,
+)
+
+GIB = 1 << 30
+SMALL = rung("135m").spec
+EIGHT = rung("8b").spec
+
+
+def machine(memory_gib: float = 32, **changes: Any) -> HardwareFacts:
+    facts = HardwareFacts(
+        cpu_model="Test CPU",
+        architecture="x86_64",
+        isa=("avx2",),
+        logical_cores=8,
+        physical_cores=4,
+        allowed_cores=(0, 1, 2, 3),
+        memory_total_bytes=int(memory_gib * GIB),
+        memory_available_bytes=int(memory_gib * GIB),
+        gpu_cause="no_device",
+        gpu_note="this machine has no GPU",
+        system="Linux",
+        kernel="6",
+        python="3.11",
+    )
+    return msgspec.structs.replace(facts, **changes)
+
+
+def with_gpu(free_gib: float = 80, **changes: Any) -> HardwareFacts:
+    gpu = GpuFacts("Test GPU", "nvidia", 80 * GIB, int(free_gib * GIB), "550.1", "9.0")
+    return machine(gpus=(gpu,), gpu_cause=None, gpu_note=None, **changes)
+
+
+def planned(
+    spec: ModelSpec,
+    facts: HardwareFacts,
+    policy: Policy = Policy.auto,
+    missing: dict[str, str] | None = None,
+    gpu_trouble: dict[str, tuple[Cause, str]] | None = None,
+    **asked: Any,
+) -> Placement:
+    request = PlacementRequest(model=spec, policy=policy, **asked)
+    return plan(request, facts, Obstacles(missing or {}, gpu_trouble or {}))
+
+
+def causes(placement: Placement) -> list[Cause]:
+    return [reason.cause for reason in placement.reasons if reason.cause is not None]
+
+
+def test_auto_without_a_gpu_chooses_the_cpu_and_says_so_in_words_and_numbers() -> None:
+    placement = planned(SMALL, machine())
+    assert (placement.device, placement.backend, placement.weight_format) == (
+        "cpu",
+        "llama_cpp",
+        "Q4_0",
+    )
+    assert causes(placement) == [Cause.no_device]
+    text = "\n".join(explain(placement))
+    assert "no_device: this machine has no GPU" in text
+    assert "Test CPU, 4 cores usable" in text and formatting.size(placement.need_bytes) in text
+
+
+def test_auto_with_a_gpu_uses_it_and_keeps_the_cpu_to_fall_back_to() -> None:
+    placement = planned(EIGHT, with_gpu())
+    assert (placement.device, placement.backend, placement.weight_format) == (
+        "gpu",
+        "torch",
+        "bf16",
+    )
+    assert [(a.device, a.backend, a.weight_format) for a in placement.attempts] == [
+        ("gpu", "torch", "bf16"),
+        ("cpu", "llama_cpp", "Q4_0"),
+    ]
+    assert any("falls back to llama_cpp on the CPU" in reason.text for reason in placement.reasons)
+
+
+def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
+    placement = planned(EIGHT, machine(), slots=4, context_tokens=1000, weight_format="Q8_0")
+    assert placement.kv_tokens == 4000 and placement.kv_bytes == 4000 * EIGHT.kv_bytes_per_token(
+        "fp16"
+    )
+    assert placement.weight_bytes == pytest.approx(EIGHT.parameters * 8.5 / 8, rel=0.01)
+    assert (
+        placement.need_bytes
+        == placement.weight_bytes + placement.kv_bytes + placement.overhead_bytes
+    )
+    assert planned(EIGHT, machine(), kv_tokens=123).kv_bytes == 123 * EIGHT.kv_bytes_per_token(
+        "fp16"
+    )
+    assert planned(EIGHT, machine(), weight_bytes=5 * GIB).weight_bytes == 5 * GIB
+    assert planned(EIGHT, machine(), kv_dtype="q8_0").kv_bytes < planned(EIGHT, machine()).kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "weight_format", "measured_mib"),
+    [
+        ("135m", 4, "Q4_0", 302),
+        ("135m", 16, "Q4_0", 575),
+        ("360m", 8, "Q4_0", 673),
+        ("1b", 4, "Q4_0", 1100),
+        ("135m", 4, "Q8_0", 353),
+        ("135m", 4, "Q4_K_M", 313),
+        ("1b", 2, "Q4_0", 1035),
+    ],
+)
+def test_the_forecast_for_llama_cpp_is_near_what_real_loads_took(
+    name: str, slots: int, weight_format: str, measured_mib: int
+) -> None:
+    """RSS of the engine process of `crossover serve` after a full batch of prompts of 300 tokens,
+    1,024 tokens a slot, llama-cpp-python
+    0.3.36 on an AVX2 machine."""
+    placement = planned(
+        rung(name).spec, machine(), slots=slots, context_tokens=1024, weight_format=weight_format
+    )
+    assert placement.need_bytes / (1 << 20) == pytest.approx(measured_mib, rel=0.05)
+
+
+def test_a_gpu_that_is_too_small_is_a_reason_with_both_numbers_and_what_would_fit() -> None:
+    facts = with_gpu(free_gib=20, memory_available_bytes=100 * GIB)
+    placement = planned(EIGHT, facts, slots=64, context_tokens=4096)
+    assert placement.device == "cpu" and causes(placement) == [Cause.insufficient_vram]
+    text = next(
+        reason.text for reason in placement.reasons if reason.cause is Cause.insufficient_vram
+    )
+    assert (
+        "needs" in text and "19 GiB may be used" in text and "slots instead of 64 would fit" in text
+    )
+    fitting = int(text.split("; ")[1].split()[0])
+    assert planned(EIGHT, facts, slots=fitting, context_tokens=4096).device == "gpu"
+    assert planned(EIGHT, facts, slots=fitting + 1, context_tokens=4096).device == "cpu"
+
+
+def test_the_policies_leave_a_device_aside_and_say_that_they_do() -> None:
+    placement = planned(SMALL, with_gpu(), Policy.cpu_only)
+    assert placement.device == "cpu" and causes(placement) == [Cause.forced]
+    assert "Test GPU is there" in placement.reasons[0].text
+    placement = planned(SMALL, with_gpu(), Policy.gpu_only)
+    assert (
+        placement.device == "gpu"
+        and len(placement.attempts) == 1
+        and causes(placement) == [Cause.forced]
+    )
+    with pytest.raises(NoPlacement, match="no GPU") as refused:
+        planned(SMALL, machine(), Policy.gpu_only)
+    assert [reason.cause for reason in refused.value.reasons] == [Cause.no_device]
+    with pytest.raises(NoPlacement, match="VRAM|GPU"):
+        planned(rung("70b").spec, with_gpu(), Policy.gpu_only)
+
+
+@pytest.mark.parametrize("cause", [Cause.no_driver, Cause.driver_mismatch, Cause.health_timeout])
+def test_the_probe_of_the_driver_gives_the_cause(cause: Cause) -> None:
+    placement = planned(SMALL, machine(gpu_cause=cause.value, gpu_note="the driver is ill"))
+    assert (
+        placement.device == "cpu"
+        and placement.reasons[0].cause is cause
+        and placement.reasons[0].text == "the driver is ill"
+    )
+
+
+def test_a_backend_that_cannot_use_the_gpu_gives_way_to_one_that_can() -> None:
+    trouble = {"torch": (Cause.backend_missing, "this build of torch is for the CPU only")}
+    placement = planned(SMALL, with_gpu(), gpu_trouble=trouble)
+    assert (placement.device, placement.backend, placement.weight_format) == (
+        "gpu",
+        "llama_cpp",
+        "Q4_0",
+    )
+    assert placement.reasons[0].cause is Cause.backend_missing
+    both = {**trouble, "llama_cpp": (Cause.arch_unsupported, "no kernel image")}
+    placement = planned(SMALL, with_gpu(), gpu_trouble=both)
+    assert placement.device == "cpu" and causes(placement) == [
+        Cause.backend_missing,
+        Cause.arch_unsupported,
+    ]
+
+
+def test_a_missing_package_is_a_cause_on_either_device() -> None:
+    placement = planned(
+        SMALL,
+        with_gpu(),
+        missing={"torch": "not installed", "llama_cpp": "not installed"},
+        backend="onnx",
+    )
+    assert (placement.device, placement.backend) == ("cpu", "onnx") and causes(placement) == [
+        Cause.backend_missing
+    ]
+    with pytest.raises(NoPlacement, match="llama_cpp.*not installed"):
+        planned(SMALL, machine(), missing={"llama_cpp": "not installed"})
+
+
+def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
+    with pytest.raises(NoPlacement, match="70b.*take a smaller model or format"):
+        planned(rung("70b").spec, machine(16))
+    placement = planned(rung("70b").spec, machine(16), check_memory=False)
+    assert placement.device == "cpu" and Cause.insufficient_memory in causes(placement)
+    assert any("does not fit" in line for line in explain(placement))
+
+
+def test_a_container_limit_counts_not_the_host_s_memory() -> None:
+    assert planned(EIGHT, machine(64)).device == "cpu"
+    with pytest.raises(NoPlacement):
+        planned(EIGHT, machine(64, cgroup_memory_bytes=2 * GIB))
+
+
+def test_every_rung_can_be_planned_and_more_parameters_weigh_more() -> None:
+    rungs = sorted((one.spec for one in LADDER), key=lambda spec: spec.parameters)
+    weights = [planned(spec, machine(1000)).weight_bytes for spec in rungs]
+    assert weights == sorted(weights) and len(weights) > 5
+
+
+def test_an_unknown_kv_dtype_is_refused_with_those_there_are() -> None:
+    with pytest.raises(NoPlacement, match="'fp7'; known: fp32, fp16"):
+        planned(SMALL, machine(), kv_dtype="fp7")
+
+
+def test_the_context_is_cut_to_what_the_model_was_made_for_and_that_is_said() -> None:
+    placement = planned(SMALL, machine(), context_tokens=10**6)
+    assert (
+        placement.context_tokens == SMALL.context
+        and "context cut from 1000000" in placement.reasons[0].text
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"slots": 0}, "slots"),
+        ({"kv_tokens": 0}, "kv_tokens"),
+        ({"context_tokens": -1}, "context_tokens"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_name(sizes: dict[str, int], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        planned(SMALL, machine(), **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "weight_format", "backend"),
+    [
+        ("cpu", None, "llama_cpp"),
+        ("gpu", None, "torch"),
+        ("cpu", "int8", "onnx"),
+        ("cpu", "bf16", "torch"),
+        ("cpu", "q8_0", "llama_cpp"),
+        ("cpu", "BF16", "llama_cpp"),
+        ("gpu", "Q4_K_M", "llama_cpp"),
+        ("gpu", "bf16", "torch"),
+        ("cpu", "what", "llama_cpp"),
+    ],
+)
+def test_the_format_decides_the_backend_where_the_user_names_none(
+    device: str, weight_format: str | None, backend: str
+) -> None:
+    assert default_backend(device, weight_format) == backend
+
+
+def test_formats_are_spelt_as_the_backend_spells_them() -> None:
+    assert canonical_format("llama_cpp", "q4_k_m") == "Q4_K_M"
+    assert canonical_format("torch", None) == "bf16"
+    assert canonical_format("some.where:Mine", "odd") == "odd"
+    with pytest.raises(NoPlacement, match="'torch' has no weight format 'Q4_0'; it has bf16"):
+        canonical_format("torch", "Q4_0")
+
+
+def test_the_fake_backend_needs_next_to_nothing() -> None:
+    assert planned(rung("70b").spec, machine(1), backend="fake").need_bytes < 200 << 20
+
+
+def test_a_placement_survives_json() -> None:
+    placement = planned(EIGHT, with_gpu())
+    assert msgspec.json.decode(msgspec.json.encode(placement), type=Placement) == placement
+
+
+@pytest.mark.parametrize(
+    ("backend", "weight_format", "isa", "held"),
+    [
+        ("llama_cpp", "Q4_0", ("avx2",), "q8_0"),
+        ("onnx", "int4", ("avx2",), "fp32"),
+        ("torch", "bf16", ("avx2",), "fp32"),
+        ("torch", "bf16", ("avx2", "avx512f", "avx512bw", "avx512vl"), "bf16"),
+        ("torch", "fp16", ("avx2",), "fp16"),
+        ("torch", "dynamic-int8", ("avx512f", "avx512bw", "avx512vl"), "fp32"),
+    ],
+)
+def test_the_kv_cache_is_planned_as_the_backend_stores_it(
+    backend: str, weight_format: str, isa: tuple[str, ...], held: str
+) -> None:
+    placement = planned(
+        SMALL, machine(isa=isa), backend=backend, weight_format=weight_format, kv_dtype="q8_0"
+    )
+    assert placement.kv_dtype == placement.attempts[0].kv_dtype == held
+    assert placement.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
+
+
+def test_a_gpu_holds_the_kv_cache_in_the_weights_type() -> None:
+    assert planned(SMALL, with_gpu(), backend="torch").attempts[0].kv_dtype == "bf16"
+
+
+def test_fewer_kv_tokens_than_slots_that_do_not_fit_are_a_refusal_not_a_crash() -> None:
+    with pytest.raises(NoPlacement, match="take a smaller model"):
+        planned(SMALL, machine(0.1), kv_tokens=8, slots=16)

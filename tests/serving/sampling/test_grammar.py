@@ -1,0 +1,352 @@
+"""Grammars and schemas: what is refused, in which words, what is held to, and that nothing is
+unbounded.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import numpy as np
+import pytest
+
+from models.tokenization.tokenizer import load_tokenizer, shipped_files
+from serving.errors import ServingError, Unsupported
+from serving.sampling import grammar as module
+from serving.sampling.grammar import Grammars, Matcher, check
+from serving.sampling.types import Sampling
+from tests.shapes import TINY_LLAMA
+
+GOOD = [
+    'root ::= "yes" | "no"',
+    'root ::= [a-z]+ ("," [a-z]+)*\n',
+    'root ::= item{2,4} # a comment\nitem ::= "a" | [^"\\\\\\x00-\\x1F] | .',
+    'root ::= (\n  "a"\n  | "b"\n)\n\nother-1 ::= root',
+    'root ::= "a" |\n "b"',
+    'root ::= value\nvalue ::= "[" (value ("," value)*)? "]" | [0-9]+',
+    'root ::= ""',
+]
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_good_grammars_pass(text: str) -> None:
+    check(Sampling(grammar=text))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "No 'root' rule found"),
+        ('start ::= "a"', "No 'root' rule found"),
+        ("root ::= other", "Rule 'other' not found"),
+        ('root ::= "a\n', "Unexpected end of input"),
+        ('root ::= "a"\nroot2 := "b"', "Expected ::= at line 2"),
+        ('root ::= ("a"', "Expected ')'"),
+        ('root ::= "a")', "Expected name at line 1"),
+        ("root ::= *", "Expected name"),
+        ('root ::= "a"{3,1}', "used: range end must be >= start, got (3, 1)"),
+        ("root ::= " + "(" * 1500 + '"a"' + ")" * 1500, "nests too deep"),
+        ('root ::= "' + "a" * 70_000 + '"', "it has 70011 characters"),
+        ('root ::= "a"\n' + 'x ::= "a"\n' * 600, "it has 601 rules"),
+        ('root ::= "a"\0', "Expected name"),
+        ('root ::= root "a"', "nothing matches it"),
+        ('root ::= b\nb ::= c "x"\nc ::= b', "nothing matches it"),
+        ("root ::= root", "nothing matches it"),
+    ],
+)
+def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
+    with pytest.raises(Unsupported, match="the grammar cannot be used") as caught:
+        check(Sampling(grammar=text))
+    assert words in str(caught.value) and "start:" not in str(caught.value)
+    assert caught.value.parameter == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ("[]", "schema must be an object"),
+        ("{", "not JSON"),
+        ("[" * 3_000, "nests too deep"),
+        ('{"type":"string","minLength":-1}', "minLength"),
+        (
+            '{"$ref":"https://example.org/x.json"}',
+            "used: $ref 'https://example.org/x.json' points outside of the schema",
+        ),
+        ('{"$ref":"x.json"}', "$ref 'x.json' points outside of the schema"),
+        ('{"oneOf":[{"type":"string"},{"type":"string"}]}', "Use anyOf"),
+        ('{"type":"string","pattern":"("}', "used: regex parse error: ( error: unclosed group"),
+        ('{"type":"object","properties":{"x":{"not":{}}}}', '"not"'),
+        ('{"uniqueItems":true,"type":"array"}', "uniqueItems"),
+        ('{"type":"object","properties":[1]}', "properties must be an object"),
+        ('{"type":"string","pattern":"^(a*)\\\\1$"}', "backreferences"),
+        ('{"$ref":"#"}', "nothing matches it"),
+        (json.dumps({"$ref": "#/nowhere"}), "nowhere"),
+    ],
+)
+def test_schemas_that_cannot_be_held_to_are_refused(schema: str, words: str) -> None:
+    with pytest.raises(Unsupported, match="the JSON schema cannot be used") as caught:
+        check(Sampling(json_schema=schema))
+    assert words in str(caught.value)
+    assert caught.value.parameter == "response_format"
+    for ours in ("guidance", "no_forcing", "start:", "at 2", "%json", "  ", "coerce", "registry"):
+        assert ours not in str(caught.value)
+
+
+def test_a_request_has_one_of_both_and_a_model_an_end() -> None:
+    with pytest.raises(Unsupported, match="not both"):
+        check(Sampling(grammar='root ::= "a"', json_schema="{}"))
+    with pytest.raises(Unsupported, match="no token that ends a text"):
+        Grammars([b"a"], frozenset()).open(Sampling(grammar='root ::= "a"'))
+
+
+# --- matching
+
+# Every level doubles the ways to begin: 2 ** 40 of them before the first character.
+DOUBLING = "\n".join(
+    [
+        'root ::= r0 "x" | r0 "y"',
+        *(f'r{n} ::= r{n + 1} "x" | r{n + 1} "y"' for n in range(40)),
+        'r40 ::= "k"',
+    ]
+)
+# Each letter can begin a new root inside of the last one, in several ways.
+NESTING = 'root ::= [a-z] (a)? b a\na ::= (root|"k")+ "yz" ""\nb ::= (root|"k")+ | | "" a'
+ENDS = [0, 2]
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name, content in shipped_files(TINY_LLAMA.vocabulary, 256).items():
+        (folder / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids == set(ENDS)
+    return Grammars(tokenizer.token_bytes(), tokenizer.eos_ids)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    folder = tmp_path_factory.mktemp("table")
+    for name, content in shipped_files(TINY_LLAMA.vocabulary, 256).items():
+        (folder / name).write_text(json.dumps(content))
+    return load_tokenizer(folder).token_bytes()
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    logits = np.zeros(TINY_LLAMA.vocabulary, np.float32)
+    matcher.mask(logits)
+    return [int(token) for token in np.flatnonzero(np.isfinite(logits))]
+
+
+def opened(grammars: Grammars, text: str) -> Matcher:
+    matcher = grammars.open(Sampling(grammar=text))
+    assert matcher is not None
+    return matcher
+
+
+def test_a_matcher_follows_its_grammar(grammars: Grammars) -> None:
+    assert grammars.open(Sampling(temperature=1.0)) is None
+    matcher = opened(grammars, 'root ::= [0-9] "."')
+    digits = allowed(matcher)
+    assert len(digits) >= 2 and not set(digits) & set(ENDS)
+    matcher.accept(digits[0])
+    assert len(allowed(matcher)) == 1
+    matcher.accept(allowed(matcher)[0])
+    assert allowed(matcher) == ENDS
+    matcher.accept(2)
+    assert allowed(matcher) == ENDS and matcher.error is None
+
+
+@pytest.mark.parametrize(
+    ("text", "example"),
+    [
+        ('root ::= ("a"+)+', "aa"),
+        ('root ::= (("ab"?) # one or two\n)*', "abab"),
+        ('root ::= (("x" | "a"){2}){2} "."', "axax."),
+        ('root ::= "(+)" [+)*] (")"+)+', "(+)*))"),
+        ('root ::= start "!"\nstart ::= "start"', "start!"),
+        ('root ::= Start\nStart ::= "(" root ")" | "b"', "(b)"),
+        (r'root ::= "\u0041\u00e9\u0022\\\u005c" "\U0001F600"', 'Aé"\\\\😀'),
+        (r"root ::= [\u0041-\u0043\u005d\u005e]+", "^AC]"),
+        (r"root ::= [^\u0000-\u001F\u3041-\u3093]+", "aé"),
+    ],
+)
+def test_gbnf_means_what_llama_cpp_says(text: str, example: str) -> None:
+    """What llguidance's converter alone refuses."""
+    matcher = opened(module._bytes_only(), text)
+    for byte in example.encode():
+        logits = np.zeros(257, np.float32)
+        matcher.mask(logits)
+        assert np.isfinite(logits[byte]), example
+        matcher.accept(byte)
+    logits = np.zeros(257, np.float32)
+    matcher.mask(logits)
+    assert np.isfinite(logits[256]) and matcher.error is None
+
+
+def test_a_text_may_come_in_any_tokens(grammars: Grammars, table: list[bytes]) -> None:
+    """What must come next is not held to one way of cutting it into tokens."""
+    first = {table[token] for token in allowed(opened(grammars, 'root ::= "the other"'))}
+    assert {b"t", b"th"} <= first
+
+
+def test_logits_beyond_the_vocabulary_are_never_allowed(grammars: Grammars) -> None:
+    logits = np.zeros(TINY_LLAMA.vocabulary + 40, np.float32)
+    opened(grammars, "root ::= [0-9]").mask(logits)
+    assert np.isfinite(logits[: TINY_LLAMA.vocabulary]).any()
+    assert not np.isfinite(logits[TINY_LLAMA.vocabulary :]).any()
+
+
+def test_a_token_that_is_not_allowed_ends_its_own_request(grammars: Grammars) -> None:
+    matcher = opened(grammars, 'root ::= [0-9] "."')
+    bystander = opened(grammars, 'root ::= [0-9] "."')
+    (wrong,) = set(allowed(opened(grammars, 'root ::= "."')))
+    matcher.accept(wrong)
+    assert isinstance(matcher.error, ServingError) and not isinstance(matcher.error, Unsupported)
+    assert f"token {wrong} was drawn" in str(matcher.error)
+    assert allowed(matcher) == ENDS
+    assert len(allowed(bystander)) >= 2 and bystander.error is None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "type": "object",
+            "properties": {
+                "not": {"type": "string", "maxLength": 4},
+                "minimum": {"type": "integer", "exclusiveMinimum": 1, "maximum": 4},
+                "pattern": {"type": "null"},
+            },
+            "required": ["not", "minimum", "pattern"],
+            "additionalProperties": False,
+        },
+        {"type": "array", "items": {"enum": ["cat", 7]}, "minItems": 1, "maxItems": 3},
+        {"type": "integer", "minimum": 3, "maximum": 12},
+        {"type": "string", "pattern": "^[a-c]{2}[0-9]$"},
+    ],
+    ids=lambda schema: str(schema["type"]),
+)
+def test_every_walk_through_a_schema_is_a_document_of_it(
+    grammars: Grammars, table: list[bytes], schema: dict[str, object]
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    for seed in range(12):
+        matcher = grammars.open(Sampling(json_schema=json.dumps(schema)))
+        assert matcher is not None
+        text = b""
+        chance = random.Random(seed)
+        for _ in range(400):
+            choices = allowed(matcher)
+            ends = [token for token in choices if token in ENDS]
+            token = chance.choice(ends or choices)
+            if token in ENDS:
+                break
+            matcher.accept(token)
+            text += table[token]
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("text", [DOUBLING, NESTING, 'root ::= ((("a"?){99}){99})'])
+def test_matching_is_bounded(grammars: Grammars, text: str) -> None:
+    chance = random.Random(1)
+    started = time.thread_time()
+    try:
+        matcher = opened(grammars, text)
+    except Unsupported:
+        return
+    for _ in range(60):
+        choices = allowed(matcher)
+        if matcher.error or set(choices) <= set(ENDS):
+            break
+        matcher.accept(chance.choice(choices))
+    assert time.thread_time() - started < 5
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = opened(grammars, "root ::= [0-9]+")
+    monkeypatch.setattr(module, "MASK_CPU_SECONDS", -1.0)
+    assert allowed(matcher) == ENDS
+    assert isinstance(matcher.error, Unsupported) and "takes too long" in str(matcher.error)
+    with pytest.raises(Unsupported, match="too long"):
+        opened(grammars, "root ::= [0-9]+")
+
+
+LETTERS = "root ::= " + " ".join(["[a-z]{1,1000}"] * 40)
+MANY_PARTS = {
+    "allOf": [{"type": "object", "properties": {f"p{n}": {"const": n}}} for n in range(300)]
+}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "parameter"),
+    [
+        (Sampling(grammar=LETTERS), "grammar"),
+        (Sampling(json_schema=json.dumps(MANY_PARTS)), "response_format"),
+    ],
+    ids=["grammar", "schema"],
+)
+def test_a_grammar_that_outgrows_its_limits_is_refused_by_its_parameter(
+    sampling: Sampling, parameter: str
+) -> None:
+    matcher = module._bytes_only().open(sampling)
+    assert matcher is not None
+    for _ in range(100):
+        logits = np.zeros(257, np.float32)
+        matcher.mask(logits)
+        matcher.accept(int(logits.argmax()))
+    assert isinstance(matcher.error, Unsupported) and matcher.error.parameter == parameter
+    assert "cannot be used: Current row has" in str(matcher.error)
+
+
+PIECES = [
+    *(
+        '"x"',
+        '"yz"',
+        '""',
+        "[a-z]",
+        "[^a]",
+        ".",
+        "root",
+        "a",
+        "|",
+        "|",
+        "::=",
+        "::=",
+        "\n",
+        "(",
+        ")",
+        "*",
+        "+",
+        "?",
+        "{2}",
+        "{0,3}",
+        "{1,}",
+    ),
+    *("[", '"', "#c\n", "<x>", "!<[5]>", "\\", "{", "(a)?"),
+]
+
+
+def test_random_grammars_are_refused_or_work(grammars: Grammars) -> None:
+    chance = random.Random(3)
+    worked = 0
+    for _ in range(300):
+        text = (
+            "root ::= "
+            + " ".join(chance.choices(PIECES, k=chance.randint(1, 12)))
+            + chance.choice(["", '\na ::= "q" | [k-m]'])
+        )
+        try:
+            matcher = opened(grammars, text)
+        except Unsupported:
+            continue
+        worked += 1
+        for _ in range(3):
+            choices = allowed(matcher)
+            if set(choices) <= set(ENDS):
+                break
+            matcher.accept(chance.choice(choices))
+    assert worked > 10, "too few of them are grammars for the test to mean anything"

@@ -1,0 +1,423 @@
+"""The sampler against plain definitions: exact sets, exact log-probabilities, and chi-square tests
+of what is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from scipy.special import log_softmax, softmax
+
+from serving.errors import EngineFailed, Unsupported
+from serving.sampling.draw import top_ids, uniforms
+from serving.sampling.sampler import sample
+from serving.sampling.types import Row, Sampled, Sampling
+
+F32 = npt.NDArray[np.float32]
+
+
+def make_row(sampling: Sampling, position: int = 1, **more: Any) -> Row:
+    return Row(
+        slot=0,
+        tokens=np.array([1], np.int32),
+        start=position - 1,
+        wants_token=True,
+        sampling=sampling,
+        **more,
+    )
+
+
+def draws(logits: F32, sampling: Sampling, count: int, **more: Any) -> npt.NDArray[np.int64]:
+    """`count` tokens from the same logits, half under other seeds, half at other positions."""
+    rows = [make_row(changed(sampling, seed=index), **more) for index in range(count // 2)]
+    rows += [
+        make_row(changed(sampling, seed=1 << 40), position=2 + index, **more)
+        for index in range(count - count // 2)
+    ]
+    return np.array(
+        [each.token for each in sample(np.broadcast_to(logits, (count, len(logits))), rows)]
+    )
+
+
+def changed(sampling: Sampling, **changes: Any) -> Sampling:
+    import msgspec
+
+    return msgspec.structs.replace(sampling, **changes)
+
+
+def expected_distribution(logits: F32, sampling: Sampling) -> npt.NDArray[np.float64]:
+    """What vLLM's definition says, the slow way: temperature, min_p, top_k, top_p, each over what
+    the one before left.
+    """
+    scaled = logits.astype(np.float64) / sampling.temperature
+    scaled[softmax(scaled) < sampling.min_p * softmax(scaled).max()] = -np.inf
+    order = np.argsort(-scaled, kind="stable")
+    if sampling.top_k > 0:
+        scaled[order[sampling.top_k :]] = -np.inf
+    probabilities = softmax(scaled)
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    probabilities[order[before >= sampling.top_p]] = 0
+    return probabilities / probabilities.sum()
+
+
+def assert_drawn_from(
+    tokens: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]
+) -> None:
+    """A chi-square test at 1e-4, rare tokens put together; probability 0 fails at once."""
+    counts = np.bincount(tokens, minlength=len(probabilities)).astype(float)
+    assert counts[probabilities == 0].sum() == 0, "a token was drawn that must not be"
+    expected = probabilities * len(tokens)
+    common = expected >= 8
+    observed = [*counts[common], counts[~common].sum()]
+    wanted = [*expected[common], expected[~common].sum()]
+    if wanted[-1] < 1:
+        observed, wanted = observed[:-1], [*wanted[:-2], wanted[-2] + wanted[-1]]
+        observed[-1] += len(tokens) - sum(observed)
+    assert len(wanted) > 3, "the test would hardly test anything"
+    assert stats.chisquare(observed, wanted, sum_check=False).pvalue > 1e-4
+
+
+# --- uniform numbers
+
+
+def test_uniform_numbers_are_a_function_of_seed_position_and_lane() -> None:
+    first = uniforms(7, 12, 100)
+    uniforms(8, 1, 3)
+    assert np.array_equal(uniforms(7, 12, 100), first)
+    assert np.array_equal(uniforms(7, 12, 5), first[:5])
+    others = [uniforms(*name) for name in ((8, 12, 100), (7, 13, 100), (7, 12, 100, 1))]
+    others.append(uniforms((1 << 63) + 7, 12, 100))
+    assert not any(np.isin(first, other).any() for other in others)
+    assert np.array_equal(uniforms(-1, 1, 4), uniforms((1 << 64) - 1, 1, 4))
+
+
+def test_uniform_numbers_of_neighbours_are_uniform() -> None:
+    values = np.array([uniforms(seed, position, 1) for seed in range(60) for position in range(60)])
+    assert stats.kstest(values.ravel(), "uniform").pvalue > 1e-3
+
+
+# --- greedy
+
+
+def test_greedy_rows_are_the_argmax_in_row_order_whatever_is_between_them() -> None:
+    logits = np.random.default_rng(1).standard_normal((6, 1000)).astype(np.float32)
+    best = logits.argmax(axis=1).tolist()
+    assert [each.token for each in sample(logits, [make_row(Sampling())] * 6)] == best
+    mixed = [
+        make_row(Sampling() if index % 2 else Sampling(temperature=1.0, seed=index))
+        for index in range(6)
+    ]
+    drawn = sample(logits, mixed)
+    assert [drawn[index].token for index in (1, 3, 5)] == [best[index] for index in (1, 3, 5)]
+    tiny = [make_row(Sampling(temperature=1e-6, top_k=9))] * 6
+    assert [each.token for each in sample(logits, tiny)] == best
+    assert sample(logits[:0], []) == []
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    logits = np.zeros((1, 500), np.float32)
+    logits[0, [77, 300]] = 4.0
+    assert sample(logits, [make_row(Sampling())])[0].token == 77
+    assert sample(logits, [make_row(Sampling(logprobs=2))])[0].token == 77
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=4)]
+)
+def test_logits_that_are_no_numbers_are_an_engine_failure(sampling: Sampling) -> None:
+    logits = np.zeros((1, 300), np.float32)
+    logits[0, 5] = np.nan
+    with pytest.raises(EngineFailed, match="NaN"):
+        sample(logits, [make_row(sampling)])
+
+
+# --- distributions
+
+KINDS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.4),
+    Sampling(temperature=2.5),
+    Sampling(temperature=1.0, top_k=20),
+    Sampling(temperature=1.3, top_p=0.8),
+    Sampling(temperature=0.8, top_p=0.5, top_k=40),
+    Sampling(temperature=1.2, min_p=0.05),
+    Sampling(temperature=1.5, min_p=0.02, top_p=0.9),
+    Sampling(temperature=1.5, min_p=0.02, top_p=0.9, top_k=60),
+    Sampling(temperature=1.0, top_k=10_000, top_p=0.95),
+    Sampling(temperature=2.5, top_p=0.15),
+    Sampling(temperature=2.0, min_p=0.2, top_p=0.7),
+]
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=repr)
+def test_what_is_drawn_has_the_exact_distribution(sampling: Sampling) -> None:
+    logits = (np.random.default_rng(2).standard_normal(701) * 2).astype(np.float32)
+    assert_drawn_from(draws(logits, sampling, 6000), expected_distribution(logits, sampling))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8, 0.3])
+def test_wide_distributions_are_exact_too(top_p: float) -> None:
+    """Most of the weight is in a tail that no list of candidates holds; ids past 64 * 156 count."""
+    logits = (np.random.default_rng(3).standard_normal(10_030) * 0.3).astype(np.float32)
+    logits[[*range(40), *range(10_000, 10_030)]] += 4.0
+    sampling = Sampling(temperature=1.0, top_p=top_p)
+    expected = expected_distribution(logits, sampling)
+    assert (expected > 0).sum() > 200
+    assert_drawn_from(draws(logits, sampling, 4000), expected)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 63, 64, 65, 130])
+def test_small_vocabularies_have_the_exact_distribution(vocabulary: int) -> None:
+    logits = np.linspace(0, 1, vocabulary, dtype=np.float32)
+    counts = np.bincount(draws(logits, Sampling(temperature=1.0), 3000), minlength=vocabulary)
+    assert stats.chisquare(counts, softmax(logits.astype(np.float64)) * 3000).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_ties_at_the_edge_of_the_nucleus_go_to_lower_ids(levels: int) -> None:
+    logits = (np.arange(400) % levels).astype(np.float32)
+    sampling = Sampling(temperature=1.0, top_p=0.4)
+    expected = expected_distribution(logits, sampling)
+    tokens = draws(logits, sampling, 3000)
+    assert set(tokens) <= set(np.flatnonzero(expected)) and len(set(tokens)) > 50
+
+
+def test_logits_far_apart_do_not_break_the_draw() -> None:
+    logits = np.linspace(-4000, 0, 3000, dtype=np.float32)
+    logits[:100] = -np.inf
+    for sampling in (Sampling(temperature=0.05, top_p=0.9), Sampling(temperature=2.0, min_p=0.1)):
+        expected = expected_distribution(logits, sampling)
+        assert set(draws(logits, sampling, 50)) <= set(np.flatnonzero(expected))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    vocabulary=st.integers(2, 3000),
+    levels=st.sampled_from([3, 50, 100_000]),
+    top_k=st.integers(0, 400),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    temperature=st.floats(0.05, 3.0),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_token_outside_of_the_definition_is_ever_drawn(
+    seed: int,
+    vocabulary: int,
+    levels: int,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    temperature: float,
+) -> None:
+    random = np.random.default_rng(seed)
+    logits = (random.integers(0, levels, vocabulary) * (6.0 / levels)).astype(
+        np.float32
+    )  # few levels: many ties
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    token = sample(logits[None, :], [make_row(sampling)])[0].token
+    scaled = logits.astype(np.float64) / temperature
+    probabilities = softmax(scaled)
+    assert probabilities[token] >= min_p * probabilities.max() * (1 - 1e-4)
+    better = (logits > logits[token]).sum()
+    assert top_k == 0 or better < top_k
+    left = probabilities[probabilities >= min_p * probabilities.max() * (1 - 1e-4)]
+    left = np.sort(left)[::-1][: top_k or None]
+    assert top_p == 1.0 or left[: max(0, better)].sum() / left.sum() < top_p + 1e-4
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 5000),
+    st.integers(1, 300),
+    st.sampled_from([2, 1000, 1_000_000]),
+)
+@settings(max_examples=150, deadline=None)
+def test_top_ids_is_the_head_of_a_stable_sort(
+    seed: int, vocabulary: int, count: int, levels: int
+) -> None:
+    random = np.random.default_rng(seed)
+    work = random.integers(0, levels, vocabulary).astype(np.float32)
+    work[random.random(vocabulary) < random.random()] = -np.inf
+    expected = np.argsort(-work, kind="stable")[: min(count, int(np.isfinite(work).sum()))]
+    assert top_ids(work, count).tolist() == expected.tolist()
+
+
+# --- independence of batch mates
+
+
+def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
+    random = np.random.default_rng(4)
+    logits = (random.standard_normal((len(KINDS) * 3, 5001)) * 2).astype(np.float32)
+    rows = [
+        make_row(changed(kind, seed=index), position=index + 1)
+        for index, kind in enumerate(KINDS * 3)
+    ]
+    together = [each.token for each in sample(logits, rows)]
+    alone = [sample(logits[index : index + 1], [row])[0].token for index, row in enumerate(rows)]
+    order = random.permutation(len(rows))
+    shuffled = [each.token for each in sample(logits[order], [rows[index] for index in order])]
+    assert together == alone == [shuffled[list(order).index(index)] for index in range(len(rows))]
+
+
+def test_the_position_counts_the_tokens_before_however_they_came() -> None:
+    logits = np.random.default_rng(5).standard_normal((1, 2000)).astype(np.float32)
+    sampling = Sampling(temperature=2.0, seed=9)
+    whole = Row(0, np.arange(8, dtype=np.int32), 0, True, sampling)
+    last = Row(3, np.arange(1, dtype=np.int32), 7, True, sampling)
+    assert sample(logits, [whole])[0].token == sample(logits, [last])[0].token
+    others = {sample(logits, [make_row(sampling, position)])[0].token for position in range(1, 40)}
+    assert len(others) > 20
+
+
+def test_tiny_changes_of_the_logits_hardly_ever_change_the_token() -> None:
+    random = np.random.default_rng(6)
+    logits = (random.standard_normal((1, 3000)) * 2).astype(np.float32)
+    nudged = logits + (random.standard_normal((1, 3000)) * 1e-4).astype(np.float32)
+    for kind in (
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_k=50),
+        Sampling(temperature=1.0, top_p=0.9),
+    ):
+        rows = [make_row(changed(kind, seed=seed)) for seed in range(300)]
+        one, other = (np.repeat(each, len(rows), axis=0) for each in (logits, nudged))
+        same = [
+            a.token == b.token for a, b in zip(sample(one, rows), sample(other, rows), strict=True)
+        ]
+        assert np.mean(same) > 0.98
+
+
+def test_logits_are_not_written() -> None:
+    logits = np.random.default_rng(7).standard_normal((3, 900)).astype(np.float32)
+    logits.setflags(write=False)
+    history = np.array([1, 2, 3], np.int32)
+    rows = [
+        make_row(Sampling(temperature=0.5, presence_penalty=1.0), history=history, prompt_tokens=1),
+        make_row(Sampling(logit_bias={5: 3.0}, logprobs=4)),
+        make_row(Sampling(temperature=1.0, top_p=0.3), banned=(4, 5)),
+    ]
+    assert len(sample(logits, rows)) == 3
+
+
+# --- bias, penalties, bans, log-probabilities
+
+
+def test_penalties_are_vllms() -> None:
+    logits = np.array([[2.0, 1.9, 1.8, -1.0, 0.0, *[-9.0] * 300]], np.float32)
+    history = np.array([0, 0, 3, 1, 1, 1], np.int32)  # prompt 0 0 3, generated 1 1 1
+
+    def chosen(prompt_tokens: int = 3, **penalties: float) -> Sampled:
+        rows = [make_row(Sampling(**penalties), history=history, prompt_tokens=prompt_tokens)]  # type: ignore[arg-type]
+        return sample(logits, rows)[0]
+
+    assert chosen(presence_penalty=0.5).token == 0  # the prompt's 0 is not counted
+    assert chosen(presence_penalty=0.5, prompt_tokens=0).token == 2  # now it is generated
+    assert chosen(frequency_penalty=0.04).token == 0
+    assert chosen(frequency_penalty=-0.04).token == 1  # 1.9 + 3 * 0.04
+    assert (
+        chosen(repetition_penalty=1.2).token == 2
+    )  # 2.0 / 1.2 and 1.9 / 1.2 fall below 1.8; the prompt counts
+    negative = sample(
+        np.array([[-1.0, -1.1, *[-9.0] * 300]], np.float32),
+        [make_row(Sampling(repetition_penalty=1.3), history=history[:1])],
+    )
+    assert negative[0].token == 1  # a negative logit is multiplied: -1.3
+
+
+def test_bias_and_bans() -> None:
+    logits = np.zeros((1, 400), np.float32)
+    logits[0, 7] = 5.0
+    assert sample(logits, [make_row(Sampling(logit_bias={9: 6.0}))])[0].token == 9
+    assert sample(logits, [make_row(Sampling(logit_bias={7: -100.0, 11: 1.0}))])[0].token == 11
+    assert sample(logits, [make_row(Sampling(), banned=(7,))])[0].token == 0
+    for sampling, banned in (
+        (Sampling(logit_bias={400: 1.0}), ()),
+        (Sampling(logit_bias={-1: 1.0}), ()),
+        (Sampling(), (400,)),
+    ):
+        with pytest.raises(Unsupported, match="and the vocabulary has 400"):
+            sample(logits, [make_row(sampling, banned=banned)])
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_logprobs_are_those_of_the_raw_logits(count: int) -> None:
+    logits = (np.random.default_rng(8).standard_normal((2, 3001)) * 4).astype(np.float32)
+    exact = log_softmax(logits.astype(np.float64), axis=1)
+    rows = [
+        make_row(Sampling(logprobs=count)),
+        make_row(Sampling(logprobs=count, temperature=3.0, seed=1, logit_bias={4: 50.0})),
+    ]
+    for line, each in enumerate(sample(logits, rows)):
+        assert each.logprobs is not None
+        assert each.logprobs.chosen == pytest.approx(exact[line, each.token], abs=1e-5)
+        assert each.logprobs.top_ids == np.argsort(-logits[line], kind="stable")[:count].tolist()
+        assert each.logprobs.top_values == pytest.approx(
+            exact[line, each.logprobs.top_ids], abs=1e-5
+        )
+    assert sample(logits, rows)[1].token == 4
+
+
+# --- grammars
+
+
+class Only:
+    """A Constraint that allows some tokens, and remembers what it was told."""
+
+    def __init__(self, *allowed: int) -> None:
+        self.allowed = set(allowed)
+        self.accepted: list[int] = []
+
+    def mask(self, logits: F32) -> None:
+        logits[[token for token in range(len(logits)) if token not in self.allowed]] = -np.inf
+
+    def accept(self, token: int) -> None:
+        assert token in self.allowed
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=1.0, top_p=0.97),
+    ],
+    ids=repr,
+)
+def test_a_constrained_draw_is_one_from_what_is_allowed(sampling: Sampling) -> None:
+    logits = (np.random.default_rng(9).standard_normal(300) * 1.5).astype(np.float32)
+    allowed = [3, 10, 11, 57, 58, 59, 120, 121, 122, 201, int(logits.argmax())]
+    masked = np.full_like(logits, -np.inf)
+    masked[allowed] = logits[allowed]
+    constrained = changed(sampling, grammar="x")
+    rows = [make_row(changed(constrained, seed=seed), state=Only(*allowed)) for seed in range(4000)]
+    tokens = np.array([each.token for each in sample(np.broadcast_to(logits, (4000, 300)), rows)])
+    expected = expected_distribution(masked, sampling)
+    counts = np.bincount(tokens, minlength=300)[expected > 0]
+    assert counts.sum() == 4000
+    assert stats.chisquare(counts, expected[expected > 0] * 4000).pvalue > 1e-4
+    assert all(
+        row.state.accepted == [token] for row, token in zip(rows, tokens.tolist(), strict=True)
+    )
+
+
+def test_a_greedy_row_takes_the_best_of_what_is_allowed() -> None:
+    logits = np.zeros((1, 300), np.float32)
+    logits[0, [8, 101]] = (9.0, 1.0)
+    free = Only(8)
+    bound = Only(100, 101)
+    assert sample(logits, [make_row(Sampling(grammar="x"), state=free)])[0].token == 8
+    assert sample(logits, [make_row(Sampling(json_schema="{}"), state=bound)])[0].token == 101
+    assert (free.accepted, bound.accepted) == ([8], [101])
+    with pytest.raises(Unsupported, match="grammar"):
+        sample(logits, [make_row(Sampling(grammar="x"))])
+
+
+def test_rows_and_logits_must_match() -> None:
+    with pytest.raises(ValueError, match="2 rows of logits for 1"):
+        sample(np.zeros((2, 300), np.float32), [make_row(Sampling())])

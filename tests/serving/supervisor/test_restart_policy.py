@@ -1,0 +1,123 @@
+"""Decisions after a death, on a clock that is a number."""
+
+import pytest
+
+from serving.errors import Cause
+from serving.supervisor.restart_policy import (
+    PERMANENT,
+    Ending,
+    RecoveryLimits,
+    after_death,
+    is_hung,
+    return_at,
+)
+
+LIMITS = RecoveryLimits()
+
+
+def ending(cause: Cause, at: float = 0.0, engine: int = 0, ready: float | None = 10.0) -> Ending:
+    return Ending(engine, cause, "it said so", at, ready)
+
+
+@pytest.mark.parametrize("cause", sorted(PERMANENT))
+def test_a_permanent_cause_falls_back_at_once_and_fails_where_there_is_nothing_to_fall_back_to(
+    cause: Cause,
+) -> None:
+    assert after_death([ending(cause, ready=None)], 2, LIMITS).engine == 1
+    verdict = after_death([ending(cause, ready=None)], 1, LIMITS)
+    assert verdict.engine is None and cause.value in verdict.text and "it said so" in verdict.text
+
+
+@pytest.mark.parametrize("cause", [Cause.load_oom, Cause.load_failed, Cause.insufficient_vram])
+def test_a_load_that_fails_twice_is_no_chance(cause: Cause) -> None:
+    first = ending(cause, 0.0, ready=None)
+    assert after_death([first], 1, LIMITS).engine == 0
+    assert after_death([first, ending(cause, 1.0, ready=None)], 1, LIMITS).engine is None
+    assert (
+        after_death(
+            [first, ending(Cause.engine_died, 1.0, ready=5.0), ending(cause, 9.0, ready=None)],
+            1,
+            LIMITS,
+        ).engine
+        == 0
+    )
+    assert after_death([first], 2, LIMITS).engine == 1
+
+
+def test_a_death_is_worth_one_restart_and_the_second_within_the_window_falls_back() -> None:
+    first = ending(Cause.engine_died, 0.0)
+    assert after_death([first], 2, LIMITS).engine == 0
+    assert after_death([first, ending(Cause.engine_died, 299.0)], 2, LIMITS).engine == 1
+    assert after_death([first, ending(Cause.engine_died, 301.0)], 2, LIMITS).engine == 0
+
+
+@pytest.mark.parametrize("cause", [Cause.runtime_oom, Cause.health_timeout])
+def test_memory_and_hangs_fall_back_at_once(cause: Cause) -> None:
+    assert after_death([ending(cause)], 2, LIMITS).engine == 1
+    assert after_death([ending(cause)], 1, LIMITS).engine == 0
+
+
+def test_the_last_engine_restarts_with_growing_pauses_until_the_breaker_opens() -> None:
+    endings = [ending(Cause.engine_died, 10.0 * n) for n in range(5)]
+    pauses = [after_death(endings[: n + 1], 1, LIMITS).delay_seconds for n in range(4)]
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+    verdict = after_death(endings, 1, LIMITS)
+    assert verdict.engine is None and "5 times in 40 s" in verdict.text
+
+
+def test_deaths_long_ago_do_not_count() -> None:
+    endings = [ending(Cause.engine_died, 200.0 * n) for n in range(20)]
+    assert after_death(endings, 1, LIMITS).engine == 0
+    assert after_death(endings, 1, LIMITS).delay_seconds == 1.0
+
+
+def test_failed_returns_between_do_not_reset_the_breaker_of_the_engine_that_serves() -> None:
+    endings = []
+    for n in range(5):
+        endings += [
+            ending(Cause.load_oom, 10.0 * n, 0, None),
+            ending(Cause.engine_died, 10.0 * n + 5, 1),
+        ]
+    assert after_death(endings, 2, LIMITS).engine is None
+
+
+def test_the_way_back_doubles_its_pause_up_to_ten_minutes() -> None:
+    died = [ending(Cause.runtime_oom)]
+    assert return_at(died, 100.0, [], LIMITS) == 130.0
+    assert return_at(died, 100.0, [130.0], LIMITS) == 190.0
+    assert return_at(died, 100.0, [130.0, 190.0], LIMITS) == 310.0
+    patient = RecoveryLimits(flips_per_hour=100)
+    many = [float(n) for n in range(20)]
+    assert return_at(died, 100.0, many, patient) == 700.0
+
+
+def test_at_most_so_many_flips_an_hour() -> None:
+    died = [ending(Cause.runtime_oom)]
+    assert return_at(died, 500.0, [0.0, 100.0, 200.0, 400.0], LIMITS) == 3600.0
+    assert return_at(died, 500.0, [], RecoveryLimits(flips_per_hour=0)) is None
+
+
+def test_an_engine_that_lasted_starts_with_short_pauses_again() -> None:
+    died = [ending(Cause.runtime_oom, 50.0), ending(Cause.runtime_oom, 5000.0, ready=4000.0)]
+    assert return_at(died, 5000.0, [100.0, 900.0], LIMITS) == 5030.0
+
+
+def test_there_is_no_way_back_after_a_permanent_cause() -> None:
+    assert return_at([ending(Cause.no_driver, ready=None)], 0.0, [], LIMITS) is None
+    assert return_at([], 0.0, [], LIMITS) is None
+
+
+@pytest.mark.parametrize(
+    ("step_age", "idle", "hung"),
+    [
+        (29.0, 29.0, False),
+        (31.0, 31.0, True),
+        (31.0, 2.0, False),
+        (299.0, 2.0, False),
+        (301.0, 0.0, True),
+    ],
+)
+def test_a_child_that_works_on_a_long_step_is_not_hung_and_one_that_sleeps_is(
+    step_age: float, idle: float, hung: bool
+) -> None:
+    assert is_hung(step_age, idle, LIMITS) is hung

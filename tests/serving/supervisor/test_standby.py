@@ -1,0 +1,185 @@
+"""The engine that stands by: loaded beside the one that serves, it takes over at once; and starting
+again after an unload.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from serving.backends.base import EngineConfig
+from serving.engine.messages import GenerationRequest
+from serving.errors import ServingError
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
+from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
+
+pytestmark = pytest.mark.clock  # real processes
+
+Config = Callable[..., EngineConfig]
+NO_RETURN = msgspec.structs.replace(QUICK, flips_per_hour=0)
+SLOW_LOAD = 1.0  # seconds of the CPU engine's load: what standing by saves
+
+
+def standing_by(supervisor: Supervisor) -> Callable[[], bool]:
+    return lambda: supervisor.standby == "fake/cpu"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL])
+def test_it_takes_over_at_once_after_a_single_death_and_nothing_unread_is_lost(
+    config: Config, tokenizer_path: str, number: signal.Signals
+) -> None:
+    async def scenario() -> None:
+        gpu, cpu = config(device="gpu"), config(load_seconds=SLOW_LOAD)
+        async with running(gpu, cpu, standby=True, limits=NO_RETURN) as supervisor:
+            await until(standing_by(supervisor))
+            assert supervisor.label == "fake/gpu" and len(supervisor.pids) == 2
+            read = supervisor.submit(GenerationRequest([1, 2, 3], LONG, ignore_eos=True))
+            unread = [
+                supervisor.submit(GenerationRequest([4, 5, 6 + n], 20, ignore_eos=True, whole=True))
+                for n in range(6)
+            ]
+            await anext(read)
+            assert supervisor.engine_pid is not None
+            began = time.monotonic()
+            os.kill(supervisor.engine_pid, number)
+            for n, stream in enumerate(unread):
+                whole = await collect(stream)
+                assert (whole.finish, whole.text) == (
+                    "length",
+                    truth(tokenizer_path, [4, 5, 6 + n], 20),
+                )
+            assert time.monotonic() - began < SLOW_LOAD  # nothing was loaded for it
+            assert (await collect(read)).finish == "error"
+            assert (
+                supervisor.label,
+                supervisor.state,
+                supervisor.fallbacks,
+                supervisor.restarts,
+            ) == ("fake/cpu", "ready", 1, 0)
+            fell = next(event for event in supervisor.events if event.kind == "fell_back")
+            assert fell.cause == "engine_died" and "which stood by" in fell.message
+            assert "restarting" not in kinds(supervisor) and supervisor.deaths == {"engine_died": 1}
+
+    run(scenario())
+
+
+def test_it_takes_over_from_an_engine_that_hangs(config: Config) -> None:
+    async def scenario() -> None:
+        async with running(
+            config(device="gpu"), config(), standby=True, limits=NO_RETURN
+        ) as supervisor:
+            await until(standing_by(supervisor))
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGSTOP)
+            assert (
+                await collect(supervisor.submit(GenerationRequest([1, 2], 10, ignore_eos=True)))
+            ).finish == "length"
+            assert supervisor.label == "fake/cpu" and supervisor.deaths == {"health_timeout": 1}
+
+    run(scenario())
+
+
+def test_a_standby_that_is_still_loading_is_waited_for_and_not_started_twice(
+    config: Config,
+) -> None:
+    async def scenario() -> None:
+        gpu, cpu = config(device="gpu", fail_cause="runtime_oom"), config(load_seconds=SLOW_LOAD)
+        async with running(gpu, cpu, standby=True, limits=NO_RETURN) as supervisor:
+            await until(lambda: len(supervisor.pids) == 2)
+            assert (
+                await collect(supervisor.submit(GenerationRequest([1], 5, ignore_eos=True)))
+            ).finish == "length"
+            assert supervisor.label == "fake/cpu" and kinds(supervisor).count("started") == 2
+
+    run(scenario())
+
+
+def test_a_standby_that_dies_is_replaced_but_not_for_ever_and_the_serving_engine_does_not_notice(
+    config: Config,
+) -> None:
+    async def scenario() -> None:
+        limits = RecoveryLimits(backoff_first_seconds=0.01, deaths=2, health_timeout_seconds=1.0)
+        async with running(
+            config(device="gpu"), config(fail_cause="load_oom"), standby=True, limits=limits
+        ) as supervisor:
+            stream = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            await until(lambda: kinds(supervisor).count("died") == 2)
+            assert (await collect(stream)).finish == "length"
+            assert kinds(supervisor).count("started") == 1 + 2 and supervisor.standby is None
+            assert (supervisor.state, supervisor.label, supervisor.fallbacks) == (
+                "ready",
+                "fake/gpu",
+                0,
+            )
+        async with running(config(device="gpu"), config(), standby=True) as supervisor:
+            await until(standing_by(supervisor))
+            (pid,) = set(supervisor.pids) - {supervisor.engine_pid}
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: supervisor.standby is not None and pid not in supervisor.pids)
+
+    run(scenario())
+
+
+def test_after_the_way_back_the_other_engine_stands_by_again_and_finishes_what_it_has(
+    config: Config,
+) -> None:
+    async def scenario() -> None:
+        async with running(config(device="gpu"), config(), standby=True) as supervisor:
+            await until(standing_by(supervisor))
+            (cpu_pid,) = set(supervisor.pids) - {supervisor.engine_pid}
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            await until(lambda: supervisor.label == "fake/cpu")
+            old = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            await anext(old)
+            await until(lambda: supervisor.label == "fake/gpu")
+            assert (await collect(old)).finish == "length"
+            assert (
+                supervisor.standby == "fake/cpu" and alive(cpu_pid) and cpu_pid in supervisor.pids
+            )
+            assert (supervisor.returns, kinds(supervisor).count("started")) == (1, 2)
+
+    run(scenario())
+
+
+def test_without_an_engine_to_fall_back_to_there_is_none_to_stand_by(config: Config) -> None:
+    async def scenario() -> None:
+        async with running(config(), standby=True) as supervisor:
+            await collect(supervisor.submit(GenerationRequest([1], 5)))
+            assert len(supervisor.pids) == 1 and supervisor.standby is None
+
+    run(scenario())
+
+
+def test_an_unloaded_supervisor_can_start_again_and_remembers_nothing_bad(config: Config) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            with pytest.raises(ServingError, match="cannot be started: it is ready"):
+                await supervisor.start()
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            await until(lambda: supervisor.state == "restarting")
+            await supervisor.wait_ready(20)
+            assert await supervisor.unload("for a test") == 0
+            assert (
+                supervisor.state == "unloaded"
+                and supervisor.reason == "the model was unloaded: for a test"
+                and supervisor.pids == []
+            )
+            other = msgspec.structs.replace(config(), slots=2)
+            await supervisor.start([other])
+            ready = await supervisor.wait_ready(20)
+            assert (
+                ready.info.slots == 2
+                and (await collect(supervisor.submit(GenerationRequest([1], 5)))).tokens == 5
+            )
+            assert supervisor.restarts == 1  # counts of the process go on
+        assert supervisor.state == "stopped"
+
+    run(scenario())

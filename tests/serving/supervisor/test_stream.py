@@ -1,0 +1,89 @@
+"""A stream's reader and writer, and what is merged between two reads."""
+
+import asyncio
+
+from serving.engine.messages import Delta, FinishReason, GenerationRequest, TokenDetail
+from serving.supervisor.stream import Stream, merged
+
+
+def stream(whole: bool = False) -> Stream:
+    return Stream(7, GenerationRequest([1], 10, whole=whole), lambda _: None, 0.0)
+
+
+def test_merging_joins_text_sums_tokens_and_keeps_what_only_one_knows() -> None:
+    one = Delta(
+        7,
+        1,
+        "a",
+        details=[TokenDetail(1, -0.1)],
+        cached_tokens=4,
+        queue_seconds=0.5,
+        prefill_seconds=0.2,
+    )
+    two = Delta(7, 2, "", details=[TokenDetail(2, -0.2), TokenDetail(3, -0.3)])
+    three = Delta(7, 1, "b", finish=FinishReason.REFUSED, error="why", parameter="grammar")
+    result = merged([one, two, three])
+    assert (result.tokens, result.text, result.finish) == (4, "ab", "refused")
+    assert (result.error, result.parameter) == ("why", "grammar")
+    assert [detail.token for detail in result.details] == [1, 2, 3]
+    assert (result.cached_tokens, result.queue_seconds, result.prefill_seconds) == (4, 0.5, 0.2)
+    assert one.details == [TokenDetail(1, -0.1)]
+
+
+def test_a_reader_that_waits_gets_each_delta_and_then_the_end() -> None:
+    async def scenario() -> list[Delta]:
+        source = stream()
+
+        async def write() -> None:
+            for number in range(3):
+                await asyncio.sleep(0)
+                source.push(
+                    Delta(7, 1, str(number), finish=FinishReason.STOP if number == 2 else None)
+                )
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        deltas = [delta async for delta in source]
+        await writing
+        assert [delta async for delta in source] == []
+        return deltas
+
+    assert [delta.text for delta in asyncio.run(scenario())] == ["0", "1", "2"]
+
+
+def test_a_whole_stream_gives_one_delta_at_the_end_and_can_start_again_until_then() -> None:
+    async def scenario() -> None:
+        source = stream(whole=True)
+        reading = asyncio.create_task(anext(source))
+        source.push(Delta(7, 1, "lost"))
+        await asyncio.sleep(0)
+        assert not reading.done() and not source.handed_over
+        source.start_again()
+        source.push(Delta(7, 1, "a"))
+        source.push(Delta(7, 1, "b", finish=FinishReason.LENGTH))
+        source.push(Delta(7, 1, "after the end"))
+        assert (await reading).text == "ab" and source.attempts == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_is_cancelled_leaves_the_stream_usable() -> None:
+    async def scenario() -> None:
+        source = stream()
+        reading = asyncio.create_task(anext(source))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        source.push(Delta(7, 1, "x", finish=FinishReason.STOP))
+        assert (await anext(source)).text == "x"
+
+    asyncio.run(scenario())
+
+
+def test_cancel_is_passed_on_once_it_makes_sense() -> None:
+    cancelled: list[int] = []
+    source = Stream(7, GenerationRequest([1], 10), cancelled.append, 0.0)
+    source.cancel()
+    source.push(Delta(7, 0, "", finish=FinishReason.CANCELLED))
+    source.cancel()
+    assert cancelled == [7]

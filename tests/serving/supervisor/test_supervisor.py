@@ -1,0 +1,446 @@
+"""The supervisor with real engine children: real signals, real sockets, the fake backend."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from serving.backends.base import EngineConfig
+from serving.engine.messages import GenerationRequest
+from serving.errors import EngineFailed, Overloaded, Unavailable
+from serving.supervisor.admission import QueueBounds
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
+from tests.serving.children import LONG, alive, collect, kinds, run, running, truth, until
+
+pytestmark = pytest.mark.clock  # real processes
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_it_serves_on_either_loop(
+    config: Callable[..., EngineConfig], tokenizer_path: str, loop_factory: Any
+) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            assert supervisor.ready is not None and supervisor.ready.info.slots == 4
+            prompts = [[5, 6, 7 + number] for number in range(9)]
+            streams = [
+                supervisor.submit(GenerationRequest(prompt, 30, ignore_eos=True))
+                for prompt in prompts
+            ]
+            assert supervisor.in_flight == 9
+            for prompt, stream in zip(prompts, streams, strict=True):
+                whole = await collect(stream)
+                assert (whole.tokens, whole.finish) == (30, "length")
+                assert whole.text == truth(tokenizer_path, prompt, 30)
+            assert (supervisor.in_flight, supervisor.waiting) == (0, 0)
+            assert supervisor.label == "fake/cpu" and supervisor.stats is not None
+        assert supervisor.state == "stopped"
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(scenario())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_after_a_death_the_unread_start_again_and_the_read_end_with_an_error(
+    config: Callable[..., EngineConfig], tokenizer_path: str, number: signal.Signals
+) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            read = supervisor.submit(GenerationRequest([1, 2, 3], LONG, ignore_eos=True))
+            unread = [
+                supervisor.submit(GenerationRequest([4, 5, 6 + n], 40, ignore_eos=True))
+                for n in range(6)
+            ]
+            whole = supervisor.submit(GenerationRequest([9, 9, 9], 40, ignore_eos=True, whole=True))
+            await anext(read)
+            first_pid = supervisor.engine_pid
+            assert first_pid is not None
+            os.kill(first_pid, number)
+            last = await collect(read)
+            assert last.finish == "error" and last.error is not None and number.name in last.error
+            await until(lambda: supervisor.state != "ready")
+            assert supervisor.state == "restarting" and supervisor.reason is not None
+            with pytest.raises(Unavailable, match="restarting") as refused:
+                supervisor.submit(GenerationRequest([1], 1))
+            assert refused.value.retry_after_seconds >= 1.0
+            for n, stream in enumerate(unread):
+                result = await collect(stream)
+                assert (result.tokens, result.finish) == (40, "length")
+                assert result.text == truth(tokenizer_path, [4, 5, 6 + n], 40)
+            assert (await collect(whole)).text == truth(tokenizer_path, [9, 9, 9], 40)
+            assert supervisor.engine_pid not in (None, first_pid)
+            assert (supervisor.restarts, supervisor.fallbacks) == (1, 0)
+            died = next(event for event in supervisor.events if event.kind == "died")
+            assert died.cause == "engine_died" and number.name in died.message
+
+    run(scenario())
+
+
+def test_a_stopped_child_is_found_killed_and_replaced(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            await collect(supervisor.submit(GenerationRequest([1], 3)))
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGSTOP)
+            started = time.monotonic()
+            result = await collect(
+                supervisor.submit(GenerationRequest([1, 2], 10, ignore_eos=True))
+            )
+            assert result.finish == "length" and 0.9 < time.monotonic() - started < 6.0
+            assert [event.cause for event in supervisor.events if event.kind == "died"] == [
+                "health_timeout"
+            ]
+
+    run(scenario())
+
+
+def test_an_idle_stopped_child_is_left_alone(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        async with running(
+            config(), limits=RecoveryLimits(health_timeout_seconds=0.3)
+        ) as supervisor:
+            pid = supervisor.engine_pid
+            await asyncio.sleep(1.0)
+            assert supervisor.engine_pid == pid and supervisor.state == "ready"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("cause", "starts"), [("load_failed", 2), ("load_oom", 2), ("backend_missing", 1)]
+)
+def test_an_engine_that_cannot_load_is_not_started_for_ever(
+    config: Callable[..., EngineConfig], cause: str, starts: int
+) -> None:
+    async def scenario() -> None:
+        async with running(config(fail_cause=cause), wait=False) as supervisor:
+            assert supervisor.state == "loading"
+            with pytest.raises(Unavailable):
+                supervisor.submit(GenerationRequest([1], 1))
+            with pytest.raises(EngineFailed, match=cause):
+                await supervisor.wait_ready(20)
+            assert (
+                supervisor.state == "failed"
+                and supervisor.reason is not None
+                and cause in supervisor.reason
+            )
+            assert kinds(supervisor).count("started") == starts
+            await asyncio.sleep(0.3)
+            assert kinds(supervisor).count("started") == starts
+            with pytest.raises(Unavailable, match="failed"):
+                supervisor.submit(GenerationRequest([1], 1))
+
+    run(scenario())
+
+
+def test_a_backend_that_does_not_exist_is_named(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        import msgspec
+
+        wrong = msgspec.structs.replace(config(), backend="no.such.module:Backend")
+        async with running(wrong, wait=False) as supervisor:
+            with pytest.raises(EngineFailed, match=r"no\.such\.module"):
+                await supervisor.wait_ready(20)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("cause", "restarts"),
+    [
+        ("load_oom", 0),
+        ("load_failed", 0),
+        ("backend_missing", 0),
+        ("runtime_oom", 0),
+        ("hang", 0),
+        ("engine_died", 1),
+        ("abort", 1),
+        ("exit", 1),
+    ],
+)
+def test_every_cause_on_the_gpu_ends_on_the_cpu_with_no_unread_request_lost(
+    config: Callable[..., EngineConfig], cause: str, restarts: int
+) -> None:
+    async def scenario() -> None:
+        gpu, cpu = config(device="gpu", fail_cause=cause, fail_after_steps=3), config(device="cpu")
+        async with running(
+            gpu, cpu, limits=RecoveryLimits(backoff_first_seconds=0.05, health_timeout_seconds=1.0)
+        ) as supervisor:
+            streams = [
+                supervisor.submit(GenerationRequest([7, n], 20, ignore_eos=True, whole=True))
+                for n in range(8)
+            ]
+            results = [await collect(stream) for stream in streams]
+            assert [(r.tokens, r.finish) for r in results] == [(20, "length")] * 8
+            assert (supervisor.label, supervisor.fallbacks, supervisor.restarts) == (
+                "fake/cpu",
+                1,
+                restarts,
+            )
+            fell = next(event for event in supervisor.events if event.kind == "fell_back")
+            expected = {
+                "hang": "health_timeout",
+                "abort": "engine_died",
+                "exit": "engine_died",
+            }.get(cause, cause)
+            assert (fell.cause, fell.engine) == (
+                expected,
+                "fake/gpu",
+            ) and "fake/cpu" in fell.message
+
+    run(scenario())
+
+
+def test_the_preferred_engine_comes_back_beside_the_one_that_serves(
+    config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        gpu = config(device="gpu", fail_cause="runtime_oom", fail_once_file=str(tmp_path / "once"))
+        asked = 0
+
+        async def usable() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked >= 3
+
+        async with running(gpu, config(), preferred_usable=usable) as supervisor:
+            await collect(supervisor.submit(GenerationRequest([1], 1)))
+            assert supervisor.label == "fake/cpu"
+            cpu_pid = supervisor.engine_pid
+            old = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            await anext(old)
+            await until(lambda: supervisor.label == "fake/gpu")
+            assert supervisor.state == "ready" and asked >= 3
+            new = await collect(supervisor.submit(GenerationRequest([1, 3], 5, ignore_eos=True)))
+            rest = await collect(old)
+            assert new.finish == "length" and rest.finish == "length"
+            assert supervisor.engine_pid != cpu_pid
+            await until(lambda: not alive(cpu_pid))
+            assert (supervisor.fallbacks, supervisor.returns) == (1, 1)
+            assert kinds(supervisor)[-2:] == ["returning", "returned"]
+
+    run(scenario())
+
+
+def test_a_way_back_that_fails_disturbs_nobody_and_is_not_tried_for_ever(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        limits = RecoveryLimits(
+            return_first_seconds=0.1,
+            steady_seconds=0.0,
+            health_timeout_seconds=1.0,
+            flips_per_hour=2,
+        )
+        async with running(
+            config(device="gpu", fail_cause="load_oom"), config(), limits=limits
+        ) as supervisor:
+            stream = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            await until(lambda: kinds(supervisor).count("died") == 3)
+            assert (await collect(stream)).finish == "length"
+            await asyncio.sleep(0.8)
+            assert kinds(supervisor).count("returning") == 2
+            assert (supervisor.label, supervisor.state, supervisor.returns) == (
+                "fake/cpu",
+                "ready",
+                0,
+            )
+
+    run(scenario())
+
+
+def test_a_request_that_kills_every_engine_is_given_up_and_the_server_lives(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(fail_cause="abort")) as supervisor:
+            result = await collect(supervisor.submit(GenerationRequest([1], 5)))
+            assert result.finish == "error" and "SIGABRT" in (result.error or "")
+            assert kinds(supervisor).count("died") == 3
+            await supervisor.wait_ready(20)
+
+    run(scenario())
+
+
+def test_the_breaker_opens_after_too_many_deaths(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        limits = RecoveryLimits(backoff_first_seconds=0.01, deaths=3)
+        async with running(config(), limits=limits) as supervisor:
+            for _ in range(3):
+                await supervisor.wait_ready(20)
+                pid = supervisor.engine_pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda pid=pid: supervisor.engine_pid != pid)  # type: ignore[misc]
+            await until(lambda: supervisor.state == "failed")
+            assert supervisor.reason is not None and "died 3 times" in supervisor.reason
+
+    run(scenario())
+
+
+def test_the_queue_has_an_end(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        async with running(config(slots=1), bounds=QueueBounds(waiting_requests=2)) as supervisor:
+            streams = [
+                supervisor.submit(GenerationRequest([1, n], 20, ignore_eos=True)) for n in range(3)
+            ]
+            with pytest.raises(Overloaded) as refused:
+                supervisor.submit(GenerationRequest([1], 20))
+            assert refused.value.kind == "queue_requests" and refused.value.retry_after_seconds > 0
+            for stream in streams:
+                assert (await collect(stream)).finish == "length"
+            await collect(supervisor.submit(GenerationRequest([1], 1)))
+
+    run(scenario())
+
+
+def test_a_slow_reader_gets_everything_in_one_piece(
+    config: Callable[..., EngineConfig], tokenizer_path: str
+) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            slow = supervisor.submit(GenerationRequest([3, 4], 60, ignore_eos=True))
+            await collect(supervisor.submit(GenerationRequest([3, 5], 80, ignore_eos=True)))
+            deltas = [delta async for delta in slow]
+            assert len(deltas) == 1 and (deltas[0].tokens, deltas[0].finish) == (60, "length")
+            assert (
+                deltas[0].text == truth(tokenizer_path, [3, 4], 60)
+                and deltas[0].queue_seconds is not None
+            )
+
+    run(scenario())
+
+
+def test_cancelling_frees_the_slot_and_ends_the_stream(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        async with running(config(slots=1)) as supervisor:
+            first = supervisor.submit(GenerationRequest([1], 2000, ignore_eos=True))
+            second = supervisor.submit(GenerationRequest([2], 3, ignore_eos=True))
+            await anext(first)
+            first.cancel()
+            started = time.monotonic()
+            assert (await collect(first)).finish == "cancelled"
+            assert (await collect(second)).finish == "length" and time.monotonic() - started < 1.0
+            first.cancel()
+            assert supervisor.in_flight == 0
+
+    run(scenario())
+
+
+def test_cancelling_and_deadlines_hold_while_no_engine_is_there(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(load_seconds=0.5)) as supervisor:
+            cancelled = supervisor.submit(GenerationRequest([1], LONG, ignore_eos=True))
+            late = supervisor.submit(
+                GenerationRequest([2], LONG, ignore_eos=True, deadline_seconds=0.3)
+            )
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGKILL)
+            await until(lambda: supervisor.state == "restarting")
+            cancelled.cancel()
+            assert (await collect(cancelled)).finish == "cancelled"
+            assert (await collect(late)).finish == "deadline"
+
+    run(scenario())
+
+
+def test_draining_finishes_what_is_in_flight_and_refuses_the_rest(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(slots=2)) as supervisor:
+            streams = [
+                supervisor.submit(GenerationRequest([1, n], 30, ignore_eos=True)) for n in range(5)
+            ]
+            stopping = asyncio.create_task(supervisor.stop(drain=True, timeout_seconds=20))
+            await asyncio.sleep(0.02)
+            with pytest.raises(Unavailable, match="draining"):
+                supervisor.submit(GenerationRequest([1], 1))
+            assert [(await collect(stream)).finish for stream in streams] == ["length"] * 5
+            assert await stopping == 0 and supervisor.state == "stopped"
+
+    run(scenario())
+
+
+def test_a_drain_has_a_limit_and_a_second_stop_aborts_it(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario(limit: float, abort: bool) -> None:
+        async with running(config()) as supervisor:
+            stream = supervisor.submit(GenerationRequest([1], 2000, ignore_eos=True))
+            await anext(stream)
+            started = time.monotonic()
+            stopping = asyncio.create_task(supervisor.stop(drain=True, timeout_seconds=limit))
+            if abort:
+                await asyncio.sleep(0.1)
+                await supervisor.stop(drain=False)
+            assert await stopping == 1
+            assert time.monotonic() - started < 4.0
+            result = await collect(stream)
+            assert result.finish == "error" and "stopped" in (result.error or "")
+
+    run(scenario(0.3, abort=False))
+    run(scenario(60.0, abort=True))
+
+
+def test_nothing_is_left_behind(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        for _ in range(2):
+            async with running(config()) as supervisor:
+                await collect(supervisor.submit(GenerationRequest([1], 5)))
+                pid = supervisor.engine_pid
+            assert not alive(pid)
+        await until(lambda: threading.active_count() <= threads)
+        assert len(asyncio.all_tasks()) <= 2
+
+    threads = threading.active_count()
+    before = len(os.listdir("/proc/self/fd"))
+    run(scenario())
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_the_child_dies_with_its_parent(
+    config: Callable[..., EngineConfig], tokenizer_path: str
+) -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from serving.backends.base import EngineConfig\n"
+        "from serving.engine.messages import GenerationRequest\n"
+        "from serving.supervisor.supervisor import Supervisor\n"
+        "async def main():\n"
+        "    s = Supervisor([EngineConfig('fake', '', 'fake', tokenizer_path=sys.argv[1], "
+        "options={'step_seconds': 0.01})])\n"
+        "    await s.start(); await s.wait_ready(20)\n"
+        "    s.submit(GenerationRequest([1], 2000, ignore_eos=True))\n"
+        "    print(s.engine_pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, tokenizer_path], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pid)
+
+
+def test_a_supervisor_without_engines_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Supervisor([])

@@ -1,0 +1,81 @@
+"""README and docs say what is so: the made parts, the commands, the links."""
+
+import doctest
+import importlib
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import crossover
+from tests.made_docs import MADE, replaced
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_from_the_code_is_as_the_code_is(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert replaced(name, text) == text, "run: python -m tests.made_docs"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_verb_that_is_shown_exists(page: Path) -> None:
+    shown = set(re.findall(r"^\s*crossover ([a-z]+)", page.read_text(), re.M))
+    assert shown <= set(crossover.VERBS)
+    assert shown or page != README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_that_is_named_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"`make ([a-z]+)", page.read_text()))
+    assert named <= targets
+    assert named or page != README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_linked_is_in_the_repository(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    tracked = set(listing.stdout.split())
+    for link in links:
+        if "://" in link:
+            continue
+        target = (page.parent / link).resolve()
+        name = str(target.relative_to(ROOT))
+        assert target.exists(), link
+        assert not tracked or name in tracked or target.is_dir(), f"{name} is not committed"
+
+
+def test_files_named_in_the_docs_exist() -> None:
+    wrong = []
+    for page in PAGES:
+        named = re.findall(
+            r"`((?:models|serving|loadtests|reports|tests)/[\w/.]+)`", page.read_text()
+        )
+        wrong += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
+    assert not wrong
+
+
+def _modules_with_examples() -> list[str]:
+    paths = [
+        path
+        for package in ("models", "serving", "loadtests", "reports")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if "\n>>> " in path.read_text() or "\n    >>> " in path.read_text()
+    ]
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+
+
+@pytest.mark.parametrize("module", _modules_with_examples())
+def test_examples_in_docstrings_are_true(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted and not result.failed

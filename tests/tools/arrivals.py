@@ -1,0 +1,27 @@
+"""One arrival process of each kind, for the tests of arrivals and of their check."""
+
+from loadtests.workload.arrivals import (
+    Arrivals,
+    Constant,
+    Diurnal,
+    Gamma,
+    OnOff,
+    Piecewise,
+    Poisson,
+    Ramp,
+)
+
+RATE, LONG = 20.0, 6000.0  # requests/s, seconds
+KINDS: list[Arrivals] = [
+    Constant(),
+    Poisson(),
+    Gamma(cv=2.5),
+    OnOff(5.0, 10.0),
+    Piecewise(((30.0, 1.0), (10.0, 4.0))),
+    Diurnal(600.0),
+    Ramp(0.5, 1.5),
+]
+
+
+def kind(process: Arrivals) -> str:
+    return type(process).__name__
