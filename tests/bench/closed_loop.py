@@ -1,7 +1,9 @@
-"""A small closed-loop client for benchmarks against peers: N streams, each sends its next request when the last one ended.
+"""A small closed-loop client for benchmarks against peers: N streams, each sends its next request
+when the last one ended.
 
-Plain asyncio sockets and no HTTP library, so that the client's own cost is small and the same for every server. Times start before the
-first byte leaves. Speaks only what the peers have in common: POST /v1/completions with "stream": true, answered as chunked SSE.
+Plain asyncio sockets and no HTTP library, so that the client's own cost is small and the same for
+every server. Times start before the first byte leaves. Speaks only what the peers have in common:
+POST /v1/completions with "stream": true, answered as chunked SSE.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import numpy as np
 
 @dataclass
 class Stream:
-    """What one request did; times in seconds from the start of the run. `finish`: the server's finish_reason; None where it gave none."""
+    """What one request did; times in seconds from the start of the run.
+
+    `finish`: the server's finish_reason; None where it gave none.
+    """
 
     sent: float
     asked: int  # tokens of output
@@ -29,7 +34,9 @@ class Stream:
 
 @dataclass(frozen=True)
 class Result:
-    """One run's figures. Rates in tokens per second, times in seconds. `failed`: requests that ended in an error; `cut`: those whose
+    """One run's figures. Rates in tokens per second, times in seconds.
+
+    `failed`: requests that ended in an error; `cut`: those whose
     answer broke off, or ended before it had the length asked for. Tokens of all of them count."""
 
     streams: int
@@ -50,13 +57,17 @@ async def _one(host: str, port: int, body: bytes, asked: int, start: float) -> S
     try:
         reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+            b"application/json\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
             % len(body)
             + body
         )
         status = await reader.readline()
         if b" 200 " not in status:
-            stream.error = status.decode(errors="replace").strip() or "the connection was closed without an answer"
+            stream.error = (
+                status.decode(errors="replace").strip()
+                or "the connection was closed without an answer"
+            )
             return stream
         async for line in reader:
             if not line.startswith(b"data: {"):
@@ -82,7 +93,9 @@ async def _one(host: str, port: int, body: bytes, asked: int, start: float) -> S
     return stream
 
 
-async def _drive(url: str, bodies: list[tuple[bytes, int]], streams: int) -> tuple[list[Stream], float]:
+async def _drive(
+    url: str, bodies: list[tuple[bytes, int]], streams: int
+) -> tuple[list[Stream], float]:
     parts = urlsplit(url)
     assert parts.hostname and parts.port
     queue = list(reversed(bodies))
@@ -97,8 +110,16 @@ async def _drive(url: str, bodies: list[tuple[bytes, int]], streams: int) -> tup
     return done, time.perf_counter() - start
 
 
-def run(url: str, prompts: list[str], output_tokens: int | list[int], streams: int, model: str = "", **extra: object) -> Result:
-    """Send every prompt once, `streams` at a time; output length (of all, or of each prompt) fixed by ignore_eos, where the server knows
+def run(
+    url: str,
+    prompts: list[str],
+    output_tokens: int | list[int],
+    streams: int,
+    model: str = "",
+    **extra: object,
+) -> Result:
+    """Send every prompt once, `streams` at a time; output length (of all, or of each prompt) fixed
+    by ignore_eos, where the server knows
     it. Raises RuntimeError where no request at all brought a token."""
     lengths = [output_tokens] * len(prompts) if isinstance(output_tokens, int) else output_tokens
     bodies = [
@@ -119,14 +140,19 @@ def run(url: str, prompts: list[str], output_tokens: int | list[int], streams: i
     done, seconds = asyncio.run(_drive(url, list(zip(bodies, lengths, strict=True)), streams))
     begun = [stream for stream in done if stream.chunks]
     if not begun:
-        raise RuntimeError(f"none of {len(done)} requests brought a token: {[stream.error for stream in done][:3]}")
+        raise RuntimeError(
+            f"none of {len(done)} requests brought a token: {[stream.error for stream in done][:3]}"
+        )
     ttft = np.array([stream.chunks[0] - stream.sent for stream in begun])
     gaps = np.concatenate([np.diff(stream.chunks) for stream in begun])
     return Result(
         streams=streams,
         requests=len(done),
         failed=sum(stream.error is not None or not stream.chunks for stream in done),
-        cut=sum(stream.error is None and 0 < len(stream.chunks) and made(stream) < stream.asked for stream in done),
+        cut=sum(
+            stream.error is None and 0 < len(stream.chunks) and made(stream) < stream.asked
+            for stream in done
+        ),
         output_tokens_per_second=sum(made(stream) for stream in done) / seconds,
         ttft_p50=float(np.percentile(ttft, 50)),
         ttft_p95=float(np.percentile(ttft, 95)),
@@ -137,7 +163,8 @@ def run(url: str, prompts: list[str], output_tokens: int | list[int], streams: i
 
 
 def made(stream: Stream) -> int:
-    """The tokens of an answer: as the server counts them; else all that were asked for, where it says that the length ended it; else one
+    """The tokens of an answer: as the server counts them; else all that were asked for, where it
+    says that the length ended it; else one
     for each chunk with text, which is the least there can be."""
     if stream.tokens is not None:
         return stream.tokens

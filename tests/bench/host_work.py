@@ -1,9 +1,11 @@
-"""What a step costs beside the model: scheduler, batch rows, sampling over a big vocabulary, text, and the message to the parent.
+"""What a step costs beside the model: scheduler, batch rows, sampling over a big vocabulary, text,
+and the message to the parent.
 
     python -m tests.bench.host_work [--streams 32] [--vocabulary 152064] [--steps 300]
 
-The engine's own loop runs in this process on a backend that computes nothing: its logits are ready before the step starts, so all
-the time that is counted is the host's. Prints one table; the sampler is the CPU backends' own.
+The engine's own loop runs in this process on a backend that computes nothing: its logits are ready
+before the step starts, so all the time that is counted is the host's. Prints one table; the sampler
+is the CPU backends' own.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import time
 
 import numpy as np
 
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, Row, Sampled, Sampling
-from serving.messages import Step, Submit, frame
-from serving.sampling import sample
-from serving.scheduler import Scheduler
+from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig
+from serving.engine.messages import GenerationRequest, Step, Submit, frame
+from serving.engine.scheduler import Scheduler
+from serving.sampling.sampler import sample
+from serving.sampling.types import Row, Sampled, Sampling
 
 
 class ReadyLogits:
@@ -36,7 +39,9 @@ class ReadyLogits:
             step_tokens=2048,
             capabilities=frozenset(CAPABILITIES),
         )
-        self._logits = np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)
+        self._logits = (
+            np.random.default_rng(1).standard_normal((slots, vocabulary)).astype(np.float32)
+        )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
         wanting = [row for row in rows if row.wants_token]
@@ -49,14 +54,18 @@ class ReadyLogits:
     def close(self) -> None: ...
 
 
-def measure(streams: int, vocabulary: int, steps: int, sampling: Sampling, stop: list[str]) -> tuple[float, float]:
+def measure(
+    streams: int, vocabulary: int, steps: int, sampling: Sampling, stop: list[str]
+) -> tuple[float, float]:
     """Median and 99th percentile of one step's host time, in seconds."""
     backend = ReadyLogits(streams, vocabulary)
-    config = EngineConfig(backend="ready", model_path="", model_name="ready", slots=streams, context_tokens=4096)
+    config = EngineConfig(
+        backend="ready", model_path="", model_name="ready", slots=streams, context_tokens=4096
+    )
     table = [f" w{i}".encode() for i in range(vocabulary)]
     scheduler = Scheduler(backend, table, frozenset(), config)
     for number in range(streams):
-        scheduler.add(Submit(number, [3 + number] * 8, 4000, sampling, stop))
+        scheduler.add(Submit(number, GenerationRequest([3 + number] * 8, 4000, sampling, stop)))
     for _ in range(20):
         scheduler.step()
     times = []
@@ -68,7 +77,9 @@ def measure(streams: int, vocabulary: int, steps: int, sampling: Sampling, stop:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=152_064)
     parser.add_argument("--steps", type=int, default=300)
@@ -78,12 +89,17 @@ def main() -> None:
         "greedy, 4 stop strings": (Sampling(), ["STOP", "\n\n", "User:", "</s>"]),
         "temperature 0.8": (Sampling(temperature=0.8, seed=3), []),
         "temperature 0.8, top-k 50": (Sampling(temperature=0.8, top_k=50, seed=3), []),
+        "temperature 0.8, min-p 0.05": (Sampling(temperature=0.8, min_p=0.05, seed=3), []),
         "temperature 0.8, top-p 0.95": (Sampling(temperature=0.8, top_p=0.95, seed=3), []),
     }
-    print(f"{arguments.streams} streams, vocabulary {arguments.vocabulary}, {arguments.steps} steps")
+    print(
+        f"{arguments.streams} streams, vocabulary {arguments.vocabulary}, {arguments.steps} steps"
+    )
     print(f"{'sampling':32} {'median ms':>10} {'p99 ms':>10}")
     for name, (sampling, stop) in cases.items():
-        median, worst = measure(arguments.streams, arguments.vocabulary, arguments.steps, sampling, stop)
+        median, worst = measure(
+            arguments.streams, arguments.vocabulary, arguments.steps, sampling, stop
+        )
         print(f"{name:32} {median * 1e3:10.3f} {worst * 1e3:10.3f}")
 
 

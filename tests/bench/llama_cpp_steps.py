@@ -1,11 +1,14 @@
-"""What a step of the llama_cpp backend costs: decode at several batch sizes, prefill, and the host's share, under each option.
+"""What a step of the llama_cpp backend costs: decode at several batch sizes, prefill, and the
+host's share, under each option.
 
-    python -m tests.bench.llama_cpp_steps model.gguf --threads 1 --rows 1 8 16 --set kv_unified=true,false --set flash_attention=on,off
+    python -m tests.bench.llama_cpp_steps model.gguf --threads 1 --rows 1 8 16 --set
+    kv_unified=true,false --set flash_attention=on,off
 
 wait_policy is fixed when llama.cpp is loaded: compare its values in runs of their own.
 
-Each cell is measured in rounds that go through all variants in turn, so that a drifting machine hits all alike; the best and the median
-round are printed. With one thread the process's CPU time is measured and not wall time, which a busy neighbour cannot falsify much.
+Each cell is measured in rounds that go through all variants in turn, so that a drifting machine
+hits all alike; the best and the median round are printed. With one thread the process's CPU time is
+measured and not wall time, which a busy neighbour cannot falsify much.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from serving.backends.base import EngineConfig, Row
-from serving.backends.llama_cpp import LlamaCppBackend
+from serving.backends.base import EngineConfig
+from serving.backends.llama_cpp.backend import LlamaCppBackend
+from serving.sampling.types import Row
 
 
 def main() -> None:
@@ -31,9 +35,17 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scattered", action="store_true", help="use every second slot, as after leaves")
+    parser.add_argument(
+        "--scattered", action="store_true", help="use every second slot, as after leaves"
+    )
     parser.add_argument("--kv-dtype", default="fp16")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=A,B", help="an option and the values to compare")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="an option and the values to compare",
+    )
     arguments = parser.parse_args()
     keys = [item.split("=", 1)[0] for item in arguments.set]
     values = [item.split("=", 1)[1].split(",") for item in arguments.set]
@@ -47,7 +59,10 @@ def main() -> None:
                 model_path=str(arguments.model),
                 model_name="m",
                 slots=most,
-                context_tokens=-(-(arguments.prompt + arguments.steps * arguments.rounds + 16) // 256) * 256,
+                context_tokens=-(
+                    -(arguments.prompt + arguments.steps * arguments.rounds + 16) // 256
+                )
+                * 256,
                 threads=arguments.threads,
                 kv_dtype=arguments.kv_dtype,
                 options=dict(variant),
@@ -64,34 +79,63 @@ def main() -> None:
             prefill.setdefault(index, []).append(prefill_rate(backend, clock))
             for count in arguments.rows:
                 slots = range(0, count * 2, 2) if arguments.scattered else range(count)
-                rate, host_seconds = decode_rate(backend, list(slots), arguments.prompt, arguments.steps, clock)
+                rate, host_seconds = decode_rate(
+                    backend, list(slots), arguments.prompt, arguments.steps, clock
+                )
                 decode.setdefault((index, count), []).append(rate)
                 host.setdefault((index, count), []).append(host_seconds)
     print(
-        f"{arguments.model.name}, {arguments.threads} threads, {'CPU' if arguments.threads == 1 else 'wall'} time, best (median), tokens/s"
+        f"{arguments.model.name}, {arguments.threads} threads, "
+        f"{'CPU' if arguments.threads == 1 else 'wall'} time, best (median), tokens/s"
     )
     for index, variant in enumerate(variants):
         name = " ".join(f"{key}={value}" for key, value in variant.items()) or "defaults"
-        cells = [f"n={count}: {max(decode[index, count]):.0f} ({statistics.median(decode[index, count]):.0f})" for count in arguments.rows]
+        cells = [
+            f"n={count}: {max(decode[index, count]):.0f} "
+            f"({statistics.median(decode[index, count]):.0f})"
+            for count in arguments.rows
+        ]
         small = min(host[index, arguments.rows[-1]]) * 1e3
         best, usual = max(prefill[index]), statistics.median(prefill[index])
-        print(f"{name:48s} prefill {best:.0f} ({usual:.0f})  {'  '.join(cells)}  host {small:.3f} ms/step")
+        print(
+            f"{name:48s} prefill {best:.0f} ({usual:.0f})  {'  '.join(cells)}  host {small:.3f} "
+            "ms/step"
+        )
 
 
 def prefill_rate(backend: LlamaCppBackend, clock: Callable[[], float]) -> float:
     """Tokens per second of a 512-token prompt (or a whole context)."""
-    tokens = np.random.default_rng(0).integers(3, backend.info.vocabulary, min(512, backend.info.context_tokens)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0)
+        .integers(3, backend.info.vocabulary, min(512, backend.info.context_tokens))
+        .astype(np.int32)
+    )
     started = clock()
     for begin in range(0, len(tokens), backend.info.step_tokens):
-        backend.step([Row(0, tokens[begin : begin + backend.info.step_tokens], begin, wants_token=True)])
+        backend.step(
+            [Row(0, tokens[begin : begin + backend.info.step_tokens], begin, wants_token=True)]
+        )
     return len(tokens) / (clock() - started)
 
 
-def decode_rate(backend: LlamaCppBackend, slots: list[int], prompt: int, steps: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Tokens per second of greedy decoding in `slots`, and the host's seconds per step (everything but llama_decode)."""
+def decode_rate(
+    backend: LlamaCppBackend, slots: list[int], prompt: int, steps: int, clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Tokens per second of greedy decoding in `slots`, and the host's seconds per step (everything
+    but llama_decode).
+    """
     random = np.random.default_rng(1)
     for slot in slots:
-        backend.step([Row(slot, random.integers(3, backend.info.vocabulary, prompt).astype(np.int32), 0, wants_token=False)])
+        backend.step(
+            [
+                Row(
+                    slot,
+                    random.integers(3, backend.info.vocabulary, prompt).astype(np.int32),
+                    0,
+                    wants_token=False,
+                )
+            ]
+        )
     inside = [0.0]
     library = backend._llama
     plain = library.llama_decode
@@ -110,7 +154,12 @@ def decode_rate(backend: LlamaCppBackend, slots: list[int], prompt: int, steps: 
     tokens = [np.array([5 + slot], np.int32) for slot in slots]
     started = clock()
     for step in range(steps):
-        drawn = backend.step([Row(slot, tokens[line], prompt + step, wants_token=True) for line, slot in enumerate(slots)])
+        drawn = backend.step(
+            [
+                Row(slot, tokens[line], prompt + step, wants_token=True)
+                for line, slot in enumerate(slots)
+            ]
+        )
         tokens = [np.array([each.token], np.int32) for each in drawn]
     seconds = clock() - started
     backend._llama = library

@@ -1,11 +1,14 @@
-"""Memory of the three backends: what each says before it loads, what it accounts for after, and what the process really took.
+"""Memory of the three backends: what each says before it loads, what it accounts for after, and
+what the process really took.
 
-    python -m tests.bench.memory --model smollm2-135m llama_cpp:Q4_0 onnx:int4 onnx:fp32 torch:bf16 torch:int4
+    python -m tests.bench.memory --model smollm2-135m llama_cpp:Q4_0 onnx:int4 onnx:fp32 torch:bf16
+    torch:int4
 
-weights + KV: `said` before the load (BackendInfo.predicted), `found` by the engine after it (BackendInfo.measured); they must be within
---within of each other, else the exit status is 1. Beside them, as the kernel counts: what the process grew by from before the load until
-every slot was full (file-backed pages included), and the peak, which takes in the interpreter, the libraries and whatever loading needed
-for a moment.
+weights + KV: `said` before the load (BackendInfo.predicted), `found` by the engine after it
+(BackendInfo.measured); they must be within --within of each other, else the exit status is 1.
+Beside them, as the kernel counts: what the process grew by from before the load until every slot
+was full (file-backed pages included), and the peak, which takes in the interpreter, the libraries
+and whatever loading needed for a moment.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from serving.child import allocator
+from serving.supervisor.process import allocator
 from tests.bench.engines_in_process import COMMAND, engine, settings
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child
@@ -28,7 +31,9 @@ WIDTHS = (14, 9, 10, 9, 12, 10, 10)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engines", type=engine, nargs="+", metavar="BACKEND:FORMAT")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--slots", type=int, default=8)
@@ -40,28 +45,59 @@ def main() -> int:
     facts = machine("llama-cpp-python", "onnxruntime", "torch")
     print(machine_line(facts))
     print(f"{arguments.model}, {arguments.slots} slots of {arguments.context} tokens, MiB")
-    headings = zip(("weights said", "found", "KV said", "found", "sum off by", "grew by", "peak RSS"), WIDTHS, strict=True)
+    headings = zip(
+        ("weights said", "found", "KV said", "found", "sum off by", "grew by", "peak RSS"),
+        WIDTHS,
+        strict=True,
+    )
     print(" " * 28 + "".join(f"{heading:>{width}}" for heading, width in headings), flush=True)
     out = {}
     for backend, weight_format in arguments.engines:
-        config = settings(arguments.model, backend, weight_format, arguments.slots, arguments.context, len(arguments.cores), {})
-        with Child(COMMAND, msgspec.to_builtins(config), arguments.cores, allocator(backend)) as child:
+        config = settings(
+            arguments.model,
+            backend,
+            weight_format,
+            arguments.slots,
+            arguments.context,
+            len(arguments.cores),
+            {},
+        )
+        with Child(
+            COMMAND, msgspec.to_builtins(config), arguments.cores, allocator(backend)
+        ) as child:
             full = child.ask({"do": "fill"})
             out[f"{backend} {weight_format}"] = found = figures(child.facts, full)
         print(f"{backend + ' ' + weight_format:28}{line(found)}", flush=True)
     if arguments.json:
-        kept = {"machine": facts, "model": arguments.model, "slots": arguments.slots, "context_tokens": arguments.context, "engines": out}
+        kept = {
+            "machine": facts,
+            "model": arguments.model,
+            "slots": arguments.slots,
+            "context_tokens": arguments.context,
+            "engines": out,
+        }
         arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    wide = [name for name, found in out.items() if found["error"] is None or abs(found["error"]) > arguments.within]
+    wide = [
+        name
+        for name, found in out.items()
+        if found["error"] is None or abs(found["error"]) > arguments.within
+    ]
     if wide:
         print(f"further off than {arguments.within:.0%}: {', '.join(wide)}")
     return 1 if wide else 0
 
 
 def figures(facts: dict[str, Any], full: dict[str, int]) -> dict[str, Any]:
-    """Bytes by name; `error` is the share by which weights + KV were said too high, None where the engine does not account for both."""
+    """Bytes by name; `error` is the share by which weights + KV were said too high, None where the
+    engine does not account for both.
+    """
     said, found = facts["info"]["predicted"], facts["info"]["measured"]
-    sums = [None if None in (part["weight_bytes"], part["kv_bytes"]) else part["weight_bytes"] + part["kv_bytes"] for part in (said, found)]
+    sums = [
+        None
+        if None in (part["weight_bytes"], part["kv_bytes"])
+        else part["weight_bytes"] + part["kv_bytes"]
+        for part in (said, found)
+    ]
     return {
         "said": said,
         "found": found,
@@ -80,7 +116,9 @@ def line(found: dict[str, Any]) -> str:
         return "-" if size is None else f"{size / MIB:.1f}"
 
     error = "-" if found["error"] is None else f"{found['error']:+.1%}"
-    sizes = [found[side][part] for part in ("weight_bytes", "kv_bytes") for side in ("said", "found")]
+    sizes = [
+        found[side][part] for part in ("weight_bytes", "kv_bytes") for side in ("said", "found")
+    ]
     cells = [*map(mib, sizes), error, mib(found["grew_bytes"]), mib(found["peak_rss_bytes"])]
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
 

@@ -1,12 +1,15 @@
-"""The onnx engine beside its peers: onnxruntime-genai's own Generator and optimum's ORTModelForCausalLM.generate.
+"""The onnx engine beside its peers: onnxruntime-genai's own Generator and optimum's
+ORTModelForCausalLM.generate.
 
-    python -m tests.bench.onnx_peers genai --model smollm2-135m --workloads 1 8 8:staggered --rounds 5
-    python -m tests.bench.onnx_peers optimum-fp32 optimum-int8 --model qwen2.5-0.5b --workloads 8
+    python -m tests.bench.onnx_peers genai --model smollm2-135m --workloads 1 8 8:staggered --rounds
+    5 python -m tests.bench.onnx_peers optimum-fp32 optimum-int8 --model qwen2.5-0.5b --workloads 8
 
-Every engine runs in a process of its own on the same core, one thread each, and they take turns (tests.bench.paired). Ours is the backend
-under the scheduler in process, as the peers are, and with --http also the whole server: the engine on --cores, HTTP and the client on
---client-cores. The peers batch statically: all prompts of a batch have one length, so nothing of theirs is lost to padding. genai runs the
-very same int4 graph; optimum runs its own export (growing past_key_values), for int8 through its own ORTQuantizer.
+Every engine runs in a process of its own on the same core, one thread each, and they take turns
+(tests.bench.paired). Ours is the backend under the scheduler in process, as the peers are, and with
+--http also the whole server: the engine on --cores, HTTP and the client on --client-cores. The
+peers batch statically: all prompts of a batch have one length, so nothing of theirs is lost to
+padding. genai runs the very same int4 graph; optimum runs its own export (growing past_key_values),
+for int8 through its own ORTQuantizer.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from models.hub import resolve
+from models.resolve import resolve
 from serving.backends.base import EngineConfig
-from serving.child import allocator
+from serving.supervisor.process import allocator
 from tests.bench.peers.crossover_http import served
 from tests.bench.peers.jobs import Child
 from tests.bench.peers.match import Player, add_options, compete, in_process, room
@@ -30,27 +33,45 @@ from tests.bench.peers.match import Player, add_options, compete, in_process, ro
 PEERS: dict[str, tuple[str, tuple[str, ...], tuple[str, str]]] = {
     "genai": ("tests.bench.peers.genai_generator", ("int4",), ("int4", "genai")),
     "optimum-fp32": ("tests.bench.peers.optimum_generate", ("fp32",), ("fp32", "optimum")),
-    "optimum-int8": ("tests.bench.peers.optimum_generate", ("dynamic-int8", "int8"), ("dynamic-int8", "optimum")),
+    "optimum-int8": (
+        "tests.bench.peers.optimum_generate",
+        ("dynamic-int8", "int8"),
+        ("dynamic-int8", "optimum"),
+    ),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("peers", nargs="+", choices=PEERS)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--http", action="store_true", help="our server over HTTP as well")
     parser.add_argument("--client-cores", type=int, nargs="+", default=[1])
-    add_options(parser, ["1", "8", "8:staggered"], "onnxruntime onnxruntime-genai optimum optimum-onnx transformers torch")
+    add_options(
+        parser,
+        ["1", "8", "8:staggered"],
+        "onnxruntime onnxruntime-genai optimum optimum-onnx transformers torch",
+    )
     arguments = parser.parse_args()
     if arguments.json and len(arguments.peers) > 1:
         parser.error("--json is a file of one peer's runs: name one peer")
     for peer in arguments.peers:
-        print(f"\n{arguments.model}, onnx beside {peer}, {len(arguments.cores)} thread(s)", flush=True)
+        print(
+            f"\n{arguments.model}, onnx beside {peer}, {len(arguments.cores)} thread(s)", flush=True
+        )
         with contextlib.ExitStack() as stack:
             ours = f"crossover {PEERS[peer][1][0]}"
             players = dict(stack.enter_context(contestants(arguments, peer)))
-            vocabulary = resolve(arguments.model, backend="fake").spec.vocabulary
-            compete(players, ours, vocabulary, arguments, {"model": arguments.model, "peer": peer, "http": arguments.http})
+            vocabulary = resolve(arguments.model, kind="none").spec.vocabulary
+            compete(
+                players,
+                ours,
+                vocabulary,
+                arguments,
+                {"model": arguments.model, "peer": peer, "http": arguments.http},
+            )
 
 
 @contextlib.contextmanager
@@ -61,7 +82,7 @@ def contestants(arguments: argparse.Namespace, peer: str) -> Iterator[dict[str, 
     players: dict[str, Player] = {}
     with contextlib.ExitStack() as stack:
         for weight_format in formats:
-            model = resolve(arguments.model, backend="onnx", weight_format=weight_format)
+            model = resolve(arguments.model, kind="onnx", weight_format=weight_format)
             config = EngineConfig(
                 backend="onnx",
                 model_path=model.path,
@@ -79,9 +100,13 @@ def contestants(arguments: argparse.Namespace, peer: str) -> Iterator[dict[str, 
             if arguments.http:
                 server = served(config, arguments.model, arguments.cores, arguments.client_cores)
                 players[f"crossover {weight_format} over HTTP"] = stack.enter_context(server)
-        folder = resolve(arguments.model, backend="onnx", weight_format=graph_format, exporter=exporter).path
+        folder = resolve(
+            arguments.model, kind="onnx", weight_format=graph_format, exporter=exporter
+        ).path
         settings = {"folder": folder, "threads": len(arguments.cores)}
-        players[peer] = in_process(stack.enter_context(Child([sys.executable, "-m", module], settings, arguments.cores)))
+        players[peer] = in_process(
+            stack.enter_context(Child([sys.executable, "-m", module], settings, arguments.cores))
+        )
         yield players
 
 

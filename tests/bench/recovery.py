@@ -1,20 +1,24 @@
-"""How long a failing engine is missed, and what it costs: `python -m tests.bench.recovery --model 135m --repeats 5`.
+"""How long a failing engine is missed, and what it costs: `python -m tests.bench.recovery --model
+135m --repeats 5`.
 
-A fake engine plays the GPU (it has the real model's tokenizer, and answers at once), the real model on the CPU is what it falls back to;
-both are real engine processes behind the real HTTP server. Requests come at a fixed rate, whatever happens (an open loop on plain sockets),
-every other one streamed; the answer to one that is not has no byte before it is complete. In the midst of them the GPU's engine is killed
-(SIGKILL), aborts (SIGABRT) or hangs (SIGSTOP, found by the health timeout).
+A fake engine plays the GPU (it has the real model's tokenizer, and answers at once), the real model
+on the CPU is what it falls back to; both are real engine processes behind the real HTTP server.
+Requests come at a fixed rate, whatever happens (an open loop on plain sockets), every other one
+streamed; the answer to one that is not has no byte before it is complete. In the midst of them the
+GPU's engine is killed (SIGKILL), aborts (SIGABRT) or hangs (SIGSTOP, found by the health timeout).
 
-For each fault and each way of standing by (cold: the CPU's engine is loaded when it is needed; warm: it is loaded already):
+For each fault and each way of standing by (cold: the CPU's engine is loaded when it is needed;
+warm: it is loaded already):
 
   first token   from the fault to the first token that the engine after it made for anybody
   serving       from the fault to the first answer to a request that was sent after it
   refused       requests that came meanwhile and got a 503 with a Retry-After
-  begun anew    requests that had no byte at the fault and were answered completely all the same
+  started again    requests that had no byte at the fault and were answered completely all the same
   lost          requests that had no byte at the fault and were not answered: must be none
   cut off       streams that were half read at the fault: they end with an error event, as they must
 
-"in place" is the first death of a cold server: it is worth one restart on the GPU. "fall back" is what follows the second one.
+"in place" is the first death of a cold server: it is worth one restart on the GPU. "fall back" is
+what follows the second one.
 """
 
 from __future__ import annotations
@@ -35,14 +39,14 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from models.hub import resolve
-from models.tokenizer import load_tokenizer
-from serving.access import Limits
-from serving.app import create_app
+from models.resolve import resolve
+from models.tokenization.tokenizer import load_tokenizer
 from serving.backends.base import EngineConfig
-from serving.listener import server_options
-from serving.recovery import RecoveryLimits
-from serving.supervisor import Supervisor
+from serving.http.connections import server_options
+from serving.http.limits import Limits
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
+from tests.serving.fakes import app_on
 
 FAULTS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
 PROMPT = "Once upon a time there was a"
@@ -68,7 +72,7 @@ class Outcome:
     first_token_seconds: float | None
     serving_seconds: float | None
     refused: int
-    begun_anew: int
+    started_again: int
     lost: int
     cut_off: int
     ended_on: str
@@ -77,11 +81,20 @@ class Outcome:
 async def ask(port: int, tokens: int, asked: list[Asked], streamed: bool) -> None:
     one = Asked(time.perf_counter())
     asked.append(one)
-    body = json.dumps({"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": streamed, "temperature": 0}).encode()
+    body = json.dumps(
+        {
+            "prompt": PROMPT,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": streamed,
+            "temperature": 0,
+        }
+    ).encode()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.closing(writer):
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            head += b"Content-Type: application/json\r\nConnection: close\r\n"
             writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             one.status = int((await reader.readline()).split()[1])
             async for line in reader:
@@ -101,9 +114,15 @@ async def ask(port: int, tokens: int, asked: list[Asked], streamed: bool) -> Non
 
 
 @contextlib.asynccontextmanager
-async def serving(options: argparse.Namespace, standby: bool) -> AsyncIterator[tuple[Supervisor, int]]:
+async def serving(
+    options: argparse.Namespace, standby: bool
+) -> AsyncIterator[tuple[Supervisor, int]]:
     real = options.fallback == "llama_cpp"
-    found = resolve(options.model if real else "fake", backend=options.fallback, weight_format="Q4_0" if real else None)
+    found = resolve(
+        options.model if real else "fake",
+        backend=options.fallback,
+        weight_format="Q4_0" if real else None,
+    )
     tokenizer = load_tokenizer(found.tokenizer_path or found.path)
     vocabulary = len(tokenizer.token_bytes())
     common = {
@@ -116,12 +135,23 @@ async def serving(options: argparse.Namespace, standby: bool) -> AsyncIterator[t
     fake = {"vocabulary": vocabulary, "step_seconds": options.step_seconds}
     gpu = EngineConfig("fake", "", "m", device="gpu", options=fake, **common)
     cpu = EngineConfig(
-        options.fallback, found.path, "m", device="cpu", weight_format=found.weight_format, options={} if real else fake, **common
+        options.fallback,
+        found.path,
+        "m",
+        device="cpu",
+        weight_format=found.weight_format,
+        options={} if real else fake,
+        **common,
     )
-    limits = RecoveryLimits(health_timeout_seconds=options.health_timeout, flips_per_hour=0)  # what is measured here is the way there
+    limits = RecoveryLimits(
+        health_timeout_seconds=options.health_timeout, flips_per_hour=0
+    )  # what is measured here is the way there
     supervisor = Supervisor([gpu, cpu], limits=limits, standby=standby, on_output=lambda _: None)
-    app = create_app(supervisor, tokenizer, served_name="m", manage=True, drain_seconds=5.0)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, **{**server_options(Limits()), "loop": "none"})
+    app = app_on(supervisor, tokenizer=tokenizer)
+    await supervisor.start()
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=0, **{**server_options(Limits()), "loop": "none"}
+    )
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
     try:
@@ -132,12 +162,17 @@ async def serving(options: argparse.Namespace, standby: bool) -> AsyncIterator[t
             await asyncio.sleep(0.02)
         yield supervisor, server.servers[0].sockets[0].getsockname()[1]
     finally:
+        await supervisor.stop(drain=True, timeout_seconds=5.0)
         server.should_exit = True
         await running
 
 
-async def under_fire(supervisor: Supervisor, port: int, number: signal.Signals, options: argparse.Namespace) -> Outcome:
-    """Requests at the rate for a while, the fault among them, and on until a request that came after it has been answered."""
+async def under_fire(
+    supervisor: Supervisor, port: int, number: signal.Signals, options: argparse.Namespace
+) -> Outcome:
+    """Requests at the rate for a while, the fault among them, and on until a request that came
+    after it has been answered.
+    """
     asked: list[Asked] = []
     tasks: list[asyncio.Task[None]] = []
     begun = time.perf_counter()
@@ -154,7 +189,10 @@ async def under_fire(supervisor: Supervisor, port: int, number: signal.Signals, 
             assert pid is not None
             fault = time.perf_counter()
             os.kill(pid, number)
-        if fault is not None and sum(one.done is not None and one.sent > fault for one in asked) >= 3:
+        if (
+            fault is not None
+            and sum(one.done is not None and one.sent > fault for one in asked) >= 3
+        ):
             break
     await asyncio.wait(tasks, timeout=30)
     assert fault is not None
@@ -166,12 +204,19 @@ def judged(asked: list[Asked], fault: float, ended_on: str) -> Outcome:
     before = [one for one in asked if one.sent < fault and (one.done is None or one.done > fault)]
     unread = [one for one in before if one.first is None or one.first > fault]
     after = [one for one in asked if one.sent >= fault]
-    firsts = [one.first for one in asked if one.first is not None and one.first > fault and one.error is None]
+    firsts = [
+        one.first
+        for one in asked
+        if one.first is not None and one.first > fault and one.error is None
+    ]
     return Outcome(
         first_token_seconds=min(firsts) - fault if firsts else None,
-        serving_seconds=min((one.first - fault for one in after if one.first is not None and one.done is not None), default=None),
+        serving_seconds=min(
+            (one.first - fault for one in after if one.first is not None and one.done is not None),
+            default=None,
+        ),
         refused=sum(one.status in (429, 503) for one in after),
-        begun_anew=sum(one.done is not None for one in unread),
+        started_again=sum(one.done is not None for one in unread),
         lost=sum(one.done is None for one in unread),
         cut_off=sum(one.done is None for one in before if one not in unread),
         ended_on=ended_on,
@@ -185,26 +230,45 @@ async def measure(options: argparse.Namespace) -> dict[str, list[Outcome]]:
             for fault in options.faults:
                 number = FAULTS[fault]
                 async with serving(options, way == "warm") as (supervisor, port):
-                    # A death is worth one restart in place, where nobody stands by; a hang falls back at once.
-                    rounds = ["in place", "fall back"] if way == "cold" and fault != "stop" else ["fall back"]
+                    # A death is worth one restart in place, where nobody stands by; a hang falls
+                    # back at once.
+                    rounds = (
+                        ["in place", "fall back"]
+                        if way == "cold" and fault != "stop"
+                        else ["fall back"]
+                    )
                     for what in rounds:
                         outcome = await under_fire(supervisor, port, number, options)
                         found.setdefault(f"{fault:5} {way} {what}", []).append(outcome)
-                        print(f"{repeat + 1}/{options.repeats} {fault} {way} {what}: {outcome}", file=sys.stderr, flush=True)
+                        print(
+                            f"{repeat + 1}/{options.repeats} {fault} {way} {what}: {outcome}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                         await supervisor.wait_ready(60)
     return found
 
 
 def table(found: dict[str, list[Outcome]]) -> str:
     lines = [
-        "| fault, standby | runs | first token p50 / p95, s | serving p50 / p95, s | refused | begun anew | lost | cut off | then on |"
+        "| fault, standby | runs | first token p50 / p95, s | serving p50 / p95, s | refused | "
+        "started again | lost | cut off | then on |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for what, outcomes in found.items():
-        times = [_spread([one.first_token_seconds for one in outcomes]), _spread([one.serving_seconds for one in outcomes])]
-        counts = [sum(getattr(one, name) for one in outcomes) for name in ("refused", "begun_anew", "lost", "cut_off")]
+        times = [
+            _spread([one.first_token_seconds for one in outcomes]),
+            _spread([one.serving_seconds for one in outcomes]),
+        ]
+        counts = [
+            sum(getattr(one, name) for one in outcomes)
+            for name in ("refused", "started_again", "lost", "cut_off")
+        ]
         ends = ", ".join(sorted({one.ended_on for one in outcomes}))
-        lines.append(f"| {what} | {len(outcomes)} | {times[0]} | {times[1]} | {' | '.join(map(str, counts))} | {ends} |")
+        lines.append(
+            f"| {what} | {len(outcomes)} | {times[0]} | {times[1]} | "
+            f"{' | '.join(map(str, counts))} | {ends} |"
+        )
     return "\n".join(lines)
 
 
@@ -216,7 +280,9 @@ def _spread(values: list[float | None]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fallback", choices=("llama_cpp", "fake"), default="llama_cpp")
     parser.add_argument("--model", default="135m")
     parser.add_argument("--repeats", type=int, default=5)
@@ -224,19 +290,34 @@ def main() -> None:
     parser.add_argument("--standby", nargs="+", choices=("cold", "warm"), default=["cold", "warm"])
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument("--tokens", type=int, default=12, help="output tokens of a request")
-    parser.add_argument("--step-seconds", type=float, default=0.03, help="of the engine that plays the GPU")
-    parser.add_argument("--before", type=float, default=1.5, help="seconds of load before the fault")
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.03, help="of the engine that plays the GPU"
+    )
+    parser.add_argument(
+        "--before", type=float, default=1.5, help="seconds of load before the fault"
+    )
     parser.add_argument("--longest", type=float, default=30.0, help="seconds of one round, at most")
-    parser.add_argument("--health-timeout", type=float, default=2.0, help="seconds (the server's default is 30)")
-    parser.add_argument("--engine-cores", type=lambda text: tuple(map(int, text.split(","))), default=(0,))
-    parser.add_argument("--api-cores", type=lambda text: set(map(int, text.split(","))), default={1})
+    parser.add_argument(
+        "--health-timeout", type=float, default=2.0, help="seconds (the server's default is 30)"
+    )
+    parser.add_argument(
+        "--engine-cores", type=lambda text: tuple(map(int, text.split(","))), default=(0,)
+    )
+    parser.add_argument(
+        "--api-cores", type=lambda text: set(map(int, text.split(","))), default={1}
+    )
     parser.add_argument("--out", type=Path, help="also write the outcomes here, as JSON")
     options = parser.parse_args()
     os.sched_setaffinity(0, options.api_cores)
     found = asyncio.run(measure(options))
     print(table(found))
     if options.out is not None:
-        options.out.write_text(json.dumps({what: [vars(one) for one in outcomes] for what, outcomes in found.items()}, indent=1))
+        options.out.write_text(
+            json.dumps(
+                {what: [vars(one) for one in outcomes] for what, outcomes in found.items()},
+                indent=1,
+            )
+        )
     lost = sum(one.lost for outcomes in found.values() for one in outcomes)
     raise SystemExit(f"{lost} requests without a byte were lost" if lost else 0)
 

@@ -1,12 +1,16 @@
-"""The torch engine against the floor that memory sets: a decode step can be no quicker than reading the weights and the KV cache once.
+"""The torch engine against the floor that memory sets: a decode step can be no quicker than reading
+the weights and the KV cache once.
 
-    python -m tests.bench.torch_floor --device gpu --models llama-3.2-1b llama-3.2-3b llama-3.1-8b --rows 1 8 32 128
-    python -m tests.bench.torch_floor --device cpu --models smollm2-135m --rows 1 8
+    python -m tests.bench.torch_floor --device gpu --models llama-3.2-1b llama-3.2-3b llama-3.1-8b
+    --rows 1 8 32 128 python -m tests.bench.torch_floor --device cpu --models smollm2-135m --rows 1
+    8
 
-floor = (bytes of all matrices that a token multiplies with + rows x context x KV bytes of a token) / bandwidth (as gpt-fast's "bandwidth
-achieved"); what is printed is floor / measured, by the bandwidth that a copy reaches in the same run, and by the data sheet's where
-reports/hardware.toml has the device. The engine is the backend in a process of its own, without scheduler and HTTP; figures are medians
-over --rounds. `python -m tests.bench.torch_peers --device gpu` is the comparison with transformers.
+floor = (bytes of all matrices that a token multiplies with + rows x context x KV bytes of a token)
+/ bandwidth (as gpt-fast's "bandwidth achieved"); what is printed is floor / measured, by the
+bandwidth that a copy reaches in the same run, and by the data sheet's where
+reports/planning/hardware.toml has the device. The engine is the backend in a process of its own,
+without scheduler and HTTP; figures are medians over --rounds. `python -m tests.bench.torch_peers
+--device gpu` is the comparison with transformers.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
-from models.hub import resolve
+from models.resolve import resolve
 from models.spec import ModelSpec
-from reports.hardware import gpus
+from reports.planning.hardware import gpus
 from serving.backends.base import EngineConfig
 from tests.bench.paired import Figures, Series, machine, machine_line
 from tests.bench.peers.jobs import Child
@@ -29,16 +33,24 @@ KV_DTYPES = {"bf16": "bf16", "fp32": "fp32"}  # the KV cache has the compute typ
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
+    )
     parser.add_argument("--format", choices=KV_DTYPES, default="bf16")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--context", type=int, default=256, help="tokens that each row holds before it decodes")
+    parser.add_argument(
+        "--context", type=int, default=256, help="tokens that each row holds before it decodes"
+    )
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", type=int, nargs="+", default=[0])
-    parser.add_argument("--json", type=Path, help="keeps every run; one that is there is gone on with")
+    parser.add_argument(
+        "--json", type=Path, help="keeps every run; one that is there is gone on with"
+    )
     arguments = parser.parse_args()
     facts = machine("torch", "transformers")
     buffer_bytes = 1 << (31 if arguments.device == "gpu" else 28)
@@ -47,16 +59,25 @@ def main() -> None:
         "threads": len(arguments.cores),
         "bytes": buffer_bytes,
     }
-    with Child([sys.executable, "-m", "tests.bench.peers.bandwidth"], settings, arguments.cores) as child:
+    with Child(
+        [sys.executable, "-m", "tests.bench.peers.bandwidth"], settings, arguments.cores
+    ) as child:
         copied: float = child.ask({})["bytes_per_second"]
         device: str = child.facts["device"]
     sheet = data_sheet_bandwidth(device)
-    facts |= {"device": device, "copy_gb_per_second": round(copied / 1e9, 1), "data_sheet_gb_per_second": sheet and round(sheet / 1e9)}
+    facts |= {
+        "device": device,
+        "copy_gb_per_second": round(copied / 1e9, 1),
+        "data_sheet_gb_per_second": sheet and round(sheet / 1e9),
+    }
     print(machine_line(facts), flush=True)
-    about = {key: getattr(arguments, key) for key in ("format", "device", "rows", "context", "steps", "cores")}
+    about = {
+        key: getattr(arguments, key)
+        for key in ("format", "device", "rows", "context", "steps", "cores")
+    }
     series = Series.opened(arguments.json, about, facts)
     for model in arguments.models:
-        found = resolve(model, backend="torch", weight_format=arguments.format)
+        found = resolve(model, kind="hf", weight_format=arguments.format)
         config = EngineConfig(
             backend="torch",
             model_path=found.path,
@@ -68,26 +89,57 @@ def main() -> None:
             context_tokens=-(-(arguments.context + arguments.steps) // 64) * 64,
             threads=len(arguments.cores),
         )
-        with Child([sys.executable, "-m", "tests.bench.peers.engine_steps"], msgspec.to_builtins(config), arguments.cores) as child:
+        with Child(
+            [sys.executable, "-m", "tests.bench.peers.engine_steps"],
+            msgspec.to_builtins(config),
+            arguments.cores,
+        ) as child:
             for rows in arguments.rows:
-                job = {"do": "decode", "rows": rows, "context": arguments.context, "steps": arguments.steps}
+                job = {
+                    "do": "decode",
+                    "rows": rows,
+                    "context": arguments.context,
+                    "steps": arguments.steps,
+                }
                 child.ask({**job, "steps": 2})  # first touches, graphs
-                runs: list[Figures] = [{"step_seconds": child.ask(job)["seconds"] / arguments.steps} for _ in range(arguments.rounds)]
+                runs: list[Figures] = [
+                    {"step_seconds": child.ask(job)["seconds"] / arguments.steps}
+                    for _ in range(arguments.rounds)
+                ]
                 kept = series.add(f"{model}, {rows} rows", {"crossover": runs})["crossover"]
                 series.save(arguments.json)
-                seconds = statistics.median(run["step_seconds"] for run in kept if run["step_seconds"] is not None)
-                least = floor_bytes(found.spec, arguments.format, rows, arguments.context + arguments.steps / 2)
-                print(line(f"{model} {arguments.format}, {rows} rows", rows, seconds, least, copied, sheet), flush=True)
+                seconds = statistics.median(
+                    run["step_seconds"] for run in kept if run["step_seconds"] is not None
+                )
+                least = floor_bytes(
+                    found.spec, arguments.format, rows, arguments.context + arguments.steps / 2
+                )
+                print(
+                    line(
+                        f"{model} {arguments.format}, {rows} rows",
+                        rows,
+                        seconds,
+                        least,
+                        copied,
+                        sheet,
+                    ),
+                    flush=True,
+                )
 
 
 def floor_bytes(spec: ModelSpec, weight_format: str, rows: int, context_tokens: float) -> float:
-    """What a decode step must read at the least, in bytes: every matrix once (the head, not the embedding table), and each row's KV."""
+    """What a decode step must read at the least, in bytes: every matrix once (the head, not the
+    embedding table), and each row's KV.
+    """
     element = 2 if weight_format == "bf16" else 4
-    return element * spec.matrix_parameters + rows * context_tokens * spec.kv_bytes_per_token(KV_DTYPES[weight_format])
+    return element * spec.matrix_parameters + rows * context_tokens * spec.kv_bytes_per_token(
+        KV_DTYPES[weight_format]
+    )
 
 
 def data_sheet_bandwidth(device: str) -> float | None:
-    """Bytes per second of a GPU that the driver calls `device`; None where the catalogue has none of that name. Drivers leave the form
+    """Bytes per second of a GPU that the driver calls `device`; None where the catalogue has none
+    of that name. Drivers leave the form
     (SXM) out; one that says PCIe is not the SXM card."""
     said = set(device.replace("-", " ").lower().split())
     for gpu in gpus():
@@ -97,7 +149,9 @@ def data_sheet_bandwidth(device: str) -> float | None:
     return None
 
 
-def line(name: str, rows: int, seconds: float, least_bytes: float, copied: float, sheet: float | None) -> str:
+def line(
+    name: str, rows: int, seconds: float, least_bytes: float, copied: float, sheet: float | None
+) -> str:
     """A step's time, the rate, and the shares of the floor's speed."""
     shares = f"{least_bytes / copied / seconds:.2f} of the floor by the copy's bandwidth"
     if sheet is not None:

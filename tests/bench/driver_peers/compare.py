@@ -1,13 +1,15 @@
-"""Our load generator beside GuideLLM and AIPerf, all against one server that knows the truth: errors, arrivals, CPU, time to a capacity.
+"""Our load generator beside GuideLLM and AIPerf, all against one server that knows the truth:
+errors, arrivals, CPU, time to a capacity.
 
     tests/bench/driver_peers/install.sh
     python -m tests.bench.driver_peers.compare                       # all of it: some 25 minutes
     python -m tests.bench.driver_peers.compare times cost --tools crossover aiperf --json out.json
 
-`times`: TTFT, TPOT and E2E as each tool reports them against what the server did, for chunks of one and of four tokens, with and without a
-stall of 2 s in every third answer. `arrivals`: Poisson at 20/s as the server saw it. `cost`: CPU per request and per token, by the slope
-between a small run and a big one, so that starting up costs nothing. `search`: how long the capacity of four slots of 0.51 s takes. The
-server has the last core, the tools all others.
+`times`: TTFT, TPOT and E2E as each tool reports them against what the server did, for chunks of one
+and of four tokens, with and without a stall of 2 s in every third answer. `arrivals`: Poisson at
+20/s as the server saw it. `cost`: CPU per request and per token, by the slope between a small run
+and a big one, so that starting up costs nothing. `search`: how long the capacity of four slots of
+0.51 s takes. The server has the last core, the tools all others.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.arrivals import Poisson, check
-from loadtests.connections import connect, fetch, get_bytes
+from loadtests.generator.http_client import connect, fetch, get_bytes
+from loadtests.workload.arrivals import Poisson
+from loadtests.workload.goodness_of_fit import check
 from tests.bench.driver_peers.tools import QUANTILES, ROOT, TOOLS, Tool, quantiles
 
 GAP, TOKENS = 0.010, 64
@@ -36,8 +39,10 @@ SERVER_CORE = max(os.sched_getaffinity(0))
 
 @contextmanager
 def truth(**settings: Any) -> Iterator[str]:
-    """The URL of a truth server on the last core, woken before anybody else there where that is allowed."""
-    command = [sys.executable, "-m", "loadtests.truth_server", json.dumps(settings)]
+    """The URL of a truth server on the last core, woken before anybody else there where that is
+    allowed.
+    """
+    command = [sys.executable, "-m", "loadtests.selftest.reference_server", json.dumps(settings)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     os.sched_setaffinity(child.pid, {SERVER_CORE})
     with suppress(OSError):
@@ -51,10 +56,16 @@ def truth(**settings: Any) -> Iterator[str]:
 
 
 def log_of(url: str, tokens: int) -> list[dict[str, Any]]:
-    """The server's account of all requests for so many tokens, in order of arrival: probes and warm-ups of other lengths left out."""
+    """The server's account of all requests for so many tokens, in order of arrival: probes and
+    warm-ups of other lengths left out.
+    """
     with connect(url) as pool:
         whole = json.loads(fetch(pool, get_bytes(pool, "/truth"), 60)[2])
-    own = [e for e in whole.values() if (e["body"].get("max_tokens") or e["body"].get("max_completion_tokens")) == tokens]
+    own = [
+        e
+        for e in whole.values()
+        if (e["body"].get("max_tokens") or e["body"].get("max_completion_tokens")) == tokens
+    ]
     return sorted(own, key=lambda entry: float(entry["arrived"]))
 
 
@@ -63,26 +74,45 @@ def times(tools: list[Tool]) -> Iterator[dict[str, Any]]:
     for chunk in (1, 4):
         for stall in (0.0, 2.0):
             for tool in tools:
-                with truth(ttft=0.05, gap=GAP * chunk, chunk_tokens=chunk, stall=stall, stall_at=8, stall_every=3) as url:
+                with truth(
+                    ttft=0.05,
+                    gap=GAP * chunk,
+                    chunk_tokens=chunk,
+                    stall=stall,
+                    stall_at=8,
+                    stall_every=3,
+                ) as url:
                     level = tool.level(url, 20.0, 200, TOKENS)
                     done = [e for e in log_of(url, TOKENS) if len(e["chunks"]) == TOKENS / chunk]
                 true = {
                     "TTFT": quantiles([e["chunks"][0] - e["arrived"] for e in done]),
-                    "TPOT": quantiles([(e["chunks"][-1] - e["chunks"][0]) / (TOKENS - chunk) for e in done]),
+                    "TPOT": quantiles(
+                        [(e["chunks"][-1] - e["chunks"][0]) / (TOKENS - chunk) for e in done]
+                    ),
                     "E2E": quantiles([e["chunks"][-1] - e["arrived"] for e in done]),
                 }
                 for metric, found in level.reported.items():
                     for q in QUANTILES:
                         is_, said = true[metric][q], found[q]
                         yield {
-                            "part": "times", "tool": tool.name, "chunk": chunk, "stall": stall, "metric": metric, "quantile": q,
-                            "true_ms": is_ * 1e3, "reported_ms": said * 1e3, "error_ms": (said - is_) * 1e3, "error": (said - is_) / is_,
-                        }  # fmt: skip
+                            "part": "times",
+                            "tool": tool.name,
+                            "chunk": chunk,
+                            "stall": stall,
+                            "metric": metric,
+                            "quantile": q,
+                            "true_ms": is_ * 1e3,
+                            "reported_ms": said * 1e3,
+                            "error_ms": (said - is_) * 1e3,
+                            "error": (said - is_) / is_,
+                        }
 
 
 def arrivals(tools: list[Tool]) -> Iterator[dict[str, Any]]:
-    """Poisson at 20/s as the server saw it, 1 and 4 workers. True are 1, 0 and 1, which a minute of a Poisson process comes to within
-    0.03 (CV, lag-1), 0.06 (index of dispersion at 0.1 s) and 0.13 (at 0.5 s): standard deviations.
+    """Poisson at 20/s as the server saw it, 1 and 4 workers.
+
+    True are 1, 0 and 1, which a minute of a Poisson process comes to within 0.03 (CV, lag-1), 0.06
+    (index of dispersion at 0.1 s) and 0.13 (at 0.5 s): standard deviations.
     """
     for workers in (1, 4):
         for tool in tools:
@@ -91,16 +121,29 @@ def arrivals(tools: list[Tool]) -> Iterator[dict[str, Any]]:
                 at = np.array([entry["arrived"] for entry in log_of(url, 2)])
             at -= at[0]
             found = check(Poisson(), at, 20.0, float(at[-1]))
-            counts, _ = np.histogram(at, bins=int(at[-1] / WINDOW), range=(0.0, int(at[-1] / WINDOW) * WINDOW))
+            counts, _ = np.histogram(
+                at, bins=int(at[-1] / WINDOW), range=(0.0, int(at[-1] / WINDOW) * WINDOW)
+            )
             yield {
-                "part": "arrivals", "tool": tool.name, "workers": workers, "arrivals": found.count, "rate": found.rate, "cv": found.cv,
-                "lag1": found.lag1, "ks_p": found.ks_p, "dispersion_100_ms": float(counts.var(ddof=1) / counts.mean()),
-                "dispersion": {f"{d.window_seconds:g} s": round(d.index, 3) for d in found.dispersion},
-            }  # fmt: skip
+                "part": "arrivals",
+                "tool": tool.name,
+                "workers": workers,
+                "arrivals": found.count,
+                "rate": found.rate,
+                "cv": found.cv,
+                "lag1": found.lag1,
+                "ks_p": found.ks_p,
+                "dispersion_100_ms": float(counts.var(ddof=1) / counts.mean()),
+                "dispersion": {
+                    f"{d.window_seconds:g} s": round(d.index, 3) for d in found.dispersion
+                },
+            }
 
 
 def cost(tools: list[Tool]) -> Iterator[dict[str, Any]]:
-    """CPU of the process tree by slopes, and the seconds from the start of the command to its first request."""
+    """CPU of the process tree by slopes, and the seconds from the start of the command to its first
+    request.
+    """
     for tool in tools:
         found: list[tuple[int, float]] = []
         first = 0.0
@@ -114,28 +157,41 @@ def cost(tools: list[Tool]) -> Iterator[dict[str, Any]]:
         each = (many_cpu - small_cpu) / (many - small)
         token = (long_cpu - small_cpu - (long - small) * each) / (long * 128)
         yield {
-            "part": "cost", "tool": tool.name, "cpu_us_per_request": each * 1e6, "cpu_us_per_token": token * 1e6, "start_seconds": first,
+            "part": "cost",
+            "tool": tool.name,
+            "cpu_us_per_request": each * 1e6,
+            "cpu_us_per_token": token * 1e6,
+            "start_seconds": first,
             "cpu_seconds_of_300_requests": small_cpu,
-        }  # fmt: skip
+        }
 
 
 def search(tools: list[Tool]) -> Iterator[dict[str, Any]]:
-    """Four slots of 0.51 s (51 tokens); good is a TTFT of at most 0.51 s, wanted for 90 %. Each tool answers in its own terms: we with a
-    Poisson rate (6.08 requests/s is true), the others with streams of a closed loop (7 is true: with 8 each request waits a whole service).
+    """Four slots of 0.51 s (51 tokens); good is a TTFT of at most 0.51 s, wanted for 90 %.
+
+    Each tool answers in its own terms: we with a Poisson rate (6.08 requests/s is true), the others
+    with streams of a closed loop (7 is true: with 8 each request waits a whole service).
     """
     for tool in tools:
         with truth(ttft=0.01, gap=0.01, slots=4) as url:
             run, found = tool.search(url, 51, 0.51, 0.9)
             served = len(log_of(url, 51))
         yield {
-            "part": "search", "tool": tool.name, "wall_seconds": run.wall_seconds, "cpu_seconds": run.cpu_seconds, "requests": served,
+            "part": "search",
+            "tool": tool.name,
+            "wall_seconds": run.wall_seconds,
+            "cpu_seconds": run.cpu_seconds,
+            "requests": served,
             "found": found,
-        }  # fmt: skip
+        }
 
 
 PARTS: dict[str, Callable[[list[Tool]], Iterator[dict[str, Any]]]] = {
-    "times": times, "arrivals": arrivals, "cost": cost, "search": search,
-}  # fmt: skip
+    "times": times,
+    "arrivals": arrivals,
+    "cost": cost,
+    "search": search,
+}
 
 
 def main() -> None:
@@ -144,7 +200,9 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", choices=list(TOOLS), default=list(TOOLS))
     parser.add_argument("--json", type=Path, help="append one line per figure to this file")
     options = parser.parse_args()
-    peers = Path(subprocess.check_output([str(Path(__file__).with_name("install.sh"))], text=True).strip())
+    peers = Path(
+        subprocess.check_output([str(Path(__file__).with_name("install.sh"))], text=True).strip()
+    )
     others = os.sched_getaffinity(0) - {SERVER_CORE}
     with tempfile.TemporaryDirectory(prefix="driver-peers-") as folder:
         tools = [TOOLS[name](Path(folder), peers) for name in options.tools]
@@ -152,7 +210,12 @@ def main() -> None:
             os.sched_setaffinity(0, others)
         for part in options.parts or PARTS:
             for row in PARTS[part](tools):
-                line = json.dumps({key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()})
+                line = json.dumps(
+                    {
+                        key: round(value, 5) if isinstance(value, float) else value
+                        for key, value in row.items()
+                    }
+                )
                 print(line, flush=True)
                 if options.json is not None:
                     with open(options.json, "a") as file:

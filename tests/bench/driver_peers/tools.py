@@ -1,7 +1,9 @@
-"""The load generators that are compared: how each is started, and where its own report says what it measured.
+"""The load generators that are compared: how each is started, and where its own report says what it
+measured.
 
-Each is given what is best for it: token counts from the server (AIPerf also those beside each chunk), no dashboard, a local tokenizer, as
-many workers as the case says. Nothing asks a model hub. CPU is that of the whole process tree, by wait4.
+Each is given what is best for it: token counts from the server (AIPerf also those beside each
+chunk), no dashboard, a local tokenizer, as many workers as the case says. Nothing asks a model hub.
+CPU is that of the whole process tree, by wait4.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from loadtests.records import RequestRecord
-from loadtests.store import read_lines
-from loadtests.timings import e2e_seconds, tpot_seconds, ttft_seconds
-from models.tokenizer import shipped_files
+from loadtests.metrics.request_metrics import e2e_seconds, tpot_seconds, ttft_seconds
+from loadtests.records.run_folder import read_lines
+from loadtests.records.schema import RequestRecord
+from models.tokenization.tokenizer import shipped_files
 
 ROOT = Path(__file__).parents[3]
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -47,12 +49,22 @@ class Level:
     reported: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def execute(command: Sequence[str], log: Path, environment: Mapping[str, str], timeout_seconds: float) -> Run:
-    """Runs to its end. Raises RuntimeError, with the end of its output, where it fails or takes too long."""
+def execute(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], timeout_seconds: float
+) -> Run:
+    """Runs to its end.
+
+    Raises RuntimeError, with the end of its output, where it fails or takes too long.
+    """
     started = time.perf_counter()
     with open(log, "wb") as out:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ, **environment), cwd=log.parent
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=dict(os.environ, **environment),
+            cwd=log.parent,
         )
     until = time.monotonic() + timeout_seconds
     while True:
@@ -62,12 +74,16 @@ def execute(command: Sequence[str], log: Path, environment: Mapping[str, str], t
         if time.monotonic() > until:
             child.kill()
             os.wait4(child.pid, 0)
-            raise RuntimeError(f"{command[0]} did not end within {timeout_seconds:.0f} s; its output is in {log}")
+            raise RuntimeError(
+                f"{command[0]} did not end within {timeout_seconds:.0f} s; its output is in {log}"
+            )
         time.sleep(0.01)
     wall = time.perf_counter() - started
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise RuntimeError(f"{command[0]} ended with {child.returncode}: {log.read_text(errors='replace')[-1500:]}")
+        raise RuntimeError(
+            f"{command[0]} ended with {child.returncode}: {log.read_text(errors='replace')[-1500:]}"
+        )
     return Run(started, wall, usage.ru_utime + usage.ru_stime, log.read_text(errors="replace"))
 
 
@@ -94,11 +110,15 @@ class Tool(ABC):
 
     @abstractmethod
     def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
-        """Poisson arrivals at `rate`, `requests` of them, of 16 prompt and `tokens` output tokens each."""
+        """Poisson arrivals at `rate`, `requests` of them, of 16 prompt and `tokens` output tokens
+        each.
+        """
 
     @abstractmethod
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
-        """The capacity under a TTFT promise kept for `share` of the requests: what it took, and what was found, in words."""
+        """The capacity under a TTFT SLO kept for `share` of the requests: what it took, and what
+        was found, in words.
+        """
 
 
 class Ours(Tool):
@@ -111,31 +131,72 @@ class Ours(Tool):
         seconds = requests / rate
         environment = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
         if workers == 1:
-            command = [sys.executable, "-m", "crossover", "load", url, "--rate", f"{rate}", "--duration", f"{seconds}"]
+            command = [
+                sys.executable,
+                "-m",
+                "crossover",
+                "load",
+                url,
+                "--rate",
+                f"{rate}",
+                "--duration",
+                f"{seconds}",
+            ]
             command += ["--workload", f"16x{tokens}", "--out", str(place)]
             run = execute(command, place / "log", environment, seconds + 120)
             (records,) = place.glob("*/requests.jsonl")
         else:
             records = place / "requests.jsonl"
-            command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtests/locustfile.py"), "--headless", "--only-summary"]
-            command += ["--host", url, "--rate", f"{rate}", "--window", f"{seconds}", "--workload", f"16x{tokens}"]
+            command = [
+                sys.executable,
+                "-m",
+                "locust",
+                "-f",
+                str(ROOT / "loadtests/locustfile.py"),
+                "--headless",
+                "--only-summary",
+            ]
+            command += [
+                "--host",
+                url,
+                "--rate",
+                f"{rate}",
+                "--window",
+                f"{seconds}",
+                "--workload",
+                f"16x{tokens}",
+            ]
             command += ["--processes", str(workers), "--requests-file", str(records)]
             run = execute(command, place / "log", environment, seconds + 120)
         kept = read_lines(records, RequestRecord).records
-        return Level(run, {
-            "TTFT": quantiles([ttft_seconds(r) for r in kept]),
-            "TPOT": quantiles([tpot_seconds(r) for r in kept]),
-            "E2E": quantiles([e2e_seconds(r) for r in kept]),
-        })  # fmt: skip
+        return Level(
+            run,
+            {
+                "TTFT": quantiles([ttft_seconds(r) for r in kept]),
+                "TPOT": quantiles([tpot_seconds(r) for r in kept]),
+                "E2E": quantiles([e2e_seconds(r) for r in kept]),
+            },
+        )
 
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         (place / "campaign.toml").write_text(
-            f'name = "mock"\nbudget_seconds = 22\n[target]\nurl = "{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n'
-            f"[promise]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\nprecision = 0.2\nlevel_seconds_min = 3\n"
+            'name = "mock"\nbudget_seconds = 22\n[target]\nurl = '
+            f'"{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n'
+            f"[slo]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\nprecision = "
+            "0.2\nlevel_seconds_min = 3\n"
             "level_seconds_max = 12\nlevel_requests_min = 20\nlone_requests = 2\n"
         )
-        command = [sys.executable, "-m", "crossover", "campaign", "run", str(place / "campaign.toml"), "--out", str(place / "runs")]
+        command = [
+            sys.executable,
+            "-m",
+            "crossover",
+            "campaign",
+            "run",
+            str(place / "campaign.toml"),
+            "--out",
+            str(place / "runs"),
+        ]
         run = execute(command, place / "log", {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}, 400)
         (events,) = place.glob("runs/*/events.jsonl")
         for line in reversed(events.read_text().splitlines()):
@@ -152,68 +213,167 @@ class GuideLlm(Tool):
 
     def _command(self, place: Path, url: str, profile: str, tokens: int, *more: str) -> list[str]:
         return [
-            str(self.peers / "guidellm-0.8.1/bin/guidellm"), "run",
-            "--backend", f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions",
-            "--profile", profile, "--tokenizer", f"kind=huggingface_auto,model={self.tokenizer}",
-            "--data", f"kind=synthetic_text,prompt_tokens=16,output_tokens={tokens}",
-            "--output", f"kind=json,path={place / 'report.json'}", "--disable-console", *more,
-        ]  # fmt: skip
+            str(self.peers / "guidellm-0.8.1/bin/guidellm"),
+            "run",
+            "--backend",
+            f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions",
+            "--profile",
+            profile,
+            "--tokenizer",
+            f"kind=huggingface_auto,model={self.tokenizer}",
+            "--data",
+            f"kind=synthetic_text,prompt_tokens=16,output_tokens={tokens}",
+            "--output",
+            f"kind=json,path={place / 'report.json'}",
+            "--disable-console",
+            *more,
+        ]
 
     def _environment(self, workers: int) -> dict[str, str]:
-        return {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": str(workers)}
+        return {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "GUIDELLM__MAX_WORKER_PROCESSES": str(workers),
+        }
 
     def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
         place = self.new()
-        command = self._command(place, url, f"kind=poisson,rate={rate}", tokens, "--constraint", f"kind=max_requests,count={requests}")
+        command = self._command(
+            place,
+            url,
+            f"kind=poisson,rate={rate}",
+            tokens,
+            "--constraint",
+            f"kind=max_requests,count={requests}",
+        )
         run = execute(command, place / "log", self._environment(workers), requests / rate + 300)
         metrics = json.loads((place / "report.json").read_text())["benchmarks"][0]["metrics"]
-        names = {"TTFT": ("time_to_first_token_ms", 1e-3), "TPOT": ("inter_token_latency_ms", 1e-3), "E2E": ("request_latency", 1.0)}
-        return Level(run, {
-            ours: {q: metrics[theirs]["successful"]["percentiles"][q] * unit for q in QUANTILES} for ours, (theirs, unit) in names.items()
-        })  # fmt: skip
+        names = {
+            "TTFT": ("time_to_first_token_ms", 1e-3),
+            "TPOT": ("inter_token_latency_ms", 1e-3),
+            "E2E": ("request_latency", 1.0),
+        }
+        return Level(
+            run,
+            {
+                ours: {q: metrics[theirs]["successful"]["percentiles"][q] * unit for q in QUANTILES}
+                for ours, (theirs, unit) in names.items()
+            },
+        )
 
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         profile = f"kind=goodput,initial_streams=4,max_streams=64,target_attainment={share}"
         metrics = json.dumps({"kind": "generative", "slo": {"ttft_ms": ttft_seconds * 1000}})
-        command = self._command(place, url, profile, tokens, "--metrics", metrics, "--constraint", "kind=max_duration,seconds=10")
+        command = self._command(
+            place,
+            url,
+            profile,
+            tokens,
+            "--metrics",
+            metrics,
+            "--constraint",
+            "kind=max_duration,seconds=10",
+        )
         run = execute(command, place / "log", self._environment(1), 600)
         report = json.loads((place / "report.json").read_text())
-        found = [(one["config"]["strategy"].get("streams"), _attainment(one)) for one in report["benchmarks"]]
+        found = [
+            (one["config"]["strategy"].get("streams"), _attainment(one))
+            for one in report["benchmarks"]
+        ]
         return run, f"probes (streams, attainment): {found}"
 
 
 class AiPerf(Tool):
-    """AIPerf 0.13. Not told to stay offline: then it looks for a hub's snapshot even where the tokenizer is a folder."""
+    """AIPerf 0.13.
+
+    Not told to stay offline: then it looks for a hub's snapshot even where the tokenizer is a
+    folder.
+    """
 
     name = "aiperf"
 
     def _command(self, place: Path, url: str, tokens: int, *more: str) -> list[str]:
         return [
-            str(self.peers / "aiperf-0.13/bin/aiperf"), "profile", "--model-names", MODEL, "--tokenizer", str(self.tokenizer), "--url", url,
-            "--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--per-chunk-usage",
-            "--prompt-input-tokens-mean", "16", "--prompt-output-tokens-mean", str(tokens), "--ui-type", "none",
-            "--no-server-metrics", "--no-gpu-telemetry", "--output-artifact-dir", str(place / "artifacts"), *more,
-        ]  # fmt: skip
+            str(self.peers / "aiperf-0.13/bin/aiperf"),
+            "profile",
+            "--model-names",
+            MODEL,
+            "--tokenizer",
+            str(self.tokenizer),
+            "--url",
+            url,
+            "--endpoint-type",
+            "chat",
+            "--streaming",
+            "--use-server-token-count",
+            "--per-chunk-usage",
+            "--prompt-input-tokens-mean",
+            "16",
+            "--prompt-output-tokens-mean",
+            str(tokens),
+            "--ui-type",
+            "none",
+            "--no-server-metrics",
+            "--no-gpu-telemetry",
+            "--output-artifact-dir",
+            str(place / "artifacts"),
+            *more,
+        ]
 
     def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
         place = self.new()
-        command = self._command(place, url, tokens, "--request-rate", f"{rate}", "--arrival-pattern", "poisson",
-                                "--request-count", str(requests), "--workers-max", str(workers), "--random-seed", "1")  # fmt: skip
+        command = self._command(
+            place,
+            url,
+            tokens,
+            "--request-rate",
+            f"{rate}",
+            "--arrival-pattern",
+            "poisson",
+            "--request-count",
+            str(requests),
+            "--workers-max",
+            str(workers),
+            "--random-seed",
+            "1",
+        )
         run = execute(command, place / "log", {}, requests / rate + 300)
         (file,) = place.glob("artifacts/**/profile_export_aiperf.json")
         report = json.loads(file.read_text())
-        names = {"TTFT": "time_to_first_token", "TPOT": "inter_token_latency", "E2E": "request_latency"}
-        return Level(run, {
-            ours: {q: report[theirs][q] / 1000 for q in QUANTILES} for ours, theirs in names.items() if report.get(theirs)
-        })  # fmt: skip
+        names = {
+            "TTFT": "time_to_first_token",
+            "TPOT": "inter_token_latency",
+            "E2E": "request_latency",
+        }
+        return Level(
+            run,
+            {
+                ours: {q: report[theirs][q] / 1000 for q in QUANTILES}
+                for ours, theirs in names.items()
+                if report.get(theirs)
+            },
+        )
 
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         command = self._command(
-            place, url, tokens, "--search-recipe", "max-concurrency-under-sla", "--ttft-sla-ms", f"{ttft_seconds * 1000:g}",
-            "--concurrency-min", "1", "--concurrency-max", "64", "--benchmark-duration", "10", "--workers-max", "1",
-        )  # fmt: skip
+            place,
+            url,
+            tokens,
+            "--search-recipe",
+            "max-concurrency-under-sla",
+            "--ttft-sla-ms",
+            f"{ttft_seconds * 1000:g}",
+            "--concurrency-min",
+            "1",
+            "--concurrency-max",
+            "64",
+            "--benchmark-duration",
+            "10",
+            "--workers-max",
+            "1",
+        )
         run = execute(command, place / "log", {}, 600)
         found = sorted(place.glob("artifacts/**/search_history.json"))
         said: Any = json.loads(found[0].read_text()).get("best") if found else None
@@ -228,10 +388,13 @@ def _attainment(benchmark: dict[str, Any]) -> Any:
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:
-    """Nearest rank, as in loadtests/summary.py."""
+    """Nearest rank, as in loadtests/metrics/level_summary.py."""
     known = sorted(value for value in values if value is not None)
     return (
-        {name: known[min(len(known) - 1, max(0, -(-int(q * len(known) * 1e6) // 1_000_000) - 1))] for name, q in QUANTILES.items()}
+        {
+            name: known[min(len(known) - 1, max(0, -(-int(q * len(known) * 1e6) // 1_000_000) - 1))]
+            for name, q in QUANTILES.items()
+        }
         if known
         else {}
     )

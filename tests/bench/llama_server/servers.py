@@ -1,8 +1,10 @@
-"""The servers that a comparison over HTTP starts: `crossover serve` with any backend, llama.cpp's llama-server, llama-cpp-python's own.
+"""The servers that a comparison over HTTP starts: `crossover serve` with any backend, llama.cpp's
+llama-server, llama-cpp-python's own.
 
     with server(PEERS["llama-server"](setup), setup.port, "/health", log) as url: ...
 
-Every one is given the same engine threads, slots and context. They end with the process that started them, however it ends.
+Every one is given the same engine threads, slots and context. They end with the process that
+started them, however it ends.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-TETHER = HERE.parents[2] / "loadtests" / "tether.py"
+PARENT_BOUND = HERE.parents[2] / "loadtests" / "host" / "parent_bound.py"
 
 
 class Setup(NamedTuple):
-    """What a server is to serve, and with what. Cores: the engine's threads, and where HTTP and the client run."""
+    """What a server is to serve, and with what.
+
+    Cores: the engine's threads, and where HTTP and the client run.
+    """
 
     model: str  # as resolved for `crossover serve`: a rung, a folder, a file
     backend: str  # of ours only
@@ -35,6 +40,7 @@ class Setup(NamedTuple):
     engine_cores: tuple[int, ...]
     client_cores: tuple[int, ...]
     extra: tuple[str, ...] = ()  # more arguments
+    checkout: str = ""  # of ours: a folder with another state of the code
 
     @property
     def threads(self) -> str:
@@ -57,36 +63,58 @@ def mask(cores: tuple[int, ...] | list[int]) -> str:
 def built(script: str) -> str:
     """The last line that a build script prints; what it says goes to our stderr."""
     found = subprocess.run(
-        ["bash", str(HERE / script)], check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHON": sys.executable}
+        ["bash", str(HERE / script)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHON": sys.executable},
     )
     return found.stdout.strip().splitlines()[-1]
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 def crossover(setup: Setup) -> list[str]:
+    """Our server, of this state of the code or of another checkout."""
+    another = ["env", "-C", setup.checkout, f"PYTHONPATH={setup.checkout}"]
+    cores = ",".join(map(str, setup.engine_cores))
+    api_cores = ",".join(map(str, setup.client_cores))
     return [
-        *(sys.executable, "-m", "crossover", "serve", setup.model, "--backend", setup.backend, "--format", setup.weight_format),
-        *("--port", str(setup.port), "--slots", str(setup.slots), "--context", str(setup.context_tokens)),
-        *("--cores", ",".join(map(str, setup.engine_cores)), "--api-cores", ",".join(map(str, setup.client_cores))),
+        *(another if setup.checkout else ()),
+        *(sys.executable, "-m", "crossover", "serve", setup.model),
+        *words(f"--backend {setup.backend} --format {setup.weight_format} --port {setup.port}"),
+        *words(f"--slots {setup.slots} --context {setup.context_tokens}"),
+        *words(f"--cores {cores} --api-cores {api_cores}"),
         *setup.extra,
     ]
 
 
 def llama_server(setup: Setup) -> list[str]:
+    threads = f"-t {setup.threads} -tb {setup.threads}"
     return [
-        *(built("build.sh") + "/llama-server", "-m", setup.path, "--port", str(setup.port), "--no-webui"),
-        *("-t", setup.threads, "-tb", setup.threads, "--cpu-mask", mask(setup.engine_cores), "--cpu-strict", "1"),
-        *("-np", str(setup.slots), "-c", str(setup.slots * setup.context_tokens)),
+        *(built("build.sh") + "/llama-server", "-m", setup.path),
+        *words(f"--port {setup.port} --no-webui {threads}"),
+        *words(f"--cpu-mask {mask(setup.engine_cores)} --cpu-strict 1"),
+        *words(f"-np {setup.slots} -c {setup.slots * setup.context_tokens}"),
         *setup.extra,
     ]
 
 
 def llama_cpp_python(setup: Setup) -> list[str]:
-    """One request at a time is all that it does: so one context. Helped where its defaults would hurt it: a new request does not cut a
-    running stream off, and no logits are computed for the prompt. It cannot keep its threads and its HTTP apart, and has both cores."""
+    """llama-cpp-python's server, which has one context and serves one request at a time.
+
+    Its defaults are changed in its favour: a new request does not cut a running stream off, and no
+    logits are computed for the prompt. It cannot separate engine threads and HTTP: it has all
+    cores.
+    """
+    threads = f"--n_threads {setup.threads} --n_threads_batch {setup.threads}"
     return [
-        *(built("llama_cpp_python.sh"), "-m", "llama_cpp.server", "--model", setup.path, "--model_alias", setup.model),
-        *("--host", "127.0.0.1", "--port", str(setup.port), "--n_ctx", str(setup.context_tokens), "--verbose", "false"),
-        *("--n_threads", setup.threads, "--n_threads_batch", setup.threads, "--interrupt_requests", "false", "--logits_all", "false"),
+        *(built("llama_cpp_python.sh"), "-m", "llama_cpp.server"),
+        *("--model", setup.path, "--model_alias", setup.model),
+        *words(f"--host 127.0.0.1 --port {setup.port} --n_ctx {setup.context_tokens}"),
+        *words(f"--verbose false {threads} --interrupt_requests false --logits_all false"),
         *setup.extra,
     ]
 
@@ -100,19 +128,25 @@ PEERS = {
 
 @contextlib.contextmanager
 def server(command: list[str], port: int, ready: str, log: Path) -> Iterator[str]:
-    """A server process for as long as the block runs; waits until it says that it is ready. Yields its URL. It is killed when this process
-    ends, even by SIGKILL; SIGTERM ends this process as Ctrl-C does, so that the servers get to end in order."""
+    """A server process for as long as the block runs; waits until it says that it is ready.
+
+    Yields its URL. It is killed when this process
+    ends, even by SIGKILL; SIGTERM ends this process as Ctrl-C does, so that the servers get to end
+    in order.
+    """
     url = f"http://127.0.0.1:{port}"
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    tether = [sys.executable, "-I", "-S", str(TETHER), str(os.getpid()), "-", "0"]
+    wrapper = [sys.executable, "-I", "-S", str(PARENT_BOUND), str(os.getpid()), "-", "0"]
     with log.open("w") as out:
-        process = subprocess.Popen([*tether, *command], stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*wrapper, *command], stdout=out, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + 600
             while not _answers(url + ready):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{' '.join(command[:5])} did not start:\n{log.read_text()[-2000:]}")
+                    raise RuntimeError(
+                        f"{' '.join(command[:5])} did not start:\n{log.read_text()[-2000:]}"
+                    )
                 time.sleep(0.2)
             yield url
         finally:

@@ -1,4 +1,7 @@
-"""What a device's memory really gives: a copy between two buffers far larger than any cache. Driven by tests.bench.peers.jobs."""
+"""What a device's memory really gives: a copy between two buffers far larger than any cache.
+
+Driven by tests.bench.peers.jobs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ COPIES = 20
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Any]]:
-    """`settings`: device ("cpu" or "cuda"), threads, bytes of each buffer. A job gives {"bytes_per_second"}: read and written together,
+    """`settings`: device ("cpu" or "cuda"), threads, bytes of each buffer.
+
+    A job gives {"bytes_per_second"}: read and written together,
     the best of COPIES copies (the STREAM benchmark's copy)."""
     torch.set_num_threads(settings["threads"])
     device = torch.device(settings["device"])

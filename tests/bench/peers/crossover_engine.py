@@ -1,4 +1,7 @@
-"""Our side in process: a backend under the scheduler, requests added as they come due, no HTTP. Driven by tests.bench.peers.jobs."""
+"""Our side in process: a backend under the scheduler, requests added as they come due, no HTTP.
+
+Driven by tests.bench.peers.jobs.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from models.tokenizer import load_tokenizer
+from models.tokenization.tokenizer import load_tokenizer
 from serving.backends import backend_class
-from serving.backends.base import EngineConfig, Sampling
-from serving.messages import Submit
-from serving.scheduler import Scheduler
+from serving.backends.base import EngineConfig
+from serving.engine.messages import GenerationRequest, Submit
+from serving.engine.scheduler import Scheduler
 from tests.bench.peers.jobs import Job, Times, answer_jobs, wait_until
 
 
@@ -32,7 +35,9 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
 
 
 def run(scheduler: Scheduler, job: Job) -> Times:
-    """Serve a job's requests, each from its arrival on; no two share a prefix, so nothing is reused."""
+    """Serve a job's requests, each from its arrival on; no two share a prefix, so nothing is
+    reused.
+    """
     started = time.perf_counter()
     arrivals: list[float] = job["arrivals"]
     times: Times = [[] for _ in arrivals]
@@ -43,7 +48,12 @@ def run(scheduler: Scheduler, job: Job) -> Times:
         now = time.perf_counter() - started
         while added < len(arrivals) and arrivals[added] <= now:
             refused = scheduler.add(
-                Submit(id=added, prompt=job["prompts"][added], max_tokens=job["outputs"][added], sampling=Sampling(), ignore_eos=True)
+                Submit(
+                    added,
+                    GenerationRequest(
+                        job["prompts"][added], job["outputs"][added], ignore_eos=True
+                    ),
+                )
             )
             if refused is not None:
                 raise RuntimeError(f"request {added} was refused: {refused.error}")

@@ -1,17 +1,17 @@
-"""A backend in a process of its own, without a scheduler: what a step costs, what its memory is, what it thinks of given tokens.
+"""A backend in a process of its own, without a scheduler: what a step costs, what its memory is,
+what it thinks of given tokens.
 
 Driven by tests.bench.peers.jobs; a job names what to `do`:
   prefill   `tokens` prompt tokens into the last slot -> {"seconds"}
   decode    `steps` greedy steps of `rows` rows that hold `context` tokens each -> {"seconds"}
-  fill      every slot to the end of its context, so that all of the KV cache is touched -> process memory
-  quality   `ids` [sequences, tokens], one token a step, all sequences in one batch, held against the reference logits in the file
-            `reference` [sequences, tokens, vocabulary] -> {"kl_nats", "agreement", "positions"}
+  fill      every slot to the end of its context, so the whole KV cache is touched -> process memory
+  quality   `ids` [sequences, tokens], one token a step, all sequences in one batch, against the
+            logits in the file `reference` [sequences, tokens, vocabulary] -> KL and agreement
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.backends import backend_class
-from serving.backends.base import Backend, EngineConfig, Row, Sampling
-from serving.hardware import process_memory
+from serving.backends.base import Backend, EngineConfig
+from serving.hardware.memory import anonymous_bytes, peak_resident_bytes, resident_bytes
+from serving.sampling.types import Row, Sampling
 from tests.bench.peers.jobs import Job, answer_jobs
 
 
@@ -35,24 +36,33 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Any]
     backend = chosen(config, lambda what, fraction: None)
     seconds = time.perf_counter() - started
     gc.collect()
-    facts = {"info": msgspec.to_builtins(backend.info), "load_seconds": seconds, "before": before, "loaded": memory()}
+    facts = {
+        "info": msgspec.to_builtins(backend.info),
+        "load_seconds": seconds,
+        "before": before,
+        "loaded": memory(),
+    }
     filled: dict[int, int] = {}
     doing: dict[str, Callable[[Job], Any]] = {
         "prefill": lambda job: {"seconds": prefill(backend, job["tokens"], backend.info.slots - 1)},
-        "decode": lambda job: {"seconds": decode(backend, job["rows"], job["context"], job["steps"], filled)},
+        "decode": lambda job: {
+            "seconds": decode(backend, job["rows"], job["context"], job["steps"], filled)
+        },
         "fill": lambda job: fill(backend),
-        "quality": lambda job: quality(backend, np.array(job["ids"], np.int32), np.load(job["reference"], mmap_mode="r")),
+        "quality": lambda job: quality(
+            backend, np.array(job["ids"], np.int32), np.load(job["reference"], mmap_mode="r")
+        ),
     }
     return facts, lambda job: doing[job["do"]](job)
 
 
 def memory() -> dict[str, int]:
     """This process now: resident bytes, those that no file backs, and the most there ever were."""
-    found = process_memory(os.getpid())
-    assert found is not None and found.peak_rss_bytes is not None
-    with open("/proc/self/status", encoding="ascii") as lines:
-        anonymous = next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
-    return {"rss_bytes": found.rss_bytes, "anonymous_bytes": anonymous, "peak_rss_bytes": found.peak_rss_bytes}
+    return {
+        "rss_bytes": resident_bytes() or 0,
+        "anonymous_bytes": anonymous_bytes(),
+        "peak_rss_bytes": peak_resident_bytes(),
+    }
 
 
 def tokens(backend: Backend, count: int, seed: int) -> npt.NDArray[np.int32]:
@@ -71,7 +81,9 @@ def prefill(backend: Backend, count: int, slot: int, sampled: bool = True) -> fl
 
 
 def decode(backend: Backend, rows: int, context: int, steps: int, filled: dict[int, int]) -> float:
-    """Seconds of `steps` greedy steps after `context` tokens, which are filled once; `filled`: which slots have them already."""
+    """Seconds of `steps` greedy steps after `context` tokens, which are filled once; `filled`:
+    which slots have them already.
+    """
     for slot in range(rows):
         if filled.get(slot) != context:
             prefill(backend, context, slot, sampled=False)
@@ -79,7 +91,9 @@ def decode(backend: Backend, rows: int, context: int, steps: int, filled: dict[i
     ids = [tokens(backend, 1, slot) for slot in range(rows)]
     started = time.perf_counter()
     for step in range(steps):
-        drawn = backend.step([Row(slot, ids[slot], context + step, wants_token=True) for slot in range(rows)])
+        drawn = backend.step(
+            [Row(slot, ids[slot], context + step, wants_token=True) for slot in range(rows)]
+        )
         ids = [np.array([one.token], np.int32) for one in drawn]
     return time.perf_counter() - started
 
@@ -92,12 +106,17 @@ def fill(backend: Backend) -> dict[str, int]:
     return memory()
 
 
-def quality(backend: Backend, ids: npt.NDArray[np.int32], reference: npt.NDArray[np.float32]) -> dict[str, float]:
+def quality(
+    backend: Backend, ids: npt.NDArray[np.int32], reference: npt.NDArray[np.float32]
+) -> dict[str, float]:
     """KL(reference || engine) in nats and the share of equal greedy tokens, over every position."""
     everything = Sampling(logprobs=backend.info.vocabulary)
     divergences, equal = [], []
     for position in range(ids.shape[1]):
-        rows = [Row(slot, ids[slot, position : position + 1], position, True, everything) for slot in range(len(ids))]
+        rows = [
+            Row(slot, ids[slot, position : position + 1], position, True, everything)
+            for slot in range(len(ids))
+        ]
         for slot, drawn in enumerate(backend.step(rows)):
             assert drawn.logprobs is not None
             theirs = np.empty(backend.info.vocabulary)
@@ -107,7 +126,11 @@ def quality(backend: Backend, ids: npt.NDArray[np.int32], reference: npt.NDArray
             ours -= np.log(np.exp(ours).sum())
             divergences.append(float(np.sum(np.exp(ours) * (ours - theirs))))
             equal.append(drawn.token == int(logits.argmax()))
-    return {"kl_nats": float(np.mean(divergences)), "agreement": float(np.mean(equal)), "positions": len(equal)}
+    return {
+        "kl_nats": float(np.mean(divergences)),
+        "agreement": float(np.mean(equal)),
+        "positions": len(equal),
+    }
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""One comparison: players that take turns at the same workload, a new set of prompts each round, every run kept.
+"""One comparison: players that take turns at the same workload, a new set of prompts each round,
+every run kept.
 
-A player is a function from a job to its figures: a child process that was asked (`in_process`), or a server that was sent the requests
-(tests.bench.peers.crossover_http).
+A player is a function from a job to its figures: a child process that was asked (`in_process`), or
+a server that was sent the requests (tests.bench.peers.crossover_http).
 
 Workloads, for n at once:
   once       n requests at the same moment: the best case of an engine with static batches
-  staggered  2 n requests, the next one after a 1/n of the time that a request takes alone: they join while others decode, and a static
+  staggered  2 n requests, the next one after a 1/n of the time that a request takes alone: they
+  join while others decode, and a static
              batch makes them wait for its end
-  uneven     as staggered, with answers of a quarter to seven quarters of --output: a static batch goes on until its longest is whole
+  uneven     as staggered, with answers of a quarter to seven quarters of --output: a static batch
+             goes on until its longest is whole
 """
 
 from __future__ import annotations
@@ -61,25 +64,39 @@ def workload(text: str) -> Workload:
     """From "8" or "8:staggered"."""
     batch, _, kind = text.partition(":")
     if kind not in ("", *KINDS) or not batch.isdigit() or int(batch) < 1:
-        raise argparse.ArgumentTypeError(f"a workload is N or N:KIND with a KIND of {', '.join(KINDS)}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a workload is N or N:KIND with a KIND of {', '.join(KINDS)}, got {text!r}"
+        )
     return Workload(kind or "once", int(batch))
 
 
 def add_options(parser: argparse.ArgumentParser, workloads: list[str], packages: str) -> None:
     """The options that all comparisons have."""
-    parser.add_argument("--workloads", type=workload, nargs="+", default=[workload(one) for one in workloads], metavar="N[:KIND]")
+    parser.add_argument(
+        "--workloads",
+        type=workload,
+        nargs="+",
+        default=[workload(one) for one in workloads],
+        metavar="N[:KIND]",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--cores", type=int, nargs="+", default=[0], help="of every engine, one thread each")
-    parser.add_argument("--json", type=Path, help="keeps every run; one that is there is gone on with")
+    parser.add_argument(
+        "--cores", type=int, nargs="+", default=[0], help="of every engine, one thread each"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="keeps every run; one that is there is gone on with"
+    )
     parser.set_defaults(packages=packages.split())
 
 
 def room(arguments: argparse.Namespace) -> tuple[int, int]:
     """Slots, and the context tokens of each, that hold every workload."""
     longest = max(one.longest(arguments.output) for one in arguments.workloads)
-    return max(one.batch for one in arguments.workloads), -(-(arguments.prompt + longest) // 64) * 64
+    return max(one.batch for one in arguments.workloads), -(
+        -(arguments.prompt + longest) // 64
+    ) * 64
 
 
 def in_process(child: Child) -> Player:
@@ -87,8 +104,16 @@ def in_process(child: Child) -> Player:
     return lambda job: figures(job, child.ask(job))
 
 
-def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """All workloads, `arguments.rounds` rounds each; prints a table per workload and keeps the runs."""
+def compete(
+    players: Mapping[str, Player],
+    ours: str,
+    vocabulary: int,
+    arguments: argparse.Namespace,
+    settings: dict[str, Any],
+) -> None:
+    """All workloads, `arguments.rounds` rounds each; prints a table per workload and keeps the
+    runs.
+    """
     facts = machine(*arguments.packages)
     print(machine_line(facts), flush=True)
     shape = {"prompt": arguments.prompt, "output": arguments.output, "cores": arguments.cores}
@@ -99,7 +124,9 @@ def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments
 
         def job(gap: float, count: int, seed: int, one: Workload = one) -> Job:
             spread = one.spread if count > 1 else 0.0
-            return make_job(count, arguments.prompt, arguments.output, one.batch, gap, vocabulary, seed, spread)
+            return make_job(
+                count, arguments.prompt, arguments.output, one.batch, gap, vocabulary, seed, spread
+            )
 
         for player in players.values():  # first touches, and how long a request takes alone
             found = player(job(0.0, 1, 10**6 + done))["seconds"]
@@ -108,14 +135,22 @@ def compete(players: Mapping[str, Player], ours: str, vocabulary: int, arguments
         gap = 0.0 if one.kind == "once" else alone / one.batch
 
         def turn(player: Player, number: int, one: Workload = one, gap: float = gap) -> Figures:
-            return {**player(job(gap, one.requests, number)), "gap_seconds": gap}  # the same prompts for all players of a round
+            return {
+                **player(job(gap, one.requests, number)),
+                "gap_seconds": gap,
+            }  # the same prompts for all players of a round
 
         turns = {name: partial(turn, player) for name, player in players.items()}
-        for number in range(done, done + arguments.rounds):  # kept round by round: what is cut off is not lost
-            runs = series.add(str(one), take_turns(turns, 1, lambda text: print(text, flush=True), number))
+        for number in range(
+            done, done + arguments.rounds
+        ):  # kept round by round: what is cut off is not lost
+            runs = series.add(
+                str(one), take_turns(turns, 1, lambda text: print(text, flush=True), number)
+            )
             series.save(arguments.json)
         rounds = len(runs[ours])
         print(
-            f"{one}, prompts of {arguments.prompt}, outputs of {arguments.output}, {rounds} rounds (medians; ratio = {ours} / the other):"
+            f"{one}, prompts of {arguments.prompt}, outputs of {arguments.output}, {rounds} rounds "
+            f"(medians; ratio = {ours} / the other):"
         )
         print(table(runs, ours, LINES), flush=True)

@@ -1,4 +1,7 @@
-"""The peer optimum: ORTModelForCausalLM.generate over its own export of the graph, static batches. Driven by tests.bench.peers.jobs."""
+"""The peer optimum: ORTModelForCausalLM.generate over its own export of the graph, static batches.
+
+Driven by tests.bench.peers.jobs.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,19 @@ def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Time
     options.intra_op_num_threads = settings["threads"]
     options.log_severity_level = 3
     model = ORTModelForCausalLM.from_pretrained(
-        settings["folder"], session_options=options, use_io_binding=settings.get("use_io_binding"), local_files_only=True
+        settings["folder"],
+        session_options=options,
+        use_io_binding=settings.get("use_io_binding"),
+        local_files_only=True,
     )
 
-    facts = {name: importlib.metadata.version(name) for name in ("optimum", "optimum-onnx", "onnxruntime", "transformers", "torch")}
-    return {**facts, "io_binding": bool(model.use_io_binding)}, lambda job: static_batches(job, partial(timed_generate, model))
+    facts = {
+        name: importlib.metadata.version(name)
+        for name in ("optimum", "optimum-onnx", "onnxruntime", "transformers", "torch")
+    }
+    return {**facts, "io_binding": bool(model.use_io_binding)}, lambda job: static_batches(
+        job, partial(timed_generate, model)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`generate` of transformers' kind with a stopwatch: a stopping criterion that never stops notes when each token was there."""
+"""`generate` of transformers' kind with a stopwatch: a stopping criterion that never stops notes
+when each token was there.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,16 @@ class Stopwatch(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def timed_generate(model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float], **more: Any) -> list[float]:
-    """One greedy `generate` call over a batch of prompts of one length: when each of exactly `output_tokens` tokens was there."""
+def timed_generate(
+    model: Any,
+    prompts: list[list[int]],
+    output_tokens: int,
+    clock: Callable[[], float],
+    **more: Any,
+) -> list[float]:
+    """One greedy `generate` call over a batch of prompts of one length: when each of exactly
+    `output_tokens` tokens was there.
+    """
     ids, watch = torch.tensor(prompts, device=model.device), Stopwatch(clock)
     with torch.inference_mode():
         model.generate(

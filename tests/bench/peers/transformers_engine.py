@@ -1,6 +1,9 @@
-"""The peers of transformers: ContinuousBatching (of 5.x) and generate() with a static cache. Driven by tests.bench.peers.jobs.
+"""The peers of transformers: ContinuousBatching (of 5.x) and generate() with a static cache.
 
-Runs in whatever environment it is started in: the project's (transformers 4.57), or that of transformers5.sh.
+Driven by tests.bench.peers.jobs.
+
+Runs in whatever environment it is started in: the project's (transformers 4.57), or that of
+transformers5.sh.
 """
 
 from __future__ import annotations
@@ -22,31 +25,46 @@ PAGE_TOKENS = 64
 
 
 def load(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Job], Times]]:
-    """`settings`: folder, threads, device, dtype, mode ("continuous" or "static"), attention, slots, context_tokens."""
+    """`settings`: folder, threads, device, dtype, mode ("continuous" or "static"), attention,
+    slots, context_tokens.
+    """
     torch.set_num_threads(settings["threads"])
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as staged:
         for file in Path(settings["folder"]).iterdir():
             Path(staged, file.name).symlink_to(file)
-        # Both major versions must read the same model: a folder of ours says RoPE in both versions' words.
+        # Both major versions must read the same model: a folder of ours says RoPE in both versions'
+        # words.
         assert "rope_theta" in json.loads(Path(staged, "config.json").read_text(encoding="utf-8"))
         attention = settings["attention"]
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            staged, dtype=getattr(torch, settings["dtype"]), local_files_only=True, attn_implementation=attention
+            staged,
+            dtype=getattr(torch, settings["dtype"]),
+            local_files_only=True,
+            attn_implementation=attention,
         )
     model.eval().to(settings["device"])
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
-    facts = {"transformers": transformers.__version__, "torch": torch.__version__, "attention": attention, "dtype": settings["dtype"]}
+    facts = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "attention": attention,
+        "dtype": settings["dtype"],
+    }
     if settings["mode"] == "continuous":
         return facts, continuous(model, settings)
     return facts, lambda job: static_batches(job, lambda *batch: static(model, *batch))
 
 
-def static(model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]) -> list[float]:
+def static(
+    model: Any, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float]
+) -> list[float]:
     """One generate() call over a batch, its cache allocated once and written in place."""
     # compiling takes 25 to 60 s a shape on a CPU
-    return timed_generate(model, prompts, output_tokens, clock, cache_implementation="static", disable_compile=True)
+    return timed_generate(
+        model, prompts, output_tokens, clock, cache_implementation="static", disable_compile=True
+    )
 
 
 def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
@@ -60,8 +78,12 @@ def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
         allow_block_sharing=False,  # no two prompts have a beginning in common
         use_cuda_graph=settings["device"] == "cuda",
     )
-    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
-    manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+    greedy = transformers.GenerationConfig(
+        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=64
+    )
+    manager = model.init_continuous_batching(
+        generation_config=greedy, continuous_batching_config=config
+    )
     manager.start()
     serial = 0
 
@@ -72,13 +94,21 @@ def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
         times: Times = [[] for _ in job["prompts"]]
         added = 0
         outputs = job["outputs"]
-        while (ended := sum(len(each) == wanted for each, wanted in zip(times, outputs, strict=True))) < len(times):
+        while (
+            ended := sum(len(each) == wanted for each, wanted in zip(times, outputs, strict=True))
+        ) < len(times):
             now = time.perf_counter() - started
             while added < len(times) and job["arrivals"][added] <= now:
                 name = f"r{serial}"
                 serial += 1
                 names[name] = added
-                manager.add_request(job["prompts"][added], name, max_new_tokens=outputs[added], streaming=True, eos_token_id=-1)
+                manager.add_request(
+                    job["prompts"][added],
+                    name,
+                    max_new_tokens=outputs[added],
+                    streaming=True,
+                    eos_token_id=-1,
+                )
                 added += 1
             if added == ended:
                 wait_until(job["arrivals"][added], lambda: time.perf_counter() - started)
@@ -87,7 +117,10 @@ def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
             result = manager.get_result(timeout=max(0.001, min(1.0, due)))
             if result is None:
                 if not manager.is_running():
-                    raise RuntimeError(f"ContinuousBatching has stopped: {manager.background_thread_status.fatal_error}")
+                    raise RuntimeError(
+                        "ContinuousBatching has stopped: "
+                        f"{manager.background_thread_status.fatal_error}"
+                    )
                 continue
             if result.error is not None:
                 raise RuntimeError(f"ContinuousBatching: {result.error}")

@@ -1,16 +1,20 @@
-"""Connections that are many, slow, hostile or gone: does anybody else notice, and does everything that was handed out come back?
+"""Connections that are many, slow, hostile or gone: does anybody else notice, and does everything
+that was handed out come back?
 
     taskset -c 1 python -m tests.bench.pressure.connections [--part crowd] [--out FILE]
 
-Each part has a server of its own with the fake backend, engine on core 0, HTTP side and client on core 1:
+Each part has a server of its own with the fake backend, engine on core 0, HTTP side and client on
+core 1:
 
   crowd      2,000 streams at the same time, a slot for each
-  slowloris  500 sockets that send a header byte a second, beside normal traffic: its TTFT with and without them
-  readers    50 clients that read one byte a second of answers of megabytes, beside normal traffic
-  leavers    10,000 requests, 30 % of the clients leave at a random moment
-  slot       one slot, one in it, one waiting: the first leaves, the second's first token comes how many steps later?
+  slowloris  500 sockets that send a header byte a second, beside normal traffic: its TTFT with and
+  without them readers    50 clients that read one byte a second of answers of megabytes, beside
+  normal traffic leavers    10,000 requests, 30 % of the clients leave at a random moment slot
+  one slot, one in it, one waiting: the first leaves, the second's first token comes how many steps
+  later?
 
-After each, with nothing in flight: descriptors, threads and tasks must be what they were before, and memory is told.
+After each, with nothing in flight: descriptors, threads and tasks must be what they were before,
+and memory is told.
 """
 
 from __future__ import annotations
@@ -29,7 +33,18 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.pressure.wire import Client, Held, Outcome, Server, held, mib, post, run, serving, until_idle
+from tests.bench.pressure.wire import (
+    Client,
+    Held,
+    Outcome,
+    Server,
+    held,
+    mib,
+    post,
+    run,
+    serving,
+    until_idle,
+)
 
 TASKS = "crossover_event_loop_tasks"
 Found = dict[str, Any]
@@ -56,7 +71,10 @@ class Rest:
 
     async def end(self) -> Found:
         assert self.before is not None
-        (api, engine, tasks), (api_after, engine_after, tasks_after) = self.before, await self.look()
+        (api, engine, tasks), (api_after, engine_after, tasks_after) = (
+            self.before,
+            await self.look(),
+        )
         self._client.close()
         counted = {
             "api descriptors": (api.descriptors, api_after.descriptors),
@@ -84,7 +102,11 @@ async def traffic(client: Client, rate: float, until: Callable[[], bool]) -> lis
     loop = asyncio.get_running_loop()
     due = loop.time()
     while not until():
-        tasks.append(asyncio.create_task(client.ask(post(prompt="hi", max_tokens=8, stream=True, ignore_eos=True), due)))
+        tasks.append(
+            asyncio.create_task(
+                client.ask(post(prompt="hi", max_tokens=8, stream=True, ignore_eos=True), due)
+            )
+        )
         due += 1 / rate
         await asyncio.sleep(max(0.0, due - loop.time()))
     return list(await asyncio.gather(*tasks))
@@ -122,11 +144,15 @@ async def crowd(server: Server, streams: int = 2000, tokens: int = 60) -> Found:
         "seconds": max(lasts) - began,
         "api rss at most": peak,
         "api descriptors at most": most,
-        "kept": found["nothing leaked"] and all(one.complete for one in outcomes) and together == streams,
+        "kept": found["nothing leaked"]
+        and all(one.complete for one in outcomes)
+        and together == streams,
     }
 
 
-async def slowloris(server: Server, sockets: int = 500, seconds: float = 25.0, rate: float = 20.0) -> Found:
+async def slowloris(
+    server: Server, sockets: int = 500, seconds: float = 25.0, rate: float = 20.0
+) -> Found:
     """Each socket sends a byte of a header a second; the server gives a head `header_seconds`."""
     client, loop = Client(server.port), asyncio.get_running_loop()
     rest = Rest(server, client)
@@ -165,20 +191,34 @@ async def slowloris(server: Server, sockets: int = 500, seconds: float = 25.0, r
         "ttft p99 beside": percentile(beside, 99),
         "normal requests": len(beside),
         "normal complete": sum(one.complete for one in beside),
-        "kept": found["nothing leaked"] and all(one.complete for one in beside) and len(closed) == sockets,
+        "kept": found["nothing leaked"]
+        and all(one.complete for one in beside)
+        and len(closed) == sockets,
     }
 
 
-async def readers(server: Server, count: int = 50, tokens: int = 1500, seconds: float = 120.0, rate: float = 20.0) -> Found:
-    """Each reads a byte a second with a small window. The answers end in the engine all the same; who takes nothing is cut off in time.
+async def readers(
+    server: Server, count: int = 50, tokens: int = 1500, seconds: float = 120.0, rate: float = 20.0
+) -> Found:
+    """Each reads a byte a second with a small window.
 
-    A client notices that only when it has read what lay in its own buffer, an hour later; so the server's descriptors are counted.
+    The answers end in the engine all the same; who takes nothing is cut off in time.
+
+    A client notices that only when it has read what lay in its own buffer, an hour later; so the
+    server's descriptors are counted.
     """
     client, loop = Client(server.port), asyncio.get_running_loop()
     rest = Rest(server, client)
     await rest.start()
     alone = await traffic_for(client, rate, min(5.0, seconds / 3))
-    body = post(prompt="hello", max_tokens=tokens, stream=True, ignore_eos=True, logprobs=20, temperature=1.0)
+    body = post(
+        prompt="hello",
+        max_tokens=tokens,
+        stream=True,
+        ignore_eos=True,
+        logprobs=20,
+        temperature=1.0,
+    )
     before = held(server.api).descriptors
     end = loop.time() + seconds
 
@@ -214,11 +254,15 @@ async def readers(server: Server, count: int = 50, tokens: int = 1500, seconds: 
         "ttft p99 beside": percentile(beside, 99),
         "normal requests": len(beside),
         "normal complete": sum(one.complete for one in beside),
-        "kept": found["nothing leaked"] and all(one.complete for one in beside) and left < count / 5,
+        "kept": found["nothing leaked"]
+        and all(one.complete for one in beside)
+        and left < count / 5,
     }
 
 
-async def leavers(server: Server, requests: int = 10_000, users: int = 100, share: float = 0.3) -> Found:
+async def leavers(
+    server: Server, requests: int = 10_000, users: int = 100, share: float = 0.3
+) -> Found:
     client, draw = Client(server.port), random.Random(5)
     rest = Rest(server, client)
     await rest.start()
@@ -229,7 +273,12 @@ async def leavers(server: Server, requests: int = 10_000, users: int = 100, shar
     async def user() -> None:
         nonlocal left, complete
         for _ in todo:
-            body = post(prompt="hello you", max_tokens=draw.choice([4, 16, 40]), stream=draw.random() < 0.7, n=draw.choice([1, 1, 1, 2]))
+            body = post(
+                prompt="hello you",
+                max_tokens=draw.choice([4, 16, 40]),
+                stream=draw.random() < 0.7,
+                n=draw.choice([1, 1, 1, 2]),
+            )
             if draw.random() >= share:
                 outcome = await client.ask(body)
                 complete += outcome.status == 200 and outcome.complete
@@ -257,15 +306,23 @@ async def leavers(server: Server, requests: int = 10_000, users: int = 100, shar
 
 
 async def slot(server: Server, rounds: int = 20, step_seconds: float = 0.1) -> Found:
-    """The second's first token needs a step of its own; the one that runs when the first leaves ends before: 2 steps at most."""
+    """The second's first token needs a step of its own; the one that runs when the first leaves
+    ends before: 2 steps at most.
+    """
     client, loop, draw = Client(server.port), asyncio.get_running_loop(), random.Random(2)
     rest = Rest(server, client)
     await rest.start()
     waits = []
     for number in range(rounds):
-        first = asyncio.create_task(client.ask(post(prompt="hello", max_tokens=400, stream=number % 2 == 0, ignore_eos=True)))
+        first = asyncio.create_task(
+            client.ask(
+                post(prompt="hello", max_tokens=400, stream=number % 2 == 0, ignore_eos=True)
+            )
+        )
         await asyncio.sleep(2.5 * step_seconds)
-        second = asyncio.create_task(client.ask(post(prompt="hello", max_tokens=2, stream=True, ignore_eos=True)))
+        second = asyncio.create_task(
+            client.ask(post(prompt="hello", max_tokens=2, stream=True, ignore_eos=True))
+        )
         await asyncio.sleep((1 + draw.random()) * step_seconds)
         first.cancel()
         left = loop.time()
@@ -286,7 +343,17 @@ Part = Callable[..., Awaitable[Found]]
 PARTS: dict[str, tuple[Part, tuple[str, ...]]] = {
     "crowd": (
         crowd,
-        ("--slots", "2000", "--max-waiting", "4000", "--max-wait", "1000", "--no-prefix-reuse", "--option", "step_seconds=0.3"),
+        (
+            "--slots",
+            "2000",
+            "--max-waiting",
+            "4000",
+            "--max-wait",
+            "1000",
+            "--no-prefix-reuse",
+            "--option",
+            "step_seconds=0.3",
+        ),
     ),
     "slowloris": (slowloris, ("--slots", "16", "--option", "step_seconds=0.005")),
     "readers": (readers, ("--slots", "64", "--context", "2048", "--option", "step_seconds=0.005")),
@@ -300,7 +367,10 @@ def measure(part: str, cores: tuple[str, str] = ("0", "1"), **sizes: Any) -> Fou
     work, arguments = PARTS[part]
     context = () if "--context" in arguments else ("--context", "512")
     common = ("--cores", cores[0], "--api-cores", cores[1], "--threads", "1")
-    with tempfile.TemporaryDirectory() as folder, serving("fake", *common, *context, *arguments, folder=Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving("fake", *common, *context, *arguments, folder=Path(folder)) as server,
+    ):
         found = run(work(server, **sizes))
     print(f"{part}: {'kept' if found['kept'] else 'MISSED'}")
     for name, value in found.items():
@@ -308,18 +378,25 @@ def measure(part: str, cores: tuple[str, str] = ("0", "1"), **sizes: Any) -> Fou
             value = " -> ".join(map(mib, value)) if isinstance(value, tuple) else mib(value)
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {first} -> {last}" for key, (first, last) in value.items())
-        print(f"  {name}: {value:.3g}" if isinstance(value, float) else f"  {name}: {value}", flush=True)
+        print(
+            f"  {name}: {value:.3g}" if isinstance(value, float) else f"  {name}: {value}",
+            flush=True,
+        )
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=list(PARTS), action="append", help="only this; may be repeated")
+    parser.add_argument(
+        "--part", choices=list(PARTS), action="append", help="only this; may be repeated"
+    )
     parser.add_argument("--engine-cores", default="0")
     parser.add_argument("--api-cores", default="1")
     parser.add_argument("--out", type=Path, help="the numbers as JSON")
     given = parser.parse_args()
-    found = {part: measure(part, (given.engine_cores, given.api_cores)) for part in given.part or PARTS}
+    found = {
+        part: measure(part, (given.engine_cores, given.api_cores)) for part in given.part or PARTS
+    }
     if given.out:
         given.out.write_text(json.dumps(found, indent=1, default=asdict))
     return 0 if all(part["kept"] for part in found.values()) else 1

@@ -1,17 +1,23 @@
-"""Overload: does the endpoint still do its work, and keep its promise, when many times what it can do is asked of it?
+"""Overload: does the endpoint still do its work, and meet its SLO, when many times what it can do
+is asked of it?
 
-    taskset -c 1 python -m tests.bench.pressure.overload [--backend fake|llama_cpp] [--seconds 25] [--out FILE]
+    taskset -c 1 python -m tests.bench.pressure.overload [--backend fake|llama_cpp] [--seconds 25]
+    [--out FILE]
 
-Engine on core 0; HTTP side and this client on core 1, so what a rejection costs is paid by whoever serves the others. In turn:
+Engine on core 0; HTTP side and this client on core 1, so what a rejection costs is paid by whoever
+serves the others. In turn:
 
   capacity     a closed loop of more streams than slots: the requests that are finished per second
-  1 2 5 10 x   Poisson arrivals at that multiple, whoever is refused goes away. Goodput: answers per second that are complete and whose
-               first token came in time, counted from the moment the request was due, in the window after the queue has filled
-  comeback     5 x for a few seconds, whoever is refused comes back after Retry-After until it is let in. Needed: when its turn would
-               have come had the refused been served in the order of asking at the capacity above; given: what the first refusal said
+  1 2 5 10 x   Poisson arrivals at that multiple, whoever is refused goes away. Goodput: answers per
+               second that are complete and whose first token came in time, counted from the moment
+               the request was due, in the window after the queue has filled
+  comeback     5 x for a few seconds, whoever is refused comes back after Retry-After until it is
+               let in. Needed: when its turn would have come had the refused been served in the
+               order of asking at the capacity above; given: what the first refusal said
   a 429        the HTTP side's CPU time for one refusal, on a server whose only place is taken
 
-Verdicts: goodput at 10 x is at least 90 % of the highest; the 99th percentile of TTFT of those let in keeps the promise; memory stays.
+Verdicts: goodput at 10 x is at least 90 % of the highest; the 99th percentile of TTFT of those let
+in meets the SLO; memory stays.
 """
 
 from __future__ import annotations
@@ -26,8 +32,18 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtests.arrivals import Poisson, due_times
-from tests.bench.pressure.wire import Client, Outcome, Server, held, mib, post, run, serving, until_idle
+from loadtests.workload.arrivals import Poisson, due_times
+from tests.bench.pressure.wire import (
+    Client,
+    Outcome,
+    Server,
+    held,
+    mib,
+    post,
+    run,
+    serving,
+    until_idle,
+)
 
 FACTORS = (1.0, 2.0, 5.0, 10.0)
 MOST_COMEBACKS = 20
@@ -39,7 +55,7 @@ class Setup:
 
     model: str
     arguments: tuple[str, ...]
-    promise_seconds: float
+    slo_seconds: float
     output_tokens: int
     prompt_words: int
     slots: int = 16
@@ -48,8 +64,15 @@ class Setup:
 SETUPS = {
     "fake": Setup(
         "fake",
-        ("--option", "step_seconds=0.004", "--option", "row_seconds=0.0002", "--option", "prompt_token_seconds=0.0001"),
-        promise_seconds=1.0,
+        (
+            "--option",
+            "step_seconds=0.004",
+            "--option",
+            "row_seconds=0.0002",
+            "--option",
+            "prompt_token_seconds=0.0001",
+        ),
+        slo_seconds=1.0,
         output_tokens=16,
         prompt_words=12,
     ),
@@ -97,8 +120,16 @@ class Asker:
         self._words = np.random.default_rng(seed)
 
     def body(self) -> bytes:
-        prompt = " ".join(str(number) for number in self._words.integers(100, 999, self.setup.prompt_words))
-        return post(prompt=prompt, max_tokens=self.setup.output_tokens, ignore_eos=True, stream=True, temperature=0)
+        prompt = " ".join(
+            str(number) for number in self._words.integers(100, 999, self.setup.prompt_words)
+        )
+        return post(
+            prompt=prompt,
+            max_tokens=self.setup.output_tokens,
+            ignore_eos=True,
+            stream=True,
+            temperature=0,
+        )
 
     async def closed_loop(self, streams: int, seconds: float) -> float:
         """Requests finished per second, a first third not counted."""
@@ -117,7 +148,9 @@ class Asker:
         await asyncio.gather(*(user() for _ in range(streams)))
         return sum(seconds / 3 <= end < seconds for end in ends) / (seconds * 2 / 3)
 
-    async def open_loop(self, rate: float, seconds: float, seed: int, comeback: bool = False) -> list[list[Outcome]]:
+    async def open_loop(
+        self, rate: float, seconds: float, seed: int, comeback: bool = False
+    ) -> list[list[Outcome]]:
         """Requests at Poisson times, each as the list of its tries; all of them ended."""
         loop = asyncio.get_running_loop()
         dues = due_times(Poisson(), rate, seconds, seed)
@@ -139,9 +172,11 @@ class Asker:
         return tries
 
 
-async def level(server: Server, asker: Asker, capacity: float, factor: float, seconds: float) -> Level:
+async def level(
+    server: Server, asker: Asker, capacity: float, factor: float, seconds: float
+) -> Level:
     """Offer `factor` times the capacity for so long."""
-    promise = asker.setup.promise_seconds
+    slo = asker.setup.slo_seconds
     await until_idle(asker.client)
     api, engine, mine = held(server.api), held(server.engine), held(os.getpid())
     before = asyncio.get_running_loop().time()
@@ -150,11 +185,12 @@ async def level(server: Server, asker: Asker, capacity: float, factor: float, se
     elapsed = asyncio.get_running_loop().time() - before
     api_after, engine_after, mine_after = held(server.api), held(server.engine), held(os.getpid())
     start = before + 0.1
-    # While the queue fills, more is let in than can be done; what is counted is what is finished after that.
-    filled = min(2 * promise, seconds / 3)
+    # While the queue fills, more is let in than can be done; what is counted is what is finished
+    # after that.
+    filled = min(2 * slo, seconds / 3)
     accepted = [one for one in outcomes if one.status == 200]
     refused = [one for one in outcomes if one.status == 429]
-    good = [one for one in accepted if one.complete and one.ttft is not None and one.ttft <= promise]
+    good = [one for one in accepted if one.complete and one.ttft is not None and one.ttft <= slo]
     within = sum(start + filled <= (one.last or 0.0) < start + seconds for one in good)
     ttft = np.array([one.ttft if one.ttft is not None else np.inf for one in accepted] or [np.inf])
     given = [one.retry_after for one in refused if one.retry_after is not None]
@@ -164,13 +200,18 @@ async def level(server: Server, asker: Asker, capacity: float, factor: float, se
         offered=len(outcomes),
         accepted=len(accepted),
         refused=len(refused),
-        failed=len(outcomes) - len(accepted) - len(refused) + sum(not one.complete for one in accepted),
+        failed=len(outcomes)
+        - len(accepted)
+        - len(refused)
+        + sum(not one.complete for one in accepted),
         good=len(good),
         goodput=within / (seconds - filled),
         ttft_p50=float(np.percentile(ttft, 50)),
         ttft_p99=float(np.percentile(ttft, 99, method="higher")),
         retry_after_mean=float(np.mean(given)) if given else None,
-        send_lag_p99=float(np.percentile([one.sent - one.due for one in outcomes if one.sent is not None], 99)),
+        send_lag_p99=float(
+            np.percentile([one.sent - one.due for one in outcomes if one.sent is not None], 99)
+        ),
         api_cpu_share=(api_after.cpu_seconds - api.cpu_seconds) / elapsed,
         client_cpu_share=(mine_after.cpu_seconds - mine.cpu_seconds) / elapsed,
         api_rss=(api.rss_bytes, api_after.rss_bytes),
@@ -178,11 +219,15 @@ async def level(server: Server, asker: Asker, capacity: float, factor: float, se
     )
 
 
-async def comeback(asker: Asker, capacity: float, seconds: float, factor: float = 5.0) -> Comeback | None:
+async def comeback(
+    asker: Asker, capacity: float, seconds: float, factor: float = 5.0
+) -> Comeback | None:
     """A burst whose refused come back when they are told to; None where nobody was refused."""
     await until_idle(asker.client)
     tries = await asker.open_loop(capacity * factor, seconds, 7, comeback=True)
-    refused = sorted((one for one in tries if one[0].status == 429), key=lambda one: one[0].last or 0.0)
+    refused = sorted(
+        (one for one in tries if one[0].status == 429), key=lambda one: one[0].last or 0.0
+    )
     if not refused:
         return None
     full_at = refused[0][0].last or 0.0
@@ -204,10 +249,17 @@ async def comeback(asker: Asker, capacity: float, seconds: float, factor: float 
 
 
 async def refusal_cpu(server: Server, asker: Asker, requests: int) -> float:
-    """The HTTP side's CPU seconds for one 429. Keeps the server full with long answers meanwhile."""
+    """The HTTP side's CPU seconds for one 429.
+
+    Keeps the server full with long answers meanwhile.
+    """
     await until_idle(asker.client)
     holders = [
-        asyncio.create_task(asker.client.ask(post(prompt="x", max_tokens=500, ignore_eos=True, stream=True, temperature=0)))
+        asyncio.create_task(
+            asker.client.ask(
+                post(prompt="x", max_tokens=500, ignore_eos=True, stream=True, temperature=0)
+            )
+        )
         for _ in range(2)
     ]
     while (await asker.client.ask(asker.body())).status != 429:
@@ -229,7 +281,11 @@ async def refusal_cpu(server: Server, asker: Asker, requests: int) -> float:
 
 
 def measure(
-    backend: str, seconds: float, factors: tuple[float, ...] = FACTORS, cores: tuple[str, str] = ("0", "1"), refusals: int = 4000
+    backend: str,
+    seconds: float,
+    factors: tuple[float, ...] = FACTORS,
+    cores: tuple[str, str] = ("0", "1"),
+    refusals: int = 4000,
 ) -> dict[str, object]:
     """All of it, on servers of its own."""
     setup = SETUPS[backend]
@@ -255,7 +311,14 @@ def measure(
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = (*common, *setup.arguments, "--slots", str(setup.slots), "--ttft-promise", str(setup.promise_seconds))
+        arguments = (
+            *common,
+            *setup.arguments,
+            "--slots",
+            str(setup.slots),
+            "--ttft-slo",
+            str(setup.slo_seconds),
+        )
         with serving(setup.model, *arguments, folder=folder) as server:
             capacity, found, back = run(levels(server))
         arguments = (*common, "--slots", "1", "--max-waiting", "1", "--option", "step_seconds=0.2")
@@ -263,15 +326,19 @@ def measure(
             cost = run(refusal(server))
     if back is not None:
         print(
-            f"comeback: {back.refused} refused, {back.let_in_at_first_return} let in at the first return, {back.let_in} in the end "
-            f"({back.returns_mean:.2f} returns each); Retry-After {back.given_mean:.2f} s on average, needed {back.needed_mean:.2f} s"
+            f"comeback: {back.refused} refused, {back.let_in_at_first_return} let in at the first "
+            f"return, {back.let_in} in the end "
+            f"({back.returns_mean:.2f} returns each); Retry-After {back.given_mean:.2f} s on "
+            f"average, needed {back.needed_mean:.2f} s"
         )
     print(f"a 429 costs the HTTP side {cost * 1e6:.0f} us of CPU")
     peak = max(one.goodput for one in found)
     verdicts = {
         "goodput at the highest load / peak >= 0.9": found[-1].goodput >= 0.9 * peak,
-        "TTFT p99 of those let in <= promise": all(one.ttft_p99 <= setup.promise_seconds for one in found),
-        "this client kept up (send lag p99 under 50 ms)": all(one.send_lag_p99 < 0.05 for one in found),
+        "TTFT p99 of those let in <= SLO": all(one.ttft_p99 <= setup.slo_seconds for one in found),
+        "this client kept up (send lag p99 under 50 ms)": all(
+            one.send_lag_p99 < 0.05 for one in found
+        ),
         "nothing failed": not any(one.failed for one in found),
     }
     for text, kept in verdicts.items():
@@ -291,11 +358,14 @@ def measure(
 def line(one: Level) -> str:
     given = "-" if one.retry_after_mean is None else f"{one.retry_after_mean:.1f} s"
     return (
-        f"{one.factor:4g} x: offered {one.offered}, let in {one.accepted}, refused {one.refused}, failed {one.failed}, good {one.good}; "
-        f"goodput {one.goodput:.1f}/s; TTFT p50 {one.ttft_p50 * 1000:.0f} ms, p99 {one.ttft_p99 * 1000:.0f} ms; Retry-After {given}; "
+        f"{one.factor:4g} x: offered {one.offered}, let in {one.accepted}, refused {one.refused}, "
+        f"failed {one.failed}, good {one.good}; "
+        f"goodput {one.goodput:.1f}/s; TTFT p50 {one.ttft_p50 * 1000:.0f} ms, p99 "
+        f"{one.ttft_p99 * 1000:.0f} ms; Retry-After {given}; "
         f"send lag p99 {one.send_lag_p99 * 1000:.0f} ms; "
         f"CPU of HTTP side {one.api_cpu_share:.0%}, client {one.client_cpu_share:.0%}; "
-        f"RSS of HTTP side {mib(one.api_rss[0])} -> {mib(one.api_rss[1])}, engine {mib(one.engine_rss[0])} -> {mib(one.engine_rss[1])}"
+        f"RSS of HTTP side {mib(one.api_rss[0])} -> {mib(one.api_rss[1])}, engine "
+        f"{mib(one.engine_rss[0])} -> {mib(one.engine_rss[1])}"
     )
 
 

@@ -1,13 +1,16 @@
-"""Soak: does memory, or anything else that is handed out and must come back, creep up under mixed load?
+"""Soak: does memory, or anything else that is handed out and must come back, creep up under mixed
+load?
 
     python -m tests.bench.pressure.soak --backend fake --minutes 30 --rate 40 --out soak.json
     python -m tests.bench.pressure.soak --backend llama_cpp --minutes 10 --rate 1.5
 
-Poisson arrivals of everything that a server meets: chats and completions, streamed and not, short and long, stop strings, several answers,
-log-probabilities, clients that leave at any moment, requests that are wrong in every way, questions beside them. Each answer must have the
-status that its request deserves. Memory, descriptors and threads of the HTTP side and of the engine are sampled every few seconds; after a
-warm-up the slope of resident memory must be indistinguishable from 0 (see tests.bench.pressure.trend). What is counted, not
-weighed (descriptors, threads, tasks of the event loop), must in the end be what it was when all was idle at the start.
+Poisson arrivals of everything that a server meets: chats and completions, streamed and not, short
+and long, stop strings, several answers, log-probabilities, clients that leave at any moment,
+requests that are wrong in every way, questions beside them. Each answer must have the status that
+its request deserves. Memory, descriptors and threads of the HTTP side and of the engine are sampled
+every few seconds; after a warm-up the slope of resident memory must be indistinguishable from 0
+(see tests.bench.pressure.trend). What is counted, not weighed (descriptors, threads, tasks of the
+event loop), must in the end be what it was when all was idle at the start.
 """
 
 from __future__ import annotations
@@ -26,16 +29,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.bench.pressure.trend import Trend, trend
-from tests.bench.pressure.wire import Client, Held, Outcome, Server, get, held, mib, post, run, serving, until_idle
+from tests.bench.pressure.wire import (
+    Client,
+    Held,
+    Outcome,
+    Server,
+    get,
+    held,
+    mib,
+    post,
+    run,
+    serving,
+    until_idle,
+)
 
-WORDS = "river stone light under many small houses wait for rain and nobody knows the way back to where it began".split()
-MOST_OPEN = 500  # requests of ours at once: a server that has stopped answering shall not fill this process's memory
+WORDS = "river stone light under many small houses wait for rain where nobody lives now".split()
+# requests of ours at once: a server that has stopped answering shall not fill this process's memory
+MOST_OPEN = 500
 TASKS = "crossover_event_loop_tasks"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of request: its share of all, how it is made, and the statuses that it may be answered with."""
+    """One kind of request: its share of all, how it is made, and the statuses that it may be
+    answered with.
+    """
 
     name: str
     share: float
@@ -50,12 +68,27 @@ def text(draw: random.Random, least: int = 2, most: int = 30) -> str:
 
 def completion(draw: random.Random, **fields: object) -> bytes:
     tokens = draw.choice([1, 4, 8, 16, 16, 24])
-    return post(prompt=text(draw), max_tokens=tokens, stream=draw.random() < 0.6, seed=draw.randrange(1 << 30), **fields)
+    return post(
+        prompt=text(draw),
+        max_tokens=tokens,
+        stream=draw.random() < 0.6,
+        seed=draw.randrange(1 << 30),
+        **fields,
+    )
 
 
 def chat(draw: random.Random, **fields: object) -> bytes:
-    turns = [{"role": ("user", "assistant")[turn % 2], "content": text(draw)} for turn in range(draw.choice([1, 1, 3]))]
-    return post("/v1/chat/completions", messages=turns, max_tokens=draw.choice([4, 12, 20]), stream=draw.random() < 0.6, **fields)
+    turns = [
+        {"role": ("user", "assistant")[turn % 2], "content": text(draw)}
+        for turn in range(draw.choice([1, 1, 3]))
+    ]
+    return post(
+        "/v1/chat/completions",
+        messages=turns,
+        max_tokens=draw.choice([4, 12, 20]),
+        stream=draw.random() < 0.6,
+        **fields,
+    )
 
 
 def wrong(draw: random.Random) -> bytes:
@@ -93,14 +126,40 @@ _ANSWERED, _WRONG = frozenset({200, 429}), frozenset({400, 404, 405, 429})
 KINDS: tuple[Kind, ...] = (
     Kind("completion", 0.30, completion, _ANSWERED),
     Kind("chat", 0.20, chat, _ANSWERED),
-    Kind("long", 0.04, lambda draw: post(prompt=text(draw, 60, 150), max_tokens=120, stream=True, ignore_eos=True), _ANSWERED),
-    Kind("stop strings", 0.08, lambda draw: completion(draw, stop=[draw.choice("aeiou"), "never in it", "the way"]), _ANSWERED),
-    Kind("several answers", 0.06, lambda draw: completion(draw, n=draw.randint(2, 4), temperature=1.0), _ANSWERED),
-    Kind("several prompts", 0.03, lambda draw: post(prompt=[text(draw), text(draw)], max_tokens=6, stream=True), _ANSWERED),
+    Kind(
+        "long",
+        0.04,
+        lambda draw: post(prompt=text(draw, 60, 150), max_tokens=120, stream=True, ignore_eos=True),
+        _ANSWERED,
+    ),
+    Kind(
+        "stop strings",
+        0.08,
+        lambda draw: completion(draw, stop=[draw.choice("aeiou"), "never in it", "the way"]),
+        _ANSWERED,
+    ),
+    Kind(
+        "several answers",
+        0.06,
+        lambda draw: completion(draw, n=draw.randint(2, 4), temperature=1.0),
+        _ANSWERED,
+    ),
+    Kind(
+        "several prompts",
+        0.03,
+        lambda draw: post(prompt=[text(draw), text(draw)], max_tokens=6, stream=True),
+        _ANSWERED,
+    ),
     Kind("logprobs", 0.04, lambda draw: completion(draw, logprobs=3), _ANSWERED),
     Kind("wrong", 0.10, wrong, _WRONG),
     Kind(
-        "leaves", 0.10, lambda draw: post(prompt=text(draw), max_tokens=200, stream=draw.random() < 0.5, ignore_eos=True), _ANSWERED, True
+        "leaves",
+        0.10,
+        lambda draw: post(
+            prompt=text(draw), max_tokens=200, stream=draw.random() < 0.5, ignore_eos=True
+        ),
+        _ANSWERED,
+        True,
     ),
     Kind("beside", 0.05, beside, frozenset({200})),
 )
@@ -143,7 +202,7 @@ class Soak:
             self.surprises[_surprise(kind, outcome)] += 1
 
     async def load(self, until: float) -> None:
-        """Poisson arrivals until that moment (monotonic clock), then the end of all that is open."""
+        """Poisson arrivals until that moment (monotonic clock), then the rest."""
         shares = [kind.share for kind in KINDS]
         due = time.monotonic()
         while (due := due + self.draw.expovariate(self.rate)) < until:
@@ -180,11 +239,17 @@ class Soak:
 
 def _surprise(kind: Kind, outcome: Outcome) -> str:
     how = "" if outcome.complete else ", cut off"
-    return f"{kind.name}: status {outcome.status}{how} {outcome.body[:160].decode(errors='replace')}"
+    return (
+        f"{kind.name}: status {outcome.status}{how} {outcome.body[:160].decode(errors='replace')}"
+    )
 
 
-async def soak(server: Server, seconds: float, rate: float, every: float, seed: int) -> tuple[Soak, Sample, Sample]:
-    """The load for so long; the samples at rest before (after a few seconds of load, so that what is made once is made) and after."""
+async def soak(
+    server: Server, seconds: float, rate: float, every: float, seed: int
+) -> tuple[Soak, Sample, Sample]:
+    """The load for so long; the samples at rest before (after a few seconds of load, so that what
+    is made once is made) and after.
+    """
     one = Soak(server, rate, seed)
     await one.load(time.monotonic() + min(10.0, seconds / 10))
     before = await one.idle()
@@ -205,7 +270,9 @@ def trends(samples: list[Sample], warm_up: float) -> dict[str, Trend]:
     found = {}
     for name in ("api", "engine"):
         found[f"{name} RSS"] = trend(times, [getattr(sample, name).rss_bytes for sample in later])
-        found[f"{name} private"] = trend(times, [getattr(sample, name).private_bytes for sample in later])
+        found[f"{name} private"] = trend(
+            times, [getattr(sample, name).private_bytes for sample in later]
+        )
     return found
 
 
@@ -220,9 +287,22 @@ def counted(before: Sample, after: Sample) -> dict[str, tuple[float | None, floa
     }
 
 
-def measure(backend: str, minutes: float, rate: float, cores: tuple[str, str], every: float, seed: int = 1) -> dict[str, object]:
+def measure(
+    backend: str, minutes: float, rate: float, cores: tuple[str, str], every: float, seed: int = 1
+) -> dict[str, object]:
     """A soak on a server of its own, told on standard output as it goes."""
-    arguments = ["--cores", cores[0], "--api-cores", cores[1], "--threads", "1", "--slots", "16", "--context", "1024"]
+    arguments = [
+        "--cores",
+        cores[0],
+        "--api-cores",
+        cores[1],
+        "--threads",
+        "1",
+        "--slots",
+        "16",
+        "--context",
+        "1024",
+    ]
     if backend == "fake":
         model = "fake"
         arguments += ["--option", "step_seconds=0.004", "--option", "row_seconds=0.0001"]
@@ -231,8 +311,14 @@ def measure(backend: str, minutes: float, rate: float, cores: tuple[str, str], e
         arguments += ["--backend", backend, "--format", "Q4_0"]
     seconds = 60 * minutes
     warm_up = max(seconds / 5, min(60.0, seconds / 2))
-    with tempfile.TemporaryDirectory() as folder, serving(model, *arguments, folder=Path(folder)) as server:
-        print(f"{backend}: {minutes:g} min at {rate:g} requests/s, this process is {os.getpid()}", flush=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(model, *arguments, folder=Path(folder)) as server,
+    ):
+        print(
+            f"{backend}: {minutes:g} min at {rate:g} requests/s, this process is {os.getpid()}",
+            flush=True,
+        )
         one, before, after = run(soak(server, seconds, rate, every, seed))
         log = server.log()
     slopes, same = trends(one.samples, warm_up), counted(before, after)
@@ -241,24 +327,37 @@ def measure(backend: str, minutes: float, rate: float, cores: tuple[str, str], e
     print(f"slopes after {warm_up / 60:.1f} min, {next(iter(slopes.values())).samples} samples:")
     for name, slope in slopes.items():
         print(
-            f"  {name}: {mib(slope.mean)}; {slope.slope / 1024:+.0f} KiB/h ({slope.low / 1024:+.0f} to {slope.high / 1024:+.0f}), "
-            f"Theil-Sen {slope.theil_sen / 1024:+.0f} KiB/h, autocorrelation {slope.autocorrelation:.2f}: {slope.verdict}"
+            f"  {name}: {mib(slope.mean)}; {slope.slope / 1024:+.0f} KiB/h "
+            f"({slope.low / 1024:+.0f} to {slope.high / 1024:+.0f}), "
+            f"Theil-Sen {slope.theil_sen / 1024:+.0f} KiB/h, autocorrelation "
+            f"{slope.autocorrelation:.2f}: {slope.verdict}"
         )
     for name, (first, last) in same.items():
         print(f"  {name} at rest: {first} -> {last}")
     for text_, count in one.surprises.items():
         print(f"  SURPRISE {count} x {text_}")
-    leaked = [name for name, (first, last) in same.items() if first is not None and last is not None and last > first]
+    leaked = [
+        name
+        for name, (first, last) in same.items()
+        if first is not None and last is not None and last > first
+    ]
     grows = [name for name, slope in slopes.items() if slope.verdict == "grows"]
     kept = not (leaked or grows or one.surprises)
-    print("kept: nothing grows" if kept else f"MISSED: {', '.join(grows + leaked) or 'answers that were not deserved'}", flush=True)
+    print(
+        "kept: nothing grows"
+        if kept
+        else f"MISSED: {', '.join(grows + leaked) or 'answers that were not deserved'}",
+        flush=True,
+    )
     return {
         "backend": backend,
         "minutes": minutes,
         "rate": rate,
         "seen": dict(one.seen),
         "surprises": dict(one.surprises),
-        "trends": {name: {**asdict(slope), "verdict": slope.verdict} for name, slope in slopes.items()},
+        "trends": {
+            name: {**asdict(slope), "verdict": slope.verdict} for name, slope in slopes.items()
+        },
         "counted": same,
         "samples": [asdict(sample) for sample in one.samples],
         "server_log": log[-4000:],
@@ -276,7 +375,9 @@ def main() -> int:
     parser.add_argument("--api-cores", default="1")
     parser.add_argument("--out", type=Path, help="everything as JSON")
     given = parser.parse_args()
-    found = measure(given.backend, given.minutes, given.rate, (given.engine_cores, given.api_cores), given.every)
+    found = measure(
+        given.backend, given.minutes, given.rate, (given.engine_cores, given.api_cores), given.every
+    )
     if given.out:
         given.out.write_text(json.dumps(found))
     return 0 if found["kept"] else 1

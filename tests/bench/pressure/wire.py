@@ -1,11 +1,13 @@
-"""What the pressure benchmarks share: a server as a child process, a raw client on uvloop, and what a process holds at the moment.
+"""What the pressure benchmarks share: a server as a child process, a raw client on uvloop, and what
+a process holds at the moment.
 
     with serving("fake", "--slots", "8", folder=folder) as server:
         client = Client(server.port)
         outcome = await client.ask(body(prompt="x", max_tokens=8, stream=True))
 
-The client is no HTTP library: one request is one write, its answer is looked at only as far as its times and its end need, connections
-are kept for the next request. So it costs a fraction of what the server spends, and 10 x the capacity can be offered from one core.
+The client is no HTTP library: one request is one write, its answer is looked at only as far as its
+times and its end need, connections are kept for the next request. So it costs a fraction of what
+the server spends, and 10 x the capacity can be offered from one core.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from typing import Any, TypeVar, cast
 import psutil
 import uvloop
 
-from loadtests.children import Child, wait_for_file
-from serving.probe import python_path
+from loadtests.host.processes import Child, wait_for_file
+from models.isolated import python_path
 
 T = TypeVar("T")
 _END_OF_CHUNKS = b"0\r\n\r\n"
@@ -44,12 +46,29 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, *arguments: str, folder: Path, ready_seconds: float = 120.0) -> Iterator[Server]:
-    """`crossover serve MODEL ...` on a free port; ends it after the block. Raises RuntimeError where it does not start."""
+def serving(
+    model: str, *arguments: str, folder: Path, ready_seconds: float = 120.0
+) -> Iterator[Server]:
+    """`crossover serve MODEL ...` on a free port; ends it after the block.
+
+    Raises RuntimeError where it does not start.
+    """
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "serving", model, "--port", "0", "--ready-file", str(ready), *arguments]
-    with Child(command, log=folder / "server.log", environment={"PYTHONPATH": python_path()}) as child:
+    command = [
+        sys.executable,
+        "-m",
+        "serving",
+        model,
+        "--port",
+        "0",
+        "--ready-file",
+        str(ready),
+        *arguments,
+    ]
+    with Child(
+        command, log=folder / "server.log", environment={"PYTHONPATH": python_path()}
+    ) as child:
         if not wait_for_file(ready, child, ready_seconds):
             raise RuntimeError(f"the server did not start: {child.log.read_text()}")
         about = json.loads(ready.read_text())
@@ -71,7 +90,8 @@ def post(path: str = "/v1/completions", *, raw: bytes | None = None, **fields: o
     """One request as it goes over the wire."""
     content = json.dumps(fields).encode() if raw is None else raw
     return (
-        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        b"%d\r\n\r\n"
         % (
             path.encode(),
             len(content),
@@ -91,7 +111,8 @@ class Outcome:
     due: float
     sent: float | None = None
     status: int | None = None
-    first: float | None = None  # the first byte of the body: the first token, where the answer is streamed
+    # the first byte of the body: the first token, where the answer is streamed
+    first: float | None = None
     last: float | None = None
     retry_after: float | None = None
     complete: bool = False  # the answer came to its proper end
@@ -121,7 +142,13 @@ class _Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
 
     def send(self, data: bytes, outcome: Outcome) -> asyncio.Future[None]:
-        self._outcome, self._head, self._left, self._tail, self._pieces = outcome, b"", None, b"", []
+        self._outcome, self._head, self._left, self._tail, self._pieces = (
+            outcome,
+            b"",
+            None,
+            b"",
+            [],
+        )
         self._done = self.loop.create_future()
         self.transport.write(data)
         return self._done
@@ -187,7 +214,10 @@ class Client:
         self._loop = asyncio.get_running_loop()
 
     async def ask(self, data: bytes, due: float | None = None) -> Outcome:
-        """One request to its end. `due`: when it should have left (the loop's clock); its times count from there."""
+        """One request to its end.
+
+        `due`: when it should have left (the loop's clock); its times count from there.
+        """
         outcome = Outcome(self._loop.time() if due is None else due)
         connection = await self.connection()
         outcome.sent = self._loop.time()
@@ -207,7 +237,9 @@ class Client:
             connection = self._idle.pop()
             if not connection.closed and not connection.transport.is_closing():
                 return connection
-        _, made = await self._loop.create_connection(lambda: _Connection(self._loop), "127.0.0.1", self._port)
+        _, made = await self._loop.create_connection(
+            lambda: _Connection(self._loop), "127.0.0.1", self._port
+        )
         return made
 
     def close(self) -> None:
@@ -221,7 +253,8 @@ class Held:
     """What a process holds and has used. Sizes in bytes, CPU in seconds since it started."""
 
     rss_bytes: int
-    private_bytes: int  # of RSS what no other process shares: shared libraries' pages come and go with other processes
+    # of RSS what no other process shares: shared libraries' pages come and go with other processes
+    private_bytes: int
     descriptors: int
     threads: int
     cpu_seconds: float
@@ -230,7 +263,9 @@ class Held:
 def held(pid: int) -> Held:
     process = psutil.Process(pid)
     memory, times = process.memory_full_info(), process.cpu_times()
-    return Held(memory.rss, memory.uss, process.num_fds(), process.num_threads(), times.user + times.system)
+    return Held(
+        memory.rss, memory.uss, process.num_fds(), process.num_threads(), times.user + times.system
+    )
 
 
 async def metrics(client: Client) -> dict[str, float]:
@@ -245,15 +280,23 @@ async def metrics(client: Client) -> dict[str, float]:
 
 
 async def until_idle(client: Client, seconds: float = 60.0) -> dict[str, float]:
-    """Waits until nothing is in flight but the question; the numbers then. Raises RuntimeError where that does not come to pass."""
+    """Waits until nothing is in flight but the question; the numbers then.
+
+    Raises RuntimeError where that does not come to pass.
+    """
     until = time.monotonic() + seconds
     while True:
         found = await metrics(client)
-        busy = [found[f"crossover_{name}"] for name in ("num_requests_running", "num_requests_waiting")]
+        busy = [
+            found[f"crossover_{name}"] for name in ("num_requests_running", "num_requests_waiting")
+        ]
         if found["crossover_http_requests_open"] == 1 and not any(busy):
             return found
         if time.monotonic() > until:
-            raise RuntimeError(f"still busy after {seconds:g} s: {busy} running and waiting, {found['crossover_http_requests_open']} open")
+            raise RuntimeError(
+                f"still busy after {seconds:g} s: {busy} running and waiting, "
+                f"{found['crossover_http_requests_open']} open"
+            )
         await asyncio.sleep(0.05)
 
 
