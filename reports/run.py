@@ -250,7 +250,8 @@ def predicted_rate(manifest: RunManifest, events: Sequence[Event], slo: Slo) -> 
     made = of_kind(events, journal.Calibrated)
     several = manifest.campaign.get("slos")
     slos = _converted(manifest, "slos", several, list[Slo]) if several else [slo_of(manifest)]
-    return (made[0].rates.get(slo.name) or None) if made and slo in slos else None
+    predicted = made[0].rates.get(slo.name) if made and slo in slos else None
+    return (predicted.rate or None) if predicted is not None else None
 
 
 def capacity_of(levels: Sequence[LevelNumbers], slo: Slo, config: SearchConfig) -> CapacityNumbers:

@@ -213,7 +213,7 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
     made = msgspec.structs.replace(made, slots=slots, spent_seconds=spent)
     fields = msgspec.to_builtins(made)
     state.run.event(Calibrated(cell=state.key, **fields))
-    rates = [f"{formatting.rate(rate, 3)} for {name}" for name, rate in made.rates.items()]
+    rates = [f"{calibrate.in_words(rate)} for {name}" for name, rate in made.rates.items()]
     said = f"predicted {', '.join(rates)}" if rates else f"no prediction ({made.reason})"
     run.progress.say(f"  calibrated in {made.spent_seconds:.0f} s: {said}")
     return made
@@ -223,7 +223,8 @@ def with_prediction(
     config: SearchConfig, made: calibrate.Prediction | None, slo: Slo
 ) -> SearchConfig:
     """The search after a calibration: the prediction is its start and evidence."""
-    rate = made.rates.get(slo.name) if made is not None else None
+    predicted = made.rates.get(slo.name) if made is not None else None
+    rate = predicted.rate if predicted is not None else 0.0
     if not rate or config.rates:
         return config
     return msgspec.structs.replace(

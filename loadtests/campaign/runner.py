@@ -57,6 +57,7 @@ from loadtests.records.events import (
 )
 from loadtests.records.run_folder import RunFolder
 from loadtests.simulation.calibration import error_in_words, error_of
+from loadtests.simulation.calibration import in_words as predicted_in_words
 from models import formatting
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
 
@@ -259,8 +260,8 @@ class _Sitting:
             words = in_words(found[one.name])
             if made is not None and one.name in made.rates:
                 alone = estimate(state.levels(one), self._campaign.of(state.cell).search, one)
-                error = error_of(made.rates[one.name], alone.estimate)
-                words += f"; predicted {made.rates[one.name]:.3g}"
+                error = error_of(made.rates[one.name].rate, alone.estimate)
+                words += f"; predicted {predicted_in_words(made.rates[one.name])}"
                 if error is not None:
                     words += f", {error_in_words(error)} by the levels alone"
             self._progress.say(f"{place}{name}: {words}", style="bold")

@@ -48,6 +48,14 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class PredictedRate(msgspec.Struct, frozen=True, kw_only=True):
+    """A capacity by calibration and simulation, requests/s, with quantiles of its error."""
+
+    rate: float  # 0.0: single-stream requests fail the SLO
+    low: float | None = None  # p10; None: not known (written before format 3)
+    high: float | None = None  # p90
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a Crossover server said of its engine (/v1/placement); all None for another server."""
 
@@ -143,7 +151,7 @@ class Calibrated(Event, frozen=True, kw_only=True):
     slots: int | None = None
     law: dict[str, Any] | None = None
     policy: dict[str, Any] | None = None
-    rates: dict[str, float] = {}  # requests/s by the SLO's name
+    rates: dict[str, PredictedRate] = {}  # by the SLO's name
     reason: str = ""
 
 

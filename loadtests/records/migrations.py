@@ -2,6 +2,7 @@
 
 Format 1 -> 2: an event's fields lay in `detail`; promise, doubt and lone became SLO, warning and
 single-stream; a skipped cell got a cause.
+Format 2 -> 3: a predicted rate, a number before, is a struct with low and high.
 """
 
 from __future__ import annotations
@@ -54,9 +55,20 @@ def _event_1(old: Json, manifest: Json) -> Json:
     return event
 
 
+def _manifest_2(old: Json) -> Json:
+    return old
+
+
+def _event_2(old: Json, manifest: Json) -> Json:
+    if old["kind"] != "calibrated":
+        return old
+    rates = {name: {"rate": rate} for name, rate in old.get("rates", {}).items()}
+    return old | {"rates": rates}
+
+
 # Format -> what makes the next one of it.
-MANIFESTS: dict[int, Callable[[Json], Json]] = {1: _manifest_1}
-EVENTS: dict[int, Callable[[Json, Json], Json]] = {1: _event_1}
+MANIFESTS: dict[int, Callable[[Json], Json]] = {1: _manifest_1, 2: _manifest_2}
+EVENTS: dict[int, Callable[[Json, Json], Json]] = {1: _event_1, 2: _event_2}
 
 
 def manifest_from(version: int, raw: Json) -> Json:

@@ -4,7 +4,8 @@ Records hold times, counts and errors, never a statistic. `*_seconds` count from
 level (monotonic clock); LevelStarted holds that moment in Unix seconds. Missing is None: a request
 that never got a token has `first_content_seconds = None`, not 0.
 
-Format history: 1 (first); 2 (typed events; SLO, warning, single-stream: records/migrations.py).
+Format history: 1 (first); 2 (typed events; SLO, warning, single-stream); 3 (predicted rates have an
+interval). records/migrations.py reads the older ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 # gc=False: there are hundreds of thousands, without cycles.

@@ -19,6 +19,7 @@ import numpy as np
 
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
+from loadtests.records.events import PredictedRate
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Policy, predict
 from loadtests.simulation.step_observations import (
@@ -29,6 +30,7 @@ from loadtests.simulation.step_observations import (
 from loadtests.simulation.step_time import StepLaw, StepObservation, fit
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.requests import Workload, draw
+from models import formatting
 
 SHARE = 0.12  # of a cell's budget, at most
 LEAST_SECONDS = 2.0  # less buys nothing
@@ -59,7 +61,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None = None  # as served, or as found
     law: StepLaw | None = None
     policy: Policy | None = None
-    rates: dict[str, float] = {}  # SLO's name -> requests/s; 0.0: single-stream requests fail it
+    rates: dict[str, PredictedRate] = {}  # by the SLO's name
     reason: str = ""  # why there is no law
 
 
@@ -136,15 +138,22 @@ def prediction(
             dtype=np.int64,
         )
         rates = {
-            slo.name: predict(
-                law, policy, pairs, slo, seed=seed, arrivals=arrivals, precision=0.03
-            ).rate
+            slo.name: PredictedRate(
+                rate=predict(
+                    law, policy, pairs, slo, seed=seed, arrivals=arrivals, precision=0.03
+                ).rate
+            )
             for slo in slos
             if slo.ttft_seconds is not None or slo.tpot_seconds is not None
         }
     except LoadError as problem:
         return Prediction(observations=seen, reason=str(problem))
     return Prediction(observations=seen, law=law, policy=policy, rates=rates)
+
+
+def in_words(predicted: PredictedRate) -> str:
+    """`0.64 requests/s (0.46–0.86)`: the rate, with its p10 and p90 where they are known."""
+    return formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high)
 
 
 def error_of(predicted_rate: float | None, measured_rate: float | None) -> float | None:

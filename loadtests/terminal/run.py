@@ -22,6 +22,7 @@ from loadtests.records.events import (
 )
 from loadtests.records.run_folder import read_records
 from loadtests.simulation.calibration import error_in_words, error_of
+from loadtests.simulation.calibration import in_words as predicted_in_words
 from loadtests.terminal.level import level_row, wide_console
 from models import formatting
 
@@ -87,18 +88,18 @@ def prediction_in_words(key: str, slo: str, events: list[Event]) -> str | None:
         return None
     if made.law is None:
         return f"no prediction: {made.reason}"
-    rate = made.rates.get(slo)
+    predicted = made.rates.get(slo)
     fitted = (
         f" (law fitted on {len(made.observations)} steps, median error {made.law.error:.0%})"
         if made.law.error is not None
         else ""
     )
-    if rate is None:
+    if predicted is None:
         return f"no prediction for the SLO {slo}{fitted}"
     ended = of_kind(events, CellFinished, key)
     alone = ended[-1].measured_only if ended else None
-    error = error_of(rate, alone.estimate if alone is not None else None)
-    return f"predicted {rate:.3g} requests/s{fitted}" + (
+    error = error_of(predicted.rate, alone.estimate if alone is not None else None)
+    return f"predicted {predicted_in_words(predicted)}{fitted}" + (
         f": {error_in_words(error)} by the levels alone" if error is not None else ""
     )
 

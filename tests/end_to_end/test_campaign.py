@@ -191,15 +191,17 @@ def test_a_whole_campaign(measured: tuple[Path, str], truth: dict[str, float]) -
     assert levels[0].purpose is LevelPurpose.SINGLE_STREAM and len(levels) >= 3
     made = prediction_on_record(events, ended.cell)
     assert made is not None and made.law is not None and made.slots == 4
-    assert made.rates["quick"] < made.rates["patient"]
-    assert levels[1].rate_per_second == pytest.approx(made.rates["quick"])
-    for name, rate in made.rates.items():
-        assert 0.5 < rate / truth[name] < 1.3, "its slots are not the step law's: a quarter too low"
+    assert made.rates["quick"].rate < made.rates["patient"].rate
+    assert levels[1].rate_per_second == pytest.approx(made.rates["quick"].rate)
+    for name, predicted in made.rates.items():
+        assert 0.5 < predicted.rate / truth[name] < 1.3, (
+            "its slots are not the step law's: a quarter too low"
+        )
     for part in ("cell 1 of 1", "calibrated in", "predicted", "left", "complete:"):
         assert part in said, part
     assert ended.measured_only is not None
     words = prediction_in_words(ended.cell, "quick", events)
-    error = error_of(made.rates["quick"], ended.measured_only.estimate)
+    error = error_of(made.rates["quick"].rate, ended.measured_only.estimate)
     assert words is not None
     if error is not None:  # None: the budget ended before the levels gave an estimate
         assert words.endswith(f"{error_in_words(error)} by the levels alone")

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loadtests.records.events import Calibrated, CellReady, Event
+from loadtests.records.events import Calibrated, CellReady, Event, PredictedRate
 from loadtests.records.run_folder import EVENTS, Appender, read_events, read_manifest
 from models import formatting
 from reports.numbers import CapacityNumbers
@@ -35,7 +35,7 @@ def with_prediction(folder: Path, factor: float, **changes: Any) -> tuple[Path, 
                     unix_seconds=event.unix_seconds,
                     cell=cell_key(MODEL),
                     spent_seconds=9.0,
-                    rates={name: factor * measured},
+                    rates={name: PredictedRate(rate=factor * measured)},
                 )
             )
     out.close()

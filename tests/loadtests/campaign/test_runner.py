@@ -176,8 +176,8 @@ def test_the_search_starts_at_the_prediction(tmp_path: Path) -> None:
     check_folder(folder)
     (made,) = of_kind(read_events(folder).records, Calibrated)
     assert made.law is not None and made.slots == 4, "found by bursts of 2, 4, 8"
-    (rate,) = made.rates.values()
-    assert rates(folder)[1] == pytest.approx(rate)
+    (predicted,) = made.rates.values()
+    assert rates(folder)[1] == pytest.approx(predicted.rate)
     found = kinds(folder)
     assert found.index("calibrated") > found.index("level_finished"), "single-stream first"
     (ended,) = of_kind(read_events(folder).records, CellFinished)

@@ -26,6 +26,7 @@ from loadtests.records.events import (
     LevelFinished,
     LevelPurpose,
     LevelStarted,
+    PredictedRate,
     SkipCause,
     completed_levels,
     of_kind,
@@ -255,6 +256,7 @@ def test_an_appender_does_not_leak_to_children(tmp_path: Path) -> None:
 
 
 FORMAT_1 = Path(__file__).parent / "fixtures" / "format_1"
+FORMAT_2 = Path(__file__).parent / "fixtures" / "format_2"
 
 
 def test_a_run_of_format_1_is_read() -> None:
@@ -279,6 +281,17 @@ def test_a_run_of_format_1_is_read() -> None:
     assert skipped.cause is SkipCause.MEMORY and "4.76 GiB" in skipped.reason
     made = prediction_on_record(run.events, cells[0].key)
     assert made is not None and made.law is not None and set(made.rates) == {"quick", "chat"}
+
+
+def test_a_predicted_rate_of_format_2_is_a_number() -> None:
+    """Of its last version: manifest and journal."""
+    events = read_events(FORMAT_2).records
+    campaign, (cell,) = campaign_of(read_manifest(FORMAT_2))
+    made = prediction_on_record(events, cell.key)
+    assert made is not None and made.law is not None
+    assert made.rates == {campaign.slo.name: PredictedRate(rate=pytest.approx(12.922, rel=1e-3))}
+    old = prediction_on_record(read_events(FORMAT_1).records, "smollm2-135m-fake")
+    assert old is not None and all(one.rate > 0 and one.low is None for one in old.rates.values())
 
 
 def test_a_run_of_format_1_is_not_gone_on_with(tmp_path: Path) -> None:

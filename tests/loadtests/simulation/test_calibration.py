@@ -85,7 +85,7 @@ def test_the_capacity_is_predicted_from_a_few_bursts(slots: int | None) -> None:
     assert (
         made.law is not None
         and made.reason == ""
-        and made.rates["chat"] == pytest.approx(truth, rel=0.15)
+        and made.rates["chat"].rate == pytest.approx(truth, rel=0.15)
     )
 
 
