@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from loadtests.records.schema import Disturbance
+
 
 class SkipCause(StrEnum):
     """Why a cell was not measured."""
@@ -188,6 +190,7 @@ class LevelStarted(Event, frozen=True, kw_only=True):
     attempt: int  # 1..: how often this level was tried, this time included
     started_unix_seconds: float  # the moment that RequestRecord's times count from
     target: float | None = None  # share of good requests that the search asked for
+    probe_seconds: float | None = None  # of a short request before it; None: too slow, or not ours
 
 
 class LevelFinished(Event, frozen=True, kw_only=True):
@@ -206,6 +209,13 @@ class LevelFinished(Event, frozen=True, kw_only=True):
     warnings: list[str] = []
     # loadtests.workload.arrivals.ArrivalCheck; None: closed loop
     arrivals: dict[str, Any] | None = None
+    disturbance: Disturbance | None = None  # None: it was not watched
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Disturbed, and to be measured again: the search does not see it."""
+        found = self.disturbance
+        return found is not None and found.is_disturbed and not found.counts
 
 
 class LevelAbandoned(Event, frozen=True, kw_only=True):
@@ -213,6 +223,15 @@ class LevelAbandoned(Event, frozen=True, kw_only=True):
     level: str
     reason: str
     spent_seconds: float | None = None
+
+
+class Waited(Event, frozen=True, kw_only=True):
+    """The campaign waited for a quiet machine."""
+
+    cell: str
+    reason: str  # by whom it was disturbed
+    spent_seconds: float
+    became_quiet: bool
 
 
 AnyEvent = (
@@ -228,6 +247,7 @@ AnyEvent = (
     | LevelStarted
     | LevelFinished
     | LevelAbandoned
+    | Waited
 )
 E = TypeVar("E", bound=Event)
 

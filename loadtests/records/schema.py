@@ -10,7 +10,7 @@ interval). records/migrations.py reads the older ones.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -70,6 +70,69 @@ class RemoteSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     cpu_share: float | None = None  # of one core, since the sample before
 
 
+class Stranger(msgspec.Struct, frozen=True):
+    """A process that is not ours, and its CPU time on the cores that are watched."""
+
+    name: str
+    pid: int
+    cpu_seconds: float
+
+
+class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The cores of a subject since the reading before: CPU it wanted, CPU others had.
+
+    The subject is the engine; of an endpoint that is not ours, the load generator. Seconds are of
+    one core; sums over readings are those of a longer one. loadtests.host.disturbance reads it.
+    """
+
+    seconds: float  # of wall clock
+    busy_seconds: float | None = None  # CPU time of all the subject's threads
+    work_seconds: float | None = None  # CPU time of its busiest thread
+    waited_seconds: float | None = None  # run-queue delay of all its threads
+    stalled_seconds: float | None = None  # run-queue delay of the thread that waited longest
+    ours_seconds: float | None = None  # CPU time of our other processes on these cores
+    # CPU time of the rest on these cores; tick counters may take it a little below zero
+    strangers_seconds: float | None = None
+    steal_seconds: float | None = None  # of the core that lost most
+    throttled_seconds: float | None = None  # by the CPU quota of its control group
+    clock_hertz: float | None = None  # mean of these cores, now
+    strangers: list[Stranger] = []  # those with most CPU time
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A short single-stream request before a level, and what it usually takes in this cell."""
+
+    seconds: float
+    usual_seconds: float | None = None  # the median of those before; None: too few
+
+
+class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What was taken from a subject during a level, in seconds of one core.
+
+    loadtests.metrics.disturbance makes it and says how. None: cannot be read here.
+    """
+
+    subject: Literal["engine", "load generator"]
+    seconds: float  # that were watched
+    busy_seconds: float | None = None  # as in CoresSample, summed
+    work_seconds: float | None = None
+    waited_seconds: float | None = None
+    stalled_seconds: float | None = None
+    ours_seconds: float | None = None
+    strangers_seconds: float | None = None
+    by_strangers_seconds: float | None = None  # that the subject waited while strangers ran
+    queued_seconds: float | None = None  # that it waited behind itself or our other processes
+    steal_seconds: float | None = None  # its part of what the hypervisor took
+    throttled_seconds: float | None = None
+    clock_hertz: float | None = None  # mean
+    strangers: list[Stranger] = []
+    taken_seconds: float | None = None  # by strangers, steal and quota together
+    share: float | None = None  # taken of what it wanted: taken / (work + taken)
+    probe: Probe | None = None
+    is_disturbed: bool = False
+    counts: bool = False  # the campaign lets a disturbed level count
+
+
 class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The machine beside the load at one moment, in Unix seconds.
 
@@ -98,6 +161,7 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others
     quota_share: float | None = None  # of the time, held back by the control group's CPU quota
     remote: RemoteSample | None = None
+    cores: CoresSample | None = None
     valid: bool = True
     reasons: list[str] = []
 

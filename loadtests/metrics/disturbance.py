@@ -1,0 +1,182 @@
+"""What was taken from the engine during a level, and by whom. Pure: readings in, Disturbance out.
+
+    found = disturbance_of(parts, "engine")   # CoresSample of loadtests.host.disturbance
+    found.share, found.is_disturbed, in_words(found)
+
+The kernel says how long a thread was ready and had no core, not who ran meanwhile. So the delay is
+shared out by the CPU time that strangers (S) and our other processes (O) had on these cores:
+
+    by_strangers = min(stalled x S / (S + O), S)
+    steal        = the core's steal x E / (E + S + O)     E the engine: only who runs is stolen from
+    share        = taken / (work + taken)                 taken = by_strangers + steal + throttled
+
+The rest of the delay (`queued_seconds`) is the engine behind itself or behind our API and load
+generator: a matter of the layout, not of the machine. `stalled` is the delay of one thread in each
+reading, the one that waited longest, and `work` the CPU time of the busiest: engines compute in
+step, so one late thread delays all. S is the cores' busy time less that of all our processes, so
+it includes processes that lived too briefly to be seen or that a container hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from loadtests.records.schema import CoresSample, Disturbance, Probe, Stranger
+from models import formatting
+
+MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
+LEAST_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
+MOST_PROBE_RATIO = 1.15  # of a probe over its median: what is slower is slowed by something
+QUIET_CORES = 0.1  # CPU of strangers on the engine's cores, below which it is worth a try
+MOST_STRANGERS = 3  # that are named
+
+Subject = Literal["engine", "load generator"]
+
+
+def disturbance_of(
+    parts: Sequence[CoresSample],
+    subject: Subject,
+    *,
+    probe: Probe | None = None,
+    counts: bool = False,
+) -> Disturbance | None:
+    """The readings of one level in one; None without any. Only an engine's level is disturbed.
+
+    `counts`: as in Disturbance.
+    """
+    if not parts and probe is None:
+        return None
+    found = _totals(parts, subject)
+    others = (found.strangers_seconds or 0.0) + (found.ours_seconds or 0.0)
+    by_strangers = queued = steal = None
+    if found.stalled_seconds is not None and found.strangers_seconds is not None:
+        theirs = found.strangers_seconds
+        stalled = found.stalled_seconds
+        by_strangers = min(stalled * theirs / others, theirs) if others else 0.0
+        queued = stalled - by_strangers
+    if found.steal_seconds is not None and found.busy_seconds is not None:
+        every = found.busy_seconds + others
+        steal = found.steal_seconds * found.busy_seconds / every if every else 0.0
+    taken = _sum((by_strangers, steal, found.throttled_seconds))
+    share = None
+    if taken is not None and found.work_seconds is not None:
+        share = taken / (found.work_seconds + taken) if taken else 0.0
+    found = msgspec.structs.replace(
+        found,
+        by_strangers_seconds=_rounded(by_strangers),
+        queued_seconds=_rounded(queued),
+        steal_seconds=_rounded(steal),
+        taken_seconds=_rounded(taken),
+        share=_rounded(share),
+        probe=probe,
+        counts=counts,
+    )
+    is_disturbed = subject == "engine" and (is_too_much(found) or is_slow(probe))
+    return msgspec.structs.replace(found, is_disturbed=is_disturbed)
+
+
+def _totals(parts: Sequence[CoresSample], subject: Subject) -> Disturbance:
+    """The sums of what was read, and the mean clock."""
+    strangers = _sum(part.strangers_seconds for part in parts)
+    clocks = [part.clock_hertz for part in parts if part.clock_hertz is not None]
+    return Disturbance(
+        subject=subject,
+        seconds=round(sum(part.seconds for part in parts), 3),
+        busy_seconds=_sum(part.busy_seconds for part in parts),
+        work_seconds=_sum(part.work_seconds for part in parts),
+        waited_seconds=_sum(part.waited_seconds for part in parts),
+        stalled_seconds=_sum(part.stalled_seconds for part in parts),
+        ours_seconds=_sum(part.ours_seconds for part in parts),
+        strangers_seconds=None if strangers is None else max(0.0, strangers),
+        steal_seconds=_sum(part.steal_seconds for part in parts),
+        throttled_seconds=_sum(part.throttled_seconds for part in parts),
+        clock_hertz=round(sum(clocks) / len(clocks)) if clocks else None,
+        strangers=busiest(stranger for part in parts for stranger in part.strangers),
+    )
+
+
+def is_too_much(found: Disturbance, quiet_seconds: float = 0.0) -> bool:
+    """Whether too much was taken, also if the engine computes undisturbed for `quiet_seconds`."""
+    if found.taken_seconds is None or found.work_seconds is None:
+        return False
+    wanted = found.work_seconds + found.taken_seconds + quiet_seconds
+    return (
+        found.taken_seconds > MOST_TAKEN_SHARE * wanted
+        and found.taken_seconds > LEAST_TAKEN_SHARE * (found.seconds + quiet_seconds)
+    )
+
+
+def is_lost(parts: Sequence[CoresSample], left_seconds: float) -> bool:
+    """Whether a running level will be disturbed even if all that is left of it is quiet."""
+    found = disturbance_of(parts, "engine")
+    return found is not None and is_too_much(found, left_seconds)
+
+
+def is_slow(probe: Probe | None) -> bool:
+    """Slower than usual by more than chance."""
+    if probe is None or probe.usual_seconds is None:
+        return False
+    return probe.seconds > MOST_PROBE_RATIO * probe.usual_seconds
+
+
+def is_quiet(part: CoresSample) -> bool:
+    """Whether others left the cores alone in a reading of about a second."""
+    return (part.strangers_seconds or 0.0) <= QUIET_CORES * part.seconds
+
+
+def in_words(found: Disturbance) -> str:
+    """What makes a level disturbed: "`name` (pid 123, 0.9 cores) took 34 % of ..."."""
+    if not is_too_much(found) and found.probe is not None and is_slow(found.probe):
+        return slow_in_words(found.probe)
+    return f"{who(found)} took {found.share or 0.0:.0%} of the CPU time that the engine wanted"
+
+
+def slow_in_words(probe: Probe) -> str:
+    usual = probe.usual_seconds or probe.seconds
+    return (
+        f"a short request took {probe.seconds / usual:.2f} times its median "
+        f"({formatting.seconds(usual, 3)})"
+    )
+
+
+def who(found: Disturbance) -> str:
+    """Who took most of the CPU time, for people: "`name` (pid 123, 0.9 cores)"."""
+    steal, quota = found.steal_seconds or 0.0, found.throttled_seconds or 0.0
+    seconds = max(found.seconds, 1e-9)
+    if steal > max(quota, found.by_strangers_seconds or 0.0):
+        return f"the hypervisor ({steal / seconds:.2f} cores)"
+    if quota > (found.by_strangers_seconds or 0.0):
+        return f"the CPU quota ({quota / seconds:.0%} of the time)"
+    return who_of(found.strangers, found.strangers_seconds or 0.0, seconds)
+
+
+def busiest(strangers: Iterable[Stranger]) -> list[Stranger]:
+    """One entry for each process, the busiest first, no more than MOST_STRANGERS."""
+    found: dict[int, Stranger] = {}
+    for one in strangers:
+        before = found[one.pid].cpu_seconds if one.pid in found else 0.0
+        found[one.pid] = Stranger(one.name, one.pid, round(before + one.cpu_seconds, 4))
+    return sorted(found.values(), key=lambda one: -one.cpu_seconds)[:MOST_STRANGERS]
+
+
+def who_of(strangers: Sequence[Stranger], all_seconds: float, seconds: float) -> str:
+    """The busiest stranger, if it had most of what all strangers had in `seconds`, else all."""
+    cores = all_seconds / seconds
+    if not strangers:
+        return f"processes that cannot be seen ({cores:.1f} cores)"
+    first = strangers[0]
+    own = first.cpu_seconds / seconds
+    words = f"`{first.name}` (pid {first.pid}, {own:.1f} cores)"
+    return words if own > 0.7 * cores else f"{words} and others ({cores:.1f} cores in all)"
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known), 6) if known else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
