@@ -25,6 +25,7 @@ class Cause(StrEnum):
     health_timeout = "health_timeout"
     forced = "forced"
     backend_missing = "backend_missing"
+    unsupported = "unsupported"
 
 
 class EngineState(StrEnum):

@@ -104,7 +104,7 @@ LABELLED_COUNTERS: dict[str, tuple[str, Sequence[str], str]] = {
 class Served(Protocol):
     """What a scrape reads from the supervisor."""
 
-    state: EngineState | str
+    state: EngineState
     stats: StepStats | None
     restarts: int
     fallbacks: int

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.backends.options import parse_options
-from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory
+from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 from serving.sampling.sampler import sample
 from serving.sampling.types import Row, Sampled
 
@@ -26,6 +26,7 @@ _LOAD_FAILURES: dict[str, type[Exception]] = {
     "load_oom": OutOfMemory,
     "load_failed": EngineFailed,
     "backend_missing": BackendUnavailable,
+    "unsupported": Unsupported,
 }
 CAN = frozenset(CAPABILITIES) - {"grammar", "json_schema"}
 
@@ -61,7 +62,8 @@ class FakeOptions(msgspec.Struct, frozen=True):
     vocabulary: int = 8192
     eos_token: int = 0
     eos_every: int | None = None  # draw `eos_token` where the hash is a multiple; None: never
-    # load_oom, load_failed, backend_missing; runtime_oom, engine_died, abort, exit, hang
+    # load_oom, load_failed, backend_missing, unsupported;
+    # runtime_oom, engine_died, abort, exit, hang
     fail_cause: str | None = None
     fail_after_steps: int = 0  # when a running failure strikes
     fail_once_file: str | None = None  # fail only if this file does not exist, and make it

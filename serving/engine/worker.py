@@ -229,6 +229,8 @@ def cause_of(problem: Exception, loading: bool) -> Cause:
     """What an exception means to the supervisor."""
     if isinstance(problem, BackendUnavailable):
         return Cause.backend_missing
+    if loading and isinstance(problem, Unsupported):
+        return Cause.unsupported  # of its configuration: the next attempt would be refused too
     if isinstance(problem, OutOfMemory | MemoryError):
         return Cause.load_oom if loading else Cause.runtime_oom
     return Cause.load_failed if loading else Cause.engine_died

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serving.errors import EngineState
 from serving.http.wire.errors import scrubbed
 from serving.http.wire.requests import Wire
 from serving.registry.options import ModelOptions, unbounded
@@ -84,7 +85,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     source: str
-    state: str
+    state: EngineState
     reason: str | None
     policy: str
     engine: str

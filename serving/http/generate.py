@@ -17,7 +17,7 @@ from contextlib import aclosing
 import msgspec
 
 from serving.engine.messages import Delta, FinishReason
-from serving.errors import Overloaded, Unavailable
+from serving.errors import EngineState, Overloaded, Unavailable
 from serving.http.call import Call, Choice, Prompt
 from serving.http.exchange import ClientGone, Exchange
 from serving.http.wire.errors import ApiError, scrubbed, try_again
@@ -221,6 +221,6 @@ def _failure(call: Call, delta: Delta) -> Exception:
         text = scrubbed(text)
     if delta.finish == FinishReason.REFUSED:
         return ApiError(400, text, code="unsupported_parameter", param=delta.parameter)
-    if supervisor.state != "ready":
+    if supervisor.state != EngineState.ready:
         return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
     return ApiError(500, text, code="engine_failed")

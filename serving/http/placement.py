@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from serving.backends.base import MemoryParts
 from serving.engine.messages import Ready
+from serving.errors import EngineState
 from serving.http.wire.errors import scrubbed
 from serving.registry.model import EngineLike
 
@@ -45,7 +46,7 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     """`explanation`: the decision as it was made at the start; the rest is as it is now."""
 
     model: str
-    state: str
+    state: EngineState
     reason: str | None
     engine: dict[str, Any]
     device_name: str | None
@@ -57,7 +58,7 @@ class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Happening]
     explanation: dict[str, Any] | None
     details: dict[str, str]
-    models: dict[str, str] | UnsetType = UNSET  # name -> state, where there are several
+    models: dict[str, EngineState] | UnsetType = UNSET  # name -> state, where there are several
 
 
 def view(served: EngineLike, model: str, explanation: Any) -> PlacementView:

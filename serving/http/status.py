@@ -6,6 +6,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from serving.errors import EngineState
 from serving.http.exchange import Exchange
 from serving.http.placement import view
 from serving.http.prompts import chat_ids, check_ids
@@ -73,7 +74,7 @@ async def ready(desk: Desk, exchange: Exchange) -> None:
     """200 where a request can be answered: an engine serves, or is loaded for the request."""
     states = desk.states()
     by_state = {state: name for name, state in reversed(states.items())}
-    name = by_state.get("ready") or by_state.get("unloaded")
+    name = by_state.get(EngineState.ready) or by_state.get(EngineState.unloaded)
     service = desk.first if name is None else desk.services[name]
     supervisor = service.supervisor
     about = Readiness(state=supervisor.state, model=service.served_name, backend=supervisor.label)

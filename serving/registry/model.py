@@ -17,7 +17,7 @@ import msgspec
 from models.tokenization.tokenizer import Tokenizer
 from serving.backends.base import BackendInfo, EngineConfig
 from serving.engine.messages import Delta, GenerationRequest
-from serving.errors import ContextOverflow, ModelNotNamed, Unavailable, UnknownModel
+from serving.errors import ContextOverflow, EngineState, ModelNotNamed, Unavailable, UnknownModel
 from serving.metrics import Metrics, Served, ServerMetrics
 
 INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
@@ -78,7 +78,7 @@ class Keeper(Protocol):
         """Wait until this model serves and hold it until the returned function is called."""
         ...
 
-    def states(self) -> dict[str, str]: ...
+    def states(self) -> dict[str, EngineState]: ...
 
 
 class Service:
@@ -100,7 +100,7 @@ class Service:
     def facts(self) -> Facts:
         """What the serving engine can do. Raises Unavailable while none serves."""
         ready = self.supervisor.ready
-        if self.supervisor.state != "ready" or ready is None:
+        if self.supervisor.state != EngineState.ready or ready is None:
             raise self.unavailable()
         return Facts.of(ready.info)
 
@@ -181,7 +181,7 @@ class Desk:
             )
         return service
 
-    def states(self) -> dict[str, str]:
+    def states(self) -> dict[str, EngineState]:
         """The state of every model: the keeper's word where there is one."""
         if self.keeper is not None:
             return self.keeper.states()

@@ -133,7 +133,7 @@ class Registry:
         coming = [one.swapping_to for one in current if one.swapping_to is not None]
         return [*current, *self._retiring, *coming]
 
-    def states(self) -> dict[str, str]:
+    def states(self) -> dict[str, EngineState]:
         """Name -> state; a model that is on its way counts as loading."""
         return {name: tenant.state for name, tenant in self.tenants.items()}
 

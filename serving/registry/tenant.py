@@ -45,11 +45,11 @@ class Tenant:
         return self.prepared.name
 
     @property
-    def state(self) -> str:
+    def state(self) -> EngineState:
         """The supervisor's state; loading, too, where an asked-for load has not begun."""
         state = self.supervisor.state
         waits = state in (EngineState.unloaded, EngineState.failed) and self.load is not None
-        return EngineState.loading.value if waits else state
+        return EngineState.loading if waits else state
 
     @property
     def busy(self) -> bool:

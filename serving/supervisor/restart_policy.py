@@ -4,7 +4,7 @@ Pure decisions on times that are given. An engine list is in order of preference
 
 | the engine ended with                         | there is a next engine    | there is none    |
 |-----------------------------------------------|---------------------------|------------------|
-| a permanent cause (no driver, ...)            | fall back at once         | fail             |
+| a permanent cause (no driver, unsupported...) | fall back at once         | fail             |
 | load_oom, load_failed, death before ready     | fall back at once         | once more, fail  |
 | runtime_oom, health_timeout                   | fall back at once         | restart, backoff |
 | engine_died                                   | once more, then fall back | restart, backoff |
@@ -28,7 +28,7 @@ from serving.errors import Cause
 PERMANENT = frozenset(
     {
         *(Cause.no_driver, Cause.driver_mismatch, Cause.no_device, Cause.arch_unsupported),
-        *(Cause.backend_missing, Cause.forced),
+        *(Cause.backend_missing, Cause.forced, Cause.unsupported),
     }
 )
 _FALL_BACK_AT_ONCE = PERMANENT | {

@@ -46,7 +46,7 @@ class Status:
     """State, reason and events of a model; coroutines wait for a change of them."""
 
     def __init__(self, on_event: Callable[[Event], None] | None) -> None:
-        self.state: str = EngineState.loading
+        self.state = EngineState.loading
         self.reason: str | None = "starting"
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self._on_event = on_event

@@ -32,7 +32,7 @@ from serving.engine.messages import (
     StepStats,
     TokenDetail,
 )
-from serving.errors import Overloaded, Unavailable
+from serving.errors import EngineState, Overloaded, Unavailable
 from serving.http.app import App, app_of
 from serving.http.connections import server_options
 from serving.http.limits import Limits
@@ -103,7 +103,7 @@ class FakeSupervisor:
         info: BackendInfo = INFO,
     ) -> None:
         self.words, self.by_hand = list(words), by_hand
-        self.state = "ready"
+        self.state = EngineState.ready
         self.reason: str | None = None
         self.ready: Ready | None = Ready(info, 1.5, 10_000, 20_000)
         self.stats: StepStats | None = StepStats(1, 2, 100, 0.01, 0.008, 1, 0, 3)

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serving.errors import EngineState
 from serving.http.wire.errors import ErrorDetail
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
@@ -133,7 +134,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str
     root: str
     max_model_len: int | None
-    state: str = "ready"
+    state: EngineState = EngineState.ready
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,12 +164,12 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     `models`: the state of each, where there are several.
     """
 
-    state: str
+    state: EngineState
     model: str
     backend: str
     reason: str | None = None
     error: ErrorDetail | UnsetType = UNSET
-    models: dict[str, str] | UnsetType = UNSET
+    models: dict[str, EngineState] | UnsetType = UNSET
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:

@@ -301,10 +301,17 @@ def test_bad_input_is_one_sentence_and_status_2(
     assert message in done.stderr
 
 
-def test_an_unknown_backend_option_is_refused_by_name(tmp_path: Path) -> None:
-    with server(tmp_path, "--option", "steps_second=1") as one:
+def test_an_unknown_backend_option_ends_the_server_at_once_with_its_name(tmp_path: Path) -> None:
+    with server(tmp_path, "--option", "steps_second=1", "--log-format", "json") as one:
         assert one.process.wait(30) == 1
-        assert "steps_second" in one.log.read_text()
+        lines = [
+            json.loads(line) for line in one.log.read_text().splitlines() if line.startswith("{")
+        ]
+    events = [line["event"] for line in lines if "event" in line]
+    assert (events.count("started"), events.count("restarting")) == (1, 0)
+    assert "no option 'steps_second'; it has" in next(
+        line["message"] for line in lines if "giving up" in line["message"]
+    )
 
 
 def test_the_console_command_is_the_same_thing_and_teaches() -> None:

@@ -32,6 +32,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from serving.errors import EngineState
 from serving.http.admin import ROUTES as ADMIN_ROUTES
 from serving.http.app import ROUTES
 from serving.http.limits import Limits
@@ -228,3 +229,11 @@ def are_well(admin: Admin) -> None:
             == "ready"
         )
         assert complete(admin.main_port, model=name, max_tokens=2).status == 200
+
+
+def test_the_states_of_an_engine_are_listed_where_an_answer_has_one() -> None:
+    schemas = document((*ROUTES, *ADMIN_ROUTES), "m", Limits())["components"]["schemas"]
+    for name in ("Readiness", "ModelCard", "PlacementView", "ModelState"):
+        state = schemas[name]["properties"]["state"]
+        assert state["$ref"] == "#/components/schemas/EngineState"
+    assert set(schemas["EngineState"]["enum"]) == set(EngineState)

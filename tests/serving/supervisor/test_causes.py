@@ -158,6 +158,7 @@ DURING: dict[str, Cause] = {
     "load_oom": Cause.load_oom,
     "load_failed": Cause.load_failed,
     "backend_missing": Cause.backend_missing,
+    "unsupported": Cause.unsupported,
     "runtime_oom": Cause.runtime_oom,
     "hang": Cause.health_timeout,
     "engine_died": Cause.engine_died,

@@ -117,7 +117,8 @@ def test_an_idle_stopped_child_is_left_alone(config: Callable[..., EngineConfig]
 
 
 @pytest.mark.parametrize(
-    ("cause", "starts"), [("load_failed", 2), ("load_oom", 2), ("backend_missing", 1)]
+    ("cause", "starts"),
+    [("load_failed", 2), ("load_oom", 2), ("backend_missing", 1), ("unsupported", 1)],
 )
 def test_an_engine_that_cannot_load_is_not_started_for_ever(
     config: Callable[..., EngineConfig], cause: str, starts: int
