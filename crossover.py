@@ -33,8 +33,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "Measure a ladder of models: init, run, resume, repeat, show.",
     ),
     "compare": (
-        "loadtests.cli:compare",
-        "Say where a run is faster or slower than another, by more than chance and noise.",
+        "loadtests.cli:comparison",
+        "Say where runs are faster or slower than others, by more than runs differ by themselves.",
     ),
     "selftest": (
         "loadtests.cli:selftest",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import typer
+from typer.core import TyperCommand
 
 from loadtests.errors import LoadError
 from loadtests.generator.launcher import spare as started_early
@@ -109,22 +110,40 @@ def init_campaign() -> None:
 
 @campaign.command("repeat")
 def repeat_campaign(
-    folder: Annotated[Path, typer.Argument(help="The run whose levels are measured again.")],
+    folders: Annotated[
+        list[Path], typer.Argument(help="The runs whose levels are measured again, in turns.")
+    ],
+    times: Annotated[int, typer.Option(min=1, help="How often each.")] = 1,
+    new_seeds: Annotated[
+        bool,
+        typer.Option("--new-seeds", help="Draw arrivals, lengths and prompts anew each time."),
+    ] = False,
     out: Out = Path("runs"),
     beside_others: Beside = False,
 ) -> None:
-    """Measure the levels of a run again in a new folder: same cells, rates, durations and seeds.
+    """Measure the levels of runs again in new folders: same cells, rates, durations and seeds.
 
-    Two such runs differ by the machine's noise: crossover compare A B --noise A_AGAIN.
+    Such runs differ by the machine alone. Several are measured in turns (A B A B), so that a drift
+    of the machine is none between them.
     """
     from loadtests.campaign.progress import Progress
-    from loadtests.campaign.run_state import repeat_of
+    from loadtests.campaign.run_state import repeat_in_turns
     from loadtests.campaign.runner import run
 
     with Progress() as progress:
-        again = run(repeat_of(folder), out, progress, beside_others=beside_others)
-    show(again)
-    typer.echo(f"\nTo compare: crossover compare {folder} {again}")
+        arms = repeat_in_turns(
+            folders,
+            times,
+            new_seeds,
+            lambda plan: run(plan, out, progress, beside_others=beside_others),
+        )
+    for arm in arms:
+        show(arm[-1])
+    first, *others = [" ".join(str(folder) for folder in arm) for arm in arms]
+    for other in others:
+        typer.echo(f"\nTo compare: crossover compare {first} -- {other}")
+    if not others:
+        typer.echo(f"\n{len(arms[0])} runs to compare others with: {first}")
 
 
 @campaign.command("show")
@@ -193,14 +212,33 @@ load.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
+class TwoArms(TyperCommand):
+    """`A1 A2 -- B1 B2`: what stands behind `--` are runs of the second arm."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            args = args[:at] + [f"--second={path}" for path in args[at + 1 :]]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
+comparison = typer.Typer(add_completion=False)
+
+
+@comparison.command("compare", cls=TwoArms)
 def compare(
-    first: Annotated[Path, typer.Argument(help="The run that is compared with.")],
-    second: Annotated[Path, typer.Argument(help="The run that is judged.")],
-    noise: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A repeat of FIRST: the machine's own noise. May be given several times."
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="A... -- B...",
+            help="Run folders, or folders of runs: the first arm, `--`, the second arm. "
+            "Two alone are one arm each.",
         ),
+    ],
+    second: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="B", help="A run of the second arm, as behind `--`."),
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -209,47 +247,55 @@ def compare(
             help="A fact that may differ, e.g. format or cpu_model. May be given several times.",
         ),
     ] = None,
-    floor: Annotated[
-        float,
-        typer.Option(
-            min=0.0, help="Differences below this share are noise, where no repeat says better."
-        ),
-    ] = 0.03,
+    least: Annotated[
+        float, typer.Option(min=0.0, help="Differences below this share are no difference.")
+    ] = 0.01,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
     fail_on: Annotated[
         str | None,
         typer.Option(
             metavar="slower|different",
-            help="End with status 1 where anything is slower, or differs at all.",
+            help="End with status 1 where anything is slower, or differs at all; with status 2 "
+            "where that is not known.",
         ),
     ] = None,
 ) -> None:
-    """Say where a run is faster or slower than another, by a test and beyond the machine's noise.
+    """Say where runs are faster or slower than others, by a test whose unit is the run.
 
-    Compared are medians and p95 of TTFT, TPOT and E2E at loads that both measured, and the
-    capacity. Runs that differ in a fact (machine, workload, settings) are refused with both
-    values, unless --allow names it.
+    At least three runs an arm, begun in turns; with fewer the differences are shown and the
+    verdict is "not known". Compared are TTFT, TPOT and E2E, the share of good requests and the
+    output at loads that both arms measured, and the capacity. Runs that differ in a fact (machine,
+    workload, settings) are refused with both values, unless --allow names it.
 
     \b
-    crossover campaign repeat runs/A                     # the machine's own noise
-    crossover compare runs/A runs/B --noise runs/A-again --fail-on slower
+    crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
+    crossover compare --fail-on slower A A-2 A-3 -- B B-2 B-3
+    crossover compare old-version/ new-version/          # folders of runs
     """
     from loadtests.comparison import compare as comparing
+    from loadtests.comparison.run_values import read_arm
     from loadtests.terminal.comparison import show_comparison
     from loadtests.terminal.level import wide_console
 
     if fail_on not in (None, "slower", "different"):
         raise LoadError(f"--fail-on must be slower or different, got {fail_on!r}")
-    repeats = [comparing.read(folder) for folder in noise or ()]
-    found = comparing.compare(
-        comparing.read(first), comparing.read(second), noise=repeats, allow=allow or (), floor=floor
-    )
+    if not second and len(runs) != 2:
+        raise LoadError(
+            f"{len(runs)} runs and no `--`: write the first arm, `--`, the second arm: "
+            "crossover compare A1 A2 A3 -- B1 B2 B3"
+        )
+    arms = (runs, second) if second else (runs[:1], runs[1:])
+    found = comparing.compare(read_arm(arms[0]), read_arm(arms[1]), allow=allow or (), least=least)
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
         show_comparison(found, wide_console())
+    if fail_on is None:
+        return
+    if found.verdict == "not known":
+        raise LoadError(f"--fail-on {fail_on}: not known: {found.reason}")
     bad = {"slower": ("slower", "different"), "different": ("slower", "faster", "different")}
-    if fail_on is not None and found.verdict in bad[fail_on]:
+    if found.verdict in bad[fail_on]:
         raise typer.Exit(1)
 
 

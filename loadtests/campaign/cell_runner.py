@@ -152,7 +152,7 @@ def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
     number, tried = state.next_level()
     for attempt in range(tried + 1, tried + 1 + MOST_ATTEMPTS):
         name = f"{state.key}#{number}.{attempt}"
-        seed = seed_of(campaign.seed, name)
+        seed = seed_of(campaign.seed, state.cell, name)
         if attempt == 1:
             seed = campaign.repeated_seed(state.cell, number) or seed
         began = run.clock()
@@ -184,7 +184,7 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
     def ask(burst: calibrate.Burst) -> list[RequestRecord]:
         number = next(numbers)
         run.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-        seed = seed_of(campaign.seed, f"{state.key}#calibration.{number}")
+        seed = seed_of(campaign.seed, state.cell, f"{state.key}#calibration.{number}")
         return run.bench.burst(burst, number, seed)
 
     run.progress.tick(f"{state.key}: calibrating for at most {formatting.duration(seconds)}")

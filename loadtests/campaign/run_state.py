@@ -5,7 +5,8 @@ The runner asks here before each level, so that it goes on after a kill as if no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -123,10 +124,11 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
         ) from problem
 
 
-def repeat_of(folder: Path) -> Plan:
+def repeat_of(folder: Path, *, new_seeds: bool = False) -> Plan:
     """A plan that measures the finished levels of a run again: same cells, rates, seconds, seeds.
 
-    What two such runs differ in is the machine's noise. Raises BadRunFolder.
+    What two such runs differ in is the machine's noise; with `new_seeds` also what the arrivals
+    happen to be. Raises BadRunFolder.
     """
     run = read_records(folder)
     manifest = run.manifest
@@ -134,7 +136,8 @@ def repeat_of(folder: Path) -> Plan:
     levels: dict[str, tuple[RepeatedLevel, ...]] = {}
     for level in run.levels():
         start = level.started
-        one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
+        seed = None if new_seeds else start.seed
+        one = RepeatedLevel(start.rate_per_second, start.window_seconds, seed)
         levels[level.cell] = (*levels.get(level.cell, ()), one)
     done = [cell for cell in cells if cell.key in levels]
     if not done:
@@ -142,10 +145,27 @@ def repeat_of(folder: Path) -> Plan:
     again = msgspec.structs.replace(
         campaign,
         repeats=manifest.run_id,
+        seed=secrets.randbits(31) if new_seeds else campaign.seed,
         budget_seconds=None,
         cell_levels={cell.key: levels[cell.key] for cell in done},
     )
     return Plan(again, done, manifest.campaign_text)
+
+
+def repeat_in_turns(
+    folders: Sequence[Path], times: int, new_seeds: bool, measure: Callable[[Plan], Path]
+) -> list[list[Path]]:
+    """Each run and its repeats, measured A B A B: a drift of the machine is none between them.
+
+    Raises BadRunFolder, before anything is measured.
+    """
+    for folder in folders:
+        repeat_of(folder)
+    arms = [[folder] for folder in folders]
+    for _ in range(times):
+        for arm in arms:
+            arm.append(measure(repeat_of(arm[0], new_seeds=new_seeds)))
+    return arms
 
 
 def prediction_on_record(events: Iterable[Event], key: str) -> Prediction | None:

@@ -89,7 +89,7 @@ def single_level(
                 site,
                 Measure(plan.rate_per_second, plan.window_seconds, "bracket"),
                 LEVEL,
-                seed_of(plan.seed, LEVEL),
+                seed_of(plan.seed, cell, LEVEL),
                 1,
                 concurrency=plan.concurrency,
                 purpose=LevelPurpose.LOAD,

@@ -1,211 +1,160 @@
-"""Two runs side by side: where the second is faster or slower, beyond chance and noise.
+"""Two arms of runs: where the second is faster or slower, beyond what differs from run to run.
 
-    found = compare(read(Path("runs/a")), read(Path("runs/b")), noise=[read(Path("runs/a-again"))])
-    found.verdict                     # "slower": at least one difference beyond chance and noise
+    found = compare(read_arm([a1, a2, a3]), read_arm([b1, b2, b3]))
+    found.verdict                     # "slower": at least one metric is, beyond chance
 
-Compared are the same cells at loads that both runs measured (alone, or a rate within 2 %): p50 and
-p95 of TTFT, TPOT and E2E, and the capacity. Runs that differ in a fact (machine, workload,
-settings: loadtests/records/comparability.py) are refused with both values; `allow` names facts
-that may differ. The noise of a metric is the largest difference between runs of the same thing:
-repeats given as `noise`, levels measured twice, else `floor`. p-values are corrected (Holm).
+The unit is the run: a metric of a cell at a load is one number a run, and Welch's t-test asks
+whether the arms' means differ (welch.py), corrected for the number of metrics (Holm). Below three
+runs an arm the difference is shown and the verdict is "not known". Runs that differ in a fact
+(machine, workload, settings: loadtests/records/comparability.py) are refused with both values;
+`allow` names facts that may differ between the arms.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
-from pathlib import Path
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
-import numpy as np
 
-from loadtests.campaign.level import judge
-from loadtests.capacity.estimate import Level, estimate
-from loadtests.capacity.search_config import SearchConfig
-from loadtests.comparison.quantile_test import (
-    Array,
-    Difference,
-    Unknown,
-    difference,
-    holm,
-    of_intervals,
+from loadtests.comparison.run_values import (
+    CAPACITY,
+    MORE_IS_BETTER,
+    CellValues,
+    LoadValues,
+    RunValues,
+    Value,
+    same_load,
 )
-from loadtests.errors import BadRunFolder, NotComparable
-from loadtests.metrics.request_metrics import e2e_seconds, outcome, tpot_seconds, ttft_seconds
-from loadtests.metrics.slo import Slo
+from loadtests.comparison.welch import ALPHA, LEAST_RUNS, Arm, Difference, holm, welch
+from loadtests.errors import NotComparable
 from loadtests.records.comparability import CELL, FACTS, differences, versions_apart
-from loadtests.records.events import Capacity, LevelStarted
-from loadtests.records.run_folder import read_records
-from loadtests.records.schema import RequestRecord, RunManifest
+from loadtests.records.schema import RunManifest
 
-SAME_RATE = 0.02
-FLOOR = 0.03  # where nothing says what the machine does by itself
-ALPHA = 0.05
+LEAST_SHARE = 0.01  # smaller differences are of no use to anybody
+CONFOUNDED = "the arms' requests were drawn by different seeds, each arm's by its own"
 
-Verdict = Literal["faster", "slower", "no difference", "too few"]
-_TIMES: dict[str, Callable[[RequestRecord], float | None]] = {
-    "TTFT": ttft_seconds,
-    "TPOT": tpot_seconds,
-    "E2E": e2e_seconds,
-}
-_QUANTILES: dict[str, float] = {"p50": 0.50, "p95": 0.95}
-
-
-class LevelSeries(msgspec.Struct, frozen=True):
-    """One finished level that counts."""
-
-    load: float | None  # requests/s; None: single-stream; below 0: users of a closed loop
-    times: dict[str, Array]  # TTFT, TPOT, E2E in order of due time, seconds; inf: never came
-
-
-class CellSeries(msgspec.Struct, frozen=True):
-    """One cell: what it is, its levels, and its capacity under the run's SLO."""
-
-    key: str
-    facts: dict[str, str]  # of comparability.CELL, and the workload's name
-    levels: list[LevelSeries]
-    capacity: Capacity | None
-    confidence: float
-    left_out: int = 0  # levels that were cut short or not valid
-
-
-class Run(msgspec.Struct, frozen=True):
-    """A run as it is compared."""
-
-    manifest: RunManifest
-    cells: list[CellSeries]
+Verdict = Literal["faster", "slower", "no difference", "not known"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one cell at one load."""
 
     cell: str
-    load: float | None
-    metric: str  # "TTFT p50" ..., "capacity"
+    load: float | None  # as in LoadValues; None for the capacity too
+    metric: str  # "TTFT p50" ..., "good", "output tokens/s", "capacity"
     verdict: Verdict
-    difference: Difference | None = None
+    runs: tuple[int, int]  # of each arm, that have the metric
+    difference: Difference | None = None  # None: an arm has no run with the metric
     p_adjusted: float | None = None
-    noise: float = FLOOR  # the largest |ratio - 1| that the machine shows by itself
-    noise_pairs: int = 0  # pairs of the same thing it was seen in; 0: assumed
     reason: str = ""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """`verdict` is "different" where some metrics are faster and others slower."""
 
-    first: str
-    second: str
-    verdict: Literal["faster", "slower", "different", "no difference", "too few"]
+    first: list[str]  # run ids
+    second: list[str]
+    verdict: Literal["faster", "slower", "different", "no difference", "not known"]
+    reason: str  # why it is not known
     rows: list[Row]
     notes: list[str]
 
 
-def read(folder: Path) -> Run:
-    """A run folder. Raises BadRunFolder for one that holds no finished level."""
-    run = read_records(folder)
-    manifest = run.manifest
-    finished = run.levels()
-    if not finished:
-        raise BadRunFolder(f"{folder} has no finished level to compare")
-    slo = msgspec.convert(manifest.campaign["slo"], Slo)
-    config = msgspec.convert(manifest.campaign.get("search") or {}, SearchConfig)
-    cells = []
-    for cell in manifest.cells:
-        levels: list[LevelSeries] = []
-        seen: list[Level] = []
-        left_out = 0
-        for one in finished:
-            if one.cell != cell["key"]:
-                continue
-            start, lasted = one.started, one.finished.window_seconds
-            summary, level = judge(one.requests, one.samples, start, lasted, slo)
-            if start.rate_per_second is not None or start.concurrency == 1:
-                seen.append(level)
-            if one.finished.cut_short is not None or not summary.is_valid:
-                left_out += 1
-                continue
-            inside = [
-                r
-                for r in one.requests
-                if start.warmup_seconds <= r.due_seconds < start.warmup_seconds + max(lasted, 1e-9)
-            ]
-            levels.append(LevelSeries(_load(start), series(inside)))
-        capacity = estimate(seen, config, slo) if seen else None
-        cells.append(
-            CellSeries(
-                str(cell["key"]), _cell_facts(cell), levels, capacity, config.confidence, left_out
-            )
-        )
-    return Run(manifest, cells)
+class _Metric(msgspec.Struct, frozen=True):
+    """One metric before it is tested: what each run that has it says."""
 
+    cell: str
+    load: float | None
+    name: str
+    values: tuple[list[Value], list[Value]]
+    reason: str = ""  # why it cannot be tested
 
-def series(records: Iterable[RequestRecord]) -> dict[str, Array]:
-    """TTFT, TPOT and E2E in order of due time; a request that is not ok is infinitely late."""
-    ordered = sorted(records, key=lambda r: (r.due_seconds, r.index))
-    found: dict[str, Array] = {}
-    for name, of in _TIMES.items():
-        values = [of(r) if outcome(r) == "ok" else math.inf for r in ordered]
-        found[name] = np.array([value for value in values if value is not None], dtype=np.float64)
-    return found
+    @property
+    def runs(self) -> tuple[int, int]:
+        return len(self.values[0]), len(self.values[1])
+
+    @property
+    def is_tested(self) -> bool:
+        return not self.reason and min(self.runs) >= LEAST_RUNS
 
 
 def compare(
-    first: Run,
-    second: Run,
+    first: Sequence[RunValues],
+    second: Sequence[RunValues],
     *,
-    noise: Sequence[Run] = (),
     allow: Sequence[str] = (),
-    floor: float = FLOOR,
+    least: float = LEAST_SHARE,
 ) -> Comparison:
-    """The second run against the first. NotComparable: they differ in a fact not allowed to."""
-    unknown = sorted(set(allow) - set(FACTS))
-    if unknown:
-        raise NotComparable(f"--allow {unknown[0]!r} is no fact; there are {', '.join(FACTS)}")
-    notes = _check(first.manifest, second.manifest, allow)
-    for repeat in noise:
-        _check(first.manifest, repeat.manifest, ())
+    """The second arm against the first. NotComparable: runs differ in a fact not allowed to.
+
+    Differences below `least` (a share) are no difference.
+    """
+    notes = _check(first, second, allow)
     pairs = _pairs(first, second, allow)
-    rows: list[Row] = []
+    metrics: list[_Metric] = []
     for mine, theirs in pairs:
-        again = [cell for repeat in noise for cell in repeat.cells if cell.facts == mine.facts]
-        rows += _rows(mine, theirs, again, floor)
-        if mine.left_out or theirs.left_out:
-            notes.append(
-                f"{mine.key}: {mine.left_out} and {theirs.left_out} levels were cut short "
-                "or not valid and are left out"
-            )
-        if not any(row.cell == mine.key and row.load is not None and row.load > 0 for row in rows):
-            notes.append(
-                f"{mine.key}: no rate was measured in both ({_rates(mine)}; {_rates(theirs)}); "
-                "`crossover campaign repeat` measures the same ones again"
-            )
-    tested = [i for i, row in enumerate(rows) if row.difference is not None]
-    adjusted = holm([d.p for i in tested if (d := rows[i].difference) is not None])
-    for i, p in zip(tested, adjusted, strict=True):
-        rows[i] = _judged(rows[i], p)
+        found = _metrics(mine, theirs)
+        metrics += found
+        notes += _notes(mine, theirs, found)
+    rows = _judged(metrics, least)
     said = {row.verdict for row in rows}
-    verdict: Any = next(
-        (word for word in ("faster", "slower", "no difference") if word in said), "too few"
-    )
+    verdict: Literal["faster", "slower", "different", "no difference", "not known"] = "not known"
     if {"faster", "slower"} <= said:
         verdict = "different"
+    elif "faster" in said:
+        verdict = "faster"
+    elif "slower" in said:
+        verdict = "slower"
+    elif "no difference" in said:
+        verdict = "no difference"
     return Comparison(
-        first=first.manifest.run_id,
-        second=second.manifest.run_id,
+        first=[run.manifest.run_id for run in first],
+        second=[run.manifest.run_id for run in second],
         verdict=verdict,
+        reason=_why_not_known(len(first), len(second), rows) if verdict == "not known" else "",
         rows=rows,
         notes=notes,
     )
 
 
-def _rates(cell: CellSeries) -> str:
-    rates = sorted({level.load for level in cell.levels if level.load and level.load > 0})
-    return ", ".join(f"{rate:.3g}" for rate in rates) or "none"
+def _why_not_known(first: int, second: int, rows: Sequence[Row]) -> str:
+    if first == second == 1:
+        return "one run an arm"
+    if min(first, second) < LEAST_RUNS:
+        return f"{first} and {second} runs; {LEAST_RUNS} an arm are needed"
+    reasons = Counter(row.reason for row in rows if row.reason)
+    return reasons.most_common(1)[0][0] if reasons else "no metric is in both arms"
 
 
-def _check(one: RunManifest, other: RunManifest, allow: Sequence[str]) -> list[str]:
+def _check(
+    first: Sequence[RunValues], second: Sequence[RunValues], allow: Sequence[str]
+) -> list[str]:
+    unknown = sorted(set(allow) - set(FACTS))
+    if unknown:
+        raise NotComparable(f"--allow {unknown[0]!r} is no fact; there are {', '.join(FACTS)}")
+    if not first or not second:
+        raise NotComparable("two arms are compared: name at least one run for each")
+    run_id, times = Counter(run.manifest.run_id for run in (*first, *second)).most_common(1)[0]
+    if times > 1:
+        raise NotComparable(f"run {run_id} is named {times} times: a run is one value of one arm")
+    notes: list[str] = []
+    for arm in (first, second):
+        for run in arm[1:]:
+            notes += _apart(arm[0].manifest, run.manifest, ())
+    notes += _apart(first[0].manifest, second[0].manifest, allow)
+    order = in_time([run.manifest.created for run in first], [r.manifest.created for r in second])
+    if not is_interleaved(order):
+        notes.append(
+            f"the runs are not interleaved in time ({' '.join(order)}): a drift of the machine "
+            "looks like a difference; measure in turns: crossover campaign repeat A B --times 3"
+        )
+    return list(dict.fromkeys(notes))
+
+
+def _apart(one: RunManifest, other: RunManifest, allow: Sequence[str]) -> list[str]:
+    """Notes of what may differ between two runs. Raises NotComparable for what may not."""
     notes = []
     for apart in differences(one, other):
         if apart.fact not in allow:
@@ -218,143 +167,199 @@ def _check(one: RunManifest, other: RunManifest, allow: Sequence[str]) -> list[s
     return notes + [f"versions differ: {line}" for line in versions_apart(one, other)]
 
 
-def _cell_facts(cell: dict[str, Any]) -> dict[str, str]:
-    hardware = {
-        key: value
-        for key, value in (cell.get("hardware") or {}).items()
-        if key != "name" and value is not None
-    }
-    return {
-        "model": str(cell.get("model")),
-        "format": str(cell.get("weight_format") or ""),
-        "backend": str(cell.get("backend") or ""),
-        "hardware": ", ".join(f"{key} {value}" for key, value in sorted(hardware.items())),
-        "url": str(cell.get("url") or ""),
-        "workload": str(cell.get("workload") or ""),
-    }
+def in_time(first: Sequence[str], second: Sequence[str]) -> str:
+    """The order in which the runs of two arms were begun: "ABAB"."""
+    stamps = [(at, "A") for at in first] + [(at, "B") for at in second]
+    return "".join(arm for _, arm in sorted(stamps))
 
 
-def _pairs(first: Run, second: Run, allow: Sequence[str]) -> list[tuple[CellSeries, CellSeries]]:
+def is_interleaved(order: str) -> bool:
+    """Whether a steady drift shifts the arms by at most half of what it does to A A A B B B."""
+    places = {arm: [i for i, one in enumerate(order) if one == arm] for arm in "AB"}
+    means = [sum(own) / len(own) for own in places.values()]
+    return len(order) <= 2 or abs(means[1] - means[0]) <= len(order) / 4
+
+
+Cells = list[CellValues]  # one cell in the runs of an arm that have it
+
+
+def _pairs(
+    first: Sequence[RunValues], second: Sequence[RunValues], allow: Sequence[str]
+) -> list[tuple[Cells, Cells]]:
     """Cells that are the same thing but for what may differ."""
     keys = [fact for fact in (*CELL, "workload") if fact not in allow]
-    found: list[tuple[CellSeries, CellSeries]] = []
-    for mine in first.cells:
+    found: list[tuple[Cells, Cells]] = []
+    arms = _cells(first), _cells(second)
+    for mine in arms[0]:
         alike = [
             theirs
-            for theirs in second.cells
-            if all(mine.facts[key] == theirs.facts[key] for key in keys)
+            for theirs in arms[1]
+            if all(mine[0].facts[key] == theirs[0].facts[key] for key in keys)
         ]
-        if (
-            len(alike) > 1
-        ):  # several differ only in what may differ: the one that is wholly the same, if any
-            alike = [theirs for theirs in alike if theirs.facts == mine.facts]
+        if len(alike) > 1:  # several differ only in what may differ: the one that is the same
+            alike = [theirs for theirs in alike if theirs[0].facts == mine[0].facts]
         found += [(mine, theirs) for theirs in alike]
     if not found:
-        a, b = first.cells[0], second.cells[0]
-        fact = next(key for key in keys if a.facts[key] != b.facts[key])
         raise NotComparable(
-            f"no cell of run {first.manifest.run_id} is in run {second.manifest.run_id}: "
-            f"their first cells differ in {fact}, {a.facts[fact] or 'none'!r} and "
-            f"{b.facts[fact] or 'none'!r}; compare them all the same with --allow {fact}"
+            f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: "
+            + _unlike(arms[0][0][0], [cells[0] for cells in arms[1]], keys)
         )
     return found
 
 
-def _rows(
-    mine: CellSeries, theirs: CellSeries, again: Sequence[CellSeries], floor: float
-) -> list[Row]:
-    rows: list[Row] = []
-    for load in _loads(mine.levels):
-        here, there = at_load(mine.levels, load), at_load(theirs.levels, load)
-        if not there:
-            continue
-        same = [at_load(cell.levels, load) for cell in again]
-        for name in _TIMES:
-            for label, quantile in _QUANTILES.items():
-                a, b = [level.times[name] for level in here], [level.times[name] for level in there]
-                arms = [a, *([level.times[name] for level in levels] for levels in same)]
-                noise, pairs = _noise(arms, quantile, floor)
-                found = difference(a, b, quantile)
-                row = Row(
-                    cell=mine.key,
-                    load=load,
-                    metric=f"{name} {label}",
-                    verdict="too few",
-                    noise=noise,
-                    noise_pairs=pairs,
-                )
-                rows.append(_with(row, found))
-    rows.append(
-        _with(
-            Row(cell=mine.key, load=None, metric="capacity", verdict="too few", noise=floor),
-            _capacities(mine, theirs),
-        )
+def _unlike(mine: CellValues, others: Sequence[CellValues], keys: Sequence[str]) -> str:
+    """Why no cell of the other run is the same thing."""
+    theirs = others[0].facts
+    for fact in keys:
+        if mine.facts[fact] != theirs[fact]:
+            return (
+                f"their first cells differ in {fact}, {mine.facts[fact] or 'none'!r} and "
+                f"{theirs[fact] or 'none'!r}; compare them all the same with --allow {fact}"
+            )
+    several = ", ".join(other.key for other in others)
+    return (
+        f"{mine.key} could be any of {several}; leave out an --allow, or name runs of one of them"
     )
+
+
+def _cells(arm: Sequence[RunValues]) -> list[Cells]:
+    """The cells of an arm, each with all runs that measured it."""
+    found: list[Cells] = []
+    for run in arm:
+        for cell in run.cells:
+            same = next((cells for cells in found if cells[0].facts == cell.facts), None)
+            if same is None:
+                found.append([cell])
+            else:
+                same.append(cell)
+    return found
+
+
+def _metrics(mine: Cells, theirs: Cells) -> list[_Metric]:
+    """Every metric at every load that is in both arms, then the capacity."""
+    key = mine[0].key
+    found: list[_Metric] = []
+    for load in _loads(mine):
+        arms = _at(mine, load), _at(theirs, load)
+        if not (arms[0] and arms[1]):
+            continue
+        is_confounded = confounded(*([one.seeds for one in arm] for arm in arms))
+        for name in dict.fromkeys(name for arm in arms for one in arm for name in one.values):
+            values = [[one.values[name] for one in arm if name in one.values] for arm in arms]
+            reason = CONFOUNDED if is_confounded else _never(name, arms)
+            found.append(_Metric(key, load, name, (values[0], values[1]), reason))
+    capacities = [
+        [Value(one.capacity) for one in cells if one.capacity] for cells in (mine, theirs)
+    ]
+    why = ""
+    if confounded([cell.seeds for cell in mine], [cell.seeds for cell in theirs]):
+        why = CONFOUNDED
+    elif missing := [one.capacity_reason for one in (*mine, *theirs) if not one.capacity]:
+        why = f"no estimate in {len(missing)} runs: {missing[0]}"
+    found.append(_Metric(key, None, CAPACITY, (capacities[0], capacities[1]), why))
+    return found
+
+
+def _at(cells: Cells, load: float | None) -> list[LoadValues]:
+    return [found for cell in cells if (found := cell.at(load)) is not None]
+
+
+def _loads(cells: Cells) -> list[float | None]:
+    """Each load once: single-stream, then closed loops, then rates."""
+    loads = [load.load for cell in cells for load in cell.loads]
+    found: list[float | None] = []
+    for load in sorted(loads, key=lambda load: (load is not None, load or 0.0)):
+        if not any(same_load(load, other) for other in found):
+            found.append(load)
+    return found
+
+
+def _never(name: str, arms: Iterable[Sequence[LoadValues]]) -> str:
+    never = [sum(name in one.never for one in arm) for arm in arms]
+    if not any(never):
+        return ""
+    return f"infinite in {never[0]} and {never[1]} runs: so many requests did not end well"
+
+
+def confounded(first: Sequence[frozenset[int]], second: Sequence[frozenset[int]]) -> bool:
+    """Whether runs of an arm share arrivals, lengths and prompts that the other arm does not have.
+
+    Then what these happened to be looks like a difference of the arms, however many runs there are.
+    Each item holds the seeds of one run. Runs that share nothing, or all the same, are comparable.
+    """
+    for mine, theirs in ((first, second), (second, first)):
+        times = Counter(seed for seeds in mine for seed in seeds)
+        shared = {seed for seed, count in times.items() if count > 1}
+        if 2 * len(shared & frozenset().union(*theirs)) < len(shared):
+            return True
+    return False
+
+
+def _judged(metrics: Sequence[_Metric], least: float) -> list[Row]:
+    """All metrics, tested together."""
+    tests = max(1, sum(metric.is_tested for metric in metrics))
+    rows = [_row(metric, tests) for metric in metrics]
+    tested = [i for i, metric in enumerate(metrics) if metric.is_tested]
+    p_values = [found.p or 0.0 for i in tested if (found := rows[i].difference) is not None]
+    for i, p in zip(tested, holm(p_values), strict=True):
+        rows[i] = msgspec.structs.replace(
+            rows[i], p_adjusted=p, verdict=_verdict(rows[i], p, least)
+        )
     return rows
 
 
-def _with(row: Row, found: Difference | Unknown) -> Row:
-    if isinstance(found, Unknown):
-        return msgspec.structs.replace(row, reason=found.reason)
+def _row(metric: _Metric, tests: int) -> Row:
+    row = Row(
+        cell=metric.cell,
+        load=metric.load,
+        metric=metric.name,
+        verdict="not known",
+        runs=metric.runs,
+        reason=metric.reason or _too_few(metric.runs),
+    )
+    if not min(metric.runs):
+        return row
+    arms = [
+        Arm.of([one.value for one in values], max(one.error for one in values))
+        for values in metric.values
+    ]
+    found = welch(arms[0], arms[1], tests)
+    if not metric.is_tested:
+        found = Difference(first=found.first, second=found.second, ratio=found.ratio)
     return msgspec.structs.replace(row, difference=found)
 
 
-def _judged(row: Row, p: float) -> Row:
+def _too_few(runs: tuple[int, int]) -> str:
+    if min(runs) >= LEAST_RUNS:
+        return ""
+    return "one run an arm" if runs == (1, 1) else f"{runs[0]} and {runs[1]} runs have it"
+
+
+def _verdict(row: Row, p: float, least: float) -> Verdict:
     assert row.difference is not None
     ratio = row.difference.ratio
-    if p >= ALPHA or abs(math.log(ratio)) <= math.log1p(row.noise):
-        reason = "within the noise" if p < ALPHA else ""
-        return msgspec.structs.replace(row, verdict="no difference", p_adjusted=p, reason=reason)
-    is_better = ratio > 1 if row.metric == "capacity" else ratio < 1
-    return msgspec.structs.replace(row, verdict="faster" if is_better else "slower", p_adjusted=p)
+    if p >= ALPHA or abs(ratio - 1) <= least:
+        return "no difference"
+    return "faster" if (ratio > 1) == (row.metric in MORE_IS_BETTER) else "slower"
 
 
-def _noise(arms: Sequence[Sequence[Array]], quantile: float, floor: float) -> tuple[float, int]:
-    """The largest relative difference between runs or levels of the same thing, and how many."""
-    values = []
-    for arm in arms:
-        whole = [_nearest(level, quantile) for level in arm if len(level)]
-        values.append([value for value in whole if math.isfinite(value) and value > 0])
-    apart = [abs(math.log(a / b)) for arm in values for a, b in combinations(arm, 2)]
-    means = [math.exp(sum(map(math.log, arm)) / len(arm)) for arm in values if arm]
-    apart += [abs(math.log(a / b)) for a, b in combinations(means, 2)]
-    return (math.expm1(max(apart)), len(apart)) if apart else (floor, 0)
+def _notes(mine: Cells, theirs: Cells, found: Sequence[_Metric]) -> list[str]:
+    key = mine[0].key
+    notes = []
+    left_out = [sum(cell.left_out for cell in cells) for cells in (mine, theirs)]
+    if any(left_out):
+        notes.append(
+            f"{key}: {left_out[0]} and {left_out[1]} levels were cut short or not valid and are "
+            "left out"
+        )
+    if not any(metric.load is not None for metric in found):
+        notes.append(
+            f"{key}: no rate was measured in both arms ({_rates(mine)}; {_rates(theirs)}): "
+            "`crossover campaign repeat` measures a run's rates again, `search.rates` gives some"
+        )
+    return notes
 
 
-def _nearest(values: Array, quantile: float) -> float:
-    return float(np.sort(values)[max(0, math.ceil(quantile * len(values) - 1e-9) - 1)])
-
-
-def _loads(levels: Sequence[LevelSeries]) -> list[float | None]:
-    """Each load once; rates that are within SAME_RATE of an earlier one are that one."""
-    found: list[float | None] = []
-    for level in sorted(levels, key=lambda level: (level.load is not None, level.load or 0.0)):
-        if not any(_same_load(level.load, other) for other in found):
-            found.append(level.load)
-    return found
-
-
-def at_load(levels: Sequence[LevelSeries], load: float | None) -> list[LevelSeries]:
-    return [level for level in levels if _same_load(level.load, load)]
-
-
-def _same_load(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) <= SAME_RATE * abs(other)
-
-
-def _load(start: LevelStarted) -> float | None:
-    if start.rate_per_second is not None:
-        return start.rate_per_second
-    return None if start.purpose == "single_stream" else -float(start.concurrency or 1)
-
-
-def _capacities(mine: CellSeries, theirs: CellSeries) -> Difference | Unknown:
-    bounds = []
-    for cell in (mine, theirs):
-        found = cell.capacity
-        if found is None or not found.low or not found.high or not found.estimate:
-            return Unknown(found.reason if found is not None else "no level says anything about it")
-        bounds.append((found.low, found.estimate, found.high))
-    return of_intervals(bounds[0], bounds[1], mine.confidence)
+def _rates(cells: Cells) -> str:
+    rates = sorted({f"{load:.3g}" for load in _loads(cells) if load is not None and load > 0})
+    return ", ".join(rates) or "none"

@@ -1,4 +1,4 @@
-"""A comparison of two runs, printed."""
+"""A comparison of two arms of runs, printed."""
 
 from __future__ import annotations
 
@@ -6,52 +6,69 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.comparison.compare import Comparison, Row
+from loadtests.comparison.run_values import CAPACITY, GOOD, TOKENS
 from models import formatting
 
 COLUMNS = (
-    *("cell", "load", "metric", "first", "second", "difference", "95 % interval", "noise"),
-    "verdict",
+    *("cell", "load", "metric", "runs", "first", "second", "difference", "95 % interval"),
+    *("detectable", "verdict"),
 )
 
 
 def show_comparison(found: Comparison, console: Console) -> None:
-    """Print what two runs differ in."""
-    console.print(
-        f"{found.second} against {found.first}: {found.verdict}", style="bold", markup=False
-    )
+    """Print in what two arms of runs differ."""
+    for word, arm in (("first", found.first), ("second", found.second)):
+        console.print(f"{word}: {', '.join(arm)}", style="dim", markup=False)
+    console.print(f"second against first: {verdict_in_words(found)}", style="bold", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for row in found.rows:
         table.add_row(
             row.cell,
-            comparison_load(row.load),
+            load_of(row),
             row.metric,
+            f"{row.runs[0]}+{row.runs[1]}",
             *_difference_cells(row),
             f"{row.verdict} ({row.reason})" if row.reason else row.verdict,
         )
     console.print(table)
-    if any(row.noise_pairs == 0 for row in found.rows):
-        console.print(
-            "noise marked ~ is assumed: repeat a run (crossover campaign repeat) and name it with "
-            "--noise to measure it",
-            style="dim",
-        )
 
 
-def comparison_load(load: float | None) -> str:
-    if load is None:
-        return "alone"
-    return formatting.rate(load, 3) if load > 0 else f"{-load:.0f} users"
+def verdict_in_words(found: Comparison) -> str:
+    """The verdict, with what it would have shown where it shows nothing."""
+    if found.verdict == "not known":
+        return f"not known: {found.reason}"
+    reach = [
+        row.difference.detectable
+        for row in found.rows
+        if row.difference is not None and row.difference.detectable is not None
+    ]
+    span = f"{min(reach):.1%}" if len(reach) == 1 else f"{min(reach):.1%} to {max(reach):.1%}"
+    return f"{found.verdict} ({len(reach)} metrics; differences of {span} would have been found)"
+
+
+def load_of(row: Row) -> str:
+    """The load of a row, for people."""
+    if row.load is None:
+        return "-" if row.metric == CAPACITY else "alone"
+    return formatting.rate(row.load, 3) if row.load > 0 else f"{-row.load:.0f} users"
 
 
 def _difference_cells(row: Row) -> list[str]:
-    noise = f"{'~' if row.noise_pairs == 0 else ''}{row.noise:.1%}"
-    if row.difference is None:
-        return ["-", "-", "-", "-", noise]
-    d = row.difference
-    values = [
-        formatting.rate(value, 3) if row.metric == "capacity" else formatting.seconds(value, 3, "-")
-        for value in (d.first, d.second)
-    ]
-    return [*values, f"{d.ratio - 1:+.1%}", f"{d.low - 1:+.1%} to {d.high - 1:+.1%}", noise]
+    found = row.difference
+    if found is None:
+        return ["-"] * 5
+    cells = [_value(row.metric, found.first), _value(row.metric, found.second)]
+    cells.append(f"{found.ratio - 1:+.1%}")
+    if found.low is None or found.high is None or found.detectable is None:
+        return [*cells, "-", "-"]
+    return [*cells, f"{found.low - 1:+.1%} to {found.high - 1:+.1%}", f"{found.detectable:.1%}"]
+
+
+def _value(metric: str, value: float) -> str:
+    if metric == CAPACITY:
+        return formatting.rate(value, 3)
+    if metric == GOOD:
+        return f"{value:.1%}"
+    return f"{value:.3g}/s" if metric == TOKENS else formatting.seconds(value, 3, "-")

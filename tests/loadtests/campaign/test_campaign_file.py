@@ -317,8 +317,24 @@ def test_more_cores_than_there_are() -> None:
 
 
 def test_no_two_attempts_share_a_seed() -> None:
-    seeds = {seed_of(1, f"c#{number}.{attempt}") for number in range(20) for attempt in range(5)}
-    assert len(seeds) == 100 and seed_of(1, "c#1.1") == seed_of(1, "c#1.1") != seed_of(2, "c#1.1")
+    cell = parse_campaign('name = "x"\nmodels = ["135m"]').cells[0]
+    names = [f"{cell.key}#{number}.{attempt}" for number in range(20) for attempt in range(5)]
+    seeds = [seed_of(1, cell, name) for name in names]
+    assert len(set(seeds)) == 100
+    assert seeds[0] == seed_of(1, cell, names[0]) != seed_of(2, cell, names[0])
+
+
+def test_cells_on_servers_of_their_own_are_asked_the_same() -> None:
+    """Formats are compared by the same requests; two cells of one endpoint share no prompts, which
+    its prefix cache would know.
+    """
+    ours = parse_campaign('name = "x"\nmodels = ["135m"]\nformats = ["Q4_0", "Q8_0"]').cells
+    assert len({seed_of(1, cell, f"{cell.key}#2.1") for cell in ours}) == 1
+    theirs = parse_campaign(
+        'name = "x"\n[target]\nurl = "http://127.0.0.1:1"\nmodel = "m"\n'
+        '[workloads.a]\npreset = "chat"\n[workloads.b]\npreset = "code"'
+    ).cells
+    assert len({seed_of(1, cell, f"{cell.key}#2.1") for cell in theirs}) == 2
 
 
 def test_workloads_and_slos_are_axes() -> None:

@@ -4,6 +4,7 @@ skips, kills at every append.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.cell_runner import MOST_ATTEMPTS, MOST_SERVERS, Level
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState, repeat_of
+from loadtests.campaign.run_state import CellState, repeat_in_turns, repeat_of
 from loadtests.campaign.runner import run
+from loadtests.comparison.compare import compare
+from loadtests.comparison.run_values import read_arm
 from loadtests.errors import (
     BadRunFolder,
     EndpointRefuses,
@@ -364,6 +367,40 @@ def test_a_cell_without_levels_of_load_is_repeated_not_searched(tmp_path: Path) 
     plan = Plan(msgspec.structs.replace(plan.campaign, slo=slo), plan.cells, plan.text)
     again = world.run(plan, tmp_path / "again")
     assert rates(again) == [None]
+
+
+def in_turns(tmp_path: Path, second: Simulated, times: int, new_seeds: bool) -> list[list[Path]]:
+    """Two servers whose runs are repeated in turns."""
+    servers = [Simulated(service_seconds=0.1), second]
+    search = "rates = [6.0, 12.0]\nrate_seconds = [60.0, 60.0]"
+    firsts = [server.run(campaign(search=search), tmp_path) for server in servers]
+    turn = itertools.cycle(servers)
+    return repeat_in_turns(firsts, times, new_seeds, lambda plan: next(turn).run(plan, tmp_path))
+
+
+@pytest.mark.parametrize("new_seeds", [False, True])
+def test_repeats_in_turns_are_what_compare_wants(tmp_path: Path, new_seeds: bool) -> None:
+    """With their seeds, and with new ones that no two runs share."""
+    slower = Simulated(service_seconds=0.13)
+    arms = in_turns(tmp_path, slower, times=3, new_seeds=new_seeds)
+    drawn = [[one.seed for one in starts(folder)] for arm in arms for folder in arm]
+    repeats = drawn[1:4] + drawn[5:]
+    assert len({tuple(seeds) for seeds in drawn}) == (7 if new_seeds else 1)
+    assert len({seed for seeds in repeats for seed in seeds}) == (18 if new_seeds else 3)
+    found = compare(read_arm(arms[0]), read_arm(arms[1]))
+    assert (found.verdict, len(found.first)) == ("slower", 4)
+    assert {row.load for row in found.rows} == {None, 6.0, 12.0}
+
+
+def test_repeats_of_equal_servers_are_no_different(tmp_path: Path) -> None:
+    arms = in_turns(tmp_path, Simulated(service_seconds=0.1), times=2, new_seeds=True)
+    assert compare(read_arm(arms[0]), read_arm(arms[1])).verdict == "no difference"
+
+
+def test_nothing_is_measured_where_one_of_the_runs_cannot_be_repeated(tmp_path: Path) -> None:
+    first = Simulated().run(campaign(), tmp_path / "runs")
+    with pytest.raises(BadRunFolder, match="holds no run"):
+        repeat_in_turns([first, tmp_path], 2, False, lambda plan: pytest.fail("measured"))
 
 
 # Kills.

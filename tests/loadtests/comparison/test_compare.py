@@ -1,225 +1,157 @@
-"""Two runs side by side: how often equal ones are called different, which differences are found,
-and what is refused.
+"""Two arms of runs: how often equal ones are called different, which differences are found, and
+what is refused.
 """
 
-import math
+from __future__ import annotations
+
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from loadtests.comparison.compare import CellSeries, LevelSeries, Run, Verdict, compare
-from loadtests.comparison.quantile_test import (
-    Difference,
-    Unknown,
-    block_length,
-    difference,
-    holm,
-    of_intervals,
+from crossover import app
+from loadtests.comparison.compare import (
+    CONFOUNDED,
+    compare,
+    confounded,
+    in_time,
+    is_interleaved,
 )
-from loadtests.errors import NotComparable
+from loadtests.comparison.run_values import (
+    CellValues,
+    LoadValues,
+    RunValues,
+    Value,
+    read,
+)
+from loadtests.comparison.welch import Arm, holm, welch
+from loadtests.errors import BadRunFolder, NotComparable
 from loadtests.records.comparability import FACTS, differences, versions_apart
-from loadtests.records.events import Capacity
-from loadtests.records.schema import FORMAT_VERSION, RunManifest
-from loadtests.simulation.batching import Policy, simulate
-from loadtests.simulation.step_time import StepLaw
-from loadtests.workload.arrivals import Poisson, due_times
+from reports.run import read_run
+from tests.loadtests.comparison.worlds import CAMPAIGN, CELL, MACHINE, Servers, manifest
+from tests.reports.example_run import RUNGS, Law, write_example_run
 
-LAW = StepLaw(
-    base_seconds=0.02, row_seconds=0.003, prompt_token_seconds=0.0005, kv_token_seconds=2e-7
-)
-MACHINE = {
-    "cpu_model": "EPYC",
-    "architecture": "x86_64",
-    "logical_cores": 2,
-    "allowed_cores": [0, 1],
-    "memory_total_bytes": 24 << 30,
-}
-CAMPAIGN = {
-    "slo": {"name": "chat", "ttft_seconds": 2.0, "tpot_seconds": 0.1, "target": 0.9},
-    "workload": {"preset": "chat"},
-    "arrivals": {"kind": "poisson"},
-    "server": {"slots": 8, "context_tokens": 256},
-}
-CELL = {
-    "model": "smollm2-135m",
-    "format": "Q4_0",
-    "backend": "llama_cpp",
-    "hardware": "",
-    "url": "",
-    "workload": "",
-}
+TRIALS = 200
 
 
-def manifest(name: str, machine=MACHINE, campaign=CAMPAIGN, **versions: str) -> RunManifest:
-    return RunManifest(
-        format_version=FORMAT_VERSION,
-        run_id=name,
-        created="",
-        crossover_version="0.1.0",
-        git_commit=None,
-        command=[],
-        campaign=campaign,
-        campaign_text="",
-        cells=[{"key": "c", **CELL, "url": None}],
-        server_facts=machine,
-        client_facts=machine,
-        versions=versions,
-        seed=1,
+@pytest.mark.parametrize("runs", [3, 5])
+@pytest.mark.parametrize("sd", [0.02, 0.04, 0.07])
+def test_equal_servers_are_seldom_called_different(sd: float, runs: int) -> None:
+    """Some twenty metrics a comparison, no least difference: at most 5 % and what chance adds."""
+    wrong = 0
+    for trial in range(TRIALS):
+        servers = Servers(sd, seed=trial)
+        found = compare(servers.arm("a", runs), servers.arm("b", runs), least=0.0)
+        assert len(found.rows) > 15
+        wrong += found.verdict != "no difference"
+    assert wrong <= 0.07 * TRIALS
+
+
+@pytest.mark.parametrize("runs", [3, 5])
+def test_a_fifth_is_found(runs: int) -> None:
+    verdicts = []
+    for trial in range(TRIALS):
+        servers = Servers(0.02, seed=trial)
+        found = compare(servers.arm("a", runs), servers.arm("b", runs, slower=1.2))
+        verdicts.append(found.verdict)
+    assert verdicts.count("slower") >= 0.8 * TRIALS
+    assert not {"faster", "different"} & set(verdicts)
+    servers = Servers(0.02, seed=1)
+    back = compare(servers.arm("a", 5, slower=1.2), servers.arm("b", 5))
+    assert back.verdict == "faster"
+    capacity = next(row for row in back.rows if row.metric == "capacity")
+    assert capacity.difference is not None and capacity.difference.ratio > 1.1
+
+
+def test_what_is_called_detectable_is_detected() -> None:
+    """In 80 % of comparisons, as it says, where the true difference is as large."""
+    rng = np.random.default_rng(1)
+    said = np.mean(
+        [
+            welch(*(Arm.of(np.exp(0.03 * rng.normal(size=4)).tolist()) for _ in "ab"), 5).detectable
+            for _ in range(300)
+        ]
     )
-
-
-def level(rate: float | None, seed: int, slower: float = 1.0, count: int = 300) -> LevelSeries:
-    """A level of continuous batching as a simulated server of known speed would give it: latencies
-    that remember each other.
-    """
-    rng = np.random.default_rng(seed)
-    pairs = np.column_stack([rng.integers(20, 300, count), rng.integers(8, 40, count)])
-    if rate is None:
-        due = np.arange(count) * 20.0
-    else:
-        due = due_times(Poisson(), rate, 2 * count / rate, seed)[:count]
-    scaled = msgspec.structs.replace(
-        LAW,
-        base_seconds=LAW.base_seconds * slower,
-        row_seconds=LAW.row_seconds * slower,
-        prompt_token_seconds=LAW.prompt_token_seconds * slower,
-    )
-    played = simulate(scaled, Policy(slots=8), due, pairs)
-    noise = np.exp(0.03 * rng.normal(size=count))
-    times = {
-        "TTFT": played.ttft_seconds * noise,
-        "TPOT": played.tpot_seconds * noise,
-        "E2E": (played.last_token - played.due) * noise,
-    }
-    return LevelSeries(rate, times)
-
-
-def run(
-    name: str, levels: list[LevelSeries], capacity: Capacity | None = None, facts=CELL, **changes
-) -> Run:
-    return Run(manifest(name, **changes), [CellSeries("c", facts, levels, capacity, 0.95)])
-
-
-def measured(name: str, seed: int, slower: float = 1.0) -> Run:
-    return run(name, [level(None, seed, slower, 60), level(2.2, seed + 2, slower, 250)])
-
-
-def test_equal_runs_are_seldom_called_different() -> None:
-    """100 pairs of the same thing, twelve tests each, near capacity too, without a noise floor."""
-    wrong = sum(
-        compare(measured("a", 10 * i), measured("b", 10 * i + 5000), floor=0.0).verdict
-        != "no difference"
-        for i in range(100)
-    )
-    assert wrong <= 8
-
-
-def test_a_tenth_is_found() -> None:
-    found = [
-        compare(measured("a", 10 * i), measured("b", 10 * i + 5000, slower=1.10)) for i in range(10)
-    ]
-    assert [one.verdict for one in found] == ["slower"] * 10
-    tpot = next(row for row in found[0].rows if row.load is None and row.metric == "TPOT p50")
-    assert (
-        tpot.difference is not None
-        and tpot.difference.low < 1.10 < tpot.difference.high
-        and tpot.verdict == "slower"
-    )
-    assert compare(measured("a", 7, slower=1.10), measured("b", 5007)).verdict == "faster"
+    found = 0
+    for _ in range(1000):
+        a, b = np.exp(0.03 * rng.normal(size=(2, 4)))
+        p = welch(Arm.of(a.tolist()), Arm.of((b * (1 + said)).tolist()), 5).p
+        found += p is not None and 5 * p < 0.05
+    assert 0.70 <= found / 1000 <= 0.95
 
 
 def test_the_interval_covers_the_true_ratio() -> None:
-    """A quantile of strongly correlated series (an AR(1) with a memory of ten) whose true ratio is
-    known.
-    """
+    rng = np.random.default_rng(2)
     covered = 0
-    for seed in range(100):
-        rng = np.random.default_rng(seed)
-
-        def walk(rng: np.random.Generator = rng) -> np.ndarray:
-            x = np.zeros(600)
-            for i in range(1, 600):
-                x[i] = 0.82 * x[i - 1] + rng.normal()
-            return np.exp(0.2 * x)
-
-        found = difference([walk()], [1.2 * walk()], 0.5, resamples=200)
-        covered += isinstance(found, Difference) and found.low <= 1.2 <= found.high
-    assert covered >= 90
+    for _ in range(1000):
+        a, b = np.exp(0.05 * rng.normal(size=(2, 3)))
+        found = welch(Arm.of(a.tolist()), Arm.of((1.2 * b).tolist()), 1)
+        assert found.low is not None and found.high is not None
+        covered += found.low <= 1.2 <= found.high
+    assert 0.93 <= covered / 1000 <= 0.99
 
 
-def test_independent_values_would_be_taken_for_too_much() -> None:
-    x = np.repeat(np.random.default_rng(1).random(30), 20)  # 600 values that are 30
-    assert block_length(x) > 20 and block_length(np.random.default_rng(2).random(600)) < 15
-    found = difference([np.linspace(1.0, 2.0, 200)], [np.ones(200)], 0.5)
-    assert isinstance(found, Unknown) and "share their fate" in found.reason
+def test_welch_agrees_with_scipy() -> None:
+    from scipy import stats
+
+    a, b = [1.0, 1.1, 0.9, 1.05], [1.2, 1.5, 1.1]
+    theirs = stats.ttest_ind(np.log(a), np.log(b), equal_var=False)
+    assert welch(Arm.of(a), Arm.of(b), 1).p == pytest.approx(float(theirs.pvalue))
 
 
-def test_what_never_came_and_what_is_too_little_is_said() -> None:
-    late = np.array([0.1 + i % 7 for i in range(80)] + [math.inf] * 20)
-    assert isinstance(difference([late], [late], 0.5), Difference)
-    assert isinstance(difference([late], [late], 0.95), Unknown)
-    few = difference([np.ones(8)], [np.ones(100)], 0.5)
-    assert isinstance(few, Unknown) and few.reason == "8 requests are too few"
-    assert isinstance(difference([np.ones(40)], [np.ones(40)], 0.95), Unknown)
+def test_without_repeats_nothing_is_known() -> None:
+    servers = Servers(0.02, seed=3)
+    one, other = servers.arm("a", 1), servers.arm("b", 1, slower=2.0)
+    found = compare(one, other)
+    assert (found.verdict, found.reason) == ("not known", "one run an arm")
+    assert {row.verdict for row in found.rows} == {"not known"}
+    row = next(row for row in found.rows if row.metric == "TPOT mean")
+    assert row.difference is not None and row.difference.ratio == pytest.approx(2.0, rel=0.1)
+    assert (row.difference.p, row.difference.low, row.difference.detectable) == (None,) * 3
+    found = compare(servers.arm("a", 2), servers.arm("b", 4, slower=2.0))
+    assert (found.verdict, found.reason) == ("not known", "2 and 4 runs; 3 an arm are needed")
 
 
-def test_noise_hides_what_is_smaller_than_it() -> None:
-    a, b, repeat = (
-        run(name, [level(None, seed, slower, 60)])
-        for name, seed, slower in (("a", 3, 1.0), ("b", 5, 1.1), ("again", 7, 1.15))
-    )
-    assert compare(a, b).verdict == "slower"
-    # The machine itself is off by 15 % from run to run.
-    found = compare(a, b, noise=[repeat])
-    assert found.verdict == "no difference"
-    row = next(row for row in found.rows if row.metric == "TPOT p50" and row.load is None)
-    assert (
-        row.noise_pairs == 1
-        and row.noise == pytest.approx(0.15, abs=0.03)
-        and row.reason == "within the noise"
-    )
-    twice = run("a", [level(None, 3, count=60), level(None, 4, 1.2, 60)])
-    found = compare(twice, run("b", [level(None, 5, 1.1, 60)]))
-    assert next(row for row in found.rows if row.metric == "TPOT p50").noise == pytest.approx(
-        0.2, abs=0.04
-    ), "levels measured twice count"
+def test_runs_that_share_their_arrivals_are_compared_with_such_as_share_them_too() -> None:
+    """Three repeats of one draw of requests against three of another differ by the draws."""
+    servers = Servers(0.005, seed=4)
+    repeats = servers.arm("a", 3, seeds=[3, 3, 3])
+    others = servers.arm("b", 3, seeds=[8, 8, 8])
+    found = compare(repeats, others)
+    assert (found.verdict, found.reason) == ("not known", CONFOUNDED)
+    assert compare(repeats, servers.arm("b", 3, seeds=[3, 3, 3])).verdict == "no difference"
+    assert compare(repeats, servers.arm("b", 3)).reason == CONFOUNDED, "their own spread is missing"
+    one, two, three = (frozenset({seed}) for seed in (1, 2, 3))
+    assert not confounded([one, two], [three]) and not confounded([one, one], [one, two])
+    assert confounded([one, one], [two]) and confounded([two, three], [one, one])
 
 
-def test_capacities_are_compared_by_their_intervals() -> None:
-    def has(low: float, middle: float, high: float) -> Capacity:
-        return Capacity(
-            low=low,
-            high=high,
-            estimate=middle,
-            status="resolved",
-            holds_at_any_rate=True,
-            reason="",
-        )
-
-    def verdict(a: Capacity, b: Capacity) -> Verdict:
-        (row,) = [
-            row
-            for row in compare(run("a", [level(1.0, 1)], a), run("b", [level(1.0, 2)], b)).rows
-            if row.metric == "capacity"
+@pytest.mark.parametrize(
+    ("order", "is_fine"),
+    [("ABABAB", True), ("ABBAAB", True), ("AABBAB", False), ("AAABBB", False), ("BBAA", False)],
+)
+def test_runs_begun_one_arm_after_the_other_are_said_to_be(order: str, is_fine: bool) -> None:
+    stamps = {arm: [str(i) for i, one in enumerate(order) if one == arm] for arm in "AB"}
+    assert in_time(stamps["A"], stamps["B"]) == order and is_interleaved(order) is is_fine
+    servers = Servers(0.02, seed=5)
+    arms = servers.arm("a", len(stamps["A"])), servers.arm("b", len(stamps["B"]))
+    dated = [
+        [
+            RunValues(manifest(run.manifest.run_id, at=int(at)), run.cells)
+            for run, at in zip(arm, stamps[name], strict=True)
         ]
-        return row.verdict
+        for arm, name in zip(arms, "AB", strict=True)
+    ]
+    notes = [note for note in compare(dated[0], dated[1]).notes if "not interleaved" in note]
+    assert bool(notes) is not is_fine and all(" ".join(order) in note for note in notes)
 
-    assert verdict(has(0.9, 1.0, 1.1), has(1.3, 1.4, 1.5)) == "faster"
-    assert verdict(has(0.9, 1.0, 1.1), has(0.6, 0.7, 0.8)) == "slower"
-    assert verdict(has(0.7, 1.0, 1.4), has(0.9, 1.2, 1.6)) == "no difference"
-    none = Capacity(
-        low=0.0,
-        high=0.0,
-        estimate=0.0,
-        status="none",
-        holds_at_any_rate=False,
-        reason="single-stream requests broke it",
-    )
-    assert verdict(none, has(0.9, 1.0, 1.1)) == "too few"
-    found = of_intervals((0.9, 1.0, 1.1), (0.9, 1.0, 1.1), 0.95)
-    assert found.p == pytest.approx(1.0) and found.low < 1 < found.high
+
+def run(name: str, facts: dict[str, str] = CELL, rate: float = 1.0, **changes: Any) -> RunValues:
+    loads = [LoadValues(rate, frozenset({1}), {"TTFT p50": Value(1.0)})]
+    return RunValues(manifest(name, **changes), [CellValues("c", facts, loads, None, "too few")])
 
 
 @pytest.mark.parametrize(
@@ -243,70 +175,137 @@ def test_capacities_are_compared_by_their_intervals() -> None:
 def test_runs_that_differ_in_a_fact_are_refused_with_both_values(
     changes: dict, message: str
 ) -> None:
-    a, b = run("a", [level(1.0, 1)]), run("b", [level(1.0, 2)], **changes)
+    a, b = run("a"), run("b", **changes)
     with pytest.raises(NotComparable, match=message):
-        compare(a, b)
+        compare([a], [b])
     (apart,) = differences(a.manifest, b.manifest)
-    found = compare(a, b, allow=[apart.fact])
+    found = compare([a], [b], allow=[apart.fact])
     assert any(apart.name in note for note in found.notes)
     with pytest.raises(NotComparable, match="differ in"):
-        compare(a, a, noise=[b])
+        compare([a, b], [run("c")], allow=[apart.fact])
+
+
+def test_a_run_counts_once() -> None:
+    with pytest.raises(NotComparable, match="run a is named 2 times"):
+        compare([run("a"), run("b")], [run("a")])
+    with pytest.raises(NotComparable, match="name at least one run for each"):
+        compare([run("a")], [])
 
 
 def test_cells_are_matched_by_what_they_are() -> None:
-    a, b = run("a", [level(1.0, 1)]), run("b", [level(1.0, 2)], facts=CELL | {"format": "Q8_0"})
+    a, b = run("a"), run("b", facts=CELL | {"format": "Q8_0"})
     with pytest.raises(NotComparable, match="differ in format, 'Q4_0' and 'Q8_0'"):
-        compare(a, b)
-    assert compare(a, b, allow=["format"]).verdict == "no difference"
+        compare([a], [b])
+    assert compare([a], [b], allow=["format"]).verdict == "not known"
     with pytest.raises(NotComparable, match="--allow 'colour' is no fact; there are cpu_model"):
-        compare(a, b, allow=["colour"])
+        compare([a], [b], allow=["colour"])
     assert {"format", "slots", "cpu_model", "workload"} <= set(FACTS)
 
 
-def test_rates_that_only_one_run_measured_are_left_out_and_said() -> None:
-    found = compare(
-        run("a", [level(None, 1, count=60), level(1.0, 1)]),
-        run("b", [level(None, 2, count=60), level(1.3, 2)]),
+def test_one_cell_that_matches_loosely_and_none_exactly_is_compared_with_all() -> None:
+    """Q4_0 against a run of Q8_0 and F16, with formats allowed to differ."""
+    theirs = run("b", facts=CELL | {"format": "Q8_0"})
+    both = RunValues(
+        theirs.manifest, [*theirs.cells, *run("c", facts=CELL | {"format": "F16"}).cells]
     )
-    assert {row.load for row in found.rows} == {None}
-    assert any(
-        "no rate was measured in both (1; 1.3)" in note and "campaign repeat" in note
-        for note in found.notes
-    )
-    near = compare(run("a", [level(1.0, 1)]), run("b", [level(1.01, 2)]))
-    assert {row.load for row in near.rows if row.metric != "capacity"} == {1.0}
+    with pytest.raises(NotComparable, match="c could be any of c, c; leave out an --allow"):
+        compare([run("a")], [both], allow=["format"])
+
+
+def test_rates_that_only_one_arm_measured_are_left_out_and_said() -> None:
+    found = compare([run("a")], [run("b", rate=1.01)])
+    assert {row.metric for row in found.rows} == {"capacity"}
+    assert any("no rate was measured in both arms (1; 1.01)" in note for note in found.notes)
+    near = compare([run("a")], [run("b", rate=1.0000001)])
+    assert {row.load for row in near.rows} == {1.0, None}
+
+
+def test_what_never_came_is_said() -> None:
+    def late(name: str) -> RunValues:
+        load = LoadValues(1.0, frozenset({1}), {"TTFT p50": Value(1.0)}, frozenset({"TTFT p95"}))
+        return RunValues(manifest(name), [CellValues("c", CELL, [load], None, "too few")])
+
+    def whole(name: str) -> RunValues:
+        values = {"TTFT p50": Value(1.0), "TTFT p95": Value(2.0)}
+        load = LoadValues(1.0, frozenset({1}), values)
+        return RunValues(manifest(name), [CellValues("c", CELL, [load], None, "too few")])
+
+    found = compare([whole("a"), whole("b"), whole("c")], [late("d"), late("e"), whole("f")])
+    row = next(row for row in found.rows if row.metric == "TTFT p95")
+    assert (row.verdict, row.runs) == ("not known", (3, 1))
+    assert row.reason == "infinite in 0 and 2 runs: so many requests did not end well"
+    assert next(row for row in found.rows if row.metric == "TTFT p50").verdict == "no difference"
 
 
 def test_versions_are_said_and_not_refused() -> None:
     one, other = manifest("a", torch="2.13.0"), manifest("b", torch="2.14.0")
-    assert (
-        versions_apart(one, other) == ["torch 2.13.0 and 2.14.0"]
-        and list(differences(one, other)) == []
-    )
+    assert versions_apart(one, other) == ["torch 2.13.0 and 2.14.0"]
+    assert list(differences(one, other)) == []
 
 
 def test_many_tests_are_corrected_for() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([]) == []
 
 
+# Run folders.
+
+
+def example(folder: Path, slower: float = 1.0, rates: tuple[float, ...] = (3.2, 2.4)) -> Path:
+    law, _ = RUNGS["smollm2-135m"]
+    scaled = Law(law.base * slower, law.row * slower, law.prompt * slower)
+    return write_example_run(folder, {"smollm2-135m": (scaled, rates)})
+
+
+def test_a_run_says_the_same_here_and_in_its_report(tmp_path: Path) -> None:
+    """Percentiles, shares and capacity: one definition, computed once for both."""
+    folder = example(tmp_path / "a", rates=RUNGS["smollm2-135m"][1])
+    (mine,), (theirs,) = read(folder).cells, read_run(folder).cells
+    assert mine.capacity is not None
+    alone = theirs.measured_only or theirs.capacity
+    assert mine.capacity == alone.estimate
+    for level in theirs.levels:
+        if level.rate_per_second is None:
+            continue
+        found = mine.at(level.rate_per_second)
+        assert found is not None
+        times = level.summary.latencies
+        for name, distribution in (("TTFT", times.ttft), ("TPOT", times.tpot), ("E2E", times.e2e)):
+            for percentile in ("p50", "p95"):
+                seen = found.values.get(f"{name} {percentile}")
+                assert (seen.value if seen else None) == getattr(distribution, percentile)
+
+
 def test_the_verb_compares_run_folders(tmp_path: Path) -> None:
     """Folders as a campaign writes them: a table, JSON, and a status for pipelines."""
-    import typer
-    from typer.testing import CliRunner
+    first = [str(example(tmp_path / f"a{i}", 1 + 0.01 * i)) for i in range(3)]
+    second = [str(example(tmp_path / f"b{i}", 1.25 + 0.01 * i)) for i in range(3)]
 
-    from loadtests.cli import compare as verb
-    from tests.reports.example_run import RUNGS, Law, write_example_run
+    def asked(*args: str) -> Any:
+        return CliRunner().invoke(app, ["compare", *args])
 
-    law, rates = RUNGS["smollm2-135m"]
-    worse = Law(law.base * 1.2, law.row * 1.2, law.prompt * 1.2)
-    first = write_example_run(tmp_path / "a", {"smollm2-135m": (law, rates)})
-    second = write_example_run(tmp_path / "b", {"smollm2-135m": (worse, rates)})
-    runner, app = CliRunner(), typer.Typer()
-    app.command()(verb)
-    done = runner.invoke(app, [str(first), str(second)])
+    done = asked(*first, "--", *second)
     assert done.exit_code == 0, done.output
-    assert ": slower" in done.output and "TTFT p50" in done.output and "2.40/s" in done.output
-    assert runner.invoke(app, [str(first), str(second), "--fail-on", "slower"]).exit_code == 1
-    assert runner.invoke(app, [str(second), str(first), "--fail-on", "slower"]).exit_code == 0
-    told = runner.invoke(app, [str(first), str(first), "--json", "--fail-on", "different"])
-    assert told.exit_code == 0 and msgspec.json.decode(told.output)["verdict"] == "no difference"
+    for part in (": slower (", "would have been found", "TTFT p50", "2.40/s", "3+3", "capacity"):
+        assert part in done.output, part
+    slower = ["--fail-on", "slower"]
+    assert asked(*slower, *first, "--", *second).exit_code == 1
+    assert asked(*slower, *second, "--", *first).exit_code == 0
+    told = asked("--json", *first, "--", *second)
+    assert msgspec.json.decode(told.output)["verdict"] == "slower"
+    one = asked(first[0], second[0])
+    assert one.exit_code == 0 and "not known: one run an arm" in one.output
+    assert "+25" in one.output, "the difference as a number"
+    refused = asked(*slower, first[0], second[0])
+    assert refused.exit_code != 0 and "not known" in str(refused.exception)
+    refused = asked(*first)
+    assert "3 runs and no `--`" in str(refused.exception)
+
+
+def test_a_folder_of_runs_is_an_arm(tmp_path: Path) -> None:
+    for arm, slower in (("old", 1.0), ("new", 1.3)):
+        for i in range(3):
+            example(tmp_path / arm / f"{arm}{i}", slower + 0.01 * i)
+    done = CliRunner().invoke(app, ["compare", str(tmp_path / "old"), str(tmp_path / "new")])
+    assert done.exit_code == 0 and ": slower (" in done.output
+    with pytest.raises(BadRunFolder, match="holds no run"):
+        read(tmp_path)
