@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cells import Cell
 from loadtests.campaign.progress import Progress
@@ -41,6 +43,9 @@ class Site:
     over_memory: str | None = None  # how they broke it
 
     def keep_sample(self, sample: ResourceSample) -> None:
+        layout = self.server.layout
+        if layout is not None and set(layout.api) & set(layout.client):
+            sample = msgspec.structs.replace(sample, api_with_client=True)
         self.run.sample(sample)
         if sample.level is not None:
             self.samples.append(sample)

@@ -14,6 +14,7 @@ from typing import Any
 
 import gevent
 import gevent.event
+import msgspec
 
 from loadtests.generator.connection import clock
 from loadtests.generator.endpoint import pool_for, probe
@@ -113,14 +114,17 @@ class Dispatcher:
             self._waiting.pop(request.index, None)
 
         answer = Answer(answered, keep_text=request.session is not None)
+        wire, is_stand_in = self._wire(request)
         record = stream(
             self.pool,
-            self._wire(request),
+            wire,
             request.ask(self.plan, due_seconds, self._worker),
             origin=self.origin,
             timeout_seconds=self.plan.target.timeout_seconds,
             answer=answer,
         )
+        if is_stand_in:
+            record = msgspec.structs.replace(record, stand_in=True)
         answered()
         self._running.discard(me)
         if request.session is not None and record.error is None:
@@ -134,16 +138,15 @@ class Dispatcher:
         if not self._running:
             self._idle.set()
 
-    def _wire(self, request: Request) -> bytes:
-        """The bytes to send: a later turn continues the server's answers where they have come."""
+    def _wire(self, request: Request) -> tuple[bytes, bool]:
+        """The bytes to send, and whether filler stands in for answers that have not come."""
         if not request.needs_answers:
-            return request.wire
+            return request.wire, False
         seen = self._answers.get(request.session or "", {})
         before = [seen[turn] for turn in range(request.turn or 0) if turn in seen]
         if len(before) < (request.turn or 0):
-            self.account.stand_ins += 1
-            return request.wire
-        return self.factory.with_answers(request, before)
+            return request.wire, True
+        return self.factory.with_answers(request, before), False
 
     def _dispatch(self) -> None:
         """Send each request at its due time, on a kernel timer: gevent's own is 1 ms late."""

@@ -17,7 +17,13 @@ from typing import Any
 
 import msgspec
 
-from loadtests.metrics.request_metrics import is_good, send_lag_seconds, tpot_seconds, ttft_seconds
+from loadtests.metrics.request_metrics import (
+    is_good,
+    outcome,
+    send_lag_seconds,
+    tpot_seconds,
+    ttft_seconds,
+)
 from loadtests.metrics.slo import Slo
 from loadtests.records.schema import RequestRecord
 
@@ -25,6 +31,7 @@ STEPS = 16  # of a histogram, to an octave
 LEAST_SECONDS = 1e-6
 QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 TIMES = ("ttft", "tpot", "lag")
+NEVER = 1 << 20  # the step of requests that did not end well: infinitely late
 
 Histogram = dict[int, int]
 
@@ -63,8 +70,9 @@ class Live:
         second.good += is_good(record, self.slo)
         second.failed += record.error is not None
         second.tokens += record.output_tokens or 0
-        _count(second.ttft, ttft_seconds(record))
-        _count(second.tpot, tpot_seconds(record))
+        is_ok = outcome(record) == "ok"
+        _count(second.ttft, ttft_seconds(record) if is_ok else math.inf)
+        _count(second.tpot, tpot_seconds(record) if is_ok else math.inf)
 
     def taken(self) -> bytes:
         """All that was added since the last call, to be merged elsewhere."""
@@ -120,19 +128,27 @@ class Live:
 
 
 def quantile(histogram: Mapping[int, int], share: float) -> float | None:
-    """By nearest rank, as the middle of its step; None for an empty histogram."""
+    """By nearest rank, as the middle of its step; None for no values, and for NEVER."""
     rank = math.ceil(share * sum(histogram.values()) - 1e-9)
     for step in sorted(histogram):
         rank -= histogram[step]
         if rank <= 0:
+            if step == NEVER:
+                return None
             return LEAST_SECONDS * math.exp2((step + 0.5) / STEPS) if step >= 0 else 0.0
     return None
 
 
 def _count(histogram: Histogram, seconds: float | None) -> None:
     if seconds is not None:
-        step = int(math.log2(seconds / LEAST_SECONDS) * STEPS) if seconds >= LEAST_SECONDS else -1
+        step = _step(seconds)
         histogram[step] = histogram.get(step, 0) + 1
+
+
+def _step(seconds: float) -> int:
+    if math.isinf(seconds):
+        return NEVER
+    return int(math.log2(seconds / LEAST_SECONDS) * STEPS) if seconds >= LEAST_SECONDS else -1
 
 
 def _merge(mine: Histogram, more: Mapping[int, int]) -> None:

@@ -42,7 +42,6 @@ class Ended(msgspec.Struct, kw_only=True, tag="ended"):
     due: int = 0  # requests whose time came
     recorded: int = 0
     gave_up: int = 0  # requests ended by the client at the end of the drain time
-    stand_ins: int = 0  # later turns due before the answer they continue: filler of the same length
     stopped_seconds: float | None = None  # when Stop came; None: the level ran its full time
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -63,7 +62,7 @@ def total(accounts: Iterable[Ended]) -> Ended:
     """The accounts of several load generators as one."""
     many = list(accounts)
     stops = [one.stopped_seconds for one in many if one.stopped_seconds is not None]
-    sums = ("due", "recorded", "gave_up", "stand_ins", "cpu_seconds")
+    sums = ("due", "recorded", "gave_up", "cpu_seconds")
     return Ended(
         stopped_seconds=min(stops) if stops else None,
         wall_seconds=max(one.wall_seconds for one in many),

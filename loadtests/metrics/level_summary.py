@@ -97,6 +97,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     """Processes during the window. CPU is a share of one core, mean over the window."""
 
     client_cpu_share: float | None
+    api_cpu_share: float | None  # where it has the same cores as the client
     engine_cpu_share: float | None
     engine_rss_bytes: int | None  # highest seen
 
@@ -140,7 +141,7 @@ def counts_of(inside: Sequence[RequestRecord], slo: Slo) -> Counts:
 
 
 def latencies_of(inside: Sequence[RequestRecord]) -> Latencies:
-    """TTFT and E2E of requests that are not ok count as infinite; ITL is of every stream."""
+    """TTFT, TPOT and E2E of requests that are not ok are infinite; ITL is of every stream."""
     oks = [r for r in inside if outcome(r) == "ok"]
     late = len(inside) - len(oks)
     ttft = [ttft_seconds(r) for r in oks]
@@ -148,7 +149,7 @@ def latencies_of(inside: Sequence[RequestRecord]) -> Latencies:
     correlations = [c for c in (correlation(ttft), correlation(tpot)) if c]
     return Latencies(
         ttft=distribution(ttft, late=late),
-        tpot=distribution(tpot),
+        tpot=distribution(tpot, late=late),
         itl=distribution(gap for r in inside for gap in itl_seconds(r)),
         e2e=distribution((e2e_seconds(r) for r in oks), late=late),
         send_lag=distribution(send_lag_seconds(r) for r in inside),
@@ -180,6 +181,9 @@ def resources_of(samples: Sequence[ResourceSample]) -> Resources:
     engines = [s.engine for s in samples if s.engine is not None]
     return Resources(
         client_cpu_share=_mean(s.client.cpu_share for s in samples if s.client is not None),
+        api_cpu_share=_mean(
+            s.api.cpu_share for s in samples if s.api is not None and s.api_with_client
+        ),
         engine_cpu_share=_mean(engine.cpu_share for engine in engines),
         engine_rss_bytes=max(
             (engine.rss_bytes for engine in engines if engine.rss_bytes is not None), default=None

@@ -61,15 +61,21 @@ def too_few_samples(level: Evidence) -> NamedWarning | None:
 
 
 def generator_busy(level: Evidence) -> NamedWarning | None:
-    share = level.summary.resources.client_cpu_share
+    """The API counts where it is bound to the load generator's cores."""
+    resources = level.summary.resources
     processes = level.client_processes
-    if share is None or share <= CLIENT_BUSY_SHARE * processes:
+    if resources.client_cpu_share is None:
         return None
+    share = resources.client_cpu_share + (resources.api_cpu_share or 0.0)
+    if share <= CLIENT_BUSY_SHARE * processes:
+        return None
+    who = "the load generator"
+    if resources.api_cpu_share is not None:
+        who = "the load generator, and the API on the same cores,"
     return NamedWarning(
         "GeneratorBusy",
         SERIOUS,
-        f"the load generator used {share:.2f} cores of its {processes}: "
-        f"more than {CLIENT_BUSY_SHARE:.0%}",
+        f"{who} used {share:.2f} cores of its {processes}: more than {CLIENT_BUSY_SHARE:.0%}",
         "give it more processes or cores, or a machine of its own",
     )
 
@@ -106,12 +112,13 @@ def unsent(level: Evidence) -> NamedWarning | None:
 
 
 def swapping(level: Evidence) -> NamedWarning | None:
+    """Not serious: the answers that paging made late are bad, and count."""
     used = [s.swap_used_bytes for s in level.samples if s.swap_used_bytes is not None]
     if len(used) < 2 or max(used) - used[0] < SWAP_GROWTH_BYTES:
         return None
     return NamedWarning(
         "Swapping",
-        SERIOUS,
+        WARNING,
         f"swap in use grew by {formatting.size(max(used) - used[0])} during the level",
         "use a smaller model or format, fewer slots, or free memory",
     )
@@ -197,6 +204,20 @@ def short_answers(level: Evidence) -> NamedWarning | None:
         f"{short} of {len(pairs)} answers were shorter than asked: "
         "the load is lighter than the workload says",
         "the endpoint ignores ignore_eos or min_tokens, or has a lower limit of its own",
+    )
+
+
+def stand_ins(level: Evidence) -> NamedWarning | None:
+    later = [r for r in level.inside if r.turn]
+    count = sum(r.stand_in for r in later)
+    if not count:
+        return None
+    return NamedWarning(
+        "StandIns",
+        WARNING,
+        f"{count} of {len(later)} later turns were due before the answer that they continue: "
+        "filler of the same length was sent in its place",
+        "the server has not seen that text: less of the prompt is reused; raise think_seconds",
     )
 
 
@@ -300,6 +321,7 @@ WARNINGS: tuple[Callable[[Evidence], NamedWarning | None], ...] = (
     littles_law,
     tokens_unknown,
     short_answers,
+    stand_ins,
     prompts_off,
     rate_off,
     arrivals_off,

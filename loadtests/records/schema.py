@@ -45,6 +45,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     session: str | None = None
     turn: int | None = None
     worker: int | None = None  # which load generator process sent it
+    stand_in: bool = False  # due before the answer it continues: filler of the same length
 
 
 class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -160,6 +161,7 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     cpu_clock_hertz: float | None = None  # mean of all cores
     steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others
     quota_share: float | None = None  # of the time, held back by the control group's CPU quota
+    api_with_client: bool = False  # API and load generator are bound to the same cores
     remote: RemoteSample | None = None
     cores: CoresSample | None = None
     valid: bool = True

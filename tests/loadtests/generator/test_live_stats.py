@@ -52,9 +52,10 @@ def test_counts_quantiles_and_merging_agree() -> None:
         90,
         90 * 11,
     )
-    assert total["ttft_p50"] == pytest.approx(0.0595, rel=0.06) and total[
+    assert total["ttft_p50"] == pytest.approx(0.064, rel=0.03) and total[
         "tpot_p50"
     ] == pytest.approx(0.03, rel=0.03)
+    assert total["ttft_p99"] is None and total["tpot_p99"] is None, "a tenth never ended well"
     assert total["lag_p99"] == pytest.approx(0.0001, rel=0.03)
 
 

@@ -245,8 +245,10 @@ def test_latencies_count_as_one_by_the_larger_memory_of_ttft_and_tpot():
     assert latencies_of(steps).correlated == pytest.approx(100 / 9)
     assert latencies_of([request(i, float(i), tokens=1) for i in range(100)]).correlated is None
     late = latencies_of([*steps, failed(100)])
-    assert (late.ttft.late, late.e2e.late, late.tpot.late) == (1, 1, 0)
-    assert (late.ttft.count, late.tpot.count, late.send_lag.count) == (101, 100, 101)
+    assert (late.ttft.late, late.e2e.late, late.tpot.late) == (1, 1, 1)
+    assert (late.ttft.count, late.tpot.count, late.send_lag.count) == (101, 101, 101)
+    half = latencies_of([*steps, *[failed(100 + i) for i in range(60)]]).tpot
+    assert half.p50 is not None and half.p90 is None and "p90" in half.never
 
 
 def test_arrivals_are_checked_to_the_end_of_the_window():
