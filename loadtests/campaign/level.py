@@ -40,7 +40,7 @@ from loadtests.records.run_folder import LevelRecords
 from loadtests.records.schema import RequestRecord, ResourceSample
 from loadtests.simulation.calibration import Burst
 from loadtests.workload.arrivals import process_of
-from loadtests.workload.requests import Workload
+from loadtests.workload.requests import Ask, Workload
 from models import formatting
 
 START_SECONDS = 120.0  # that a load generator may take to make its prompts
@@ -345,22 +345,17 @@ def _longest_ttft_seconds(campaign: Campaign) -> float | None:
 
 
 def send_burst(site: Site, burst: Burst, number: int, seed: int) -> list[RequestRecord]:
-    """Send equal requests at one moment, for calibration; their records once all have ended.
+    """Send the streams of a burst at one moment; their records once all have ended.
 
     They are on record under a level that never finishes, so only the prediction uses them.
     """
-    workload = Workload(prompt_tokens=burst.prompt_tokens, output_tokens=burst.output_tokens)
+    workload = Workload(prompt_tokens=burst.prompt_tokens, output_tokens=max(burst.output_tokens))
     shaped = replace(site, campaign=msgspec.structs.replace(site.campaign, workload=workload))
     plan = _plan(shaped, Measure(None, 60.0, "single_stream"), f"{site.cell.key}#calibration", seed)
     factory = RequestFactory(plan, site.facts, site.pool, Share(0, 1))
     requests = [
-        msgspec.structs.replace(
-            factory.fresh(),
-            index=1000 * number + position,
-            prompt_tokens=burst.prompt_tokens,
-            output_tokens=burst.output_tokens,
-        )
-        for position in range(burst.streams)
+        factory.of(Ask(1000 * number + position, burst.prompt_tokens, tokens))
+        for position, tokens in enumerate(burst.output_tokens)
     ]
     timeout = min(plan.target.timeout_seconds, 60.0)
     origin = clock()

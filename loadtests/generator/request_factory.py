@@ -136,6 +136,10 @@ class RequestFactory:
         self._next += self._share.workers
         return self._request(ask, 0.0, self._pause(ask))
 
+    def of(self, ask: workloads.Ask) -> Request:
+        """The request of an ask that is not drawn, to be sent at once."""
+        return self._request(ask, 0.0)
+
     def _drawn_at(self, position: int) -> workloads.Ask:
         if position >= len(self._drawn):
             self._drawn = workloads.draw(

@@ -54,7 +54,7 @@ class PredictedRate(msgspec.Struct, frozen=True, kw_only=True):
     """A capacity by calibration and simulation, requests/s, with quantiles of its error."""
 
     rate: float  # 0.0: single-stream requests fail the SLO
-    low: float | None = None  # p10; None: not known (written before format 3)
+    low: float | None = None  # p10; None: not known (format 2, or a rate of 0)
     high: float | None = None  # p90
 
 

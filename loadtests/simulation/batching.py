@@ -1,7 +1,7 @@
 """Simulation of continuous batching: arrivals, lengths, step times and a policy -> TTFT and TPOT.
 
-    prediction = predict(law, Policy(slots=16), pairs, SLO_PRESETS["chat"], seed=1)
-    prediction.rate                      # where a search should look first
+    played = simulate(law, Policy(slots=16), due_seconds, pairs)
+    played.good(SLO_PRESETS["chat"])     # by request
 
 The policy is the scheduler's (serving/engine/scheduler.py): each step decodes one token of every
 sequence past its prompt, then takes prompt tokens, oldest sequence first, up to a budget. Requests
@@ -9,7 +9,7 @@ are admitted first come, first served, to a free slot while the KV pool has room
 preemption, prefix reuse, time outside the step.
 
 Steps that only decode are summed in closed form up to the next arrival or ending: 10,000 requests
-take about a second.
+take 0.1 to 0.3 s.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
+from loadtests.simulation.step_replay import LawSteps
 from loadtests.simulation.step_time import StepLaw
-from loadtests.workload.arrivals import Arrivals, Poisson, due_times
 
 Array = npt.NDArray[np.float64]
 Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
@@ -36,10 +36,6 @@ PREFILL_MULTIPLE = 16  # prompts are cut at multiples of it
 MIN_PREFILL_TOKENS = 17
 PREFILL_SHARE = 3.75  # prefill may always take so many times the decode time of the step
 PREFILL_WORTH = 120.0  # ... or so many times what a row costs more than with all slots decoding
-
-LEAST_LENGTHS = 50
-SINGLE_STREAM_LENGTHS = 400
-MOST_RATE = 1e4  # requests/s
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,25 +81,17 @@ class Simulated(msgspec.Struct, frozen=True):
         return good
 
 
-class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """The highest rate at which the simulated share of good requests reaches the target."""
-
-    rate: float  # requests/s; 0.0: single-stream requests fail the SLO
-    single_stream_share: float
-    requests: int  # simulated per rate
-    unseen: tuple[str, ...]  # what the law could not know (StepLaw.unseen)
-
-
 class _Engine:
     """The engine on a simulated clock. Requests are indices into `pairs`."""
 
     __slots__ = (
-        *("law", "policy", "prompts", "outputs", "left", "first", "last", "pool"),
+        *("law", "steps", "policy", "prompts", "outputs", "left", "first", "last", "pool"),
         *("now", "step", "context", "held", "waiting", "filling", "ends"),
     )
 
-    def __init__(self, law: StepLaw, policy: Policy, pairs: Pairs) -> None:
-        self.law = law
+    def __init__(self, steps: LawSteps, policy: Policy, pairs: Pairs) -> None:
+        self.law = steps.law  # what the scheduler expects
+        self.steps = steps  # what happens
         self.policy = policy
         self.prompts: list[int] = pairs[:, 0].tolist()
         self.outputs: list[int] = pairs[:, 1].tolist()
@@ -135,11 +123,13 @@ class _Engine:
     def decode_until(self, next_due: float) -> None:
         """Only decode: to the next ending, or until a request comes that could be admitted."""
         rows = len(self.ends)
-        steps = self.ends[0][0] - self.step
+        steps = self.steps.most(rows, self.ends[0][0] - self.step)
+        seconds = self.steps.stretch(rows, self.context, steps)
         blocked = self.waiting or rows >= self.policy.slots
-        if not blocked and next_due < math.inf:
-            steps = _steps_until(self.law, rows, self.context, steps, next_due - self.now)
-        self.now += self.law.stretch_seconds(rows, self.context, steps)
+        if not blocked and self.now + seconds >= next_due:
+            steps, seconds = self._until(rows, steps, next_due - self.now)
+        self.steps.pass_by(rows, steps)
+        self.now += seconds
         self.step += steps
         self.context += rows * steps
         self.held += rows * steps
@@ -148,7 +138,7 @@ class _Engine:
         """One step: a token of each decoding request, then prompt tokens within the budget."""
         rows = len(self.ends)
         taken = self._fill(_budget(self.law, self.policy, rows, self.context))
-        self.now += self.law.seconds(rows, taken, self.context)
+        self.now += self.steps.step(rows, taken, self.context)
         self.step += 1
         self.context += rows
         self.held += rows + taken
@@ -175,6 +165,17 @@ class _Engine:
             taken += piece
         return taken
 
+    def _until(self, rows: int, most: int, seconds: float) -> tuple[int, float]:
+        """The fewest decode steps, 1 to `most`, that last as long as `seconds`, and their time."""
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self.steps.stretch(rows, self.context, middle) >= seconds:
+                high = middle
+            else:
+                low = middle + 1
+        return low, self.steps.stretch(rows, self.context, low)
+
     def finish(self) -> None:
         """Free what the requests held that have their last token."""
         while self.ends and self.ends[0][0] <= self.step:
@@ -186,14 +187,14 @@ class _Engine:
 
 
 def simulate(
-    law: StepLaw, policy: Policy, due_seconds: Sequence[float] | Array, pairs: Pairs
+    law: StepLaw | LawSteps, policy: Policy, due_seconds: Sequence[float] | Array, pairs: Pairs
 ) -> Simulated:
     """Play requests due at these times (ascending) with these lengths to their end."""
     count = len(due_seconds)
     if len(pairs) != count:
         raise LoadError(f"{len(pairs)} pairs of lengths for {count} due times")
     due = [float(t) for t in due_seconds]
-    engine = _Engine(law, policy, pairs)
+    engine = _Engine(LawSteps(law) if isinstance(law, StepLaw) else law, policy, pairs)
     arrived = 0
     while True:
         if not engine.is_busy:
@@ -212,65 +213,6 @@ def simulate(
     return Simulated(np.array(due), np.array(engine.first), np.array(engine.last), pairs[:, 1])
 
 
-def predict(
-    law: StepLaw,
-    policy: Policy,
-    pairs: Pairs,
-    slo: Slo,
-    *,
-    seed: int = 0,
-    arrivals: Arrivals | None = None,
-    precision: float = 0.01,
-) -> SimulatedCapacity:
-    """The simulated capacity for these lengths, in the order they are asked.
-
-    The same lengths and arrivals, faster or slower, are played at every rate: the share of good
-    requests is nearly monotone in it, and a bisection finds the target. The first tenth is
-    warm-up. Raises LoadError for fewer than 50 lengths.
-    """
-    if len(pairs) < LEAST_LENGTHS:
-        raise LoadError(
-            f"{len(pairs)} requests are too few to predict a capacity from: "
-            f"at least {LEAST_LENGTHS} are needed"
-        )
-    process = Poisson() if arrivals is None else arrivals
-    unit = due_times(process, 1.0, 1.2 * len(pairs) + 50.0, seed)[: len(pairs)]
-    if len(unit) < 2:
-        raise LoadError(
-            f"arrivals of kind {type(process).__name__} gave {len(unit)} requests: "
-            "too few to predict a capacity from"
-        )
-    pairs = pairs[: len(unit)]
-
-    def holds(rate: float) -> bool:
-        good = simulate(law, policy, unit / rate, pairs).good(slo)
-        return float(np.mean(good[len(pairs) // 10 :])) >= slo.target
-
-    alone = _single_stream_share(law, policy, pairs[:SINGLE_STREAM_LENGTHS], slo)
-    rate = 0.0
-    if alone >= slo.target:
-        # Where they all come at once is the ceiling: the queue of so few shows late.
-        first = 1.0 / max(law.seconds(1, 0, 0) * float(np.mean(pairs[:, 1])), 1e-9)
-        low, high = 1e-6, first
-        while high < MOST_RATE and holds(high):
-            low, high = high, high * 2
-        while high / low > 1 + precision and high < MOST_RATE * 2:
-            middle = math.sqrt(low * high) if low > 1e-3 * high else high / 4
-            low, high = (middle, high) if holds(middle) else (low, middle)
-        rate = low
-    return SimulatedCapacity(
-        rate=rate, single_stream_share=alone, requests=len(pairs), unseen=law.unseen
-    )
-
-
-def _single_stream_share(law: StepLaw, policy: Policy, pairs: Pairs, slo: Slo) -> float:
-    """Share of good requests with one at a time."""
-    step = max(law.seconds(1, 1, float(pairs.sum(axis=1).max())), 1e-9)
-    slowest = max(1.0, float(np.sum(pairs))) * step + 1.0  # no request takes longer
-    due = np.arange(len(pairs), dtype=np.float64) * slowest
-    return float(np.mean(simulate(law, policy, due, pairs).good(slo)))
-
-
 def _budget(law: StepLaw, policy: Policy, rows: int, context: int) -> int:
     """Prompt tokens of the next step: as Scheduler._rows and _prefill_budget."""
     room = policy.step_tokens - rows
@@ -287,15 +229,3 @@ def _budget(law: StepLaw, policy: Policy, rows: int, context: int) -> int:
         PREFILL_WORTH * lost_seconds,
     )
     return max(1, min(most, max(MIN_PREFILL_TOKENS, int(left / law.prompt_token_seconds))))
-
-
-def _steps_until(law: StepLaw, rows: int, context: int, most: int, seconds: float) -> int:
-    """The fewest decode steps, 1 to `most`, that last as long as `seconds`."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        if law.stretch_seconds(rows, context, middle) >= seconds:
-            high = middle
-        else:
-            low = middle + 1
-    return low

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from loadtests.metrics.request_metrics import outcome, tpot_seconds
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.step_time import StepObservation
 
-LEAST_TOKENS = 4  # of each stream of a burst while all of them decode
+LEAST_STEPS = 3  # of each stream of a burst while the same streams decode
+STALL = 2.5  # times the mean step
 
 
 def observations_of(records: Sequence[RequestRecord], concurrency: int) -> list[StepObservation]:
@@ -26,7 +28,8 @@ def observations_of(records: Sequence[RequestRecord], concurrency: int) -> list[
         tpot = tpot_seconds(r)
         if tpot is not None and tpot > 0:
             context = concurrency * (r.prompt_tokens + r.output_tokens / 2)
-            found.append(StepObservation(concurrency, 0, context, tpot))
+            steps = _steps(r.content_seconds, _tokens_per_chunk(r)) or (tpot,)
+            found.append(StepObservation(concurrency, 0, context, typical_seconds(steps), steps))
         if concurrency == 1 and r.first_content_seconds is not None and r.sent_seconds is not None:
             waited = r.first_content_seconds - r.sent_seconds
             if waited > 0:
@@ -35,11 +38,14 @@ def observations_of(records: Sequence[RequestRecord], concurrency: int) -> list[
     return found
 
 
-def observations_of_burst(records: Sequence[RequestRecord]) -> list[StepObservation]:
-    """From streams sent at one moment: one step in which all of them decode, or none.
+def observations_of_burst(
+    records: Sequence[RequestRecord], burst: int | None = None
+) -> list[StepObservation]:
+    """From streams sent at one moment: one observation for each number of streams that decode.
 
-    Only chunks between the last stream's first and the first stream's last count: no prompt
-    shares these steps. None where the streams never all decoded together, or too briefly.
+    Only chunks after the last stream's first count, so that no prompt shares these steps. Streams
+    that end one after the other show fewer and fewer rows. None where the streams never all decoded
+    together. `burst`: the number that the observations get.
     """
     streams = [
         r for r in records if outcome(r) == "ok" and r.output_tokens and len(r.content_seconds) > 1
@@ -47,22 +53,59 @@ def observations_of_burst(records: Sequence[RequestRecord]) -> list[StepObservat
     if not streams or len(streams) < len(records):
         return []
     start = max(r.content_seconds[0] for r in streams)
-    end = min(r.content_seconds[-1] for r in streams)
-    steps: list[float] = []
+    ends = sorted({r.content_seconds[-1] for r in streams})
+    if ends[0] <= start:
+        return []
+    found = []
+    for begin, end in zip([start, *ends], ends, strict=False):
+        decoding = [r for r in streams if r.content_seconds[-1] >= end]
+        seen = _decoding_together(decoding, begin, end)
+        if seen is not None:
+            found.append(msgspec.structs.replace(seen, burst=burst))
+    return found
+
+
+def _decoding_together(
+    streams: Sequence[RequestRecord], begin: float, end: float
+) -> StepObservation | None:
+    """From [begin, end], in which just these streams decode; None where it is too short."""
+    seconds: list[float] = []
+    longest: tuple[float, ...] = ()
     context = 0.0
     for r in streams:
-        inside = [at for at in r.content_seconds if start <= at <= end]
-        per_chunk = (r.output_tokens or 0) / len(r.content_seconds)
-        tokens = (len(inside) - 1) * per_chunk
-        if len(inside) < 2 or tokens < LEAST_TOKENS:
-            return []
-        steps.append((inside[-1] - inside[0]) / tokens)
-        before = sum(at < start for at in r.content_seconds) * per_chunk
+        inside = [at for at in r.content_seconds if begin <= at <= end]
+        per_chunk = _tokens_per_chunk(r)
+        steps = _steps(inside, per_chunk)
+        if len(steps) * per_chunk < LEAST_STEPS:
+            return None
+        seconds.append(typical_seconds(steps))
+        longest = max(longest, steps, key=len)
+        before = sum(at < begin for at in r.content_seconds) * per_chunk
         prompt = r.prompt_tokens or r.asked_prompt_tokens or 0
         context += prompt + before + len(inside) * per_chunk / 2
-    if min(steps) <= 0:
-        return []
-    return [StepObservation(len(streams), 0, context, float(np.median(steps)))]
+    if min(seconds) <= 0:
+        return None
+    return StepObservation(len(streams), 0, context, float(np.median(seconds)), longest)
+
+
+def typical_seconds(steps: Sequence[float]) -> float:
+    """Mean without stalls: without steps of more than 2.5 times the mean of all.
+
+    A mean, as a client may see two chunks at once, and then none for two steps.
+    """
+    seconds = np.asarray(steps)
+    kept = seconds[seconds <= STALL * seconds.mean()]
+    return float(kept.mean())
+
+
+def _tokens_per_chunk(r: RequestRecord) -> float:
+    return (r.output_tokens or 0) / max(1, len(r.content_seconds))
+
+
+def _steps(stamps: Sequence[float], tokens_per_chunk: float) -> tuple[float, ...]:
+    """Seconds of the steps between these chunks, by the microsecond."""
+    gaps = np.diff(np.asarray(stamps)) / max(tokens_per_chunk, 1.0)
+    return tuple(np.round(gaps, 6).tolist())
 
 
 def most_at_once(records: Sequence[RequestRecord]) -> int:

@@ -5,17 +5,20 @@
 
 Two forms, chosen by Akaike's criterion on relative errors:
 
-    sum   t = base + row * decode rows + prompt * prompt tokens + kv * context tokens       (CPUs)
+    sum   t = base + rows(decode rows) + prompt * prompt tokens + kv * context tokens       (CPUs)
     max   t = base + max(weights + kv * context, row * decode rows + prompt * prompt tokens)  (GPUs)
 
-Coefficients are seconds, never negative (non-negative least squares on relative errors, Huber
-weights). What the calibration never varied is in `unseen` and costs nothing in the law.
+What decode rows cost is a staircase on CPUs (kernels take rows by fours: 3 cost what 4 do), so
+rows() is a table that never falls, measured at each number of rows that was observed, straight in
+between. Coefficients are seconds, never negative (non-negative least squares on relative errors,
+Huber weights). What the calibration never varied is in `unseen` and costs nothing in the law.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -30,15 +33,20 @@ LEAST_OBSERVATIONS = 3
 MOST_ALTERNATIONS = 30
 REWEIGHTINGS = 5
 HUBER = 1.345  # robust standard deviations
+FOLDS = 8  # that the single-stream requests are left out in
+
+Knots = tuple[tuple[float, float], ...]  # (decode rows, seconds), ascending in both
 
 
-class StepObservation(msgspec.Struct, frozen=True):
+class StepObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """One kind of step and how long it took."""
 
     decode_rows: float
     prefill_tokens: float
     kv_tokens: float  # context of all decoding rows together
-    seconds: float
+    seconds: float  # typical: stalls left out
+    steps: tuple[float, ...] = ()  # seconds of each step in turn, stalls among them
+    burst: int | None = None  # of the calibration, 1..; None: a single-stream request
 
 
 class StepLaw(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,39 +54,59 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True):
 
     form: Literal["sum", "max"] = "sum"
     base_seconds: float
-    row_seconds: float = 0.0
+    row_seconds: float = 0.0  # of each decode row; with a table: of those beyond it
+    rows: Knots = ()  # what so many decode rows add to the base; (): row_seconds each
     prompt_token_seconds: float = 0.0
     kv_token_seconds: float = 0.0
     weights_seconds: float = 0.0
     unseen: tuple[str, ...] = ()
-    error: float | None = None  # median relative error on the calibration
+    error: float | None = None  # relative, of what was left out of the fit; None: not known
+
+    def rows_seconds(self, decode_rows: float) -> float:
+        """What so many decode rows add to a step: from the table, straight between its knots."""
+        knots = self.rows
+        if not knots:
+            return self.row_seconds * decode_rows
+        after = bisect_right(knots, (decode_rows, math.inf))
+        left, low = knots[after - 1] if after else (0.0, 0.0)
+        if after == len(knots):
+            return low + self.row_seconds * (decode_rows - left)
+        right, high = knots[after]
+        return low + (high - low) * (decode_rows - left) / (right - left)
 
     def seconds(self, decode_rows: float, prefill_tokens: float, kv_tokens: float) -> float:
         """Of one step."""
-        compute = self.row_seconds * decode_rows + self.prompt_token_seconds * prefill_tokens
+        compute = self.rows_seconds(decode_rows) + self.prompt_token_seconds * prefill_tokens
         memory = self.weights_seconds + self.kv_token_seconds * kv_tokens
         if self.form == "sum":
             return self.base_seconds + (compute + memory)
         return self.base_seconds + max(compute, memory)
 
-    def stretch_seconds(self, decode_rows: int, kv_tokens: float, steps: int) -> float:
-        """Of `steps` decode steps in a row, the context growing by one token a row and step."""
-        kv = self.kv_token_seconds
-        compute = self.row_seconds * decode_rows
-        memory = self.weights_seconds + kv * kv_tokens
-        growth = kv * decode_rows
+    def pieces(
+        self, decode_rows: int, kv_tokens: float, steps: int
+    ) -> list[tuple[int, float, float]]:
+        """`steps` decode steps in a row as (steps, seconds of the first, growth a step).
+
+        The context grows by one token a row and step.
+        """
+        compute = self.rows_seconds(decode_rows)
+        memory = self.weights_seconds + self.kv_token_seconds * kv_tokens
+        growth = self.kv_token_seconds * decode_rows
         if self.form == "sum":
-            return (
-                steps * (self.base_seconds + (compute + memory)) + growth * steps * (steps - 1) / 2
-            )
-        if kv == 0:
-            return steps * (self.base_seconds + max(compute, memory))
+            return [(steps, self.base_seconds + (compute + memory), growth)]
+        if growth == 0:
+            return [(steps, self.base_seconds + max(compute, memory), 0.0)]
         # Compute-bound as long as memory < compute, memory-bound from then on.
         bound = min(steps, max(0, math.ceil((compute - memory) / growth)))
-        rest = steps - bound
-        memory = self.weights_seconds + kv * (kv_tokens + bound * decode_rows)
-        own = steps * self.base_seconds + bound * compute + rest * memory
-        return own + growth * rest * (rest - 1) / 2
+        first = self.base_seconds + memory + growth * bound
+        return [(bound, self.base_seconds + compute, 0.0), (steps - bound, first, growth)]
+
+    def stretch_seconds(self, decode_rows: int, kv_tokens: float, steps: int) -> float:
+        """Of `steps` decode steps in a row."""
+        return sum(
+            count * first + growth * count * (count - 1) / 2
+            for count, first, growth in self.pieces(decode_rows, kv_tokens, steps)
+        )
 
 
 def fit(observations: Sequence[StepObservation]) -> StepLaw:
@@ -100,24 +128,56 @@ def fit(observations: Sequence[StepObservation]) -> StepLaw:
     names = ("decode_rows", "prefill_tokens", "kv_tokens")
     unseen = tuple(name for column, name in enumerate(names) if np.ptp(table[:, column]) == 0)
     by_sum, by_max = _fit_sum(table), _fit_max(table)
-    best = by_sum if _score(by_sum, table, 4) <= _score(by_max, table, 5) else by_max
-    error = float(np.median(np.abs(_relative_errors(best, table))))
+    parameters = 4 + max(0, len(by_sum.rows) - 1)
+    is_sum = _score(by_sum, table, parameters) <= _score(by_max, table, 5)
+    error = _left_out_error(observations, table, _fit_sum if is_sum else _fit_max)
+    best = by_sum if is_sum else by_max
     return msgspec.structs.replace(best, unseen=unseen, error=error)
 
 
+def _left_out_error(
+    observations: Sequence[StepObservation], table: Array, fitted: Callable[[Array], StepLaw]
+) -> float | None:
+    """Median over the numbers of decode rows of |law / seen - 1| where the law has not seen it.
+
+    Left out at a time: all that one burst says of one number of rows, or an eighth of the
+    single-stream requests. A number of rows that only one burst has shown is then told from its
+    neighbours. None: there is nothing to leave out.
+    """
+    folds: dict[tuple[float, float], list[int]] = {}
+    for index, one in enumerate(observations):
+        key = (-1.0, index % FOLDS) if one.burst is None else (one.burst, one.decode_rows)
+        folds.setdefault(key, []).append(index)
+    if len(folds) < LEAST_OBSERVATIONS:
+        return None
+    errors: dict[float, list[float]] = {}
+    for left_out in folds.values():
+        law = fitted(np.delete(table, left_out, axis=0))
+        found = np.abs(_relative_errors(law, table[left_out]))
+        for index, error in zip(left_out, found.tolist(), strict=True):
+            errors.setdefault(float(table[index, 0]), []).append(error)
+    return float(np.median([np.median(each) for each in errors.values()]))
+
+
 def _fit_sum(table: Array) -> StepLaw:
-    features = np.column_stack([np.ones(len(table)), table[:, :3]])
+    """With a table of rows where at least two numbers of rows were seen."""
+    seen = np.unique(table[:, 0])
+    knots = seen[seen > 0]
+    rows = table[:, :1] if len(knots) < 2 else (table[:, :1] >= knots).astype(np.float64)
+    features = np.column_stack([np.ones(len(table)), rows, table[:, 1:3]])
     never_varies = np.ptp(features, axis=0) == 0  # its cost cannot be told from the base's
     never_varies[0] = False
     features[:, never_varies] = 0.0
-    base, row, prompt, kv = _robust_nnls(features, table[:, 3])
-    return StepLaw(
-        form="sum",
-        base_seconds=base,
-        row_seconds=row,
-        prompt_token_seconds=prompt,
-        kv_token_seconds=kv,
+    base, *costs, prompt, kv = _robust_nnls(features, table[:, 3])
+    law = StepLaw(
+        base_seconds=base, row_seconds=costs[0], prompt_token_seconds=prompt, kv_token_seconds=kv
     )
+    if len(knots) < 2:
+        return law
+    totals = np.cumsum(costs)
+    beyond = float((totals[-1] - totals[0]) / (knots[-1] - knots[0]))
+    pairs = tuple(zip(knots.tolist(), totals.tolist(), strict=True))
+    return msgspec.structs.replace(law, rows=pairs, row_seconds=beyond)
 
 
 def _fit_max(table: Array) -> StepLaw:

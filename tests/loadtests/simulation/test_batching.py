@@ -7,18 +7,17 @@ import pytest
 
 import loadtests.simulation.batching as simulation
 from loadtests.errors import LoadError
-from loadtests.metrics.slo import SLO_PRESETS, Slo
+from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.simulation.batching import (
     MIN_PREFILL_TOKENS,
     PREFILL_MULTIPLE,
     PREFILL_SHARE,
     PREFILL_WORTH,
     Policy,
-    predict,
     simulate,
 )
 from loadtests.simulation.step_time import StepLaw
-from loadtests.workload.arrivals import Gamma, Poisson, due_times
+from loadtests.workload.arrivals import Poisson, due_times
 from serving.backends.base import EngineConfig
 from serving.backends.fake import FakeBackend
 from serving.engine import prefill_budget
@@ -301,46 +300,8 @@ def test_steps_that_only_decode_are_not_played_one_by_one(monkeypatch):
     assert calls < 40 * len(pairs)  # each answer alone is 500 to 3,000 steps
 
 
-def test_capacity_is_where_the_share_crosses_the_target():
-    rng = np.random.default_rng(3)
-    pairs = np.column_stack([rng.integers(20, 400, 3000), rng.integers(5, 100, 3000)])
-    slo = Slo("x", 1.0, 0.08, target=0.95)
-    found = predict(LAWS[0], Policy(), pairs, slo, seed=1)
-    assert found.single_stream_share == 1.0 and found.rate > 0.3
-    shares = []
-    for factor in (0.9, 1.1):
-        due = due_times(Poisson(), found.rate * factor, 3000 / (found.rate * factor), 77)
-        count = min(len(due), 3000)
-        shares.append(
-            simulate(LAWS[0], Policy(), due[:count], pairs[:count]).good(slo)[300:].mean()
-        )
-    assert shares[0] > 0.95 > shares[1]
-
-
-def test_an_slo_costs_throughput_and_burstiness_costs_more():
-    rng = np.random.default_rng(3)
-    pairs = np.column_stack([rng.integers(20, 400, 2000), rng.integers(5, 100, 2000)])
-    rates = [
-        predict(LAWS[0], Policy(), pairs, Slo("x", ttft, 0.2, target=0.9), seed=1).rate
-        for ttft in (0.6, 2.0, 20.0)
-    ]
-    assert rates[0] < rates[1] < rates[2]
-    bursty = predict(
-        LAWS[0], Policy(), pairs, Slo("x", 2.0, 0.2, target=0.9), seed=1, arrivals=Gamma(3.0)
-    ).rate
-    assert bursty < 0.85 * rates[1]
-
-
-def test_an_slo_that_single_stream_requests_break_has_no_capacity():
-    pairs = np.tile([400, 50], (200, 1))
-    found = predict(LAWS[0], Policy(), pairs, Slo("x", 0.2, None, target=0.9))
-    assert (found.rate, found.single_stream_share) == (0.0, 0.0)
-
-
 def test_inputs_that_cannot_be_are_errors():
     with pytest.raises(LoadError, match="3 pairs of lengths for 2"):
         simulate(LAWS[0], Policy(), [0.0, 1.0], np.ones((3, 2), dtype=np.int64))
-    with pytest.raises(LoadError, match="at least 50"):
-        predict(LAWS[0], Policy(), np.ones((49, 2), dtype=np.int64), SLO_PRESETS["chat"])
     with pytest.raises(ValueError, match="slots"):
         Policy(slots=0)

@@ -7,7 +7,7 @@ import pytest
 
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.records.schema import RequestRecord
-from loadtests.simulation.batching import Policy, predict, simulate
+from loadtests.simulation.batching import Policy
 from loadtests.simulation.calibration import (
     LEAST_SECONDS,
     SHARE,
@@ -19,55 +19,44 @@ from loadtests.simulation.calibration import (
     prediction,
     time_box,
 )
+from loadtests.simulation.simulated_capacity import predict
 from loadtests.simulation.step_observations import (
     most_at_once,
     observations_of,
     observations_of_burst,
 )
+from loadtests.simulation.step_replay import Residuals
 from loadtests.simulation.step_time import StepLaw, fit
 from loadtests.workload.arrivals import Poisson
 from loadtests.workload.requests import Workload, draw
+from tests.loadtests.simulation.simulated_server import Server, Skewed, staircase
 from tests.tools.records import request
 
 LAW = StepLaw(
     base_seconds=0.02, row_seconds=0.003, prompt_token_seconds=0.0005, kv_token_seconds=2e-6
 )
+STAIRS = StepLaw(
+    base_seconds=0.0035,
+    rows=tuple((rows, 0.0063 * staircase(rows)) for rows in range(1, 9)),
+    prompt_token_seconds=0.0033,
+)
 WORKLOAD = Workload(preset="chat", max_prompt_tokens=256, max_output_tokens=48)
 CHAT = Slo("chat", 2.0, 0.1, target=0.9)
 
 
-class Engine:
-    """Serves bursts as simulated, and stamps tokens evenly: what a client would see of it."""
+class Engine(Server):
+    """A server that obeys a law."""
 
     def __init__(self, law: StepLaw, slots: int, chunk: int = 1) -> None:
-        self.law, self.policy, self.chunk = law, Policy(slots=slots), chunk
-        self.bursts: list[Burst] = []
+        super().__init__(law.seconds, slots, chunk)
 
     def __call__(self, burst: Burst) -> list[RequestRecord]:
-        self.bursts.append(burst)
-        pairs = np.tile([burst.prompt_tokens, burst.output_tokens], (burst.streams, 1))
-        played = simulate(self.law, self.policy, np.zeros(burst.streams), pairs)
-        records = []
-        for i, (first, last) in enumerate(zip(played.first_token, played.last_token, strict=True)):
-            stamps = np.linspace(first, last, burst.output_tokens)[:: self.chunk].tolist()
-            records.append(
-                request(
-                    i,
-                    tokens=burst.output_tokens,
-                    prompt_tokens=burst.prompt_tokens,
-                    first_chunk_tokens=self.chunk,
-                    content_seconds=stamps,
-                    first_content_seconds=stamps[0],
-                    last_content_seconds=stamps[-1],
-                    ended_seconds=float(last),
-                )
-            )
-        return records
+        return self.answer(burst.prompt_tokens, burst.output_tokens)
 
 
 def single_stream(engine: Engine, workload: Workload, count: int = 4) -> list[RequestRecord]:
     return [
-        engine(Burst(1, ask.prompt_tokens, ask.output_tokens))[0]
+        engine(Burst(ask.prompt_tokens, (ask.output_tokens,)))[0]
         for ask in draw(workload, count, 1)
     ]
 
@@ -76,43 +65,88 @@ def single_stream(engine: Engine, workload: Workload, count: int = 4) -> list[Re
 def test_the_capacity_is_predicted_from_a_few_bursts(slots: int | None) -> None:
     engine = Engine(LAW, slots or 8)
     alone = single_stream(engine, WORKLOAD)
-    seen, served = calibrate(engine, alone, WORKLOAD, slots, 1e9)
+    seen, served = calibrate(engine, alone, WORKLOAD, slots, 1e9, lambda: engine.now)
     assert served == (slots or 8)
     policy = Policy(slots=served or 0)
     made = prediction([*observations_of(alone, 1), *seen], policy, WORKLOAD, Poisson(), [CHAT], 1)
-    pairs = np.array([(a.prompt_tokens, a.output_tokens) for a in draw(WORKLOAD, 3000, 5)])
+    pairs = np.array([(a.prompt_tokens, a.output_tokens) for a in draw(WORKLOAD, 40_000, 5)])
     truth = predict(LAW, policy, pairs, CHAT, seed=9).rate
-    assert (
-        made.law is not None
-        and made.reason == ""
-        and made.rates["chat"].rate == pytest.approx(truth, rel=0.15)
+    assert made.law is not None and made.reason == ""
+    predicted = made.rates["chat"]
+    assert predicted.rate == pytest.approx(truth, rel=0.08)
+    assert predicted.low is not None and predicted.high is not None
+    assert 0.5 * truth < predicted.low < predicted.rate < predicted.high < 2 * truth
+
+
+def test_a_staircase_of_row_costs_is_found_step_by_step() -> None:
+    """3 rows cost what 4 do, 7 what 8 do; a line through 2, 4 and 8 rows is a fifth too quick."""
+    engine = Engine(STAIRS, 8)
+    workload = Workload(preset="chat", max_prompt_tokens=40, max_output_tokens=16)
+    alone = single_stream(engine, workload, 8)
+    seen, _ = calibrate(engine, alone, workload, 8, 10.0, lambda: engine.now)
+    law = fit([*observations_of(alone, 1), *seen])
+    for rows in (1, 2, 3, 4, 5, 6, 8):
+        assert law.seconds(rows, 0, 0) == pytest.approx(STAIRS.seconds(rows, 0, 0), rel=0.02), rows
+    costs = [law.rows_seconds(rows) for rows in np.linspace(0, 20, 81)]
+    assert np.all(np.diff(costs) >= 0), "more rows never cost less"
+    friendly = fit([*observations_of(alone, 1), *(o for o in seen if o.decode_rows in (2, 4, 8))])
+    assert friendly.seconds(3, 0, 0) < 0.85 * STAIRS.seconds(3, 0, 0)
+
+
+@pytest.mark.parametrize("seconds", [4.0, 1e9], ids=["one burst", "two"])
+def test_stalls_are_in_the_prediction(seconds: float) -> None:
+    """A step in a hundred takes four times as long: the typical step alone would predict more."""
+    skewed = Skewed(3)
+    engine = Engine(STAIRS, 8)
+    engine.steps = lambda *counts: STAIRS.seconds(*counts) * skewed()
+    workload = Workload(preset="chat", max_prompt_tokens=40, max_output_tokens=16)
+    alone = single_stream(engine, workload, 20)
+    seen, _ = calibrate(engine, alone, workload, 8, seconds, lambda: engine.now)
+    made = prediction(
+        [*observations_of(alone, 1), *seen], Policy(slots=8), workload, Poisson(), [CHAT], 1
     )
+    pairs = np.array([(a.prompt_tokens, a.output_tokens) for a in draw(workload, 20_000, 1)])
+    assert made.law is not None and made.law.error is not None
+    typical = predict(made.law, Policy(slots=8), pairs, CHAT, seed=1).rate
+    truth = 1 + 0.01 * 3  # a stall is four steps long
+    slower = Residuals((truth,), (truth,), (truth,))
+    known = predict(STAIRS, Policy(slots=8), pairs, CHAT, seed=1, residuals=slower).rate
+    assert made.law.seconds(4, 0, 0) == pytest.approx(STAIRS.seconds(4, 0, 0), rel=0.15)
+    assert made.rates["chat"].rate < typical
+    assert made.rates["chat"].rate == pytest.approx(known, rel=0.12)
 
 
 def test_equal_lengths_get_a_sweep_of_prompts() -> None:
     engine = Engine(LAW, 8)
     fixed = Workload(prompt_tokens=128, output_tokens=16)
     alone = single_stream(engine, fixed)
-    engine.bursts.clear()
+    engine.asked.clear()
     seen, _ = calibrate(engine, alone, fixed, 8, 1e9)
-    assert Burst(1, 16, 2) in engine.bursts, (
+    assert (16, (2,)) in engine.asked, (
         "a second length, or the cost of a prompt token could not be told from the base"
     )
     law = fit([*observations_of(alone, 1), *seen])
     assert law.unseen == () and law.prompt_token_seconds == pytest.approx(
         LAW.prompt_token_seconds, rel=0.2
     )
-    assert max(burst.streams for burst in engine.bursts) == 8
+    assert max(len(outputs) for _, outputs in engine.asked) == 8
 
 
-def test_only_steps_in_which_all_decode_are_counted() -> None:
+def test_only_steps_in_which_the_same_streams_decode_are_counted() -> None:
     engine = Engine(LAW, 4)
-    (seen,) = observations_of_burst(engine(Burst(4, 32, 20)))
+    (seen,) = observations_of_burst(engine(Burst(32, (20,) * 4)))
     assert seen.decode_rows == 4 and seen.prefill_tokens == 0
     assert seen.seconds == pytest.approx(LAW.seconds(4, 0, seen.kv_tokens), rel=0.01)
-    chunked = observations_of_burst(Engine(LAW, 4, chunk=4)(Burst(4, 32, 20)))
+    assert len(seen.steps) == pytest.approx(18, abs=1)
+    fewer = observations_of_burst(engine(Burst(32, (30, 30, 20, 12))), 7)
+    assert [(one.decode_rows, one.burst) for one in fewer] == [(4, 7), (3, 7), (2, 7)]
+    for one in fewer:
+        assert one.seconds == pytest.approx(
+            LAW.seconds(one.decode_rows, 0, one.kv_tokens), rel=0.01
+        )
+    chunked = observations_of_burst(Engine(LAW, 4, chunk=4)(Burst(32, (20,) * 4)))
     assert chunked[0].seconds == pytest.approx(seen.seconds, rel=0.3)
-    assert observations_of_burst(engine(Burst(8, 32, 20))) == [], (
+    assert observations_of_burst(engine(Burst(32, (20,) * 8))) == [], (
         "more streams than slots never decode together"
     )
     assert (
@@ -120,11 +154,11 @@ def test_only_steps_in_which_all_decode_are_counted() -> None:
         and observations_of_burst([request(error="refused", status=429)]) == []
     )
     assert (
-        most_at_once(engine(Burst(8, 32, 20))) == 4
-        and most_at_once(engine(Burst(2, 32, 20))) == 2
+        most_at_once(engine(Burst(32, (20,) * 8))) == 4
+        and most_at_once(engine(Burst(32, (20,) * 2))) == 2
         and most_at_once([]) == 0
     )
-    one_token = Engine(StepLaw(base_seconds=0.5), 4)(Burst(8, 1, 1))
+    one_token = Engine(StepLaw(base_seconds=0.5), 4)(Burst(1, (1,) * 8))
     assert most_at_once(one_token) == 4, "answers of one chunk: by how many came together"
 
 
@@ -133,25 +167,21 @@ def test_the_time_box_is_kept() -> None:
     assert time_box(LEAST_SECONDS / SHARE * 0.9, 60.0) == 0.0 and time_box(1e6, 0.0) == 0.0
     slow = Engine(StepLaw(base_seconds=2.0, prompt_token_seconds=0.05), 16)
     alone = single_stream(slow, WORKLOAD)
-    slow.bursts.clear()
+    slow.asked.clear()
     calibrate(slow, alone, WORKLOAD, 16, 5.0)
-    assert slow.bursts == [], "nothing is begun that would not be over in time"
+    assert slow.asked == [], "nothing is begun that would not be over in time"
 
 
-def test_bursts_end_within_the_time_on_the_clock() -> None:
+@pytest.mark.parametrize(("seconds", "rows"), [(1.0, {2}), (3.0, {2, 3, 5}), (8.0, {2, 3, 5, 16})])
+def test_bursts_end_within_the_time_on_the_clock(seconds: float, rows: set[int]) -> None:
+    """Few rows first, where time is short: a slow model serves few at once."""
     engine = Engine(LAW, 16)
     alone = single_stream(engine, WORKLOAD)
-    now, begun = 0.0, []
-
-    def ask(burst: Burst) -> list[RequestRecord]:
-        nonlocal now
-        begun.append(now)
-        records = engine(burst)
-        now += max(r.ended_seconds or 0.0 for r in records)
-        return records
-
-    calibrate(ask, alone, WORKLOAD, 16, 3.0, clock=lambda: now)
-    assert len(begun) >= 3 and now < 3.0, (begun, now)
+    began = engine.now
+    engine.asked.clear()
+    seen, _ = calibrate(engine, alone, WORKLOAD, 16, seconds, lambda: engine.now)
+    assert len(engine.asked) >= 2 and engine.now - began < seconds
+    assert rows <= {one.decode_rows for one in seen}
 
 
 def test_no_prediction_has_its_reason() -> None:

@@ -65,6 +65,45 @@ def test_a_stretch_is_the_sum_of_its_steps(law, steps):
         )
 
 
+def stairs(rng, noise, bursts):
+    """Three rows cost what four do; each burst shows each number of rows once."""
+    cost = {1: 1, 2: 2, 3: 4, 4: 4, 5: 5, 8: 8}
+    seen = [StepObservation(0, p, 0, 0.0035 + 0.0033 * p) for p in (16, 40, 200)]
+    seen += [StepObservation(1, 0, 30, 0.0098) for _ in range(8)]
+    for burst in range(1, bursts + 1):
+        seen += [
+            StepObservation(
+                rows,
+                0,
+                30 * rows,
+                (0.0035 + 0.0063 * cost[rows]) * float(np.exp(noise * rng.normal())),
+                burst=burst,
+            )
+            for rows in (8, 5, 4, 3, 2)
+        ]
+    return seen
+
+
+def test_the_cost_of_rows_is_a_table_that_never_falls():
+    found = fit(stairs(np.random.default_rng(1), 0.1, 2))
+    costs = [found.rows_seconds(rows) for rows in np.linspace(0, 30, 121)]
+    assert np.all(np.diff(costs) >= 0) and costs[0] == 0.0
+    exact = fit(stairs(np.random.default_rng(1), 0.0, 1))
+    assert exact.seconds(3, 0, 0) == pytest.approx(exact.seconds(4, 0, 0), rel=1e-3)
+    assert exact.seconds(6, 0, 0) == pytest.approx(0.0035 + 0.0063 * 6, rel=1e-3), "in between"
+    assert exact.seconds(16, 0, 0) == pytest.approx(0.0035 + 0.0063 * 16, rel=0.02), "beyond"
+
+
+def test_the_error_is_of_what_was_left_out():
+    """In the sample the table meets every single observation; left out, a step of the staircase is
+    told from its neighbours. With two bursts each row is there when the other's is left out.
+    """
+    once = fit(stairs(np.random.default_rng(2), 0.03, 1))
+    assert once.error is not None and once.error > 0.02
+    twice = [fit(stairs(np.random.default_rng(seed), 0.03, 2)).error for seed in range(20)]
+    assert np.median(twice) == pytest.approx(0.03, abs=0.015)
+
+
 def test_observations_that_cannot_be_are_errors():
     with pytest.raises(LoadError, match="at least 3"):
         fit([StepObservation(1, 0, 0, 0.1)] * 2)
