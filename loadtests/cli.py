@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperCommand
 
 from loadtests.errors import LoadError
-from loadtests.generator.launcher import spare as started_early
 from loadtests.generator.options import CommandOptions
 
 Beside = Annotated[
@@ -170,6 +169,8 @@ def load(
     options = CommandOptions(**given)
     if (options.rate is None) == (options.concurrency is None):
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
+    from loadtests.generator.launcher import spare as started_early
+
     with started_early(options.concurrency or 1) as spare:
         from loadtests.campaign.campaign_file import slo_of
         from loadtests.campaign.campaign_keys import SloSpec

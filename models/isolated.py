@@ -7,21 +7,18 @@ ran = run_python("-m", "serving.hardware.gpu", "nvml", timeout_seconds=10)
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.errors import ModelError
-from models.manifest import Progress
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-_PR_SET_PDEATHSIG = 1
 
 
 def python_path() -> str:
@@ -87,16 +84,9 @@ def run_python(
         return Ran(None, b"", "")
 
 
-def die_with_parent() -> None:
-    """Ask the kernel (Linux) for SIGKILL when the parent ends."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def run_aside(function: str, progress: Progress | None, *args: Any, **kwargs: Any) -> Any:
+def run_aside(
+    function: str, progress: Callable[[str, float | None], None] | None, *args: Any, **kwargs: Any
+) -> Any:
     """Call "module:name" in a fresh interpreter; return its result, pass its progress on.
 
     Raises errors of models.errors as they are; ModelError with the exit status for a dead child.

@@ -37,7 +37,7 @@ from prometheus_client.registry import Collector
 from serving.backends.base import EngineConfig
 from serving.engine.messages import FinishReason, Ready, StepStats
 from serving.errors import EngineState
-from serving.hardware.memory import MemorySampler
+from serving.hardware.memory_sampler import MemorySampler
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 

@@ -21,7 +21,8 @@ from models.ladder import OVERHEAD_BYTES, is_rung, rung
 from serving.backends import BACKENDS
 from serving.errors import Cause, ServingError
 from serving.hardware.facts import HardwareFacts
-from serving.placement.plan import NoPlacement, PlacementRequest, Policy, plan
+from serving.placement.plan import NoPlacement, PlacementRequest, plan
+from serving.placement.policy import Policy
 
 
 class WhyNot(msgspec.Struct, frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -14,15 +13,14 @@ from models.spec import ModelSpec
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Overhead:
+class Overhead(msgspec.Struct, frozen=True):
     """Memory beside weights and KV cache: libraries, buffers, tokenizer, copies of weights."""
 
     fixed_bytes: int
     bytes_per_hidden: int = 0
     bytes_per_vocabulary: int = 0
     weight_share: float = 0.0
-    format_shares: Mapping[str, float] = field(default_factory=dict)  # instead of weight_share
+    format_shares: Mapping[str, float] = {}  # instead of weight_share
 
     def total_bytes(
         self, model: ModelSpec, weight_format: str, weight_bytes: int, slots: int
@@ -40,8 +38,7 @@ class Overhead:
 UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0, 600, 0.35)
 
 
-@dataclass(frozen=True)
-class KvRequest:
+class KvRequest(msgspec.Struct, frozen=True):
     """What decides the type that a KV cache is held in."""
 
     asked: str  # --kv-dtype
@@ -55,8 +52,7 @@ def kv_as_asked(request: KvRequest) -> str:
     return request.asked
 
 
-@dataclass(frozen=True, kw_only=True)
-class BackendSpec:
+class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One row of serving.backends.BACKENDS. None and "": there is none."""
 
     cls: str  # "module:Class", imported when the backend is chosen

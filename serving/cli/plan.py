@@ -36,10 +36,10 @@ from serving.placement.plan import (
     Obstacles,
     Placement,
     PlacementRequest,
-    Policy,
     explain,
     plan,
 )
+from serving.placement.policy import Policy
 from serving.registry.options import Count, option
 
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")

@@ -9,6 +9,7 @@ Sends Loading while it loads, then Ready, then one Step a scheduler step. Ends w
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -16,14 +17,14 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import msgspec
 
 from models.errors import ModelError
-from models.isolated import die_with_parent
 from models.tokenization.tokenizer import load_tokenizer
 from serving.backends import backend_class
 from serving.backends.base import EngineConfig
@@ -47,17 +48,19 @@ from serving.engine.output import failed_delta
 from serving.engine.scheduler import Scheduler
 from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
 from serving.hardware.memory import peak_resident_bytes, resident_bytes
+from serving.sampling.draw import uniforms
 from serving.sampling.grammar import Grammars, Matcher
 
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Run the process to its end; the exit status is 0 only after a Stop."""
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    die_with_parent()
+    _die_with_parent()
     config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
     _prefer_for_oom_kill()
     if config.cores:
@@ -136,7 +139,8 @@ class Worker:
         self._stopping = False
         self._compiling: dict[int, Submit] = {}
         self._compiled: deque[tuple[Submit, Matcher | None | Unsupported]] = deque()
-        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._to_compile: SimpleQueue[Submit] = SimpleQueue()
+        self._compiler = threading.Thread(target=self._compile_all, daemon=True, name="grammars")
 
     def load(self) -> None:
         """Load backend and tokenizer, then send Ready."""
@@ -150,13 +154,17 @@ class Worker:
         table = tokenizer.token_bytes()
         table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
         self._grammars = Grammars(table, tokenizer.eos_ids)
+        if not info.capabilities.isdisjoint(("grammar", "json_schema")):
+            self._grammars.prepare()
         self.scheduler = Scheduler(self.backend, table, tokenizer.eos_ids, self.config)
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 20)
         seconds = time.perf_counter() - started
         self.link.send(Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
         self.ready = True
+        # Done while the parent tells that this engine is ready.
+        uniforms.prepare()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
 
     def run(self) -> None:
         """Handle messages and step until a Stop is carried out."""
@@ -175,7 +183,9 @@ class Worker:
         match message:
             case Submit() if message.request.sampling.is_constrained:
                 self._compiling[message.id] = message
-                self._compiler.submit(self._compile, message)
+                if not self._compiler.is_alive():
+                    self._compiler.start()
+                self._to_compile.put(message)
             case Submit():
                 self._add(message)
             case Cancel(id=number) if number in self._compiling:
@@ -194,17 +204,20 @@ class Worker:
         deltas = self.scheduler.step()
         self.link.send(Step(deltas, self.scheduler.stats()))
 
-    def _compile(self, submit: Submit) -> None:
-        """In the compiler's thread: the matcher, or why there is none."""
-        found: Matcher | None | Unsupported
-        try:
-            found = self._grammars.open(submit.request.sampling)
-        except Unsupported as problem:
-            found = problem
-        except Exception as problem:
-            found = Unsupported(f"the grammar cannot be used: {type(problem).__name__}: {problem}")
-        self._compiled.append((submit, found))
-        self.link.wake()
+    def _compile_all(self) -> None:
+        """The compiler's thread: of each request the matcher, or why there is none."""
+        while True:
+            submit = self._to_compile.get()
+            found: Matcher | None | Unsupported
+            try:
+                found = self._grammars.open(submit.request.sampling)
+            except Unsupported as problem:
+                found = problem
+            except Exception as problem:
+                why = f"{type(problem).__name__}: {problem}"
+                found = Unsupported(f"the grammar cannot be used: {why}")
+            self._compiled.append((submit, found))
+            self.link.wake()
 
     def _take_compiled(self, submit: Submit, found: Matcher | None | Unsupported) -> None:
         if self._compiling.pop(submit.id, None) is None:
@@ -234,6 +247,15 @@ def cause_of(problem: Exception, loading: bool) -> Cause:
     if isinstance(problem, OutOfMemory | MemoryError):
         return Cause.load_oom if loading else Cause.runtime_oom
     return Cause.load_failed if loading else Cause.engine_died
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel (Linux) for SIGKILL when the parent ends."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _prefer_for_oom_kill() -> None:

@@ -1,57 +1,35 @@
-"""Memory that processes hold and that is left. Sizes in bytes; None where the kernel is silent."""
+"""Memory that this process holds and that is left. Sizes in bytes.
+
+Imports little: every engine process starts with it.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import resource
-import threading
-from collections.abc import Mapping
-
-import msgspec
-import psutil
 
 from models.formatting import size
+from models.machine import ROOT
 from serving.errors import OutOfMemory
-from serving.hardware.cgroup import cgroup_memory_left
-from serving.hardware.gpu import GpuMemory, gpu_memory
-
-PATIENCE_SECONDS = 2.0
-
-
-class ProcessMemory(msgspec.Struct, frozen=True):
-    """Memory of one process; PSS divides shared pages among those who share them."""
-
-    rss_bytes: int
-    pss_bytes: int | None = None  # None: the process is somebody else's
-    swap_bytes: int | None = None
-
-
-def process_memory(pid: int) -> ProcessMemory | None:
-    """Memory of a process now; None: there is none. Takes tens of ms for a big one."""
-    try:
-        process = psutil.Process(pid)
-        try:
-            full = process.memory_full_info()
-        except psutil.AccessDenied:
-            return ProcessMemory(process.memory_info().rss)
-    except psutil.NoSuchProcess:
-        return None
-    return ProcessMemory(full.rss, full.pss, full.swap)
+from serving.hardware.cgroup import cgroup_memory_left, read_text, sizes
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
     """RSS of a process (None: this one); None when there is no such process. Microseconds."""
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return None
+    pages = _pages("self" if pid is None else pid)
+    return None if pages is None else pages[1] * resource.getpagesize()
 
 
 def anonymous_bytes() -> int:
     """Resident memory of this process that no file backs."""
-    memory = psutil.Process().memory_info()
-    return int(memory.rss - memory.shared)
+    pages = _pages("self")
+    assert pages is not None  # this process exists
+    return (pages[1] - pages[2]) * resource.getpagesize()
+
+
+def _pages(process: int | str) -> list[int] | None:
+    """/proc/PID/statm in pages: virtual, resident, shared, ...; None: there is no such process."""
+    text = read_text(ROOT / f"proc/{process}/statm")
+    return [int(word) for word in text.split()] or None
 
 
 def peak_resident_bytes() -> int:
@@ -61,7 +39,8 @@ def peak_resident_bytes() -> int:
 
 def available_bytes() -> int:
     """RAM that can be taken without swapping or being killed: the machine's, the container's."""
-    available = int(psutil.virtual_memory().available)
+    memory = sizes(read_text(ROOT / "proc/meminfo"))
+    available = memory.get("MemAvailable", memory.get("MemFree", 0))
     left = cgroup_memory_left()
     return available if left is None else min(available, left)
 
@@ -74,45 +53,3 @@ def refuse_shortage(needed_bytes: int, what: str) -> None:
             f"{what} need {size(needed_bytes)} and {size(available)} are available; "
             "fewer slots or a shorter context need less"
         )
-
-
-Sample = tuple[list[tuple[str, int, ProcessMemory]], list[GpuMemory]]
-
-
-class MemorySampler:
-    """Memory of engine processes and GPUs for a scrape, read in a thread with a time limit.
-
-    `engines`: (model, pid, memory) of each process that lives; `gpus`: [] without NVIDIA's driver.
-    A sample that is late is left out. A thread that hangs in the driver gets no second one.
-    """
-
-    def __init__(self) -> None:
-        self.engines: list[tuple[str, int, ProcessMemory]] = []
-        self.gpus: list[GpuMemory] = []
-        self._thread: threading.Thread | None = None
-
-    async def sample(
-        self, engines: Mapping[int, str], patience_seconds: float = PATIENCE_SECONDS
-    ) -> None:
-        """Read both now. `engines`: pid -> model. Never raises."""
-        self.engines = []
-        self.gpus = []
-        if self._thread is not None and self._thread.is_alive():
-            return
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Sample] = loop.create_future()
-
-        def tell(answer: Sample) -> None:
-            if not done.done():
-                done.set_result(answer)
-
-        def read() -> None:
-            used = [(model, pid, process_memory(pid)) for pid, model in engines.items()]
-            found = [(model, pid, use) for model, pid, use in used if use is not None]
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell, (found, gpu_memory()))
-
-        self._thread = threading.Thread(target=read, daemon=True, name="memory-sampler")
-        self._thread.start()
-        with contextlib.suppress(TimeoutError):
-            self.engines, self.gpus = await asyncio.wait_for(done, patience_seconds)

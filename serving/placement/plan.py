@@ -11,7 +11,6 @@ first one that fits is chosen, later ones are what the engine falls back to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -22,16 +21,9 @@ from serving.backends import BACKENDS, DEFAULTS, format_of, spec_of
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.facts import HardwareFacts
 from serving.placement.memory import Sizes, forecast
+from serving.placement.policy import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with
-
-
-class Policy(StrEnum):
-    """Which devices may be used: the GPU first and the CPU after it, or one of the two only."""
-
-    auto = "auto"
-    gpu_only = "gpu-only"
-    cpu_only = "cpu-only"
 
 
 class Reason(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from serving.errors import ServingError
-from serving.placement.plan import Policy
+from serving.placement.policy import Policy
 
 # Panels of the help page.
 ENGINE = "Engine"

@@ -24,7 +24,8 @@ from serving.backends.probing import probe_backend
 from serving.errors import Cause
 from serving.hardware.cores import CoreSplit, parse_cores, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.plan import Obstacles, Placement, PlacementRequest, Policy, plan
+from serving.placement.plan import Obstacles, Placement, PlacementRequest, plan
+from serving.placement.policy import Policy
 from serving.registry.options import ModelOptions
 
 Progress = Callable[[str, float | None], None]  # what is under way, and its fraction 0..1 or None

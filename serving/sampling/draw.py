@@ -18,9 +18,9 @@ top-p, each over what the one before left.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -41,15 +41,22 @@ class Uniforms:
     """Uniform numbers in [0, 1) as a function of (seed, position, lane). Not thread-safe."""
 
     def __init__(self) -> None:
-        self._bits = np.random.Philox(key=0)
-        self._random = np.random.Generator(self._bits).random
-        self._state = self._bits.state
+        self._bits: np.random.Philox | None = None
+
+    def prepare(self) -> np.random.Philox:
+        """The generator; its first use imports numpy.random, which takes some 10 ms."""
+        if self._bits is None:
+            self._bits = np.random.Philox(key=0)
+            self._random = np.random.Generator(self._bits).random
+            self._state = self._bits.state
+        return self._bits
 
     def __call__(self, seed: int, position: int, count: int, lane: int = 0) -> Doubles:
         """The first `count` numbers; lanes are independent sequences."""
+        bits = self._bits or self.prepare()
         self._state["state"]["key"][:] = (seed & _WORD, position)
         self._state["state"]["counter"][:] = (0, 0, 0, lane)
-        self._bits.state = self._state
+        bits.state = self._state
         return self._random(count)
 
 
@@ -61,8 +68,7 @@ def proposal_numbers(seed: int, position: int, lane: int, count: int) -> Doubles
     return uniforms(seed, position, 3 * count, lane).reshape(3, count)
 
 
-@dataclass(frozen=True)
-class _Scratch:
+class _Scratch(msgspec.Struct, frozen=True):
     """Buffers of one vocabulary size: fresh ones would cost more in page faults than the work."""
 
     weights: Logits

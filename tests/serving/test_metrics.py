@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.engine.messages import StepStats
 from serving.errors import Overloaded
-from serving.hardware.memory import MemorySampler
+from serving.hardware.memory_sampler import MemorySampler
 from serving.metrics import PREFIX, Metrics, ServerMetrics
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, served, wait_until
 
@@ -235,7 +235,9 @@ def test_a_driver_that_hangs_costs_a_scrape_its_patience_once_and_never_blocks_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr("serving.hardware.memory.gpu_memory", lambda: release.wait(20) and [] or [])
+    monkeypatch.setattr(
+        "serving.hardware.memory_sampler.gpu_memory", lambda: release.wait(20) and [] or []
+    )
 
     async def scenario() -> None:
         sampler = MemorySampler()

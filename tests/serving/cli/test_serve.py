@@ -327,6 +327,7 @@ def test_the_console_command_is_the_same_thing_and_teaches() -> None:
 
 def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
     heavy = {"torch", "numpy", "uvicorn", "starlette", "transformers", "llama_cpp"}
+    heavy |= {"asyncio", "psutil", "serving.placement.plan", "models.isolated"}
     code = f"import sys, serving.cli.serve; print(sorted({heavy!r} & set(sys.modules)))"
     assert run("-c", code).stdout.strip() == "[]"
 

@@ -168,6 +168,16 @@ def test_a_failure_is_said_before_the_end(
     assert child.process.wait(10) == 2
 
 
+def test_a_start_waits_for_nothing_that_only_some_requests_need() -> None:
+    late = {"asyncio", "concurrent.futures", "llguidance", "numpy.random", "psutil", "ssl"}
+    code = (
+        "import sys, serving.engine.worker, serving.backends.fake; "
+        f"print(sorted({late!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_an_unknown_option_ends_the_load_with_its_name(start: Callable[..., Child]) -> None:
     died: Died = start(options={"speed": 9}).until(Died)
     assert "'speed'" in died.message

@@ -16,9 +16,9 @@ from serving.hardware.memory import (
     anonymous_bytes,
     available_bytes,
     peak_resident_bytes,
-    process_memory,
     resident_bytes,
 )
+from serving.hardware.memory_sampler import process_memory
 
 CPUINFO = """processor\t: 0
 model name\t: Imaginary 9000

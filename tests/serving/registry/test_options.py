@@ -17,7 +17,7 @@ from serving.backends.base import EngineConfig
 from serving.cli.serve import serve
 from serving.errors import ServingError
 from serving.http.admin import CHOICE
-from serving.placement.plan import Policy
+from serving.placement.policy import Policy
 from serving.registry.options import (
     ModelOptions,
     ServeOptions,

@@ -21,7 +21,8 @@ from models.tokenization.tokenizer import load_tokenizer
 from serving.errors import Cause
 from serving.hardware.facts import HardwareFacts
 from serving.hardware.gpu import GpuFacts
-from serving.placement.plan import Policy, explain
+from serving.placement.plan import explain
+from serving.placement.policy import Policy
 from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, prepare
 from serving.supervisor.restart_policy import RecoveryLimits
