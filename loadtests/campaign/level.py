@@ -6,7 +6,7 @@
 A rate or a concurrency is sent by a Locust child, single-stream requests by this process. A level
 is whole or it does not count: LevelInterrupted is raised when the engine was restarted within it,
 or when the load generator ended early or lost requests. A level that is decided before its time
-is over (LevelTally) is cut short, and its window with it.
+is over (level_tally.py) is cut short, and its window with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import gevent
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
-from loadtests.campaign.level_tally import LevelTally
+from loadtests.campaign.level_tally import Cut, LevelTally
 from loadtests.campaign.site import Site
 from loadtests.capacity.estimate import Level, level_of
 from loadtests.capacity.search import Measure
@@ -191,9 +191,9 @@ def _start_of(generator: LoadGenerator) -> float:
 def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _Records:
     """Record what the load generator tells until its level has ended; stop it once decided."""
     tally = LevelTally.of(plan, (site.campaign.slo, *site.campaign.all_slos))
+    cut = Cut(tally, plan.drain_seconds / 2)
     guard = _Guard(site, plan, t0)
     records: list[RequestRecord] = []
-    cut_short: str | None = None
     for message in generator.told():
         match message:
             case Recorded(record):
@@ -203,10 +203,10 @@ def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _
             case Late(indices):
                 tally.late(indices)
             case Ended():
-                return _whole(plan, records, message, cut_short)
+                return _whole(plan, records, message, cut)
             case None:
                 guard.check(tally)
-        if cut_short is None and (cut_short := tally.verdict()) is not None:
+        if cut.may_stop(time.time() - t0):
             generator.channel.send(Stop())
     raise AssertionError("told() ends by an exception")
 
@@ -248,9 +248,7 @@ class _Guard:
         )
 
 
-def _whole(
-    plan: LoadPlan, records: list[RequestRecord], ended: Ended, cut_short: str | None
-) -> _Records:
+def _whole(plan: LoadPlan, records: list[RequestRecord], ended: Ended, cut: Cut) -> _Records:
     """The level's records. Raises LevelInterrupted where requests are missing."""
     indices = {record.index for record in records}
     if not len(records) == ended.recorded == ended.due == len(indices):
@@ -259,10 +257,10 @@ def _whole(
             f"{len(records)} are on record"
         )
     end = plan.duration_seconds
-    if ended.stopped_seconds is None:
-        cut_short = None
-    else:
-        end = min(end, ended.stopped_seconds)
+    cut_short: str | None = None
+    if ended.stopped_seconds is not None and cut.end_seconds is not None:
+        cut_short = cut.reason
+        end = min(end, cut.end_seconds)
     return _Records(records, max(0.0, end - plan.warmup_seconds), cut_short, ended.gave_up)
 
 
