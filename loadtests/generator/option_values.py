@@ -103,23 +103,29 @@ def _value(name: str, given: Any) -> Any:
 def parse_workload(text: str) -> Workload:
     """ "chat", "chat:512:64" (at most 512 prompt and 64 output tokens) or "256x64" (fixed).
 
-    Raises LoadError for anything else.
+    "chat*0.1:512:64": lengths times 0.1, then the caps. Raises LoadError for anything else.
     """
     try:
         prompt, cross, output = text.partition("x")
         if cross and prompt.isdigit() and output.isdigit():
             return Workload(prompt_tokens=int(prompt), output_tokens=int(output))
-        preset, *caps = text.split(":")
+        source, *caps = text.split(":")
+        preset, times, scale = source.partition("*")
         if len(caps) > 2:
             raise ValueError("at most two caps")
         if wrong := [cap for cap in caps if cap and not cap.isdecimal()]:
             raise ValueError(f"the cap {wrong[0]!r} is no number of tokens")
         limits: list[int | None] = [int(cap) if cap else None for cap in caps] + [None, None]
-        return Workload(preset=preset, max_prompt_tokens=limits[0], max_output_tokens=limits[1])
+        return Workload(
+            preset=preset,
+            scale=float(scale) if times else 1.0,
+            max_prompt_tokens=limits[0],
+            max_output_tokens=limits[1],
+        )
     except ValueError as problem:
         raise LoadError(
-            f"--workload {text!r}: {problem}; write a preset (chat), caps behind it (chat:512:64), "
-            "or 256x64"
+            f"--workload {text!r}: {problem}; write a preset (chat), a scale and caps behind it "
+            "(chat*0.1:512:64), or 256x64"
         ) from problem
 
 

@@ -20,7 +20,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     workload: Annotated[
         str,
-        Meta(description="chat, code, sharegpt, summarise; with caps: chat:512:64; fixed: 256x64."),
+        Meta(
+            description="chat, code, sharegpt, summarise; scaled and with caps: "
+            "chat*0.1:512:64; fixed: 256x64."
+        ),
     ] = "chat:1024:256"
     arrivals: Annotated[
         str,

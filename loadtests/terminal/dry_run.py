@@ -8,6 +8,7 @@ from loadtests.campaign.campaign_file import Campaign, Plan
 from loadtests.campaign.cell_planning import layout_of, shares, why_not
 from loadtests.campaign.cells import Cell
 from loadtests.metrics.slo import Slo
+from loadtests.workload.requests import in_words
 from models import formatting
 from models.cache import Wish, cache_dir, synthetic_path
 from models.formats import weight_bytes
@@ -26,6 +27,9 @@ def show_plan(plan: Plan) -> None:
         f"{settings.name}: {len(plan.cells)} cells; "
         f"SLO {slo.name} ({_limits(slo)}) for {slo.target:.4g} of requests"
     )
+    workloads = settings.workloads or {"workload": settings.workload}
+    for name, workload in workloads.items():
+        typer.echo(f"  {name}: {in_words(workload)}")
     names = [one.name for one in settings.all_slos]
     if len(names) > 1:
         typer.echo(f"  every level is judged by {len(names)} SLOs: {', '.join(names)}")

@@ -46,7 +46,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     output_tokens: int | None = None  # every answer has this length; with prompt_tokens
     file: str | None = None  # a file with rows of lengths, drawn at random
     replay: str | None = None  # such a file, row by row; use it with arrivals of kind "trace"
-    scale: float = 1.0  # multiplies all lengths
+    scale: float = 1.0  # multiplies all lengths, and keeps their shape, which a cap does not
     max_prompt_tokens: int | None = None  # cap of a prompt's length
     max_output_tokens: int | None = None  # cap of an answer's length
     cap: Literal["truncate", "redraw"] = "truncate"  # what happens to lengths above a cap
@@ -178,6 +178,28 @@ def source(workload: Workload) -> str:
     return f"file {workload.file}" if workload.file is not None else f"replay of {workload.replay}"
 
 
+def in_words(workload: Workload) -> str:
+    """The lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
+    if workload.preset is not None:
+        words = [f"{workload.preset} lengths"]
+    elif workload.prompt_tokens is not None:
+        words = [
+            f"prompts of {workload.prompt_tokens} and answers of {workload.output_tokens} tokens"
+        ]
+    else:
+        words = [f"lengths of {workload.file or workload.replay}"]
+    if workload.scale != 1:
+        words[0] += f" x {workload.scale:g}"
+    for name, cap in zip(("prompts", "answers"), workload.limits, strict=True):
+        if cap < math.inf:
+            words.append(f"{name} of at most {cap} tokens")
+    if workload.turns > 1:
+        words.append(f"sessions of {workload.turns:g} turns")
+    if workload.shared_prefix_tokens:
+        words.append(f"{workload.shared_prefix_tokens} tokens of shared prefix")
+    return ", ".join(words)
+
+
 def _lengths(workload: Workload, n: int, seed: int) -> Lengths:
     rng = generator(seed, _LENGTHS)
     if workload.replay is not None:
@@ -203,7 +225,8 @@ def _replayed(workload: Workload, path: str, n: int) -> Lengths:
         raise LoadError(f"replay {path}: no row fits max_prompt_tokens and max_output_tokens")
     taken = keep[np.arange(n) % len(keep)]
     blocks = [rows.blocks[i] for i in taken] if rows.blocks else []
-    return Lengths(_capped(workload, rows.pairs[taken]), blocks, rows.block_tokens)
+    block_tokens = max(1, round(rows.block_tokens * workload.scale)) if rows.block_tokens else 0
+    return Lengths(_capped(workload, rows.pairs[taken]), blocks, block_tokens)
 
 
 def _drawn(workload: Workload, n: int, sample: Callable[[int], Pairs]) -> Pairs:

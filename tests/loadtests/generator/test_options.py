@@ -39,6 +39,12 @@ def test_numbers_that_cannot_be_are_refused(changes: dict[str, Any], message: st
 def test_workloads_and_arrivals_as_people_write_them() -> None:
     assert parse_workload("256x64") == Workload(prompt_tokens=256, output_tokens=64)
     assert parse_workload("chat::64") == Workload(preset="chat", max_output_tokens=64)
+    scaled = Workload(preset="chat", scale=0.1, max_prompt_tokens=200)
+    assert parse_workload("chat*0.1:200") == scaled
+    with pytest.raises(LoadError, match="could not convert string to float: 'x'; write a preset"):
+        parse_workload("chat*x")
+    with pytest.raises(LoadError, match="scale must be above 0"):
+        parse_workload("chat*0")
     with pytest.raises(LoadError, match="'tea' is not one of"):
         parse_workload("tea")
     with pytest.raises(LoadError, match="^--workload 'chat:x': the cap 'x' is no number of tokens"):

@@ -6,11 +6,14 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from loadtests.errors import LoadError
 from loadtests.workload.arrivals import Poisson, due_times
+from loadtests.workload.length_tables import PRESETS
 from loadtests.workload.prompts import PromptMaker
-from loadtests.workload.requests import Workload, draw, source
+from loadtests.workload.requests import Workload, draw, in_words, source
 
 
 def lengths(asks):
@@ -57,6 +60,75 @@ def test_scale_multiplies_before_the_caps():
     whole = lengths(draw(Workload(preset="chat"), 1000, 1))
     quarter = lengths(draw(Workload(preset="chat", scale=0.25, max_prompt_tokens=100), 1000, 1))
     assert np.array_equal(quarter, np.minimum(np.maximum(1, np.rint(whole * 0.25)), (100, 10**9)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scale=st.floats(0.01, 4.0),
+    preset=st.sampled_from(PRESETS),
+    seed=st.integers(0, 1 << 30),
+)
+def test_scaled_lengths_keep_their_shape(scale, preset, seed):
+    """The order of the whole lengths, their mean times the scale, and at least one token. A cap
+    keeps none of it: 99 % of chat's prompts are longer than 40 tokens.
+    """
+    whole = lengths(draw(Workload(preset=preset), 400, seed))
+    scaled = lengths(draw(Workload(preset=preset, scale=scale), 400, seed))
+    assert scaled.min() >= 1
+    for column in range(2):
+        order = np.argsort(whole[:, column], kind="stable")
+        assert np.all(np.diff(scaled[order, column]) >= 0), "rank correlation 1, but for ties"
+    assert np.abs(scaled - np.maximum(1, whole * scale)).max() <= 0.5 + 1e-9
+    floor = np.maximum(1, whole * scale).mean(axis=0)
+    assert scaled.mean(axis=0) == pytest.approx(floor, abs=0.1, rel=0.01)
+
+
+def test_a_tenth_of_chat_is_still_chat_and_chat_cut_to_a_tenth_is_not():
+    from scipy.stats import spearmanr
+
+    whole, tenth, cut = (
+        lengths(draw(Workload(preset="chat", **how), 5000, 1))
+        for how in ({}, {"scale": 0.1}, {"max_prompt_tokens": 40, "max_output_tokens": 16})
+    )
+    assert tenth.mean(axis=0) == pytest.approx(0.1 * whole.mean(axis=0), rel=0.02)
+    assert spearmanr(whole[:, 0], tenth[:, 0]).statistic > 0.999
+    assert len(np.unique(tenth[:, 0])) > 100 and np.mean(cut[:, 0] == 40) > 0.95
+
+
+def test_a_scaled_replay_keeps_what_its_prompts_share(tmp_path):
+    """Two prompts that differ in their second block still do at a hundredth of their lengths."""
+    rows = [
+        {"input_length": 1024, "output_length": 10, "hash_ids": [1, second], "timestamp": 0}
+        for second in (2, 3)
+    ]
+    path = write(tmp_path / "moon.jsonl", "\n".join(map(json.dumps, rows)))
+    asks = draw(Workload(replay=path, scale=0.01), 2, 1)
+    assert [ask.segments() for ask in asks] == [
+        (("block/1", 5), ("block/2", 5)),
+        (("block/1", 5), ("block/3", 5)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        (Workload(preset="chat", scale=0.1), "chat lengths x 0.1"),
+        (
+            Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=64),
+            "chat lengths, prompts of at most 512 tokens, answers of at most 64 tokens",
+        ),
+        (
+            Workload(prompt_tokens=256, output_tokens=64, turns=3.0),
+            "prompts of 256 and answers of 64 tokens, sessions of 3 turns",
+        ),
+        (
+            Workload(file="mine.csv", shared_prefix_tokens=100),
+            "lengths of mine.csv, 100 tokens of shared prefix",
+        ),
+    ],
+)
+def test_lengths_are_said_in_words(workload, words):
+    assert in_words(workload) == words
 
 
 def test_fixed_lengths_and_where_lengths_come_from():
