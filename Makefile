@@ -28,7 +28,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
 	@$(BIN)/python -m tests.serving.backends.transformers5
-	@echo "== what is arithmetic, on all cores; then, one after the other, what watches clocks and processes"
+	@echo "== two at a time; then, one after the other, what holds a measured time to a bound"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not clock"
 	$(BIN)/python -m pytest -m clock
 

@@ -2,12 +2,17 @@
 visibly where there is none.
 """
 
+import gc
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.tools.command_line import CommandLines
 
 
 def has_gpu() -> bool:
@@ -17,7 +22,51 @@ def has_gpu() -> bool:
         return False
 
 
+# Files that import torch and transformers (6 s of CPU), and convert: one worker does them all.
+HEAVY = (
+    "tests/models/convert/",
+    "tests/models/test_resolve.py",
+    "tests/models/synthetic/",
+    "tests/serving/backends/",
+    "tests/serving/hardware/test_memory.py",
+    "tests/end_to_end/test_serve_engines.py",
+)
+
+
+# What begins first, so that the workers end together.
+LONGEST = ("heavy", "tests/end_to_end/test_campaign.py", "reports")
+
+
+def worker_group(nodeid: str) -> str:
+    """What one worker runs as a whole, for its fixtures: a file, HEAVY, or all of tests/reports."""
+    file = nodeid.partition("::")[0]
+    if file.startswith(HEAVY):
+        return "heavy"
+    return "reports" if file.startswith("tests/reports/") else file
+
+
+class ByFile(LoadScopeScheduling):
+    """xdist's `loadfile`, with the groups above, in the order of collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return worker_group(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage walks through what imports have left, here or in a fork."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    last = len(LONGEST)
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(worker_group(item.nodeid), last))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not has_gpu():
         for item in marked:
@@ -36,6 +85,23 @@ def measuring_lock_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Itera
         del os.environ["XDG_RUNTIME_DIR"]
     else:
         os.environ["XDG_RUNTIME_DIR"] = before
+
+
+@pytest.fixture(scope="session")
+def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """`crossover("serve", "--port", "0", VARIABLE="x")`: a command line that ends by itself, run in
+    a process of its own (tests.tools.command_line).
+    """
+    lines = CommandLines(
+        "crossover",
+        "serving.cli.launch",
+        "serving.cli.plan",
+        "models.cli",
+        "models.resolve",
+        "loadtests.cli",
+    )
+    yield lines.run
+    lines.close()
 
 
 @pytest.fixture(scope="session")

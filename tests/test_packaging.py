@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
-import crossover
+from crossover import VERBS, VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -32,21 +33,18 @@ def test_the_top_level_is_the_agreed_one() -> None:
 
 
 def test_version_and_command() -> None:
-    assert PROJECT["version"] == crossover.VERSION == version("llm-crossover")
+    assert PROJECT["version"] == VERSION == version("llm-crossover")
     (command,) = [
         point for point in entry_points(group="console_scripts") if point.name == "crossover"
     ]
     assert command.value == "crossover:main"
 
 
-def test_every_verb_of_the_table_answers_help() -> None:
-    for verb in crossover.VERBS:
-        done = subprocess.run(
-            [sys.executable, "-m", "crossover", verb, "--help"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
+def test_every_verb_of_the_table_answers_help(
+    crossover: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    for verb in VERBS:
+        done = crossover(verb, "--help")
         assert done.returncode == 0, (verb, done.stderr)
         assert "Usage" in done.stdout, verb
 

@@ -52,7 +52,7 @@ from loadtests.workload.goodness_of_fit import ArrivalCheck
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_worlds import Array, World, capacity, waits_md_c
 
-pytestmark = [pytest.mark.slow, pytest.mark.clock]
+pytestmark = pytest.mark.slow
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
 # Four slots of 0.03 + 19 x 0.01 = 0.22 s: 18.2 requests/s at the very most, and less where a share
@@ -81,7 +81,7 @@ FAKE = """
 name = "fake ladder"
 models = ["135m"]
 backends = ["fake"]
-budget_seconds = 7
+budget_seconds = 5
 sample_seconds = 0.5
 workload = { prompt_tokens = 24, output_tokens = 8 }
 [slo]
@@ -146,7 +146,7 @@ def known(url: str, budget: float) -> Plan:
 def measured(truth_server: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One finished campaign with two SLOs, and what it said."""
     out = StringIO()
-    plan = known(truth_server(slots=4, ttft=0.03, gap=0.01, case="predicted"), budget=24)
+    plan = known(truth_server(slots=4, ttft=0.03, gap=0.01, case="predicted"), budget=18)
     folder = tmp_path_factory.mktemp("runs")
     with Progress(out, plain_every_seconds=1.0) as progress:
         return run(plan, folder, progress, command=["test"], beside_others=True), out.getvalue()
@@ -171,6 +171,7 @@ def truth() -> dict[str, float]:
     }
 
 
+@pytest.mark.clock
 def test_a_whole_campaign(measured: tuple[Path, str], truth: dict[str, float]) -> None:
     """Single-stream requests, calibration, then a search per SLO that brackets the server's true
     capacity.
@@ -213,6 +214,7 @@ def test_a_whole_campaign(measured: tuple[Path, str], truth: dict[str, float]) -
         assert part in shown.get()
 
 
+@pytest.mark.clock
 def test_what_a_campaign_keeps(measured: tuple[Path, str]) -> None:
     folder, _ = measured
     manifest = read_manifest(folder)
@@ -292,7 +294,7 @@ def test_a_stopped_runner_leaves_no_child_and_resume_ends_well(
     """Ctrl-C, then SIGKILL, each within a level; then it runs through."""
     file = tmp_path / "c.toml"
     url = truth_server(slots=4, case="resume")
-    file.write_text(KNOWN.format(url=url, budget=12).replace("_seconds = 3\n", "_seconds = 0\n"))
+    file.write_text(KNOWN.format(url=url, budget=8).replace("_seconds = 3\n", "_seconds = 0\n"))
     log = tmp_path / "log"
     arguments = ["run", str(file), "--out", str(tmp_path / "runs"), "--beside-others"]
     kept: list[str] = []

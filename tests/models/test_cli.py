@@ -1,9 +1,10 @@
 """The command line as a user types it."""
 
+import functools
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,40 +13,42 @@ from models.cli import parse_bytes
 from models.errors import ModelError
 from models.ladder import LADDER
 
-ROOT = Path(__file__).parents[2]
+Ran = subprocess.CompletedProcess[str]
 
 
-def crossover(*arguments: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **({"CROSSOVER_CACHE": str(cache)} if cache else {})}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "crossover.py"), "models", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
 
 
-def test_make_then_list(tmp_path: Path) -> None:
-    done = crossover("make", "135m", cache=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "smollm2-135m: 134,515,008 parameters, Q4_0" in done.stdout
-    assert "writing smollm2-135m-Q4_0.gguf" in done.stderr
-    rows = {
-        row["name"]: row for row in json.loads(crossover("list", "--json", cache=tmp_path).stdout)
-    }
+@pytest.fixture(scope="module")
+def models(crossover: Callable[..., Ran], cache: Path) -> Callable[..., Ran]:
+    return functools.partial(crossover, "models", CROSSOVER_CACHE=str(cache))
+
+
+@pytest.fixture(scope="module")
+def made(models: Callable[..., Ran]) -> Ran:
+    return models("make", "135m")
+
+
+def test_make_then_list(models: Callable[..., Ran], made: Ran) -> None:
+    assert made.returncode == 0, made.stderr
+    assert "smollm2-135m: 134,515,008 parameters, Q4_0" in made.stdout
+    assert "writing smollm2-135m-Q4_0.gguf" in made.stderr
+    rows = {row["name"]: row for row in json.loads(models("list", "--json").stdout)}
     assert list(rows) == [one.spec.name for one in LADDER]
     assert rows["smollm2-135m"]["cached"] == ["Q4_0"]
     assert rows["smollm2-360m"]["cached"] == []
-    shown = crossover("list", cache=tmp_path).stdout
+    shown = models("list").stdout
     assert all(one.spec.name in shown and f"{one.spec.parameters:,}" in shown for one in LADDER)
 
 
-def test_make_repairs_what_it_made_itself(tmp_path: Path) -> None:
-    assert crossover("make", "135m", cache=tmp_path).returncode == 0
-    (file,) = tmp_path.glob("synthetic/smollm2-135m/*.gguf")
+def test_make_repairs_what_it_made_itself(
+    models: Callable[..., Ran], made: Ran, cache: Path
+) -> None:
+    (file,) = cache.glob("synthetic/smollm2-135m/*.gguf")
     os.truncate(file, 5000)
-    done = crossover("make", "135m", "--verify", cache=tmp_path)
+    done = models("make", "135m", "--verify")
     assert done.returncode == 0
     assert "5000 bytes" in done.stderr
     assert "making it again" in done.stderr
@@ -64,9 +67,9 @@ def test_make_repairs_what_it_made_itself(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(
-    arguments: list[str], complaint: str, tmp_path: Path
+    models: Callable[..., Ran], arguments: list[str], complaint: str
 ) -> None:
-    done = crossover(*arguments, cache=tmp_path)
+    done = models(*arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr

@@ -25,7 +25,6 @@ def test_a_childs_end_has_a_reason() -> None:
     assert run_python("-c", "raise SystemExit(3)").reason == "exit status 3"
 
 
-@pytest.mark.clock
 def test_at_its_time_limit_a_child_is_killed_with_what_it_started(tmp_path: Path) -> None:
     grandchild = "import time, sys; open(sys.argv[1], 'w').close(); time.sleep(60)"
     code = (
@@ -34,7 +33,7 @@ def test_at_its_time_limit_a_child_is_killed_with_what_it_started(tmp_path: Path
     )
     started = time.perf_counter()
     ran = run_python("-c", code, str(tmp_path / "there"), timeout_seconds=2.0)
-    assert ran.status is None and time.perf_counter() - started < 10
+    assert ran.status is None and time.perf_counter() - started < 30
     assert (tmp_path / "there").exists()
     alive = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
     assert not alive

@@ -21,7 +21,7 @@ from serving.supervisor.supervisor import Supervisor
 VOCABULARY = 2048
 QUICK = RecoveryLimits(
     backoff_first_seconds=0.05,
-    health_timeout_seconds=1.0,
+    health_timeout_seconds=10.0,  # a busy machine is no hung engine
     return_first_seconds=0.2,
     steady_seconds=0.0,
     kill_after_seconds=3.0,

@@ -12,6 +12,7 @@ from models.tokenization.tokenizer import shipped
 from serving.backends.base import EngineConfig
 from tests.serving.children import VOCABULARY
 from tests.serving.fakes import FakeSupervisor, app_on, served
+from tests.tools import engine_forks
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +38,13 @@ def config(tokenizer_path: str) -> Callable[..., EngineConfig]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def forked_engines() -> Iterator[None]:
+    """Engines of the fake backend start as forks: see tests.tools.engine_forks."""
+    with engine_forks.forked_engines():
+        yield
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from loadtests.errors import OverMemory, ServerFailed
 from loadtests.host.memory_cap import CapUnavailable, MemoryCap
 from serving.hardware.facts import allowed_cores
 
-pytestmark = pytest.mark.clock
 CAMPAIGN = """
 name = "x"
 models = ["135m"]

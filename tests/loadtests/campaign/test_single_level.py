@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,8 +21,9 @@ Start = Callable[..., str]
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.clock
-def test_one_level_from_the_command_line(truth_server: Start, tmp_path: Path) -> None:
+def test_one_level_from_the_command_line(
+    truth_server: Start, tmp_path: Path, crossover: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """`crossover load`: a table for people, a run folder where one is asked for, and clear words
     for what cannot be.
     """
@@ -39,17 +41,16 @@ def test_one_level_from_the_command_line(truth_server: Start, tmp_path: Path) ->
     check_folder(folder)
     (started,) = of_kind(read_events(folder).records, LevelStarted)
     assert started.purpose is LevelPurpose.LOAD and started.rate_per_second == 15.0
-    closed = from_shell("--concurrency", "2", "--duration", "1")
-    assert closed.returncode == 0 and "2.0 requests in flight" in closed.stdout
+    closed = crossover("load", url, *"--workload 16x8 --concurrency 2 --duration 1".split())
+    assert closed.returncode == 0
+    in_flight = re.search(r"(\S+) requests in flight", closed.stdout)
+    assert in_flight is not None and 1.5 < float(in_flight[1]) <= 2.0
     assert not list(Path.cwd().glob("load-*")) and len(list(tmp_path.glob("*"))) == 1, (
         "nothing is kept that was not asked for"
     )
-    refused = from_shell("--rate", "1", "--slo", "tea")
-    assert (
-        refused.returncode == 2
-        and "'tea' is not one of chat" in refused.stderr
-        and "Traceback" not in refused.stderr
-    )
+    refused = crossover("load", url, "--rate", "1", "--slo", "tea")
+    assert refused.returncode == 2 and "'tea' is not one of chat" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,13 @@ def batching(
     return world
 
 
-def capacity(world: World, target: float, low: float, high: float, n: int = 120_000) -> float:
+def capacity(
+    world: World, target: float, low: float, high: float, n: int = 120_000, halvings: int = 11
+) -> float:
     """The rate at which the long-run share of good requests is the target, by bisection with common
     random numbers.
     """
-    for _ in range(11):
+    for _ in range(halvings):
         middle = (low + high) / 2
         _, _, good = world(middle, n, np.random.default_rng(99))
         low, high = (middle, high) if good[n // 50 :].mean() >= target else (low, middle)

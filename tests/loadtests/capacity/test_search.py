@@ -90,8 +90,8 @@ def test_interval_covers_the_capacity_of_four_slots_in_nine_of_ten_runs():
 
 def test_interval_covers_the_capacity_of_continuous_batching_in_nine_of_ten_runs():
     world = batching(LAW, Policy(slots=16), PAIRS, BOTH)
-    truth = capacity(world, 0.9, 0.5, 3.0, n=40_000)
     predicted = predict(LAW, Policy(slots=16), PAIRS, BOTH, seed=5).rate
+    truth = capacity(world, 0.9, 0.7 * predicted, 1.3 * predicted, n=40_000, halvings=7)
     assert predicted == pytest.approx(truth, rel=0.1)
     covered, middle = coverage(partial(found_of_batching, start_rate=predicted * 0.8), truth)
     assert covered >= 0.9 * RUNS

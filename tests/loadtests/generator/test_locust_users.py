@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -35,7 +36,6 @@ from loadtests.records.schema import RequestRecord
 from loadtests.workload.arrivals import Constant, Poisson, due_times
 from loadtests.workload.requests import Workload
 
-pytestmark = pytest.mark.clock
 Start = Callable[..., str]
 LOCUSTFILE = Path(__file__).parents[3] / "loadtests" / "locustfile.py"
 SMALL = Workload(prompt_tokens=16, output_tokens=8)
@@ -92,6 +92,7 @@ def level(
     return records, account, log
 
 
+@pytest.mark.clock
 def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     alone: LoadGenerator, truth_server: Start
 ) -> None:
@@ -142,6 +143,7 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     )
 
 
+@pytest.mark.clock
 def test_times_are_right_under_load(alone: LoadGenerator, truth_server: Start) -> None:
     records, _, log = level(
         alone,
@@ -196,6 +198,7 @@ def test_two_processes_send_one_arrival_process(two: LoadGenerator, truth_server
         assert math.isclose(record.due_seconds, due[record.index], abs_tol=1e-6)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("generator", ["alone", "two"])
 def test_a_level_that_is_decided_stops_at_once(
     generator: str, truth_server: Start, request: pytest.FixtureRequest
@@ -238,7 +241,7 @@ def test_a_killed_load_generator_leaves_what_it_told(truth_server: Start, tmp_pa
             for message in generator.told():
                 records += isinstance(message, Recorded)
                 if records == 20:
-                    generator.child.stop(0)
+                    os.killpg(generator.child.pid, signal.SIGKILL)
     assert records >= 20
 
 

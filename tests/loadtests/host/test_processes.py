@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from loadtests.host.processes import Child, last_line, wait_for_file
 from loadtests.host.resources import api_pids, engine_pids, family
 
-pytestmark = pytest.mark.clock
 ROOT = Path(__file__).parents[3]
 
 

@@ -8,13 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from loadtests.campaign.progress import Progress
 from loadtests.generator.http_client import connect, fetch, get_bytes
 from loadtests.selftest.selftest import Bench
-
-pytestmark = pytest.mark.clock
 
 
 def test_the_self_test_passes_its_counts_and_fails_a_wrong_part_by_name() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from models.convert import onnx as convert_onnx
 from models.convert.compare import TRANSFORMERS_LOCK
@@ -46,6 +47,8 @@ ONNX = {
     "qwen3-growing": ("tiny-qwen3", "fp32", "optimum"),
     "qwen2-growing-dynamic": ("tiny-qwen2", "dynamic-int8", "optimum"),
 }
+
+PRELOADED = ["onnxruntime_genai.models.builder"]  # and with it torch and transformers
 
 
 @functools.cache
@@ -88,7 +91,7 @@ def _forked(arguments: list[str], what: str) -> None:
     interpreter.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["onnxruntime_genai.models.builder"])
+    context.set_forkserver_preload(PRELOADED)
     child = context.Process(target=_as_python_would, args=(arguments,))
     child.start()
     child.join()
@@ -104,6 +107,20 @@ def _child(arguments: list[str], what: str) -> None:
 
 
 convert_onnx._child = _child
+
+
+def forked_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converter's child as such a fork, for tests that are not about how it is started."""
+    monkeypatch.setattr(convert_onnx, "_child", _forked)
+
+
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """models.isolated.run_aside's child as such a fork too, for tests that are about what it makes;
+    tests/end_to_end/test_serve_engines.py converts in a new interpreter.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
 
 
 @functools.cache

@@ -74,7 +74,6 @@ def asked(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
-@pytest.mark.clock
 def test_a_backend_is_one_folder_and_one_row(copy: Path) -> None:
     with served(copy, "135m", "--backend", NAME) as url:
         body = {"model": "smollm2-135m", "prompt": [65, 66, 67], "max_tokens": 4}

@@ -20,6 +20,7 @@ from models.errors import UnsupportedModel
 from models.manifest import read_manifest
 from models.readers.config import read_spec
 from models.tokenization.tokenizer import load_tokenizer
+from tests.serving.backends.hf_folders import forked_builder
 from tests.serving.backends.transformers5 import NotMade, engine_tokens, environment, run, save
 from tests.shapes import TINY
 
@@ -83,7 +84,10 @@ def test_a_folder_of_4_is_read_rightly_under_5(
     assert 0 < both[1]["converted"][name]["torch"] < 0.01
 
 
-def test_a_folder_of_5_is_converted_rightly_under_4(both: tuple[Path, dict[str, Any]]) -> None:
+def test_a_folder_of_5_is_converted_rightly_under_4(
+    both: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked_builder(monkeypatch)
     newer = both[0] / "newer" / "tiny-llama3"
     make_gguf(newer, both[0] / "out.gguf", "F32")
     long = [[(n * 31) % 700 + 3 for n in range(600)]]

@@ -4,11 +4,11 @@ have.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +18,15 @@ from models.ladder import rung
 from serving.cli.plan import machine_of
 from serving.placement.plan import PlacementRequest, plan
 
-ROOT = Path(__file__).parents[3]
+Ask = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def asked(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "crossover", "models", "plan", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture(scope="session")
+def asked(crossover: Ask) -> Ask:
+    return functools.partial(crossover, "models", "plan")
 
 
-def test_it_adds_up_and_agrees_with_what_serve_decides() -> None:
+def test_it_adds_up_and_agrees_with_what_serve_decides(asked: Ask) -> None:
     done = asked(
         "1b",
         "--format",
@@ -64,7 +60,7 @@ def test_it_adds_up_and_agrees_with_what_serve_decides() -> None:
     assert [reason["cause"] for reason in found["decision"]["reasons"]][0] == "insufficient_vram"
 
 
-def test_it_says_the_formula_the_sum_and_the_decision_in_words() -> None:
+def test_it_says_the_formula_the_sum_and_the_decision_in_words(asked: Ask) -> None:
     shown = asked("8b", "--memory", "9GiB", "--vram", "24GiB", "--context", "2048").stdout
     assert (
         "16 slots x 2,048 tokens x 131,072 bytes a token (32 layers x 2 for key and value x 8 "
@@ -83,7 +79,7 @@ def test_it_says_the_formula_the_sum_and_the_decision_in_words() -> None:
     )
 
 
-def test_what_serve_would_refuse_is_said_to_be_refused_and_why() -> None:
+def test_what_serve_would_refuse_is_said_to_be_refused_and_why(asked: Ask) -> None:
     shown = asked("70b", "--memory", "8GiB", "--format", "Q4_0").stdout
     assert (
         "crossover serve would refuse: llama-3.3-70b can run nowhere" in shown
@@ -96,7 +92,7 @@ def test_what_serve_would_refuse_is_said_to_be_refused_and_why() -> None:
     )
 
 
-def test_without_a_name_it_goes_up_the_whole_ladder() -> None:
+def test_without_a_name_it_goes_up_the_whole_ladder(asked: Ask) -> None:
     found = json.loads(asked("--memory", "16GiB", "--format", "Q4_0", "--json").stdout)
     fits = [one["refusal"] is None for one in found]
     assert len(found) > 8 and fits[0] and not fits[-1] and fits == sorted(fits, reverse=True)
@@ -114,6 +110,8 @@ def test_without_a_name_it_goes_up_the_whole_ladder() -> None:
         (["9b"], "'9b' is no rung"),
     ],
 )
-def test_bad_input_is_one_sentence_and_status_2(arguments: list[str], complaint: str) -> None:
+def test_bad_input_is_one_sentence_and_status_2(
+    asked: Ask, arguments: list[str], complaint: str
+) -> None:
     done = asked(*arguments)
     assert done.returncode == 2 and complaint in done.stderr and "Traceback" not in done.stderr

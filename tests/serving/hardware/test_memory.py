@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from models.convert.onnx import make_onnx
 from models.spec import ModelSpec
 from models.synthetic.write import write_gguf, write_hf_folder
 from serving.backends.base import BackendInfo, EngineConfig
+from tests.serving.backends.hf_folders import forked_builder
 
 MEDIUM = ModelSpec(
     name="medium",
@@ -49,7 +50,7 @@ print(msgspec.json.encode(backend.info).decode())
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Path]]:
     folder = tmp_path_factory.mktemp("medium")
 
     def path(backend: str, weight_format: str) -> Path:
@@ -64,7 +65,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
             else folder / "hf"
         )
 
-    return path
+    with pytest.MonkeyPatch.context() as patched:
+        forked_builder(patched)
+        yield path
 
 
 def loaded(**settings: Any) -> BackendInfo:

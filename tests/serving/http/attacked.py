@@ -80,7 +80,7 @@ class Target:
         asked = time.monotonic()
         answer = complete(self.port, max_tokens=4, ignore_eos=True)
         assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 4
-        assert time.monotonic() - asked < 2.0
+        assert time.monotonic() - asked < 5.0
         assert json.loads(self.server.ready_file.read_text())["engine_pid"] == self.engine_pid
         wait_until(lambda: self.process.num_fds() <= self.files)
         assert self.process.memory_info().rss < self.rss_bytes + GROWTH

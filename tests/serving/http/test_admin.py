@@ -20,10 +20,8 @@ import pytest
 from serving.http.admin import is_loopback_host
 from serving.http.admin_wire import ModelChoice
 from serving.registry.options import ModelOptions
-from tests.serving.cli.test_serve import Server, run, server
+from tests.serving.cli.test_serve import Run, Server, server
 from tests.serving.fakes import Answer, ask
-
-pytestmark = pytest.mark.clock  # real processes
 
 MODELS = """
 [[model]]
@@ -272,44 +270,10 @@ def test_a_killed_engine_is_replaced_and_the_other_model_goes_on(admin: Admin) -
     assert 'crossover_model_unloads_total{model_name="two",reason="swapped"}' in metrics
 
 
-def test_with_an_admin_key_the_routes_are_on_the_same_port_and_each_key_opens_its_own_doors(
-    tmp_path: Path,
+def test_two_models_of_one_name_are_refused_before_anything_is_served(
+    tmp_path: Path, crossover: Run
 ) -> None:
-    (tmp_path / "key").write_text("api\n")
-    (tmp_path / "admin-key").write_text("root\n")
-    with server(
-        tmp_path,
-        "--api-key-file",
-        str(tmp_path / "key"),
-        "--admin-key-file",
-        str(tmp_path / "admin-key"),
-    ) as one:
-        port = int(one.wait_ready()["url"].rpartition(":")[2])
-
-        def status(path: str, key: str | None) -> int:
-            return ask(
-                port, "GET", path, None, {} if key is None else {"Authorization": f"Bearer {key}"}
-            ).status
-
-        assert [status("/admin/models", key) for key in (None, "api", "root")] == [401, 401, 200]
-        assert [status("/v1/models", key) for key in (None, "root", "api")] == [401, 401, 200]
-        assert [status("/admin/nothing", key) for key in ("api", "root")] == [401, 404]
-        paths = ask(port, "GET", "/openapi.json", None, {"Authorization": "Bearer api"}).json[
-            "paths"
-        ]
-        assert {"/admin/models", "/admin/load", "/admin/unload", "/admin/swap"} <= set(paths)
-        last = ask(
-            port,
-            "POST",
-            "/admin/unload",
-            {"name": "fake", "forget": True},
-            {"Authorization": "Bearer root"},
-        )
-        assert last.status == 400 and "the only model" in last.error["message"]
-
-
-def test_two_models_of_one_name_are_refused_before_anything_is_served(tmp_path: Path) -> None:
-    done = run("-m", "serving", "fake", "fake", "--port", "0", CROSSOVER_CACHE=str(tmp_path))
+    done = crossover("serve", "fake", "fake", "--port", "0", CROSSOVER_CACHE=str(tmp_path))
     assert (
         done.returncode == 2
         and "two models are called 'fake'" in done.stderr

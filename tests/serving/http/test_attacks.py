@@ -21,8 +21,6 @@ from tests.serving.fakes import Answer, ask, chat, complete
 from tests.serving.http.attacked import MEGABYTE, Target, port, raw, refused, target
 from tests.serving.http.test_app_streams import connected, post, read_all, read_until
 
-pytestmark = pytest.mark.clock
-
 __all__ = ["port", "target"]
 
 # --- what a body can ask for
@@ -143,7 +141,7 @@ MILLIONS: dict[str, bytes] = {
 def test_a_million_of_everything(port: int, what: str) -> None:
     asked = time.monotonic()
     error = refused(ask(port, "POST", "/v1/completions", MILLIONS[what]))
-    assert time.monotonic() - asked < 5.0
+    assert time.monotonic() - asked < 20.0, "quadratic work on a million takes minutes"
     if " " not in what:
         assert error["param"] == what or error["code"] == "context_length_exceeded"
 
@@ -185,7 +183,7 @@ def test_an_error_message_is_not_a_regular_expressions_playground(port: int, key
     refused(ask(port, "POST", "/v1/completions", json.dumps({"prompt": "x", key: 1}).encode()))
     refused(complete(port, model=key), "model", 404)
     refused(complete(port, response_format={"type": key}))
-    assert time.monotonic() - asked < 3.0
+    assert time.monotonic() - asked < 20.0
 
 
 # --- what a connection can carry
@@ -335,7 +333,7 @@ def test_five_hundred_slow_heads(port: int) -> None:
             )
         asked = time.monotonic()
         assert complete(port, max_tokens=2).status == 200
-        assert time.monotonic() - asked < 1.0
+        assert time.monotonic() - asked < 5.0, "a slow head may take 10 s"
 
 
 def test_readers_of_one_byte_hold_up_nobody(port: int) -> None:
@@ -350,7 +348,7 @@ def test_readers_of_one_byte_hold_up_nobody(port: int) -> None:
             assert len(reader.recv(1)) == 1
         asked = time.monotonic()
         assert ask(port, "GET", "/health").status == 200
-        assert time.monotonic() - asked < 1.0
+        assert time.monotonic() - asked < 5.0
 
 
 def test_a_flood_is_refused_at_once_and_the_queue_is_served(tmp_path: Path) -> None:

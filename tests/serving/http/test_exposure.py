@@ -22,10 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.cli.test_serve import Server, run, server
+from tests.serving.cli.test_serve import Run, Server, server
 from tests.serving.fakes import ask, complete
-
-pytestmark = pytest.mark.clock
 
 API, ADMIN = {"Authorization": "Bearer api-secret"}, {"Authorization": "Bearer admin-secret"}
 
@@ -70,10 +68,12 @@ def test_another_address_without_a_key_is_warned_of(
     with server(
         tmp_path, "--host", "0.0.0.0", *(("--api-key-env", "THE_KEY") if keyed else ())
     ) as one:
-        one.wait_ready()
+        port = port_of(one)
         assert (
             "WARNING: --host 0.0.0.0 opens this server to everybody" in one.log.read_text()
         ) is not keyed
+        assert complete(port, max_tokens=1).status == (401 if keyed else 200)
+        assert complete(port, API, max_tokens=1).status == 200
 
 
 def test_the_key_opens_everything_but_the_admin_routes(kept: tuple[Server, int]) -> None:
@@ -87,6 +87,12 @@ def test_the_key_opens_everything_but_the_admin_routes(kept: tuple[Server, int])
         == 401
     )
     assert ask(port, "GET", "/admin/models", None, ADMIN).status == 200
+    assert ask(port, "GET", "/admin/nothing", None, ADMIN).status == 404
+    assert ask(port, "GET", "/v1/models", None, ADMIN).status == 401
+    paths = ask(port, "GET", "/openapi.json", None, API).json["paths"]
+    assert {"/admin/models", "/admin/load", "/admin/unload", "/admin/swap"} <= set(paths)
+    last = ask(port, "POST", "/admin/unload", {"name": "fake", "forget": True}, ADMIN)
+    assert last.status == 400 and "the only model" in last.error["message"]
     for path in ("/admin/load", "/admin/unload", "/admin/swap"):
         assert ask(port, "POST", path, {"name": "fake", "source": "fake"}, API).status == 401
     for path in (
@@ -147,38 +153,17 @@ def test_admin_routes_take_a_path_that_is_no_model_for_no_model(
     )
 
 
-def test_one_key_for_both_is_refused(tmp_path: Path) -> None:
-    done = run(
-        "-m",
-        "serving",
-        "fake",
-        "--port",
-        "0",
-        "--api-key-env",
-        "A",
-        "--admin-key-env",
-        "B",
-        A="same",
-        B="same",
-    )
+def test_one_key_for_both_is_refused(crossover: Run) -> None:
+    keys = ("--api-key-env", "A", "--admin-key-env", "B")
+    done = crossover("serve", "fake", "--port", "0", *keys, A="same", B="same")
     assert done.returncode == 2 and "--admin-key-" in done.stderr and "same\n" not in done.stderr
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
     """A certificate of its own for 127.0.0.1, and its key."""
     pem, key = folder / "certificate.pem", folder / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
+    request = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
+    command = [*request.split(), "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     try:
         subprocess.run(
             [*command, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", pem],
@@ -213,7 +198,7 @@ def test_https_answers_and_http_does_not(tmp_path: Path) -> None:
         assert one.end() == 0 and "Traceback" not in one.log.read_text()
 
 
-def test_files_that_are_no_certificate_are_one_sentence(tmp_path: Path) -> None:
+def test_files_that_are_no_certificate_are_one_sentence(tmp_path: Path, crossover: Run) -> None:
     pem, key = certificate(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
@@ -225,17 +210,8 @@ def test_files_that_are_no_certificate_are_one_sentence(tmp_path: Path) -> None:
         (pem, stranger),
         (key, pem),
     ):
-        done = run(
-            "-m",
-            "serving",
-            "fake",
-            "--port",
-            "0",
-            "--tls-certificate",
-            str(one),
-            "--tls-key",
-            str(two),
-        )
+        files = ("--tls-certificate", str(one), "--tls-key", str(two))
+        done = crossover("serve", "fake", "--port", "0", *files)
         assert (
             done.returncode == 2
             and "--tls-certificate" in done.stderr

@@ -27,10 +27,10 @@ from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.stream import merged
 from serving.supervisor.supervisor import Supervisor
 
-pytestmark = pytest.mark.clock  # real processes
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 MIB = 1 << 20
-QUICK = RecoveryLimits(backoff_first_seconds=0.02, health_timeout_seconds=2.0)
+QUICK = RecoveryLimits(backoff_first_seconds=0.02, health_timeout_seconds=10.0)
 ONE_AT_A_TIME = [
     RegistryLimits(most_loaded=1),
     RegistryLimits(memory_bytes=100 * MIB),
@@ -127,7 +127,9 @@ def test_the_idle_make_room_and_the_busy_never_go(limits: RegistryLimits) -> Non
 def test_a_sequence_in_flight_keeps_its_model_whoever_holds_it() -> None:
     async def scenario() -> None:
         async with fleet_of(
-            model("a"), model("b", "demand"), limits=RegistryLimits(most_loaded=1)
+            model("a", step_seconds=0.005),
+            model("b", "demand"),
+            limits=RegistryLimits(most_loaded=1),
         ) as registry:
             await until(lambda: registry.states()["a"] == "ready")
             stream = registry.tenants["a"].supervisor.submit(
@@ -148,8 +150,7 @@ def test_many_requests_for_a_model_that_is_not_loaded_load_it_once() -> None:
                 and registry.tenants["a"].supervisor.pids == []
             )
             entering = [asyncio.create_task(registry.hold("a")) for _ in range(20)]
-            await asyncio.sleep(0.05)
-            assert registry.states() == {"a": "loading"}
+            await until(lambda: registry.states() == {"a": "loading"})
             for release in await asyncio.gather(*entering):
                 release()
             assert started(registry, "a") == 1 and registry.tenants["a"].holders == 0

@@ -31,9 +31,10 @@ from tests.serving.fakes import app_on, ask, complete, served, wait_until
 from tests.serving.placement.test_plan import machine, with_gpu
 from tests.serving.test_metrics import scraped
 
-pytestmark = pytest.mark.clock  # real processes
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
-LIMITS = RecoveryLimits(backoff_first_seconds=0.05, health_timeout_seconds=1.5, flips_per_hour=0)
+LIMITS = RecoveryLimits(backoff_first_seconds=0.05, health_timeout_seconds=10.0, flips_per_hour=0)
+SOON_HUNG = msgspec.structs.replace(LIMITS, health_timeout_seconds=1.0)
 MIB = 1 << 20
 SMALL_GPU = GpuFacts("Test GPU", "nvidia", 80 << 30, 10 * MIB, "550.1", "9.0")
 
@@ -88,12 +89,17 @@ class Served:
 
 
 @contextmanager
-def serving(made_up: Machine, policy: Policy = Policy.auto, **options: Any) -> Iterator[Served]:
+def serving(
+    made_up: Machine,
+    policy: Policy = Policy.auto,
+    limits: RecoveryLimits = LIMITS,
+    **options: Any,
+) -> Iterator[Served]:
     model = ModelOptions(
         source="fake", name="m", backend="fake", slots=2, policy=policy, options=options
     )
     prepared = prepare(model, made_up)
-    supervisor = Supervisor(prepared.configs, limits=LIMITS)
+    supervisor = Supervisor(prepared.configs, limits=limits)
     explanation = {**msgspec.to_builtins(prepared.placement), "lines": explain(prepared.placement)}
     tokenizer = load_tokenizer(prepared.tokenizer_path)
     app = app_on(supervisor, tokenizer=tokenizer, placement=explanation)
@@ -192,7 +198,10 @@ def test_a_cause_that_strikes_while_it_runs_moves_the_model_and_loses_no_request
 ) -> None:
     cause = DURING[failure]
     with serving(
-        MadeUp(with_gpu()), fail_cause=failure, fail_once_file=str(tmp_path / "once")
+        MadeUp(with_gpu()),
+        limits=SOON_HUNG if failure == "hang" else LIMITS,
+        fail_cause=failure,
+        fail_once_file=str(tmp_path / "once"),
     ) as server:
         again = cause is Cause.engine_died  # restarted in the same place after the first one
         assert server.answer() == ("fake/gpu" if again else "fake/cpu")
@@ -207,7 +216,8 @@ def test_a_cause_that_strikes_while_it_runs_moves_the_model_and_loses_no_request
 
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSTOP])
 def test_a_real_signal_twice_moves_the_model_to_the_cpu(number: signal.Signals) -> None:
-    with serving(MadeUp(with_gpu())) as server:
+    limits = SOON_HUNG if number is signal.SIGSTOP else LIMITS
+    with serving(MadeUp(with_gpu()), limits=limits) as server:
         assert server.answer() == "fake/gpu"
         server.kill(number)
         if number is not signal.SIGSTOP:  # a death is worth one restart; a hang is not

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 
@@ -20,9 +21,10 @@ from serving.errors import EngineFailed, Overloaded, Unavailable
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
-from tests.serving.children import LONG, alive, collect, kinds, run, running, truth, until
+from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
 
-pytestmark = pytest.mark.clock  # real processes
+pytestmark = pytest.mark.usefixtures("forked_engines")
+SOON_HUNG = msgspec.structs.replace(QUICK, health_timeout_seconds=1.0)
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -88,7 +90,7 @@ def test_after_a_death_the_unread_start_again_and_the_read_end_with_an_error(
 
 def test_a_stopped_child_is_found_killed_and_replaced(config: Callable[..., EngineConfig]) -> None:
     async def scenario() -> None:
-        async with running(config()) as supervisor:
+        async with running(config(), limits=SOON_HUNG) as supervisor:
             await collect(supervisor.submit(GenerationRequest([1], 3)))
             assert supervisor.engine_pid is not None
             os.kill(supervisor.engine_pid, signal.SIGSTOP)
@@ -96,7 +98,7 @@ def test_a_stopped_child_is_found_killed_and_replaced(config: Callable[..., Engi
             result = await collect(
                 supervisor.submit(GenerationRequest([1, 2], 10, ignore_eos=True))
             )
-            assert result.finish == "length" and 0.9 < time.monotonic() - started < 6.0
+            assert result.finish == "length" and time.monotonic() - started > 0.9
             assert [event.cause for event in supervisor.events if event.kind == "died"] == [
                 "health_timeout"
             ]
@@ -110,8 +112,13 @@ def test_an_idle_stopped_child_is_left_alone(config: Callable[..., EngineConfig]
             config(), limits=RecoveryLimits(health_timeout_seconds=0.3)
         ) as supervisor:
             pid = supervisor.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(1.0)
             assert supervisor.engine_pid == pid and supervisor.state == "ready"
+            os.kill(pid, signal.SIGCONT)
+            await collect(supervisor.submit(GenerationRequest([1], 3)))
+            assert supervisor.engine_pid == pid
 
     run(scenario())
 
@@ -146,8 +153,6 @@ def test_an_engine_that_cannot_load_is_not_started_for_ever(
 
 def test_a_backend_that_does_not_exist_is_named(config: Callable[..., EngineConfig]) -> None:
     async def scenario() -> None:
-        import msgspec
-
         wrong = msgspec.structs.replace(config(), backend="no.such.module:Backend")
         async with running(wrong, wait=False) as supervisor:
             with pytest.raises(EngineFailed, match=r"no\.such\.module"):
@@ -174,9 +179,8 @@ def test_every_cause_on_the_gpu_ends_on_the_cpu_with_no_unread_request_lost(
 ) -> None:
     async def scenario() -> None:
         gpu, cpu = config(device="gpu", fail_cause=cause, fail_after_steps=3), config(device="cpu")
-        async with running(
-            gpu, cpu, limits=RecoveryLimits(backoff_first_seconds=0.05, health_timeout_seconds=1.0)
-        ) as supervisor:
+        limits = msgspec.structs.replace(SOON_HUNG if cause == "hang" else QUICK, flips_per_hour=0)
+        async with running(gpu, cpu, limits=limits) as supervisor:
             streams = [
                 supervisor.submit(GenerationRequest([7, n], 20, ignore_eos=True, whole=True))
                 for n in range(8)
@@ -240,7 +244,6 @@ def test_a_way_back_that_fails_disturbs_nobody_and_is_not_tried_for_ever(
         limits = RecoveryLimits(
             return_first_seconds=0.1,
             steady_seconds=0.0,
-            health_timeout_seconds=1.0,
             flips_per_hour=2,
         )
         async with running(
@@ -331,7 +334,8 @@ def test_cancelling_frees_the_slot_and_ends_the_stream(config: Callable[..., Eng
             first.cancel()
             started = time.monotonic()
             assert (await collect(first)).finish == "cancelled"
-            assert (await collect(second)).finish == "length" and time.monotonic() - started < 1.0
+            assert (await collect(second)).finish == "length"
+            assert time.monotonic() - started < 5.0, "its 2000 steps of 5 ms take 10 s"
             first.cancel()
             assert supervisor.in_flight == 0
 
@@ -388,7 +392,7 @@ def test_a_drain_has_a_limit_and_a_second_stop_aborts_it(
                 await asyncio.sleep(0.1)
                 await supervisor.stop(drain=False)
             assert await stopping == 1
-            assert time.monotonic() - started < 4.0
+            assert time.monotonic() - started < 8.0, "its 2000 steps of 5 ms take 10 s"
             result = await collect(stream)
             assert result.finish == "error" and "stopped" in (result.error or "")
 
