@@ -14,7 +14,8 @@ import typer
 from typer.core import TyperCommand
 
 from loadtests.errors import LoadError
-from loadtests.generator.options import CommandOptions
+from loadtests.generator.options import CommandOptions, command_options
+from serving.bounds import spans, unbounded
 
 Beside = Annotated[
     bool,
@@ -166,7 +167,7 @@ def load(
     crossover load http://127.0.0.1:8000 --concurrency 8 --workload 256x64 --duration 60
     crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
     """
-    options = CommandOptions(**given)
+    options = command_options(given)
     if (options.rate is None) == (options.concurrency is None):
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
     from loadtests.generator.launcher import spare as started_early
@@ -177,8 +178,11 @@ def load(
         from loadtests.campaign.progress import Progress
         from loadtests.campaign.single_level import single_level
         from loadtests.generator.option_values import plan_of_command
+        from loadtests.metrics.slo import SLO_PRESETS
         from loadtests.terminal.level import show_level, wide_console
 
+        if options.slo not in SLO_PRESETS:
+            raise LoadError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
         slo = slo_of(SloSpec(preset=options.slo, target=options.target))
         with Progress() as progress:
             plan = plan_of_command(url, options)
@@ -194,9 +198,11 @@ def _parameters(options: type[msgspec.Struct]) -> list[inspect.Parameter]:
     hints = get_type_hints(options, include_extras=True)
     found = []
     for field in msgspec.structs.fields(options):
-        kind, meta = get_args(hints[field.name])
-        shown = typer.Option(help=meta.description, min=meta.ge, metavar=METAVARS.get(field.name))
-        annotation = Annotated[kind, shown]  # type: ignore[valid-type]
+        hint = hints[field.name]
+        # Bounds are for `command_options` to check: its messages name the option and the value.
+        metavar = METAVARS.get(field.name) or next(spans(hint), None)
+        shown = typer.Option(help=get_args(hint)[-1].description, metavar=metavar)
+        annotation = Annotated[unbounded(hint), shown]  # type: ignore[valid-type]
         keyword = inspect.Parameter.KEYWORD_ONLY
         found.append(
             inspect.Parameter(field.name, keyword, default=field.default, annotation=annotation)

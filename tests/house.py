@@ -28,8 +28,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("tokenization", "synthetic", "convert", "cache", "resolve", "cli"),
     ),
     "serving": (
-        *("errors", "hardware", "sampling", "backends", "placement", "engine", "supervisor"),
-        *("metrics", "registry", "http", "cli", "__main__"),
+        *("errors", "bounds", "hardware", "sampling", "backends", "placement", "engine"),
+        *("supervisor", "metrics", "registry", "http", "cli", "__main__"),
     ),
     "loadtests": (
         *("errors", "records", "workload", "metrics", "capacity", "simulation", "host"),

@@ -43,10 +43,6 @@ def target_of(url: str, options: LoadOptions) -> Target:
 
 def plan_of_command(url: str, options: CommandOptions) -> LoadPlan:
     """The plan of `crossover load`. Raises LoadError for values that cannot be."""
-    for name in ("rate", "duration"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise LoadError(f"{flag_of(name)} must be above 0, got {value}")
     return LoadPlan(
         target=target_of(url, options),
         workload=parse_workload(options.workload),
@@ -132,17 +128,20 @@ def parse_workload(text: str) -> Workload:
 def parse_arrivals(text: str) -> Arrivals:
     """ "poisson", or "gamma:cv=2", "on_off:on_seconds=5:off_seconds=15". Raises LoadError."""
     kind, *settings = text.split(":")
+    kinds = [one.__struct_config__.tag for one in get_args(Arrivals)]
+    if kind not in kinds:
+        raise LoadError(f"--arrivals {text!r} is not one of {', '.join(map(str, kinds))}")
     raw: dict[str, Any] = {"kind": kind}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            raise LoadError(f"arrivals {text!r}: {setting!r} is no key=value")
+            raise LoadError(f"--arrivals {text!r}: {setting!r} is no key=value")
         raw[key] = value
     try:
         found: Arrivals = msgspec.convert(raw, Arrivals, strict=False)
         return found
     except (msgspec.MsgspecError, ValueError) as problem:
-        raise LoadError(f"arrivals {text!r}: {problem}") from problem
+        raise LoadError(f"--arrivals {text!r}: {problem}") from problem
 
 
 def parse_extra_body(text: str | None) -> dict[str, Any]:

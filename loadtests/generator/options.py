@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
+
+from loadtests.errors import LoadError
+from serving.bounds import Count, Positive, Share, explained, unbounded
 
 EXTRA_BODY_HELP = "JSON object of fields added to every request, for example '{\"top_k\": 1}'."
 
@@ -15,8 +20,10 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is sent, where to and when."""
 
     rate: Annotated[
-        float | None,
-        Meta(description="Requests per second, sent when due whatever comes back (open loop)."),
+        Positive | None,
+        Meta(
+            description="Requests per second, sent when due whatever comes back (open loop).",
+        ),
     ] = None
     workload: Annotated[
         str,
@@ -48,22 +55,34 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
     """Those of `crossover load` beside the URL."""
 
     concurrency: Annotated[
-        int | None,
+        Count | None,
         Meta(
-            ge=1,
             description="Concurrent users; each sends its next request when the last one finishes "
             "(closed loop).",
         ),
     ] = None
-    duration: Annotated[float, Meta(description="Seconds that count.")] = 30.0
+    duration: Annotated[Positive, Meta(description="Seconds that count.")] = 30.0
     target: Annotated[
-        float | None,
-        Meta(description="Share of good requests that the SLO asks for. Default: the preset's."),
+        Share | None,
+        Meta(
+            description="Share of good requests that the SLO asks for. Default: the preset's.",
+        ),
     ] = None
     out: Annotated[
         Path | None,
         Meta(description="Keep the run in a folder below this one; else nothing is kept."),
     ] = None
+
+
+def command_options(given: Mapping[str, Any]) -> CommandOptions:
+    """The options of a command line. Raises LoadError with option, bound and value."""
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise LoadError(f"{flag_of(name)} must be finite, got {value:g}")
+    try:
+        return msgspec.convert(given, CommandOptions)
+    except msgspec.ValidationError as problem:
+        raise LoadError(explained(str(problem), given, flag_of)) from problem
 
 
 class LocustOptions(LoadOptions, frozen=True, kw_only=True):
@@ -104,5 +123,5 @@ def flag_of(name: str) -> str:
 
 def kind_of(name: str) -> Any:
     """The type of an option's value, None left out."""
-    hint = get_args(_HINTS[name])[0]
+    hint = unbounded(_HINTS[name])
     return next((kind for kind in get_args(hint) if kind is not type(None)), hint)

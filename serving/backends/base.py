@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from serving.bounds import Count, PositiveSeconds
 from serving.sampling.types import Row, Sampled
 
 
@@ -79,7 +80,7 @@ CAPABILITIES: dict[str, str] = {
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything an engine child needs to start; travels to it as JSON."""
+    """Everything an engine child needs to start; travels to it as JSON, which checks its bounds."""
 
     backend: str  # a name of serving.backends.BACKENDS or "package.module:Class"
     model_path: str  # GGUF file, Hugging Face folder or ONNX folder
@@ -87,14 +88,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_format: str = ""
     tokenizer_path: str = ""  # tokenizer.json, a folder with one, or a GGUF file
     device: str = "cpu"  # "cpu" or "gpu"
-    slots: int = 16
-    context_tokens: int = 2048
-    kv_tokens: int | None = None  # None: slots * context_tokens
+    slots: Count = 16
+    context_tokens: Count = 2048
+    kv_tokens: Count | None = None  # None: slots * context_tokens
     kv_dtype: str = "fp16"
-    threads: int | None = None  # None: as many as cores it may run on
+    threads: Count | None = None  # None: as many as cores it may run on
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
-    prefill_tokens: int = 256  # most prompt tokens of a step while someone decodes
-    step_seconds_target: float = 0.3  # of a step while someone decodes; prompts fill it up
+    prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
+    step_seconds_target: PositiveSeconds = 0.3  # of a step while someone decodes
     prefix_reuse: bool = True
     quality_kl_nats: float | None = None  # KL divergence to the float model, where measured
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name

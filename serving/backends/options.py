@@ -7,6 +7,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from serving.bounds import bound
 from serving.errors import Unsupported
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -24,7 +25,8 @@ def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -
         try:
             values[key] = msgspec.convert(_plain(value, hints[key]), hints[key], strict=False)
         except msgspec.ValidationError as problem:
-            what = str(problem).removeprefix("Expected ")
+            said = str(problem)
+            what = bound(said) or said.removeprefix("Expected ")
             raise Unsupported(
                 f"option {key} of the {backend} backend must be {what}, got {value!r}", key
             ) from problem

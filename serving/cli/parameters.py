@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, get_args, get_origin
+from collections.abc import Callable
+from typing import Annotated, Any, get_origin
 
 import msgspec
 import typer
 
-from serving.registry.options import about, converted, flag_of, parse_options, unbounded
+from serving.bounds import spans, unbounded
+from serving.registry.options import about, converted, flag_of, parse_options
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:
@@ -37,7 +38,7 @@ def parameter_of(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     """The command-line parameter of one option; without a panel and a flag it is an argument."""
     said, kind = about(field), unbounded(field.type)
     # Bounds are for `converted` to check: its messages name the option and the value.
-    metavar = said.metavar or next(_bounds(field.type), None)
+    metavar = said.metavar or next(spans(field.type), None)
     shown: dict[str, Any] = {"help": said.text.replace("[", r"\["), "metavar": metavar}
     default: Any = field.default
     if get_origin(kind) in (dict, tuple):
@@ -53,13 +54,3 @@ def parameter_of(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
-
-
-def _bounds(kind: Any) -> Iterator[str]:
-    """The bounds within a type as help: `Annotated[int, Meta(ge=1)] | None` -> "<int >= 1>"."""
-    parts = get_args(kind)
-    for part in parts:
-        if isinstance(part, msgspec.Meta) and part.ge is not None:
-            span = f">= {part.ge:g}" if part.le is None else f"{part.ge:g}-{part.le:g}"
-            yield f"<{parts[0].__name__} {span}>"
-        yield from _bounds(part)

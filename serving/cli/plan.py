@@ -27,6 +27,7 @@ from models.readers.config import read_spec
 from models.readers.gguf import read_header
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends import BACKENDS, missing_backends
+from serving.bounds import Count
 from serving.cli.parameters import command_of
 from serving.hardware.facts import HardwareFacts, hardware_facts
 from serving.hardware.gpu import GpuFacts
@@ -40,7 +41,7 @@ from serving.placement.plan import (
     plan,
 )
 from serving.placement.policy import Policy
-from serving.registry.options import Count, option
+from serving.registry.options import option
 
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
 

@@ -9,10 +9,11 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from serving.bounds import unbounded
 from serving.errors import EngineState
 from serving.http.wire.errors import scrubbed
 from serving.http.wire.requests import Wire
-from serving.registry.options import ModelOptions, unbounded
+from serving.registry.options import ModelOptions
 from serving.registry.registry import Registry
 from serving.registry.tenant import Tenant
 

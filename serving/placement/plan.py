@@ -18,6 +18,7 @@ import msgspec
 from models.formatting import size
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends import BACKENDS, DEFAULTS, format_of, spec_of
+from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.facts import HardwareFacts
 from serving.placement.memory import Sizes, forecast
@@ -48,9 +49,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy = Policy.auto
     backend: str | None = None
     weight_format: str | None = None
-    slots: int = 16
-    context_tokens: int | None = None
-    kv_tokens: int | None = None  # None: slots x context
+    slots: Count = 16
+    context_tokens: Count | None = None
+    kv_tokens: Count | None = None  # None: slots x context
     kv_dtype: str = "fp16"
     weight_bytes: int | None = None  # of the file; None: there is none yet
     check_memory: bool = True  # False: plan even what does not fit, and say so
@@ -124,14 +125,11 @@ def plan(
 ) -> Placement:
     """Decide where the model runs on a machine with these facts.
 
-    Raises NoPlacement where nothing is left, ValueError for sizes that cannot be.
+    Raises NoPlacement where nothing is left, Unsupported for sizes that cannot be.
     """
+    check(request)
     model, asked = request.model, request.context_tokens
     context = min(asked or 2048, model.context)
-    for name in ("slots", "context_tokens", "kv_tokens"):
-        value = getattr(request, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     if request.kv_dtype not in KV_ELEMENT_BYTES:
         known = ", ".join(KV_ELEMENT_BYTES)
         raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")

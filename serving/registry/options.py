@@ -21,11 +21,12 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from serving.bounds import Count, Port, PositiveSeconds, Seconds, explained
 from serving.errors import ServingError
 from serving.placement.policy import Policy
 
@@ -36,10 +37,6 @@ HTTP = "HTTP"
 MACHINE = "Machine"
 SEVERAL = "Several models"
 
-Count = Annotated[int, Meta(ge=1)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(ge=0)]
-PositiveSeconds = Annotated[float, Meta(gt=0)]
 Standby = Literal["cold", "warm"]
 LogFormat = Literal["text", "json"]
 T = TypeVar("T")
@@ -283,16 +280,6 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def unbounded(kind: Any) -> Any:
-    """The type without bounds and help: `Annotated[int, Meta(ge=1)] | None` -> `int | None`."""
-    if get_origin(kind) is Annotated:
-        return unbounded(get_args(kind)[0])
-    args = get_args(kind)
-    if len(args) == 2 and args[1] is type(None):
-        return unbounded(args[0]) | None
-    return kind
-
-
 def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
     """The models of a server: the command line's, then the models file's. Raises ServingError."""
     shared = shared_of(options)
@@ -354,19 +341,6 @@ def converted(
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as problem:
         raise ServingError(where + explained(str(problem), values, named)) from problem
-
-
-_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+) - at `\$\.(\w+)`")
-_BOUND_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
-
-
-def explained(problem: str, values: Mapping[str, Any], named: Callable[[str], str] = str) -> str:
-    """msgspec's sentence; one about a bound as "slots must be at least 1, got 0"."""
-    found = _BOUND.fullmatch(problem)
-    if found is None:
-        return problem
-    sign, bound, key = found.groups()
-    return f"{named(key)} must be {_BOUND_WORDS[sign]} {float(bound):g}, got {values.get(key)!r}"
 
 
 def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:

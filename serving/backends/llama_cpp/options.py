@@ -13,10 +13,10 @@ import msgspec
 from models.errors import BrokenWeights
 from serving.backends.base import EngineConfig
 from serving.backends.llama_cpp.library import KV_TYPES, build_details
+from serving.bounds import Count, check
 from serving.errors import BackendUnavailable, Unsupported
 
 QUANTISED_KV = ("q8_0", "q4_0")  # these need flash attention
-Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class LlamaOptions(msgspec.Struct, frozen=True):
@@ -32,9 +32,9 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     mmap: bool | None = None
     mlock: bool = False  # keep the weights from being swapped out
     repack: bool = True  # rearrange quantised weights for this CPU's instructions
-    step_tokens: Positive = 512  # most tokens of a step (n_batch)
-    ubatch_tokens: Positive = 512  # most tokens of a pass over the weights (n_ubatch)
-    prefill_threads: Positive | None = None  # of steps of more than one token; None: as decoding
+    step_tokens: Count = 512  # most tokens of a step (n_batch)
+    ubatch_tokens: Count = 512  # most tokens of a pass over the weights (n_ubatch)
+    prefill_threads: Count | None = None  # of steps of more than one token; None: as decoding
     # How threads wait: default (spin, then sleep), active (spin), passive (sleep). auto: passive
     # where the engine has no cores of its own and uses all: spinning would starve everybody.
     wait_policy: Literal["auto", "default", "active", "passive"] = "auto"
@@ -62,6 +62,7 @@ class LlamaOptions(msgspec.Struct, frozen=True):
 
 def check_config(config: EngineConfig, options: LlamaOptions, llama: Any) -> None:
     """Refuse what can be refused before anything is loaded."""
+    check(config)
     most = int(llama.llama_max_parallel_sequences())
     pool, context = config.kv_tokens, config.context_tokens
     needs_flash = config.kv_dtype in QUANTISED_KV
@@ -69,11 +70,10 @@ def check_config(config: EngineConfig, options: LlamaOptions, llama: Any) -> Non
     kinds = ", ".join(KV_TYPES)
     for is_wrong, key, message in (
         (
-            not 1 <= config.slots <= most,
+            config.slots > most,
             "slots",
-            f"slots must be from 1 to {most} with llama.cpp, got {config.slots}",
+            f"slots must be at most {most} with llama.cpp, got {config.slots}",
         ),
-        (context < 1, "context_tokens", f"context_tokens must be at least 1, got {context}"),
         (
             config.kv_dtype not in KV_TYPES,
             "kv_dtype",

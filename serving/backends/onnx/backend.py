@@ -29,6 +29,7 @@ from serving.backends.onnx.graph import (
 )
 from serving.backends.onnx.growing import GrowingGraph
 from serving.backends.options import parse_options
+from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.hardware.memory import anonymous_bytes, refuse_shortage
 from serving.sampling.sampler import sample
@@ -190,11 +191,8 @@ def _is_memory(text: str) -> bool:
 
 
 def _check_config(config: EngineConfig, facts: GraphFacts) -> None:
-    slots, context = config.slots, config.context_tokens
-    if slots < 1 or context < 1:
-        raise Unsupported(
-            f"slots and context_tokens must be at least 1, got {slots} and {context}", "slots"
-        )
+    check(config)
+    context = config.context_tokens
     if facts.context_tokens is not None and context > facts.context_tokens:
         raise Unsupported(
             f"context_tokens is {context}, and the model was made for {facts.context_tokens}",

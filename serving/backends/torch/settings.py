@@ -13,6 +13,7 @@ from models.spec import ModelSpec
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.options import parse_options
 from serving.backends.torch.matrices import DTYPES
+from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.hardware.memory import available_bytes
 
@@ -75,10 +76,11 @@ def chosen_format(wanted: str, stored: str, device: torch.device) -> str:
 
 def check_config(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises Unsupported for sizes and KV types that cannot be."""
-    if config.slots < 1 or not 1 <= config.context_tokens <= spec.context:
+    check(config)
+    if config.context_tokens > spec.context:
         raise Unsupported(
-            f"slots is {config.slots} and context_tokens {config.context_tokens}; at least 1 slot "
-            f"and 1 to {spec.context} tokens",
+            f"context_tokens must be at most {spec.context}, the model's own, "
+            f"got {config.context_tokens}",
             "context_tokens",
         )
     if config.kv_dtype not in ("fp16", "bf16", "fp32"):

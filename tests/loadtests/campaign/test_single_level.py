@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -59,6 +60,12 @@ def test_one_level_from_the_command_line(
         ({}, "give either --rate"),
         ({"rate": 1.0, "concurrency": 1}, "give either --rate"),
         ({"rate": -1.0}, "--rate must be above 0, got -1.0"),
+        ({"rate": math.nan}, "--rate must be finite, got nan"),
+        ({"concurrency": 0}, "--concurrency must be at least 1, got 0"),
+        ({"concurrency": 1, "target": 1.5}, "--target must be below 1, got 1.5"),
+        ({"rate": 1.0, "arrivals": "tea"}, "--arrivals 'tea' is not one of constant, poisson"),
+        ({"rate": 1.0, "duration": math.inf}, "--duration must be finite, got inf"),
+        ({"rate": 1.0, "slo": "tea"}, "^--slo 'tea' is not one of chat"),
         ({"rate": 1.0, "duration": 0.0}, "--duration must be above 0, got 0.0"),
         ({"rate": 1.0, "api": "soap"}, "--api must be completions or chat, got 'soap'"),
         ({"rate": 1.0, "workload": "tea"}, "'tea' is not one of chat"),

@@ -8,7 +8,7 @@ import pytest
 from models import formatting
 from models.ladder import LADDER, rung
 from models.spec import ModelSpec
-from serving.errors import Cause
+from serving.errors import Cause, Unsupported
 from serving.hardware.facts import HardwareFacts
 from serving.hardware.gpu import GpuFacts
 from serving.placement.plan import (
@@ -243,15 +243,15 @@ def test_the_context_is_cut_to_what_the_model_was_made_for_and_that_is_said() ->
 
 
 @pytest.mark.parametrize(
-    ("sizes", "name"),
+    ("sizes", "message"),
     [
-        ({"slots": 0}, "slots"),
-        ({"kv_tokens": 0}, "kv_tokens"),
-        ({"context_tokens": -1}, "context_tokens"),
+        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"kv_tokens": 0}, "kv_tokens must be at least 1, got 0"),
+        ({"context_tokens": -1}, "context_tokens must be at least 1, got -1"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(sizes: dict[str, int], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+def test_impossible_sizes_are_refused_by_name(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(Unsupported, match=f"^{message}$"):
         planned(SMALL, machine(), **sizes)  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from loadtests.campaign.campaign_keys import Server as CampaignServer
 from serving.backends.base import EngineConfig
+from serving.bounds import unbounded
 from serving.cli.serve import serve
 from serving.errors import ServingError
 from serving.http.admin import CHOICE
@@ -25,7 +26,6 @@ from serving.registry.options import (
     arguments,
     model_options,
     models_of,
-    unbounded,
 )
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits

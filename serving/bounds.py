@@ -1,0 +1,77 @@
+"""Bounds of values: msgspec.Meta in a struct's types says them, this says them in words.
+
+Meta is checked where data is decoded or converted, not where a struct is made by its constructor;
+`check` is for those.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from serving.errors import Unsupported
+
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+PositiveSeconds = Positive
+Share = Annotated[float, Meta(gt=0, lt=1)]
+
+_BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)(?: - at `\$\.(\w+)`)?")
+_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+
+
+def explained(problem: str, values: Mapping[str, Any], named: Callable[[str], str] = str) -> str:
+    """msgspec's sentence; one about a bound as "slots must be at least 1, got 0"."""
+    found = _BOUND.fullmatch(problem)
+    if found is None or found[3] is None:
+        return problem
+    key = found[3]
+    return f"{named(key)} must be {bound(problem)}, got {values.get(key)!r}"
+
+
+def bound(problem: str) -> str | None:
+    """ "Expected `int` >= 1" -> "at least 1"; None for a sentence about something else."""
+    found = _BOUND.fullmatch(problem)
+    return None if found is None else f"{_WORDS[found[1]]} {float(found[2]):g}"
+
+
+def check(made: msgspec.Struct) -> None:
+    """Raises Unsupported with key, bound and value where a field is outside its bounds."""
+    values = msgspec.structs.asdict(made)
+    try:
+        msgspec.convert(values, type(made))
+    except msgspec.ValidationError as problem:
+        found = re.search(r"`\$\.(\w+)", str(problem))
+        raise Unsupported(explained(str(problem), values), found and found[1]) from problem
+
+
+def unbounded(kind: Any) -> Any:
+    """The type without bounds and help: `Annotated[int, Meta(ge=1)] | None` -> `int | None`."""
+    if get_origin(kind) is Annotated:
+        return unbounded(get_args(kind)[0])
+    args = get_args(kind)
+    if len(args) == 2 and args[1] is type(None):
+        return unbounded(args[0]) | None
+    return kind
+
+
+def spans(kind: Any) -> Iterator[str]:
+    """The bounds within a type as help: `Annotated[int, Meta(ge=1)] | None` -> "<int >= 1>"."""
+    parts = get_args(kind)
+    for part in parts:
+        if isinstance(part, Meta) and (said := _span(part)):
+            yield f"<{parts[0].__name__} {said}>"
+        yield from spans(part)
+
+
+def _span(meta: Meta) -> str:
+    if meta.ge is not None and meta.le is not None:
+        return f"{meta.ge:g}-{meta.le:g}"
+    limits = {">=": meta.ge, ">": meta.gt, "<=": meta.le, "<": meta.lt}
+    return ", ".join(f"{sign} {limit:g}" for sign, limit in limits.items() if limit is not None)
