@@ -20,7 +20,7 @@ import msgspec
 from loadtests.capacity.estimate import estimate, level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
-from loadtests.metrics.level import summarise
+from loadtests.metrics.level import summarise, with_disturbance
 from loadtests.metrics.level_summary import Window
 from loadtests.metrics.request_metrics import judged_tpot_seconds, outcome, ttft_seconds
 from loadtests.metrics.slo import Slo
@@ -132,6 +132,15 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
     """One finished level; its window is as long as it came out."""
     said = level.started
     window = Window(said.warmup_seconds, said.warmup_seconds + level.finished.window_seconds)
+    summary = summarise(
+        level.requests,
+        level.samples,
+        window,
+        slo,
+        rate=said.rate_per_second,
+        started_unix_seconds=said.started_unix_seconds,
+        arrivals=process_of(said.arrivals),
+    )
     return LevelNumbers(
         cell=said.cell,
         level=said.level,
@@ -139,15 +148,7 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
         rate_per_second=said.rate_per_second,
         concurrency=said.concurrency,
         cut_short=level.finished.cut_short,
-        summary=summarise(
-            level.requests,
-            level.samples,
-            window,
-            slo,
-            rate=said.rate_per_second,
-            started_unix_seconds=said.started_unix_seconds,
-            arrivals=process_of(said.arrivals),
-        ),
+        summary=with_disturbance(summary, level.finished.disturbance),
         answers=tuple(_answer(record) for record in window.due(level.requests)),
     )
 

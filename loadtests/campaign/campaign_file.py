@@ -24,7 +24,14 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.campaign.campaign_keys import CampaignFile, Server, SloSpec, check, explain
+from loadtests.campaign.campaign_keys import (
+    CampaignFile,
+    OnDisturbance,
+    Server,
+    SloSpec,
+    check,
+    explain,
+)
 from loadtests.campaign.cells import Cell, cells_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadCampaign
@@ -59,6 +66,8 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     budget_seconds: float | None
     seed: int
     sample_seconds: float
+    disturbance: OnDisturbance = "wait"
+    wait_seconds: float = 300.0
     slos: tuple[Slo, ...] = ()  # all of them where there are several
     workloads: dict[str, Workload] = {}  # by name where there are several
     repeats: str | None = None  # the run whose levels are measured again
@@ -156,6 +165,8 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
         budget_seconds=file.budget_seconds,
         seed=file.seed,
         sample_seconds=file.sample_seconds,
+        disturbance=file.disturbance,
+        wait_seconds=file.wait_seconds,
     )
     return Plan(campaign, cells_of(file), text)
 

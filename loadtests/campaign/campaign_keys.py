@@ -7,7 +7,7 @@ is what `crossover campaign init` and docs/campaign.md say of it.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.requests import Workload
 from serving.registry.options import Standby
 
+OnDisturbance = Literal["wait", "ignore"]
 POLICIES = ("auto", "gpu-only", "cpu-only")
 
 
@@ -90,6 +91,8 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     )
     seed: int = 1  # seed of prompts and arrivals
     sample_seconds: float = 1.0  # time between two samples of CPU and memory
+    disturbance: OnDisturbance = "wait"  # disturbed levels: again once it is quiet, or counted
+    wait_seconds: float = 300.0  # most that a cell loses to that, besides its budget; 0: no waiting
 
 
 def explain(problem: msgspec.ValidationError) -> str:
@@ -171,6 +174,11 @@ def _values(file: CampaignFile) -> list[Rule]:
             _above_zero(name, getattr(file, name), f"$.{name}")
             for name in ("budget_seconds", "sample_seconds")
         ],
+        (
+            not file.wait_seconds >= 0,
+            "$.wait_seconds",
+            f"wait_seconds must be 0 or more, got {file.wait_seconds}",
+        ),
         *[
             (value < 1, f"$.server.{name}", f"{name} must be at least 1, got {value}")
             for name in ("slots", "context_tokens")

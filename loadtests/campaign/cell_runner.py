@@ -24,9 +24,10 @@ from loadtests.capacity.estimate import estimate
 from loadtests.capacity.search import Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
+from loadtests.metrics.disturbance import in_words, is_quiet, is_slow, slow_in_words, who_of
 from loadtests.metrics.slo import Slo
-from loadtests.records.events import Calibrated, Capacity, Interrupted, LevelAbandoned
-from loadtests.records.schema import RequestRecord
+from loadtests.records.events import Calibrated, Capacity, Interrupted, LevelAbandoned, Waited
+from loadtests.records.schema import CoresSample, Probe, RequestRecord
 from loadtests.simulation import calibration as calibrate
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.step_observations import observations_of
@@ -34,6 +35,10 @@ from models import formatting
 
 MOST_ATTEMPTS = 5  # of one level in one sitting
 MOST_SERVERS = 3  # of one cell in one sitting
+LOOK_SECONDS = 1.0  # between two looks at the cores while waiting
+QUIET_LOOKS = 2  # in a row
+LEAST_WAIT_SECONDS = 1.0  # then twice as long each time: not all that disturbs can be seen
+MOST_WAIT_SECONDS = 30.0  # until a level is tried again
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
 
 
@@ -61,6 +66,15 @@ class Bench(Protocol):
     def settle(self) -> None:
         """Waits until the server is idle. Raises LevelInterrupted."""
 
+    def look(self) -> CoresSample | None:
+        """The engine's cores in the last second or so; None: cannot be seen."""
+
+    def probe(self) -> Probe | None:
+        """A short request on the idle server; None: not here. The next level has it on record."""
+
+    def rest(self, seconds: float) -> None:
+        """Waits."""
+
     def recover(self) -> None:
         """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
 
@@ -76,6 +90,11 @@ class _Run:
     bench: Bench
     progress: Progress
     clock: Callable[[], float]
+    patience_seconds: float  # for disturbed levels and waiting, besides the budget
+
+
+class NeverQuiet(Exception):
+    """The machine was disturbed for as long as the campaign waits; the message says by whom."""
 
 
 def run_cell(
@@ -89,10 +108,11 @@ def run_cell(
 
     Raises ServerFailed, LevelFailed, LoadError.
     """
+    patience = min(state.campaign.wait_seconds, budget_seconds)
     for number in range(1, MOST_SERVERS + 1):
         try:
             with open_bench(state) as bench:
-                return _search(_Run(state, bench, progress, clock), budget_seconds)
+                return _search(_Run(state, bench, progress, clock, patience), budget_seconds)
         except ServerLost as problem:
             state.run.event(Interrupted(cell=state.key, reason=str(problem)))
             progress.say(f"  {problem}", style="yellow")
@@ -108,14 +128,23 @@ def _search(run: _Run, budget_seconds: float) -> dict[str, Capacity]:
     state = run.state
     slos = state.campaign.all_slos
     found: dict[str, Capacity] = {}
+    busy: str | None = None
     for position, slo in enumerate(slos):
         spent = state.spent_seconds
         until = spent + max(0.0, budget_seconds - spent) / (len(slos) - position)
-        found[slo.name] = _one_slo(run, slo, max(until, 1e-3))
-    if len(slos) > 1:  # the levels of the later SLOs say something about the earlier ones
+        try:
+            found[slo.name] = _one_slo(run, slo, max(until, 1e-3))
+        except NeverQuiet as problem:
+            busy = f"the machine was busy: {problem}"
+            break
+    unfinished = [slo.name for slo in slos[len(found) :]]
+    if len(slos) > 1 or unfinished:  # levels of later SLOs say something about the earlier ones
         for slo in slos:
             config = with_prediction(_config(state, slo), state.prediction, slo)
             found[slo.name] = estimate(state.levels(slo), config, slo)
+    for name in unfinished:
+        if busy is not None and (name == unfinished[0] or found[name].status == "unresolved"):
+            found[name] = msgspec.structs.replace(found[name], status="unresolved", reason=busy)
     return found
 
 
@@ -147,6 +176,74 @@ def _one_slo(run: _Run, slo: Slo, budget_seconds: float) -> Capacity:
 
 
 def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
+    """One level, measured again where the machine was disturbed. Raises LevelFailed, NeverQuiet."""
+    waits = 0
+    while True:
+        _wait_for_probe(run, campaign)
+        measured = _undisturbed_or_not(run, step, campaign)
+        found = measured.disturbance
+        if found is None or not found.is_disturbed or found.counts:
+            return measured
+        run.progress.say(f"  {level_in_words(measured)}", style="yellow")
+        if measured.gave_up:
+            run.bench.settle()
+        waits += 1
+        _wait(run, in_words(found), min(LEAST_WAIT_SECONDS * 2**waits, MOST_WAIT_SECONDS))
+
+
+def _wait_for_probe(run: _Run, campaign: Campaign) -> None:
+    """Until a short request takes no longer than usual. Raises NeverQuiet."""
+    seconds = LEAST_WAIT_SECONDS
+    while (probe := run.bench.probe()) is not None and is_slow(probe):
+        if campaign.disturbance == "ignore":
+            return
+        _wait(run, slow_in_words(probe), seconds)
+        seconds = min(2 * seconds, MOST_WAIT_SECONDS)
+
+
+def _wait(run: _Run, by: str, least_seconds: float) -> None:
+    """Until the engine's cores are quiet, but `least_seconds`: not all that disturbs can be seen.
+
+    And no longer than MOST_WAIT_SECONDS: not all that can be seen disturbs, and a level that is
+    disturbed is soon cut short. It costs the cell's patience, not its budget. Raises NeverQuiet
+    once that is used up.
+    """
+    state, began = run.state, run.clock()
+    left = run.patience_seconds - state.lost_seconds
+    last: CoresSample | None = None
+    now = by
+    quiet = 0
+    waited = 0.0
+    if left > 0:
+        most = formatting.duration(left)
+        run.progress.say(
+            f"  disturbed: {by}; waiting for a quiet machine, at most {most}", style="yellow"
+        )
+    while waited < min(left, MOST_WAIT_SECONDS) and not (
+        quiet >= QUIET_LOOKS and waited >= least_seconds
+    ):
+        run.bench.rest(LOOK_SECONDS)
+        waited = run.clock() - began
+        seen = run.bench.look()
+        if seen is not None and not is_quiet(seen):
+            quiet = 0
+            now = who_of(seen.strangers, seen.strangers_seconds or 0.0, seen.seconds)
+        elif seen is None or seen is not last:
+            quiet += 1
+        last = seen
+        told = formatting.duration(waited)
+        run.progress.tick(f"disturbed by {now}: waiting for a quiet machine, {told}")
+    spent, is_quiet_now = round(waited, 3), quiet >= QUIET_LOOKS
+    state.run.event(
+        Waited(cell=state.key, reason=by, spent_seconds=spent, became_quiet=is_quiet_now)
+    )
+    if waited >= left:
+        raise NeverQuiet(by)
+    how = "quiet" if is_quiet_now else f"not quiet ({now})"
+    run.progress.say(f"  {how} after {formatting.duration(waited)}: measuring again")
+
+
+def _undisturbed_or_not(run: _Run, step: Measure, campaign: Campaign) -> Measured:
     """One level, measured again where it was interrupted. Raises LevelFailed."""
     state = run.state
     number, tried = state.next_level()

@@ -21,7 +21,7 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.level_tally import Cut, LevelTally
-from loadtests.campaign.site import Site
+from loadtests.campaign.site import START_SECONDS, Guard, Site
 from loadtests.capacity.estimate import Level, level_of
 from loadtests.capacity.search import Measure
 from loadtests.errors import LevelInterrupted
@@ -32,19 +32,16 @@ from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import Ended, Late, Recorded, Started, Stop
 from loadtests.generator.request_factory import Request, RequestFactory, Share
 from loadtests.generator.sse_request import stream
-from loadtests.metrics.level import summarise
+from loadtests.metrics.level import summarise, with_disturbance
 from loadtests.metrics.level_summary import Summary, Window
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import LevelFinished, LevelPurpose, LevelStarted
 from loadtests.records.run_folder import LevelRecords
-from loadtests.records.schema import RequestRecord, ResourceSample
+from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from loadtests.simulation.calibration import Burst
 from loadtests.workload.arrivals import process_of
 from loadtests.workload.requests import Ask, Workload
-from models import formatting
 
-START_SECONDS = 120.0  # that a load generator may take to make its prompts
-CHECK_SECONDS = 0.5
 LEAST_WARMUP_SECONDS = 1.0
 MOST_SINGLE_STREAM_SECONDS = 60.0
 
@@ -58,6 +55,7 @@ class Measured:
     level: Level
     cut_short: str | None = None
     gave_up: int = 0  # requests that the client ended: the server may still be at work on them
+    disturbance: Disturbance | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,12 @@ def judge(
     started: LevelStarted,
     window_seconds: float,
     slo: Slo,
+    disturbance: Disturbance | None = None,
 ) -> tuple[Summary, Level]:
-    """The summary of a level and its search result, the same from memory and from disk."""
+    """The summary of a level and its search result, the same from memory and from disk.
+
+    `disturbance` is that of LevelFinished.
+    """
     window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
     summary = summarise(
         records,
@@ -88,6 +90,7 @@ def judge(
         started_unix_seconds=started.started_unix_seconds,
         arrivals=process_of(started.arrivals),
     )
+    summary = with_disturbance(summary, disturbance)
     return summary, level_of(summary)
 
 
@@ -130,7 +133,9 @@ def _ask_one_by_one(site: Site, step: Measure, plan: LoadPlan, factory: RequestF
         records.append(record)
         tally.add(record)
         site.check()
-        cut_short = tally.verdict()
+        lasted = clock() - origin
+        left = min(step.duration_seconds - lasted, lasted / len(records) * (wanted - len(records)))
+        cut_short = tally.verdict() or site.lost(left)
         site.progress.tick(
             f"{plan.cell}: single-stream requests, {len(records)} of {wanted}",
             fraction=len(records) / wanted,
@@ -192,7 +197,7 @@ def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _
     """Record what the load generator tells until its level has ended; stop it once decided."""
     tally = LevelTally.of(plan, (site.campaign.slo, *site.campaign.all_slos))
     cut = Cut(tally, plan.drain_seconds / 2)
-    guard = _Guard(site, plan, t0)
+    guard = Guard(site, plan, t0)
     records: list[RequestRecord] = []
     for message in generator.told():
         match message:
@@ -206,46 +211,10 @@ def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _
                 return _whole(plan, records, message, cut)
             case None:
                 guard.check(tally)
-        if cut.may_stop(time.time() - t0):
+        now = time.time() - t0
+        if cut.may_stop(now) or cut.stop(guard.lost(), now):
             generator.channel.send(Stop())
     raise AssertionError("told() ends by an exception")
-
-
-class _Guard:
-    """Looks now and then whether a level may go on, and says how far it is."""
-
-    def __init__(self, site: Site, plan: LoadPlan, t0: float) -> None:
-        self._site = site
-        self._plan = plan
-        self._t0 = t0
-        self._engines = site.server.engine_pids()
-        self._looked = 0.0
-        self._limit_seconds = (
-            plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds + START_SECONDS
-        )
-
-    def check(self, tally: LevelTally) -> None:
-        """Raises LevelInterrupted, or ServerFailed for a broken memory cap."""
-        site, end = self._site, self._plan.duration_seconds
-        now = time.time() - self._t0
-        if now > self._limit_seconds:
-            limit = f"{self._limit_seconds:.0f} s"
-            raise LevelInterrupted(f"the load generator did not end within {limit}")
-        if now - self._looked > CHECK_SECONDS:
-            self._looked = now
-            site.check()
-            if site.server.engine_pids() != self._engines:
-                raise LevelInterrupted("the engine was restarted")
-        phase = f"{formatting.duration(end - now)} left"
-        if now < self._plan.warmup_seconds:
-            phase = "warming up"
-        elif now > end:
-            phase = "draining"
-        site.progress.tick(
-            f"{site.cell.key} at {self._plan.load_in_words}: {tally.ended} answers, "
-            f"{tally.good} of {tally.counted} good, {phase}",
-            fraction=min(1.0, now / end),
-        )
 
 
 def _whole(plan: LoadPlan, records: list[RequestRecord], ended: Ended, cut: Cut) -> _Records:
@@ -274,11 +243,12 @@ def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: f
     """The level's event, by the campaign's first SLO, and its numbers by the SLO searched for."""
     samples = list(site.samples)
     seconds = found.window_seconds
-    shown, level = judge(found.records, samples, started, seconds, site.campaign.slo)
+    taken = site.disturbance()
+    shown, level = judge(found.records, samples, started, seconds, site.campaign.slo, taken)
     summary = shown
     first = site.campaign.all_slos[0]
     if first != site.campaign.slo:
-        summary, _ = judge(found.records, samples, started, seconds, first)
+        summary, _ = judge(found.records, samples, started, seconds, first, taken)
     finished = LevelFinished(
         cell=site.cell.key,
         level=started.level,
@@ -294,9 +264,10 @@ def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: f
         is_valid=summary.is_valid,
         warnings=[warning.code for warning in summary.warnings],
         arrivals=None if summary.arrivals is None else msgspec.to_builtins(summary.arrivals),
+        disturbance=taken,
     )
     site.run.finish(LevelRecords(started, finished, list(found.records), samples))
-    return Measured(started.level, shown, level, found.cut_short, found.gave_up)
+    return Measured(started.level, shown, level, found.cut_short, found.gave_up, taken)
 
 
 def _plan(
@@ -387,4 +358,5 @@ def _started(
         attempt=attempt,
         started_unix_seconds=unix_seconds,
         target=site.campaign.slo.target,
+        probe_seconds=site.probe.seconds if site.probe is not None else None,
     )

@@ -132,3 +132,11 @@ class Cut:
             return False
         self.end_seconds = max(settled, self._decided_seconds)
         return True
+
+    def stop(self, reason: str | None, now_seconds: float) -> bool:
+        """True once where there is a reason to stop at once: the level counts for nothing."""
+        if reason is None or self.end_seconds is not None:
+            return False
+        self.reason = reason
+        self.end_seconds = now_seconds
+        return True

@@ -29,6 +29,7 @@ from loadtests.records.events import (
     LevelFinished,
     LevelPurpose,
     LevelStarted,
+    Waited,
     of_kind,
 )
 from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
@@ -63,13 +64,24 @@ class CellState:
 
     @property
     def spent_seconds(self) -> float:
-        """Of measuring, abandoned levels and calibration included."""
+        """Of the budget: measuring, abandoned levels and calibration included.
+
+        What the machine's other work cost is not: see `lost_seconds`.
+        """
         return sum(
             event.spent_seconds or 0.0
             for event in self.run.events
             if event.cell == self.key
             and isinstance(event, LevelFinished | LevelAbandoned | Calibrated)
+            and not (isinstance(event, LevelFinished) and event.is_set_aside)
         )
+
+    @property
+    def lost_seconds(self) -> float:
+        """Of disturbed levels, and of waiting for a quiet machine."""
+        waits = sum(event.spent_seconds for event in of_kind(self.run.events, Waited, self.key))
+        levels = of_kind(self.run.events, LevelFinished, self.key)
+        return waits + sum(event.spent_seconds for event in levels if event.is_set_aside)
 
     @property
     def prediction(self) -> Prediction | None:
@@ -77,7 +89,12 @@ class CellState:
 
     @property
     def finished(self) -> list[LevelRecords]:
-        return [level for level in self.run.levels if level.cell == self.key]
+        """The finished levels, without those that were disturbed and are measured again."""
+        return [
+            level
+            for level in self.run.levels
+            if level.cell == self.key and not level.finished.is_set_aside
+        ]
 
     @property
     def single_stream(self) -> list[RequestRecord]:
@@ -96,7 +113,9 @@ class CellState:
     def _level(self, one: LevelRecords, slo: Slo) -> Level:
         if (one.name, slo) not in self._judged:
             seconds = one.finished.window_seconds
-            _, level = judge(one.requests, one.samples, one.started, seconds, slo)
+            _, level = judge(
+                one.requests, one.samples, one.started, seconds, slo, one.finished.disturbance
+            )
             self._judged[one.name, slo] = level
         return self._judged[one.name, slo]
 
@@ -135,6 +154,8 @@ def repeat_of(folder: Path, *, new_seeds: bool = False) -> Plan:
     campaign, cells = campaign_of(manifest)
     levels: dict[str, tuple[RepeatedLevel, ...]] = {}
     for level in run.levels():
+        if level.finished.is_set_aside:
+            continue
         start = level.started
         seed = None if new_seeds else start.seed
         one = RepeatedLevel(start.rate_per_second, start.window_seconds, seed)

@@ -9,6 +9,7 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cells import Cell
+from loadtests.campaign.level_tally import LevelTally
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.servers import Server
 from loadtests.errors import LevelInterrupted, OverMemory
@@ -16,13 +17,17 @@ from loadtests.generator.connection import clock
 from loadtests.generator.endpoint import TargetFacts, body_of, path_of
 from loadtests.generator.http_client import Pool, post_bytes
 from loadtests.generator.launcher import GeneratorProcess
+from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.sse_request import Ask, stream
 from loadtests.host.sampler import Sampler
+from loadtests.metrics.disturbance import disturbance_of, in_words, is_lost
 from loadtests.records.run_folder import RunFolder
-from loadtests.records.schema import ResourceSample
+from loadtests.records.schema import Disturbance, Probe, ResourceSample
 from models import formatting
 
 SETTLE_SECONDS = 300.0
+START_SECONDS = 120.0  # that a load generator may take to make its prompts
+CHECK_SECONDS = 0.5
 
 
 @dataclass
@@ -41,6 +46,8 @@ class Site:
     samples: list[ResourceSample] = field(default_factory=list)  # of the level that runs now
     memory_bytes: int | None = None  # a cap on server and engine that only we hold
     over_memory: str | None = None  # how they broke it
+    probe: Probe | None = None  # the one before the level
+    _looked_at: int = 0  # readings of the cores
 
     def keep_sample(self, sample: ResourceSample) -> None:
         layout = self.server.layout
@@ -57,6 +64,26 @@ class Site:
                 f"and the budget is {self.memory_bytes / 2**30:g} GiB"
             )
 
+    def disturbance(self) -> Disturbance | None:
+        """What was taken from the engine, or from the load generator, since the level began."""
+        return disturbance_of(
+            self.sampler.cores,
+            "load generator" if self.server.pid is None else "engine",
+            probe=self.probe,
+            counts=self.campaign.disturbance == "ignore",
+        )
+
+    def lost(self, left_seconds: float) -> str | None:
+        """Who has disturbed the running level beyond repair, `left_seconds` before its end."""
+        is_watched = self.campaign.disturbance == "wait" and self.server.pid is not None
+        if not is_watched or self._looked_at == len(self.sampler.cores):
+            return None
+        self._looked_at = len(self.sampler.cores)
+        if not is_lost(self.sampler.cores, left_seconds):
+            return None
+        found = self.disturbance()
+        return in_words(found) if found is not None else None
+
     def check(self) -> None:
         """Raise OverMemory for a broken memory cap, LevelInterrupted for a server in trouble."""
         if self.over_memory is not None:
@@ -67,10 +94,57 @@ class Site:
             raise self.sampler.failure
 
 
-def quick_seconds(site: Site) -> float | None:
+class Guard:
+    """Looks now and then whether a level may go on, and says how far it is."""
+
+    def __init__(self, site: Site, plan: LoadPlan, t0: float) -> None:
+        self._site = site
+        self._plan = plan
+        self._t0 = t0
+        self._engines = site.server.engine_pids()
+        self._looked = 0.0
+        self._limit_seconds = (
+            plan.duration_seconds + plan.drain_seconds + plan.target.timeout_seconds + START_SECONDS
+        )
+
+    def check(self, tally: LevelTally) -> None:
+        """Raises LevelInterrupted, or ServerFailed for a broken memory cap."""
+        site, end = self._site, self._plan.duration_seconds
+        now = time.time() - self._t0
+        if now > self._limit_seconds:
+            limit = f"{self._limit_seconds:.0f} s"
+            raise LevelInterrupted(f"the load generator did not end within {limit}")
+        if now - self._looked > CHECK_SECONDS:
+            self._looked = now
+            site.check()
+            if site.server.engine_pids() != self._engines:
+                raise LevelInterrupted("the engine was restarted")
+        phase = f"{formatting.duration(end - now)} left"
+        if now < self._plan.warmup_seconds:
+            phase = "warming up"
+        elif now > end:
+            phase = "draining"
+        site.progress.tick(
+            f"{site.cell.key} at {self._plan.load_in_words}: {tally.ended} answers, "
+            f"{tally.good} of {tally.counted} good, {phase}",
+            fraction=min(1.0, now / end),
+        )
+
+    def lost(self) -> str | None:
+        """Why the level will be disturbed however quiet the rest of it is; None while it may not.
+
+        Not asked during warm-up: a level of no length says nothing.
+        """
+        now = time.time() - self._t0
+        end = self._plan.duration_seconds
+        return self._site.lost(end - now) if self._plan.warmup_seconds < now < end else None
+
+
+def quick_seconds(site: Site, output_tokens: int = 2) -> float | None:
     """How long a tiny request takes now; None when it failed."""
     target = site.server.target
-    wire = post_bytes(site.pool, path_of(target), body_of(target, site.facts, "Say yes.", 2))
+    body = body_of(target, site.facts, "Say yes.", output_tokens)
+    wire = post_bytes(site.pool, path_of(target), body)
     ask = Ask(cell="", level="", index=0, due_seconds=0.0)
     record = stream(site.pool, wire, ask, origin=clock(), timeout_seconds=target.timeout_seconds)
     return record.ended_seconds if record.error is None else None

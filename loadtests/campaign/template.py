@@ -15,7 +15,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from loadtests.campaign.campaign_keys import CampaignFile, Hardware, OneCell, Server, SloSpec
+from loadtests.campaign.campaign_keys import (
+    CampaignFile,
+    Hardware,
+    OnDisturbance,
+    OneCell,
+    Server,
+    SloSpec,
+)
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.generator.endpoint import Target
 from loadtests.metrics.slo import SLO_PRESETS
@@ -168,8 +175,9 @@ def _toml_type(node: ast.expr) -> str:
             return f"array of {_toml_type(inner)}"
         case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[inner, _])):
             return f"array of {_toml_type(inner)}"
-        case ast.Name(id="Standby"):
-            return " or ".join(f"`{toml_value(value)}`" for value in get_args(Standby))
+        case ast.Name(id="Standby" | "OnDisturbance" as name):
+            choices = get_args(Standby if name == "Standby" else OnDisturbance)
+            return " or ".join(f"`{toml_value(value)}`" for value in choices)
         case ast.Name(id=name):
             return TOML_TYPES.get(name, "table")
     return "table"

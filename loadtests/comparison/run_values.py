@@ -113,7 +113,10 @@ def _cell(
     left_out = 0
     for one in levels:
         start = one.started
-        summary, level = judge(one.requests, one.samples, start, one.finished.window_seconds, slo)
+        end = one.finished
+        summary, level = judge(
+            one.requests, one.samples, start, end.window_seconds, slo, end.disturbance
+        )
         if start.rate_per_second is not None or start.concurrency == 1:
             seen.append(level)
         if one.finished.cut_short is not None or not summary.is_valid:

@@ -40,6 +40,17 @@ class Process(NamedTuple):
     core: int  # that its main thread ran on last
 
 
+class Thread(NamedTuple):
+    """A line of /proc/PID/task/TID/schedstat."""
+
+    ran_seconds: float
+    waited_seconds: float  # it was ready and had no core
+    turns: int  # on a core
+
+
+NEW = Thread(0.0, 0.0, 0)
+
+
 class CoreWatch:
     """Reads the cores that a subject may run on. `runner`: all below it is ours."""
 
@@ -112,7 +123,7 @@ class _Reading(NamedTuple):
     cores: frozenset[int]
     subject: frozenset[int]
     ours: frozenset[int]  # without the subject
-    threads: dict[tuple[int, int], tuple[float, float]] | None
+    threads: dict[tuple[int, int], Thread] | None
     processes: dict[int, Process]
     counters: dict[int, tuple[float, float]] | None
     throttled: float | None
@@ -139,7 +150,13 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
         pairs = [(before.counters[core], now.counters[core]) for core in now.counters]
         rest = round(sum(new[0] - old[0] for old, new in pairs) - own - ours, 4)
         steal = round(max(new[1] - old[1] for old, new in pairs), 4)
-    delays = _thread_times(before, now)
+    work = waited = stalled = turns = None
+    times = _thread_times(before, now)
+    if times:
+        work = round(max(one.ran_seconds for one in times), 6)
+        waited = round(sum(one.waited_seconds for one in times), 6)
+        stalled = round(max(one.waited_seconds for one in times), 6)
+        turns = max(one.turns for one in times)
     seconds = now.at - before.at
     throttled = None
     if before.throttled is not None and now.throttled is not None:
@@ -148,13 +165,10 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
     return CoresSample(
         seconds=round(seconds, 4),
         busy_seconds=round(own, 4),
-        work_seconds=None
-        if delays is None
-        else round(max((ran for ran, _ in delays), default=0), 6),
-        waited_seconds=None if delays is None else round(sum(waited for _, waited in delays), 6),
-        stalled_seconds=None
-        if delays is None
-        else round(max((waited for _, waited in delays), default=0), 6),
+        work_seconds=work,
+        waited_seconds=waited,
+        stalled_seconds=stalled,
+        turns=turns,
         ours_seconds=round(ours, 4),
         strangers_seconds=rest,
         steal_seconds=steal,
@@ -170,16 +184,17 @@ def _earlier(pid: int, one: Process, before: dict[int, Process]) -> float:
     return old.cpu_seconds if old is not None and old.started == one.started else 0.0
 
 
-def _thread_times(before: _Reading, now: _Reading) -> list[tuple[float, float]] | None:
-    """(ran, waited) of each thread in seconds; one that is new began after the reading before."""
+def _thread_times(before: _Reading, now: _Reading) -> list[Thread] | None:
+    """Of each thread since the reading before; one that is new began after it."""
     if before.threads is None or now.threads is None:
         return None
     found = []
-    for key, (ran, waited) in now.threads.items():
-        old = before.threads.get(key, (0.0, 0.0))
-        if ran < old[0] or waited < old[1]:  # another thread with the number of an ended one
-            old = (0.0, 0.0)
-        found.append((ran - old[0], waited - old[1]))
+    for key, new in now.threads.items():
+        old = before.threads.get(key, NEW)
+        if any(value < was for value, was in zip(new, old, strict=True)):
+            old = NEW  # another thread with the number of an ended one
+        ran, waited = new.ran_seconds - old.ran_seconds, new.waited_seconds - old.waited_seconds
+        found.append(Thread(ran, waited, new.turns - old.turns))
     return found
 
 
@@ -219,9 +234,9 @@ def process_of(line: bytes) -> Process:
     return Process(name, int(fields[1]), used / TICKS_PER_SECOND, int(fields[19]), int(fields[36]))
 
 
-def threads(proc: Path, pids: Iterable[int]) -> dict[tuple[int, int], tuple[float, float]] | None:
-    """(process, thread) -> seconds it ran, seconds it waited for a core; None: not told here."""
-    found: dict[tuple[int, int], tuple[float, float]] = {}
+def threads(proc: Path, pids: Iterable[int]) -> dict[tuple[int, int], Thread] | None:
+    """Threads by (process, thread); None: this kernel does not tell."""
+    found: dict[tuple[int, int], Thread] = {}
     for pid in pids:
         try:
             names = os.listdir(f"{proc}/{pid}/task")
@@ -230,14 +245,14 @@ def threads(proc: Path, pids: Iterable[int]) -> dict[tuple[int, int], tuple[floa
         for name in names:
             try:
                 with open(f"{proc}/{pid}/task/{name}/schedstat", "rb", buffering=0) as file:
-                    ran, waited, _ = file.read(256).split()
+                    ran, waited, turns = file.read(256).split()
             except FileNotFoundError:
                 if not os.path.exists(f"{proc}/self/schedstat"):
                     return None
                 continue
             except (OSError, ValueError):
                 continue
-            found[pid, int(name)] = (int(ran) * 1e-9, int(waited) * 1e-9)
+            found[pid, int(name)] = Thread(int(ran) * 1e-9, int(waited) * 1e-9, int(turns))
     return found
 
 

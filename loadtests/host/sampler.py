@@ -5,6 +5,7 @@ with Sampler("cell", folder.sample, server=server_pid) as sampler:
     sampler.level = "cell#3.1"       # samples carry it until it is None again
     ...
     sampler.level = None             # returns when all samples of the level are handed over
+    sampler.cores                    # CoresSample of the level, from its begin to its end
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from loadtests.errors import LoadError
-from loadtests.records.schema import ResourceSample
+from loadtests.records.schema import CoresSample, ResourceSample
 from models.isolated import start_python
 
 INTERVAL_SECONDS = 1.0
@@ -50,6 +51,7 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     sample: ResourceSample | None = None
     missing: dict[str, str] | None = None
     done: int | None = None
+    cores: CoresSample | None = None  # with `done`: since the last sample of the level that ended
 
 
 class Sampler:
@@ -82,6 +84,8 @@ class Sampler:
         self._done = threading.Condition()
         self._answered = 0
         self._closing = False
+        self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
+        self.latest: CoresSample | None = None  # of the last sample, level or not
         self.missing: dict[str, str] = {}  # what cannot be read here, and why
         self.failure: Exception | None = None
 
@@ -119,6 +123,8 @@ class Sampler:
     @level.setter
     def level(self, name: str | None) -> None:
         self._level = name
+        if name is not None:
+            self.cores = []
         self._change(wait=name is None)
 
     @property
@@ -130,6 +136,10 @@ class Sampler:
     def client(self, pid: int | None) -> None:
         self._client = pid
         self._change(wait=False)
+
+    def _keep(self, cores: CoresSample | None) -> None:
+        if cores is not None:
+            self.cores.append(cores)
 
     def _change(self, wait: bool) -> None:
         self._sent += 1
@@ -156,7 +166,11 @@ class Sampler:
                 if told.missing is not None:
                     self.missing = told.missing
                 if told.sample is not None:
+                    self.latest = told.sample.cores
+                    if told.sample.level is not None and told.sample.level == self._level:
+                        self._keep(told.sample.cores)
                     self._sink(told.sample)
+                self._keep(told.cores)
                 if told.done is not None:
                     with self._done:
                         self._answered = told.done

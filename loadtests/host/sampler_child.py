@@ -15,10 +15,11 @@ from typing import IO
 
 import msgspec
 
+from loadtests.host.disturbance import CoreWatch
 from loadtests.host.resources import Pids, Readings, api_pids, engine_pids, family
 from loadtests.host.sampler import Change, Line, Settings
 from loadtests.host.server_metrics import Remote
-from loadtests.records.schema import RemoteSample
+from loadtests.records.schema import CoresSample, RemoteSample
 
 
 class Child:
@@ -28,10 +29,12 @@ class Child:
         self.settings = settings
         self.client = settings.client
         groups: dict[str, Pids] = {"client": self.client_pids}
+        subject: Pids = self.client_pids
         server = settings.server
         if server is not None:
-            groups["engine"] = lambda: engine_pids(server)
+            groups["engine"] = subject = lambda: engine_pids(server)
             groups["api"] = lambda: api_pids(server)
+        self.cores = CoreWatch(subject, settings.client or os.getppid())
         remote, why = _remote(settings)
         self.readings = Readings(
             settings.cell,
@@ -50,6 +53,14 @@ class Child:
             return [self.client]
         return family(self.client)
 
+    def change(self, to: Change) -> CoresSample | None:
+        """The rest of the level that ends with it."""
+        before = self.readings.level
+        rest = self.cores.read(scan=True) if to.level != before else None
+        self.readings.level = to.level
+        self.client = to.client
+        return rest if before is not None else None
+
     def run(self, source: IO[bytes], sink: IO[bytes]) -> None:
         """Sample and answer until the input ends."""
         told = dict(self.readings.missing)
@@ -65,11 +76,9 @@ class Child:
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
                     change = msgspec.json.decode(line, type=Change)
-                    self.readings.level = change.level
-                    self.client = change.client
-                    _tell(sink, Line(done=change.number))
+                    _tell(sink, Line(done=change.number, cores=self.change(change)))
             elif time.monotonic() >= due:
-                sample = self.readings.sample()
+                sample = msgspec.structs.replace(self.readings.sample(), cores=self.cores.read())
                 missing = dict(self.readings.missing)
                 _tell(sink, Line(sample=sample, missing=missing if missing != told else None))
                 told = missing

@@ -29,6 +29,9 @@ from models import formatting
 
 MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 LEAST_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
+LEAST_TAKEN_SECONDS = (
+    0.0002  # a turn: waking a thread, and an idle virtual core, costs 20 to 100 us
+)
 MOST_PROBE_RATIO = 1.15  # of a probe over its median: what is slower is slowed by something
 QUIET_CORES = 0.1  # CPU of strangers on the engine's cores, below which it is worth a try
 MOST_STRANGERS = 3  # that are named
@@ -81,6 +84,7 @@ def disturbance_of(
 def _totals(parts: Sequence[CoresSample], subject: Subject) -> Disturbance:
     """The sums of what was read, and the mean clock."""
     strangers = _sum(part.strangers_seconds for part in parts)
+    turns = _sum(part.turns for part in parts)
     clocks = [part.clock_hertz for part in parts if part.clock_hertz is not None]
     return Disturbance(
         subject=subject,
@@ -89,6 +93,7 @@ def _totals(parts: Sequence[CoresSample], subject: Subject) -> Disturbance:
         work_seconds=_sum(part.work_seconds for part in parts),
         waited_seconds=_sum(part.waited_seconds for part in parts),
         stalled_seconds=_sum(part.stalled_seconds for part in parts),
+        turns=None if turns is None else round(turns),
         ours_seconds=_sum(part.ours_seconds for part in parts),
         strangers_seconds=None if strangers is None else max(0.0, strangers),
         steal_seconds=_sum(part.steal_seconds for part in parts),
@@ -102,10 +107,10 @@ def is_too_much(found: Disturbance, quiet_seconds: float = 0.0) -> bool:
     """Whether too much was taken, also if the engine computes undisturbed for `quiet_seconds`."""
     if found.taken_seconds is None or found.work_seconds is None:
         return False
-    wanted = found.work_seconds + found.taken_seconds + quiet_seconds
-    return (
-        found.taken_seconds > MOST_TAKEN_SHARE * wanted
-        and found.taken_seconds > LEAST_TAKEN_SHARE * (found.seconds + quiet_seconds)
+    return found.taken_seconds > max(
+        MOST_TAKEN_SHARE * (found.work_seconds + found.taken_seconds + quiet_seconds),
+        LEAST_TAKEN_SHARE * (found.seconds + quiet_seconds),
+        LEAST_TAKEN_SECONDS * (found.turns or 0),
     )
 
 

@@ -20,9 +20,9 @@ from loadtests.metrics.level_summary import (
     resources_of,
     throughput_of,
 )
-from loadtests.metrics.level_warnings import Evidence, level_warnings
+from loadtests.metrics.level_warnings import Evidence, disturbed, level_warnings
 from loadtests.metrics.slo import Slo, verdict
-from loadtests.records.schema import RequestRecord, ResourceSample
+from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from loadtests.workload.arrivals import Arrivals
 
 
@@ -67,3 +67,11 @@ def summarise(
     )
     warnings = level_warnings(Evidence(summary, inside, records, seen, slo))
     return msgspec.structs.replace(summary, warnings=warnings)
+
+
+def with_disturbance(summary: Summary, found: Disturbance | None) -> Summary:
+    """The summary of a level with what LevelFinished says of its disturbance."""
+    warning = disturbed(found)
+    if warning is None:
+        return summary
+    return msgspec.structs.replace(summary, warnings=(*summary.warnings, warning))

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from loadtests.metrics.disturbance import in_words
 from loadtests.metrics.level_summary import Summary, Window, mean_in_flight
 from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.request_metrics import outcome, send_lag_seconds
 from loadtests.metrics.slo import Slo, requests_to_hold
-from loadtests.records.schema import RequestRecord, ResourceSample
+from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from models import formatting
 
 CLIENT_BUSY_SHARE = 0.80  # of one core per load generator process
@@ -328,3 +329,16 @@ WARNINGS: tuple[Callable[[Evidence], NamedWarning | None], ...] = (
     cpu_stolen,
     throttled,
 )
+
+
+def disturbed(found: Disturbance | None) -> NamedWarning | None:
+    """Serious, unless the campaign takes the machine as it is."""
+    if found is None or not found.is_disturbed:
+        return None
+    return NamedWarning(
+        "Disturbed",
+        WARNING if found.counts else SERIOUS,
+        in_words(found),
+        "the numbers are not the server's: measure on a quiet machine, or take this one as it is "
+        'with disturbance = "ignore" in the campaign',
+    )

@@ -91,6 +91,7 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     work_seconds: float | None = None  # CPU time of its busiest thread
     waited_seconds: float | None = None  # run-queue delay of all its threads
     stalled_seconds: float | None = None  # run-queue delay of the thread that waited longest
+    turns: int | None = None  # how often the thread that was put on a core most often was
     ours_seconds: float | None = None  # CPU time of our other processes on these cores
     # CPU time of the rest on these cores; tick counters may take it a little below zero
     strangers_seconds: float | None = None
@@ -119,6 +120,7 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     work_seconds: float | None = None
     waited_seconds: float | None = None
     stalled_seconds: float | None = None
+    turns: int | None = None
     ours_seconds: float | None = None
     strangers_seconds: float | None = None
     by_strangers_seconds: float | None = None  # that the subject waited while strangers ran

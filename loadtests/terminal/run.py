@@ -58,7 +58,8 @@ def show_run(folder: Path, console: Console | None = None) -> None:
             if level.cell == cell.key:
                 start, end = level.started, level.finished
                 summary, _ = judge(
-                    level.requests, level.samples, start, end.window_seconds, campaign.slo
+                    *(level.requests, level.samples, start, end.window_seconds, campaign.slo),
+                    end.disturbance,
                 )
                 table.add_row(*level_row(load_in_words(start), summary, end.cut_short is not None))
         if table.row_count:

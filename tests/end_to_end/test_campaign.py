@@ -79,6 +79,7 @@ calibration_seconds = 3
 """
 FAKE = """
 name = "fake ladder"
+disturbance = "ignore"
 models = ["135m"]
 backends = ["fake"]
 budget_seconds = 5

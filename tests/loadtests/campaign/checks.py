@@ -26,13 +26,16 @@ def check_folder(folder: Path) -> None:
     ended = [e.level for e in run.events if isinstance(e, LevelFinished | LevelAbandoned)]
     assert len(ended) == len(set(ended)) and set(ended) >= set(names)
     levels = run.levels()
-    numbers = [level.name.rpartition(".")[0] for level in levels]
+    counted = [level for level in levels if not level.finished.is_set_aside]
+    numbers = [level.name.rpartition(".")[0] for level in counted]
     assert len(numbers) == len(set(numbers)), "no level was measured twice"
     for level in levels:
         end = level.finished
         indices = {record.index for record in level.requests}
         assert len(level.requests) == end.due == len(indices), "nothing twice, nothing lost"
-        summary, _ = judge(level.requests, level.samples, level.started, end.window_seconds, slo)
+        summary, _ = judge(
+            level.requests, level.samples, level.started, end.window_seconds, slo, end.disturbance
+        )
         found = (summary.counts.good, summary.counts.due, summary.verdict)
         assert found == (end.good, end.window_due, end.verdict), "numbers follow from the records"
 

@@ -27,9 +27,10 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.runner import World, resume, run
 from loadtests.errors import LevelInterrupted
+from loadtests.metrics.disturbance import disturbance_of
 from loadtests.records.events import CellReady, Event, LevelFinished, LevelPurpose, LevelStarted
 from loadtests.records.run_folder import LevelRecords, RunFolder
-from loadtests.records.schema import RequestRecord
+from loadtests.records.schema import CoresSample, Probe, RequestRecord, Stranger
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.calibration import Burst
 from loadtests.workload.arrivals import due_times
@@ -55,9 +56,13 @@ class Simulated:
     fate: Callable[[CellState, Level], None] = lambda state, level: None
     opening: Callable[[CellState], None] = lambda state: None  # may raise, as a server does
     recovering: Callable[[CellState], None] = lambda state: None
+    # From when to when a process has half of the engine's core, and how long a probe takes.
+    hog: tuple[float, float] = (0.0, 0.0)
+    probing: Callable[[float], Probe | None] = lambda now: None
     now: float = 0.0
     opened: list[str] = field(default_factory=list)  # keys of cells
     settled: int = 0
+    rested: float = 0.0
     bursts: int = 0
     said: StringIO = field(default_factory=StringIO)
 
@@ -79,6 +84,19 @@ class Simulated:
         self.now += 5.0
         state.run.event(CellReady(cell=state.key, url="simulated"))
         yield Bench(self, state)
+
+    def cores(self, start: float, end: float) -> CoresSample:
+        """The engine's core from `start` to `end`."""
+        lost = 0.5 * max(0.0, min(end, self.hog[1]) - max(start, self.hog[0]))
+        return CoresSample(
+            seconds=end - start,
+            busy_seconds=end - start - lost,
+            work_seconds=end - start - lost,
+            stalled_seconds=lost,
+            ours_seconds=0.0,
+            strangers_seconds=lost,
+            strangers=[Stranger("hog", 7, lost)] if lost else [],
+        )
 
     def serve(self, dues: list[float], name: str, cell: str) -> list[RequestRecord]:
         """First come, first served."""
@@ -154,8 +172,11 @@ class Bench:
         for record in records[len(records) // 2 :]:
             run.request(record)
         window = step.duration_seconds
-        shown, seen = judge(records, [], started, window, level.campaign.slo)
-        summary, _ = judge(records, [], started, window, level.campaign.all_slos[0])
+        part = server.cores(server.now - seconds, server.now)
+        counts = level.campaign.disturbance == "ignore"
+        found = disturbance_of([part], "engine", counts=counts)
+        shown, seen = judge(records, [], started, window, level.campaign.slo, found)
+        summary, _ = judge(records, [], started, window, level.campaign.all_slos[0], found)
         finished = LevelFinished(
             cell=self.state.key,
             level=level.name,
@@ -167,10 +188,12 @@ class Bench:
             spent_seconds=round(seconds, 3),
             verdict=summary.verdict,
             is_valid=summary.is_valid,
+            warnings=[warning.code for warning in summary.warnings],
+            disturbance=found,
         )
         run.finish(LevelRecords(started, finished, records, []))
         late = sum((record.ended_seconds or 0.0) > seconds for record in records)
-        return Measured(level.name, shown, seen, gave_up=late)
+        return Measured(level.name, shown, seen, gave_up=late, disturbance=found)
 
     def burst(self, burst: Burst, number: int, seed: int) -> list[RequestRecord]:
         self.server.bursts += 1
@@ -184,6 +207,16 @@ class Bench:
             self.state.run.request(record)
         self.server.now += max(record.ended_seconds or 0.0 for record in moved)
         return moved
+
+    def look(self) -> CoresSample | None:
+        return self.server.cores(self.server.now - 1.0, self.server.now)
+
+    def probe(self) -> Probe | None:
+        return self.server.probing(self.server.now)
+
+    def rest(self, seconds: float) -> None:
+        self.server.now += seconds
+        self.server.rested += seconds
 
     def settle(self) -> None:
         self.server.settled += 1

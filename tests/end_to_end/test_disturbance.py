@@ -1,0 +1,129 @@
+"""Real campaigns on a machine that is not quiet: a busy process on the engine's core, for a while
+and for good.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.runner import run
+from loadtests.host.processes import divide_cores
+from loadtests.records.events import (
+    CellFinished,
+    LevelFinished,
+    LevelStarted,
+    Waited,
+    of_kind,
+)
+from loadtests.records.run_folder import read_events
+from serving.hardware.facts import allowed_cores
+from tests.loadtests.campaign.checks import check_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
+CAMPAIGN = """
+name = "not quiet"
+models = ["135m"]
+backends = ["fake"]
+sample_seconds = 0.25
+wait_seconds = {wait}
+workload = {{ prompt_tokens = 24, output_tokens = 8 }}
+[slo]
+preset = "chat"
+ttft_seconds = 1.0
+target = 0.7
+[server]
+slots = 2
+context_tokens = 128
+options = {{ step_seconds = 0.01 }}
+[search]
+rates = [5.0]
+rate_seconds = [1.5]
+single_stream_requests = 5
+"""
+
+
+def hog() -> int:
+    """A process that never rests, on the engine's cores, and no child of ours."""
+    cores = list(divide_cores(allowed_cores()).engine)
+    code = f"import os; os.sched_setaffinity(0, {cores})\nwhile True: pass"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} >/dev/null 2>&1 & echo $!"
+    return int(subprocess.check_output(["sh", "-c", command]))
+
+
+def measure(out: Path, wait_seconds: float) -> tuple[Path, str]:
+    said = StringIO()
+    plan = parse_campaign(CAMPAIGN.format(wait=wait_seconds))
+    with Progress(said, plain_every_seconds=0.5) as progress:
+        return run(plan, out, progress, beside_others=True), said.getvalue()
+
+
+def wait_for_level(out: Path, number: int) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for folder in out.glob("*/"):
+            levels = of_kind(read_events(folder).records, LevelStarted)
+            if len(levels) >= number:
+                return
+        time.sleep(0.1)
+
+
+def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path: Path) -> None:
+    busy: list[int] = []
+
+    def disturb() -> None:
+        wait_for_level(tmp_path, 2)
+        busy.append(hog())
+        time.sleep(3.0)
+        os.kill(busy[0], signal.SIGKILL)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    folder, said = measure(tmp_path, 60)
+    disturber.join()
+    check_folder(folder)
+    events = read_events(folder).records
+    lost = [one for one in of_kind(events, LevelFinished) if one.is_set_aside]
+    assert lost and all(not one.is_valid and "Disturbed" in one.warnings for one in lost)
+    named = [
+        stranger.pid for one in lost if one.disturbance for stranger in one.disturbance.strangers
+    ]
+    assert busy[0] in named
+    assert of_kind(events, Waited)
+    assert f"(pid {busy[0]}" in said and "waiting for a quiet machine" in said
+    (ended,) = of_kind(events, CellFinished)
+    assert ended.capacity is not None and "busy" not in ended.capacity.reason
+    rates = [
+        one.rate_per_second
+        for one in of_kind(events, LevelStarted)
+        if one.level not in [level.level for level in lost]
+    ]
+    assert rates == [None, 5.0], "each level once on a quiet machine"
+
+
+def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
+    busy = hog()
+    try:
+        folder, said = measure(tmp_path, 3)
+    finally:
+        os.kill(busy, signal.SIGKILL)
+    check_folder(folder)
+    events = read_events(folder).records
+    (ended,) = of_kind(events, CellFinished)
+    found = ended.capacity
+    assert found is not None and found.status == "unresolved"
+    assert found.reason.startswith("the machine was busy: ")
+    assert f"(pid {busy}, " in found.reason and "% of the CPU time" in found.reason
+    assert not of_kind(events, Waited)[-1].became_quiet, "it ends waiting"
+    assert found.reason in said
