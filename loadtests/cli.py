@@ -317,7 +317,7 @@ def selftest(
 ) -> None:
     """Check the accuracy of the load generator on this machine against a server of known timing.
 
-    A table in under two minutes; exit status 1 when something fails.
+    A table in two to three minutes; exit status 1 when something fails.
     """
     from loadtests.campaign.progress import Progress
     from loadtests.selftest.selftest import PARTS, run_selftest

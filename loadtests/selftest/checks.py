@@ -26,6 +26,7 @@ from loadtests.metrics.request_metrics import (
     tpot_seconds,
     ttft_seconds,
 )
+from loadtests.records.events import Capacity
 from loadtests.records.schema import RequestRecord
 from loadtests.workload.arrivals import Poisson, Times, generator
 from loadtests.workload.goodness_of_fit import check
@@ -39,6 +40,7 @@ DISPERSION_GAPS = 2
 SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that is more
 FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001}  # a TPOT is a mean: a tenth
 GAP_FLOOR_SECONDS = 0.001
+CAPACITY_SHARE = 0.15
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +57,27 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def error(self) -> float | None:
         return None if self.truth is None or self.measured is None else self.measured - self.truth
+
+
+def capacity_row(what: str, truth: float, found: Capacity) -> Row:
+    """Passed within CAPACITY_SHARE of the truth, which the interval must hold."""
+    row = Row(
+        what=what,
+        truth=truth,
+        measured=found.estimate,
+        limit=CAPACITY_SHARE * truth,
+        unit="requests/s",
+        passed=False,
+        note=found.reason,
+    )
+    if found.low is None or found.high is None or found.estimate is None:
+        return row
+    is_near = abs(found.estimate - truth) <= row.limit
+    return msgspec.structs.replace(
+        row,
+        passed=is_near and found.low <= truth <= found.high,
+        note=f"interval {found.low:.3g} to {found.high:.3g}",
+    )
 
 
 def near(

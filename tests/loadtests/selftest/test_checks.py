@@ -10,15 +10,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from loadtests.records.events import Capacity
 from loadtests.records.schema import RequestRecord
 from loadtests.selftest.checks import (
     arrival_rows,
     capacity_of_slots,
+    capacity_row,
     failure_rows,
     quantile,
     times_rows,
 )
 from loadtests.workload.arrivals import Poisson, due_times
+
+CAPACITY = {"status": "unresolved", "holds_at_any_rate": True}
 
 
 def world(
@@ -155,6 +159,30 @@ def test_arrivals_that_are_not_poisson_are_caught() -> None:
 def test_quantiles_are_by_nearest_rank() -> None:
     assert quantile([], 0.5) is None
     assert [quantile(list(range(1, 101)), share) for share in (0.5, 0.95, 0.99)] == [50, 95, 99]
+
+
+@pytest.mark.parametrize(
+    ("low", "middle", "high", "passed"),
+    [
+        (5.5, 6.0, 7.0, True),
+        (5.5, 6.89, 7.0, True),
+        (5.5, 6.91, 7.5, False),  # 15 % off, however wide the interval
+        (3.0, 5.09, 9.0, False),
+        (6.1, 6.5, 7.0, False),  # near, and too sure of it
+    ],
+)
+def test_a_capacity_may_be_off_by_15_percent(
+    low: float, middle: float, high: float, passed: bool
+) -> None:
+    found = msgspec.convert(
+        {"low": low, "estimate": middle, "high": high, "reason": ""} | CAPACITY, Capacity
+    )
+    row = capacity_row("capacity", 6.0, found)
+    assert (row.passed, row.limit) == (passed, pytest.approx(0.9))
+    assert row.note == f"interval {low:.3g} to {high:.3g}"
+    unknown = msgspec.structs.replace(found, estimate=None, high=None, reason="too few levels")
+    row = capacity_row("capacity", 6.0, unknown)
+    assert (row.passed, row.measured, row.note) == (False, None, "too few levels")
 
 
 def test_the_capacity_of_slots_is_that_of_queueing_theory() -> None:
