@@ -143,11 +143,10 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
         ) from problem
 
 
-def repeat_of(folder: Path, *, new_seeds: bool = False) -> Plan:
+def repeat_of(folder: Path) -> Plan:
     """A plan that measures the finished levels of a run again: same cells, rates, seconds, seeds.
 
-    What two such runs differ in is the machine's noise; with `new_seeds` also what the arrivals
-    happen to be. Raises BadRunFolder.
+    What two such runs differ in is the machine's noise. Raises BadRunFolder.
     """
     run = read_records(folder)
     manifest = run.manifest
@@ -157,8 +156,7 @@ def repeat_of(folder: Path, *, new_seeds: bool = False) -> Plan:
         if level.finished.is_set_aside:
             continue
         start = level.started
-        seed = None if new_seeds else start.seed
-        one = RepeatedLevel(start.rate_per_second, start.window_seconds, seed)
+        one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
         levels[level.cell] = (*levels.get(level.cell, ()), one)
     done = [cell for cell in cells if cell.key in levels]
     if not done:
@@ -166,11 +164,20 @@ def repeat_of(folder: Path, *, new_seeds: bool = False) -> Plan:
     again = msgspec.structs.replace(
         campaign,
         repeats=manifest.run_id,
-        seed=secrets.randbits(31) if new_seeds else campaign.seed,
         budget_seconds=None,
         cell_levels={cell.key: levels[cell.key] for cell in done},
     )
     return Plan(again, done, manifest.campaign_text)
+
+
+def with_new_seeds(plan: Plan) -> Plan:
+    """A repeat whose arrivals, lengths and prompts are drawn anew."""
+    levels = {
+        key: tuple(RepeatedLevel(one.rate, one.seconds) for one in own)
+        for key, own in plan.campaign.cell_levels.items()
+    }
+    campaign = msgspec.structs.replace(plan.campaign, seed=secrets.randbits(31), cell_levels=levels)
+    return Plan(campaign, plan.cells, plan.text)
 
 
 def repeat_in_turns(
@@ -180,12 +187,11 @@ def repeat_in_turns(
 
     Raises BadRunFolder, before anything is measured.
     """
-    for folder in folders:
-        repeat_of(folder)
+    plans = [repeat_of(folder) for folder in folders]
     arms = [[folder] for folder in folders]
     for _ in range(times):
-        for arm in arms:
-            arm.append(measure(repeat_of(arm[0], new_seeds=new_seeds)))
+        for arm, plan in zip(arms, plans, strict=True):
+            arm.append(measure(with_new_seeds(plan) if new_seeds else plan))
     return arms
 
 

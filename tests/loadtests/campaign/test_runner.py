@@ -30,6 +30,7 @@ from loadtests.errors import (
     TargetUnusable,
 )
 from loadtests.host.machine_lock import machine_lock
+from loadtests.records import run_folder
 from loadtests.records.events import (
     Calibrated,
     CellFinished,
@@ -44,7 +45,14 @@ from loadtests.records.events import (
     SkipCause,
     of_kind,
 )
-from loadtests.records.run_folder import REQUESTS, read_events, read_manifest, read_records
+from loadtests.records.run_folder import (
+    REQUESTS,
+    read_events,
+    read_lines,
+    read_manifest,
+    read_records,
+)
+from reports.write import Asked, write_report
 from tests.loadtests.campaign.checks import check_folder, kinds
 from tests.loadtests.campaign.simulated import (
     Bench,
@@ -395,6 +403,34 @@ def test_repeats_in_turns_are_what_compare_wants(tmp_path: Path, new_seeds: bool
 def test_repeats_of_equal_servers_are_no_different(tmp_path: Path) -> None:
     arms = in_turns(tmp_path, Simulated(service_seconds=0.1), times=2, new_seeds=True)
     assert compare(read_arm(arms[0]), read_arm(arms[1])).verdict == "no difference"
+
+
+def test_records_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run reads none of its own; resume, report and each arm of a comparison read them once."""
+    reads: list[Path] = []
+
+    def read(path: Path, kind: object) -> object:
+        reads.append(path)
+        return read_lines(path, kind)
+
+    monkeypatch.setattr(run_folder, "read_lines", read)
+
+    def requests_files() -> int:
+        found = sum(path.name == REQUESTS for path in reads)
+        reads.clear()
+        return found
+
+    world = Simulated()
+    folder = world.run(campaign(budget=60), tmp_path)
+    assert requests_files() == 0
+    world.resume(folder)
+    assert requests_files() == 1
+    again = repeat_in_turns([folder], 2, True, lambda plan: world.run(plan, tmp_path))[0][1:]
+    assert requests_files() == 1
+    compare(read_arm([folder]), read_arm(again))
+    assert requests_files() == 3
+    write_report([folder], tmp_path / "report", Asked(formats=("md",)))
+    assert requests_files() == 1
 
 
 def test_nothing_is_measured_where_one_of_the_runs_cannot_be_repeated(tmp_path: Path) -> None:
