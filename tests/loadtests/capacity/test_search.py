@@ -14,7 +14,8 @@ from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import Capacity
-from loadtests.simulation.batching import Policy, predict
+from loadtests.simulation.batching import Policy
+from loadtests.simulation.simulated_capacity import predict
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.requests import Workload, draw
 from tests.loadtests.capacity.known_worlds import batching, capacity, md4, search
