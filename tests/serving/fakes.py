@@ -295,7 +295,7 @@ def app_on(
     return app_of(desk, limits or Limits(), api_key)
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait for what another thread does; fails the test when it never does."""
     until = time.monotonic() + seconds
     while not holds():

@@ -84,7 +84,7 @@ def test_a_sampler_that_dies_is_an_error_and_holds_nobody_up() -> None:
         began = time.monotonic()
         sampler.level = "l"
         sampler.level = None
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
     assert isinstance(sampler.failure, LoadError) and "sampler of resources ended" in str(
         sampler.failure
     )

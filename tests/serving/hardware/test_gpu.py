@@ -5,6 +5,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -32,10 +33,15 @@ def pynvml(folder: Path, body: str) -> None:
     (folder / "pynvml.py").write_text(head + textwrap.dedent(body))
 
 
-def test_without_driver_files_nothing_is_started(tmp_path: Path) -> None:
-    started = time.perf_counter()
+def test_without_driver_files_nothing_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("serving.hardware.gpu.run_python", started)
     found = find_gpus(root=tmp_path)
-    assert (found.gpus, found.cause) == ((), "no_device") and time.perf_counter() - started < 0.1
+    assert (found.gpus, found.cause) == ((), "no_device")
 
 
 def test_a_gpu_is_described_as_its_driver_does(impostor: Path, tmp_path: Path) -> None:
@@ -82,9 +88,10 @@ def test_an_ill_driver_is_a_cause_and_costs_at_most_the_limit(
 ) -> None:
     pynvml(impostor, body)
     started = time.perf_counter()
-    found = find_gpus(root=with_driver(tmp_path / "root"), timeout_seconds=2.0)
+    limit = 1.0 if cause == "health_timeout" else 30.0  # of the others, none is a matter of time
+    found = find_gpus(root=with_driver(tmp_path / "root"), timeout_seconds=limit)
     assert found.gpus == () and found.cause == cause and found.note
-    assert time.perf_counter() - started < 8.0
+    assert time.perf_counter() - started < 30.0, "it would sleep for 60 s"
 
 
 def test_a_backend_that_crashes_on_import_is_told_of_not_suffered(impostor: Path) -> None:

@@ -30,7 +30,9 @@ from serving.supervisor.supervisor import Supervisor
 pytestmark = pytest.mark.usefixtures("forked_engines")
 
 MIB = 1 << 20
-QUICK = RecoveryLimits(backoff_first_seconds=0.02, health_timeout_seconds=10.0)
+QUICK = RecoveryLimits(
+    backoff_first_seconds=0.02, health_timeout_seconds=10.0, kill_after_seconds=1.0
+)
 ONE_AT_A_TIME = [
     RegistryLimits(most_loaded=1),
     RegistryLimits(memory_bytes=100 * MIB),
