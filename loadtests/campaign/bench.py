@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -23,6 +22,7 @@ from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, OverM
 from loadtests.generator.endpoint import TargetFacts, pool_for, probe
 from loadtests.generator.http_client import Pool
 from loadtests.host.sampler import Sampler
+from loadtests.metrics.disturbance import Probes
 from loadtests.records.events import CellReady, EngineInfo
 from loadtests.records.schema import CoresSample, Probe, RequestRecord
 from loadtests.simulation.batching import Policy
@@ -30,10 +30,7 @@ from loadtests.simulation.calibration import Burst
 from serving.backends.base import EngineConfig
 from serving.hardware.facts import allowed_cores
 
-PROBE_SHARE = 0.03
-PROBE_REQUESTS = 3
 PROBE_TOKENS = 8
-LEAST_PROBES = 3  # before a median is one
 RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
 
 
@@ -44,7 +41,7 @@ class ServerBench:
         self._site = site
         self.policy = policy
         self._idle_seconds = quick_seconds(site)
-        self._probes: list[float] | None = [] if site.server.pid is not None else None
+        self._probes = Probes(lambda: quick_seconds(site, PROBE_TOKENS))
 
     def measure(self, level: Level) -> Measured:
         self._site.campaign = level.campaign
@@ -60,22 +57,12 @@ class ServerBench:
         return self._site.sampler.latest
 
     def probe(self) -> Probe | None:
-        """Takes at most PROBE_SHARE of the shortest level; of an endpoint there is none."""
+        """Of an endpoint there is none."""
         self._site.probe = None
-        if self._probes is None:
-            return None
-        search = self._site.campaign.search
-        limit = PROBE_SHARE * min(search.level_seconds_min, *search.rate_seconds, math.inf)
-        while len(self._probes) < LEAST_PROBES:
-            seconds = _fastest(self._site, limit)
-            if seconds is None or seconds > limit:
-                self._probes = None  # one request takes too long, here and for the whole cell
-                return None
-            self._probes.append(seconds)
-        if (seconds := _fastest(self._site, limit)) is None:
-            return None
-        self._site.probe = Probe(round(seconds, 6), round(statistics.median(self._probes), 6))
-        self._probes.append(seconds)
+        if self._site.server.pid is not None:
+            search = self._site.campaign.search
+            shortest = min(search.level_seconds_min, *search.rate_seconds, math.inf)
+            self._site.probe = self._probes.take(shortest)
         return self._site.probe
 
     def rest(self, seconds: float) -> None:
@@ -89,21 +76,6 @@ class ServerBench:
 
     def recover(self) -> None:
         wait_until_it_serves(self._site.server, self._site.pool, self._site.progress)
-
-
-def _fastest(site: Site, limit_seconds: float) -> float | None:
-    """Of up to PROBE_REQUESTS short requests within the limit: what slows them all, lasts."""
-    best: float | None = None
-    spent = 0.0
-    for _ in range(PROBE_REQUESTS):
-        seconds = quick_seconds(site, PROBE_TOKENS)
-        if seconds is None:
-            return None
-        best = seconds if best is None else min(best, seconds)
-        spent += seconds
-        if spent + seconds > limit_seconds:
-            break
-    return best
 
 
 @contextlib.contextmanager

@@ -197,7 +197,12 @@ def _wait_for_probe(run: _Run, campaign: Campaign) -> None:
     while (probe := run.bench.probe()) is not None and is_slow(probe):
         if campaign.disturbance == "ignore":
             return
-        _wait(run, slow_in_words(probe), seconds)
+        by = slow_in_words(probe)
+        seen = run.bench.look()
+        if seen is not None and not is_quiet(seen):
+            beside = who_of(seen.strangers, seen.strangers_seconds or 0.0, seen.seconds)
+            by = f"{by} beside {beside}"
+        _wait(run, by, seconds)
         seconds = min(2 * seconds, MOST_WAIT_SECONDS)
 
 

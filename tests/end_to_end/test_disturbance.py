@@ -5,6 +5,7 @@ and for good.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -38,6 +39,7 @@ models = ["135m"]
 backends = ["fake"]
 sample_seconds = 0.25
 wait_seconds = {wait}
+disturbance = "wait"
 workload = {{ prompt_tokens = 24, output_tokens = 8 }}
 [slo]
 preset = "chat"
@@ -62,9 +64,12 @@ def hog() -> int:
     return int(subprocess.check_output(["sh", "-c", command]))
 
 
-def measure(out: Path, wait_seconds: float) -> tuple[Path, str]:
+def measure(out: Path, wait_seconds: float, **changes: str) -> tuple[Path, str]:
     said = StringIO()
-    plan = parse_campaign(CAMPAIGN.format(wait=wait_seconds))
+    text = CAMPAIGN.format(wait=wait_seconds)
+    for old, new in changes.items():
+        text = re.sub(f"{old} = [^ \\n]*", f"{old} = {new}", text)
+    plan = parse_campaign(text)
     with Progress(said, plain_every_seconds=0.5) as progress:
         return run(plan, out, progress, beside_others=True), said.getvalue()
 
@@ -127,3 +132,24 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     assert f"(pid {busy}, " in found.reason and "% of the CPU time" in found.reason
     assert not of_kind(events, Waited)[-1].became_quiet, "it ends waiting"
     assert found.reason in said
+
+
+def test_on_a_shared_host_levels_count_with_a_warning(tmp_path: Path) -> None:
+    """And what is on record of each: figures of the engine, and a probe before it."""
+    busy = hog()
+    try:
+        folder, _ = measure(tmp_path, 60, disturbance='"ignore"', step_seconds="0.002")
+    finally:
+        os.kill(busy, signal.SIGKILL)
+    check_folder(folder)
+    events = read_events(folder).records
+    assert not of_kind(events, Waited)
+    levels = of_kind(events, LevelFinished)
+    assert len(levels) == 2 and all(one.is_valid for one in levels)
+    assert "Disturbed" in levels[-1].warnings
+    found = levels[-1].disturbance
+    assert found is not None and found.subject == "engine" and found.counts
+    assert found.seconds > 1.0 and found.share is not None and found.share > 0.03
+    assert found.turns and found.busy_seconds is not None and found.steal_seconds is not None
+    assert busy in [one.pid for one in found.strangers]
+    assert any(one.probe_seconds for one in of_kind(events, LevelStarted))

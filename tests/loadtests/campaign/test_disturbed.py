@@ -138,6 +138,15 @@ def test_a_probe_that_stays_slow_ends_the_cell(tmp_path: Path) -> None:
     assert found.reason.endswith("a short request took 1.50 times its median (200 ms)")
 
 
+def test_a_slow_probe_names_who_is_there(tmp_path: Path) -> None:
+    world = Simulated(hog=(27.0, 60.0), probing=lambda now: Probe(0.3 if now > 27 else 0.2, 0.2))
+    folder = world.run(campaign(search=FIXED), tmp_path)
+    assert (
+        "its median (200 ms) beside `hog` (pid 7, 0."
+        in [one.reason for one in of_kind(read_events(folder).records, Waited)][0]
+    )
+
+
 def test_of_several_slos_only_those_not_searched_to_the_end_are_busy(tmp_path: Path) -> None:
     slos = "slos = [\n" + "".join(
         f'  {{ name = "{name}", ttft_seconds = {limit}, tpot_seconds = 0.1, target = 0.9 }},\n'

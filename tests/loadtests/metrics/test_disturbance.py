@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loadtests.metrics.disturbance import (
+    Probes,
     busiest,
     disturbance_of,
     in_words,
@@ -137,6 +138,36 @@ def test_a_slow_probe(seconds: float, usual: float | None, slow: bool) -> None:
     assert found is not None and found.is_disturbed is slow
     if slow:
         assert in_words(found) == "a short request took 1.16 times its median (200 ms)"
+
+
+def test_a_probe_is_the_fastest_of_three_against_the_median_of_those_before() -> None:
+    asked = iter([0.3, 0.2, 0.4] * 4 + [0.5, 0.6, 0.7])
+    probes = Probes(lambda: next(asked))
+    assert probes.take(60.0) == Probe(0.2, 0.2), "three for the median come first"
+    assert probes.take(60.0) == Probe(0.5, 0.2)
+
+
+def test_a_probe_takes_three_percent_of_a_level() -> None:
+    asked: list[float] = []
+
+    def ask() -> float:
+        asked.append(0.25)
+        return 0.25
+
+    probes = Probes(ask)
+    assert probes.take(20.0) == Probe(0.25, 0.25) and len(asked) == 2 * 4, "two fit into 0.6 s"
+    assert probes.take(10.0) == Probe(0.25, 0.25) and len(asked) == 9
+
+
+def test_there_is_no_probe_where_requests_take_too_long() -> None:
+    """Three times: the first may have met a busy machine."""
+    seconds = [0.9, 0.9, 0.9]
+    probes = Probes(lambda: seconds.pop())
+    assert [probes.take(20.0) for _ in range(5)] == [None] * 5 and not seconds
+    again = iter([0.9, *[0.1] * 12])
+    probes = Probes(lambda: next(again))
+    assert [probes.take(20.0) for _ in range(2)] == [None, Probe(0.1, 0.1)]
+    assert Probes(lambda: None).take(20.0) is None, "the request failed"
 
 
 def test_it_names_who_took_most() -> None:
