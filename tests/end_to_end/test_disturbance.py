@@ -21,6 +21,7 @@ from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.runner import run
 from loadtests.host.processes import divide_cores
+from loadtests.metrics import disturbance
 from loadtests.records.events import (
     CellFinished,
     LevelFinished,
@@ -134,11 +135,14 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     assert found.reason in said
 
 
-def test_on_a_shared_host_levels_count_with_a_warning(tmp_path: Path) -> None:
+def test_on_a_shared_host_levels_count_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what is on record of each: figures of the engine, and a probe before it."""
+    monkeypatch.setattr(disturbance, "PROBE_SHARE", 1.0)  # these levels are short
     busy = hog()
     try:
-        folder, _ = measure(tmp_path, 60, disturbance='"ignore"', step_seconds="0.002")
+        folder, _ = measure(tmp_path, 60, disturbance='"ignore"')
     finally:
         os.kill(busy, signal.SIGKILL)
     check_folder(folder)
