@@ -30,6 +30,7 @@ from loadtests.records.events import Calibrated, Capacity, Interrupted, LevelAba
 from loadtests.records.schema import CoresSample, Probe, RequestRecord
 from loadtests.simulation import calibration as calibrate
 from loadtests.simulation.batching import Policy
+from loadtests.simulation.prediction_error import error_scale, packaged_pairs, pairs_in
 from loadtests.simulation.step_observations import observations_of
 from models import formatting
 
@@ -310,6 +311,7 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
         campaign.arrivals,
         campaign.all_slos,
         campaign.seed,
+        error_scale([*packaged_pairs(), *pairs_in(state.run.events)]),
     )
     spent = round(run.clock() - began, 3)
     made = msgspec.structs.replace(made, slots=slots, spent_seconds=spent)

@@ -25,6 +25,7 @@ from loadtests.metrics.slo import Slo
 from loadtests.records.events import PredictedRate
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Policy
+from loadtests.simulation.prediction_error import NORMAL, error_scale, packaged_pairs
 from loadtests.simulation.simulated_capacity import SimulatedCapacity, predict
 from loadtests.simulation.step_observations import (
     most_at_once,
@@ -51,7 +52,6 @@ ALL_ROWS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 FEW_ROWS = (2, 3, 5, 8, 16, 32, 64)
 UNKNOWN_SLOTS = 32  # where bursts up to this size are all served at once
 SIMULATED = 20_000  # requests per simulated rate, over several seeds
-NORMAL = 1.4826  # standard deviation over median size of a normal error
 P90 = 1.2816  # standard deviations
 
 
@@ -196,9 +196,15 @@ def prediction(
     arrivals: Arrivals,
     slos: Sequence[Slo],
     seed: int,
+    known_error: float | None = None,
 ) -> Prediction:
-    """The law, and the simulated capacity for each SLO with a latency limit; else the reason."""
+    """The law, and the simulated capacity for each SLO with a latency limit; else the reason.
+
+    `known_error`: standard deviation of ln(predicted / measured) before this one; None: that of the
+    pairs that come with the package.
+    """
     seen = list(observations)
+    before = error_scale(packaged_pairs()) if known_error is None else known_error
     try:
         law = fit(seen)
         asks = draw(workload, SIMULATED, seed)
@@ -208,6 +214,7 @@ def prediction(
             slo.name: _with_interval(
                 predict(law, policy, pairs, slo, seed=seed, arrivals=arrivals, residuals=residuals),
                 law,
+                before,
             )
             for slo in slos
             if slo.ttft_seconds is not None or slo.tpot_seconds is not None
@@ -217,16 +224,17 @@ def prediction(
     return Prediction(observations=seen, law=law, policy=policy, rates=rates)
 
 
-def _with_interval(found: SimulatedCapacity, law: StepLaw) -> PredictedRate:
-    """p10 and p90 of ln(rate), normal; its variance is the sum of
+def _with_interval(found: SimulatedCapacity, law: StepLaw, known_error: float) -> PredictedRate:
+    """With p10 and p90: ln(rate) is taken for normal, its variance for the sum of
 
-    (sensitivity x law's error)^2, the error where the law had not seen it, as a standard deviation;
-    the simulation's error between seeds, squared.
+    (sensitivity x the law's error where it had not seen the step, as a standard deviation)^2,
+    (the simulation's error between seeds, of arrivals, lengths and residuals)^2,
+    (the error known from earlier pairs of predicted and measured)^2.
     """
     if found.rate == 0.0:
         return PredictedRate(rate=0.0)  # the interval of an answer that is none is not known
     of_law = found.sensitivity * NORMAL * (law.error or 0.0)
-    spread = math.exp(P90 * math.hypot(of_law, found.error or 0.0))
+    spread = math.exp(P90 * math.hypot(of_law, found.error or 0.0, known_error))
     return PredictedRate(rate=found.rate, low=found.rate / spread, high=found.rate * spread)
 
 
