@@ -4,8 +4,8 @@
 
 A residual is measured / law of one step. Step times are skewed, and a law of typical steps leaves
 the stalls out; the replay puts them back as often as they were seen. Residuals are drawn in runs of
-consecutive steps (moving-block bootstrap, Kuensch 1989), as slow steps come together. Kept apart:
-steps with prompts, of one decode row, of several.
+consecutive steps (moving-block bootstrap, Kuensch 1989), as slow steps come together. Steps of one
+decode row and of several are kept apart.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class Residuals(msgspec.Struct, frozen=True):
 
     @property
     def kinds(self) -> tuple[tuple[float, ...], ...]:
-        """Prompts, alone, together; what was never measured is as its like, or as the law."""
-        return (
-            self.prompts or (1.0,),
-            self.alone or self.together or (1.0,),
-            self.together or self.alone or (1.0,),
-        )
+        """With prompts, alone, together; what was never measured is as its like, or as the law.
+
+        Steps with prompts are few, too few to tell how often one stalls: they have the residuals of
+        all steps. One stalled prompt among ten would be a stall in every tenth request.
+        """
+        every = self.prompts + self.alone + self.together
+        return every or (1.0,), self.alone or every or (1.0,), self.together or every or (1.0,)
 
 
 def residuals_of(observations: Iterable[StepObservation], law: StepLaw) -> Residuals:

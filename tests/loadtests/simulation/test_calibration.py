@@ -93,27 +93,40 @@ def test_a_staircase_of_row_costs_is_found_step_by_step() -> None:
     assert friendly.seconds(3, 0, 0) < 0.85 * STAIRS.seconds(3, 0, 0)
 
 
-@pytest.mark.parametrize("seconds", [4.0, 1e9], ids=["one burst", "two"])
-def test_stalls_are_in_the_prediction(seconds: float) -> None:
-    """A step in a hundred takes four times as long: the typical step alone would predict more."""
+@pytest.mark.parametrize(
+    ("base", "row", "prompt", "ttft", "tpot"),
+    [(3.5, 6.3, 3.3, 2.0, 0.1), (30, 32, 24, 2.0, 0.1), (300, 310, 240, 30.0, 1.0)],
+    ids=["135M", "1B", "slower"],
+)
+def test_a_prediction_is_right_where_rows_are_a_staircase_and_steps_stall(
+    base: float, row: float, prompt: float, ttft: float, tpot: float
+) -> None:
+    """One step in a hundred takes four times as long: typical steps alone would predict more."""
+    law = StepLaw(
+        base_seconds=base / 1e3,
+        rows=tuple((rows, row / 1e3 * staircase(rows)) for rows in range(1, 9)),
+        prompt_token_seconds=prompt / 1e3,
+    )
+    slo = Slo("x", ttft, tpot, target=0.9)
     skewed = Skewed(3)
-    engine = Engine(STAIRS, 8)
-    engine.steps = lambda *counts: STAIRS.seconds(*counts) * skewed()
+    engine = Engine(law, 8)
+    engine.steps = lambda *counts: law.seconds(*counts) * skewed()
     workload = Workload(preset="chat", max_prompt_tokens=40, max_output_tokens=16)
     alone = single_stream(engine, workload, 20)
-    seen, _ = calibrate(engine, alone, workload, 8, seconds, lambda: engine.now)
+    seen, _ = calibrate(engine, alone, workload, 8, 30.0, lambda: engine.now)
     made = prediction(
-        [*observations_of(alone, 1), *seen], Policy(slots=8), workload, Poisson(), [CHAT], 1
+        [*observations_of(alone, 1), *seen], Policy(slots=8), workload, Poisson(), [slo], 1
     )
     pairs = np.array([(a.prompt_tokens, a.output_tokens) for a in draw(workload, 20_000, 1)])
-    assert made.law is not None and made.law.error is not None
-    typical = predict(made.law, Policy(slots=8), pairs, CHAT, seed=1).rate
-    truth = 1 + 0.01 * 3  # a stall is four steps long
-    slower = Residuals((truth,), (truth,), (truth,))
-    known = predict(STAIRS, Policy(slots=8), pairs, CHAT, seed=1, residuals=slower).rate
-    assert made.law.seconds(4, 0, 0) == pytest.approx(STAIRS.seconds(4, 0, 0), rel=0.15)
-    assert made.rates["chat"].rate < typical
-    assert made.rates["chat"].rate == pytest.approx(known, rel=0.12)
+    assert made.law is not None
+    typical = predict(made.law, Policy(slots=8), pairs, slo, seed=1).rate
+    ratios = tuple(skewed() for _ in range(20_000))
+    true_steps = Residuals(ratios, ratios, ratios)
+    truth = predict(law, Policy(slots=8), pairs, slo, seed=1, residuals=true_steps).rate
+    predicted = made.rates["x"]
+    assert predicted.rate == pytest.approx(truth, rel=0.15) and predicted.rate < typical
+    assert predicted.low is not None and predicted.high is not None
+    assert predicted.low < truth < predicted.high
 
 
 def test_equal_lengths_get_a_sweep_of_prompts() -> None:
