@@ -13,7 +13,7 @@ import msgspec
 import typer
 from typer.core import TyperCommand
 
-from loadtests.errors import LoadError
+from loadtests.errors import Incomplete, LoadError
 from loadtests.generator.options import CommandOptions, command_options
 from serving.bounds import spans, unbounded
 
@@ -170,6 +170,16 @@ def load(
     options = command_options(given)
     if (options.rate is None) == (options.concurrency is None):
         raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
+    from loadtests.host.signals import signals_interrupt
+
+    try:
+        with signals_interrupt():
+            _load(url, options)
+    except KeyboardInterrupt:
+        raise Incomplete("stopped") from None
+
+
+def _load(url: str, options: CommandOptions) -> None:
     from loadtests.generator.launcher import spare as started_early
 
     with started_early(options.concurrency or 1) as spare:

@@ -11,10 +11,9 @@ abandoned, and measured again under another name. Whatever this process starts e
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from loadtests.errors import (
 )
 from loadtests.generator.endpoint import probe
 from loadtests.host.machine_lock import machine_lock
+from loadtests.host.signals import signals_interrupt
 from loadtests.records.comparability import machine_differences
 from loadtests.records.events import (
     Capacity,
@@ -185,7 +185,7 @@ class _Sitting:
         self.states = [CellState(opened, campaign, cell) for cell in cells]
 
     def go(self) -> None:
-        with _signals_interrupt():
+        with signals_interrupt():
             try:
                 missing = [state.key for state in self.states if not self._cell(state)]
             except KeyboardInterrupt:
@@ -280,20 +280,3 @@ class _Sitting:
             if not one.is_done and why_not(one.cell, self._campaign, self._facts) is None
         ]
         return max(0.0, shares(left, self._campaign.budget_seconds - spent)[state.key])
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does: in order, and on record."""
-
-    def interrupt(number: int, _: Any) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

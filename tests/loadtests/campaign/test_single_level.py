@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,3 +78,34 @@ def test_one_level_from_the_command_line(
 def test_a_level_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError, match=message):
         load("http://127.0.0.1:9", **arguments)
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_level_in_order_and_with_one_sentence(
+    truth_server: Start, tmp_path: Path, number: signal.Signals
+) -> None:
+    url = truth_server(ttft=0.02, case="load")
+    words = [url, *"--workload 16x8 --rate 15 --duration 60 --out".split(), str(tmp_path / "runs")]
+    (tmp_path / "tmp").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "crossover", "load", *words],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as level:
+        until = time.monotonic() + 30
+        while not list(tmp_path.glob("runs/*/requests.jsonl")):
+            assert time.monotonic() < until and level.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        level.send_signal(number)
+        level.send_signal(number)  # as `timeout` does; it must not break off what the first began
+        said = level.communicate(timeout=30)[1]
+    (folder,) = tmp_path.glob("runs/*")
+    assert level.returncode == 2 and "Traceback" not in said, said
+    assert said.splitlines()[-1] == f"crossover: stopped; the records so far are in {folder}"
+    assert not list((tmp_path / "tmp").iterdir())
