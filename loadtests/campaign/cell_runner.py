@@ -16,8 +16,8 @@ from typing import Protocol
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.cells import seed_of
 from loadtests.campaign.level import Measured
-from loadtests.campaign.manifest import seed_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.capacity.estimate import estimate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 import msgspec
@@ -109,3 +110,15 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
 def _plain(text: str) -> str:
     """As a file name."""
     return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
+
+
+def seed_of(seed: int, cell: Cell, level: str) -> int:
+    """The seed of one attempt at a level, the same in each cell that has a server of its own.
+
+    So cells are compared by the same requests. Levels of one server share no prompts: no prefix
+    cache helps a later one.
+    """
+    own = level.removeprefix(cell.key) if cell.url is None else level
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}/{own}".encode(), digest_size=6).digest(), "little"
+    )

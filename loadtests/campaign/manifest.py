@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import subprocess
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from loadtests.campaign.campaign_file import Plan
-from loadtests.campaign.cells import Cell
 from loadtests.errors import BadRunFolder
 from loadtests.records.schema import FORMAT_VERSION, RunManifest
 from serving.hardware.facts import HardwareFacts
@@ -67,18 +65,6 @@ def manifest_of(
         client_facts=machine,
         versions={name: version for name in PACKAGES if (version := _version(name)) is not None},
         seed=campaign.campaign.seed,
-    )
-
-
-def seed_of(seed: int, cell: Cell, level: str) -> int:
-    """The seed of one attempt at a level, the same in each cell that has a server of its own.
-
-    So cells are compared by the same requests. Levels of one server share no prompts: no prefix
-    cache helps a later one.
-    """
-    own = level.removeprefix(cell.key) if cell.url is None else level
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{own}".encode(), digest_size=6).digest(), "little"
     )
 
 

@@ -10,9 +10,9 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Plan
 from loadtests.campaign.campaign_keys import Server
-from loadtests.campaign.cells import Cell
+from loadtests.campaign.cells import Cell, seed_of
 from loadtests.campaign.level import loaded_level
-from loadtests.campaign.manifest import manifest_of, new_folder, seed_of
+from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.servers import External
 from loadtests.campaign.site import Site

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from loadtests.campaign.campaign_file import DEMO, Campaign, parse_campaign, read_campaign, slo_of
 from loadtests.campaign.campaign_keys import CampaignFile
 from loadtests.campaign.cell_planning import layout_of, shares, why_not
-from loadtests.campaign.cells import Cell
-from loadtests.campaign.manifest import seed_of
+from loadtests.campaign.cells import Cell, seed_of
 from loadtests.campaign.servers import serve_command
 from loadtests.campaign.template import SECTIONS, keys_of, toml_value
 from loadtests.errors import BadCampaign
