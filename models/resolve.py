@@ -12,6 +12,7 @@ code is read: no pickles, no remote code.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -257,6 +258,12 @@ def _checked_manifest(path: Path, wish: Wish) -> Manifest | None:
 
 def _probe_vocabulary(path: Path) -> None:
     """Let a child read a foreign file's vocabulary first: llama.cpp may abort on a damaged one."""
+    now = path.stat()
+    _probe_once(path, now.st_size, now.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)  # a server resolves each of its models twice
+def _probe_once(path: Path, size_bytes: int, changed_ns: int) -> None:
     code = (
         "import sys; from pathlib import Path; from models.tokenization.gguf import GgufTokenizer; "
         "GgufTokenizer(Path(sys.argv[1]))"

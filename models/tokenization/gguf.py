@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,13 +95,18 @@ _quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
 
 
 def llama_library() -> Any:
-    """The llama_cpp module, silenced. Raises UnsupportedModel where it is missing."""
+    """The llama_cpp module. Raises UnsupportedModel where it is missing.
+
+    Silenced where nobody has loaded it: an engine that has keeps its log, which explains failures.
+    """
+    is_loaded = "llama_cpp" in sys.modules
     try:
         import llama_cpp
     except ImportError as problem:
         raise UnsupportedModel(
             f"GGUF files need llama.cpp ({problem}); pip install 'llm-crossover[llama-cpp]'"
         ) from problem
-    llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
+    if not is_loaded:
+        llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     return llama_cpp

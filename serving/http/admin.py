@@ -43,7 +43,7 @@ from serving.http.wire.errors import ApiError, as_answer, invalid, try_again
 from serving.http.wire.openapi import Route
 from serving.http.wire.sse import encode
 from serving.placement.plan import NoPlacement
-from serving.registry.model import Desk
+from serving.registry.model import Desk, read_vocabulary
 from serving.registry.options import ModelOptions, model_options
 from serving.registry.prepare import prepare
 from serving.registry.registry import Registry
@@ -91,7 +91,8 @@ async def load_model(desk: Desk, exchange: Exchange) -> None:
 
     async def add_and_load() -> None:
         prepared = await asyncio.to_thread(prepare, model, registry.machine)
-        registry.add(prepared)
+        vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
+        registry.add(prepared, vocabulary)
         await registry.load(prepared.name)
 
     await _do(desk, exchange, request.name, add_and_load(), request.wait)

@@ -1,7 +1,7 @@
 """What all requests for one model share (Service), and which model a request goes to (Desk).
 
 desk = Desk(ServerMetrics())
-desk.add(Service(supervisor, tokenizer, metrics))
+desk.add(Service(supervisor, read_vocabulary(path), metrics))
 service, release = await desk.acquire(name)     # loads the model where it may
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from models.tokenization.tokenizer import Tokenizer
+from models.tokenization.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.base import BackendInfo, EngineConfig
 from serving.engine.messages import Delta, GenerationRequest
 from serving.errors import ContextOverflow, EngineState, ModelNotNamed, Unavailable, UnknownModel
@@ -81,20 +81,36 @@ class Keeper(Protocol):
     def states(self) -> dict[str, EngineState]: ...
 
 
+class Vocabulary(NamedTuple):
+    """A tokenizer, and the bytes of each token."""
+
+    tokenizer: Tokenizer
+    table: list[bytes]
+
+
+def read_vocabulary(tokenizer_path: str) -> Vocabulary:
+    """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    return Vocabulary(tokenizer, tokenizer.token_bytes())
+
+
 class Service:
     """What all requests for one model share. `placement`: why it runs where it runs."""
 
     def __init__(
-        self, supervisor: EngineLike, tokenizer: Tokenizer, metrics: Metrics, placement: Any = None
+        self,
+        supervisor: EngineLike,
+        vocabulary: Vocabulary,
+        metrics: Metrics,
+        placement: Any = None,
     ) -> None:
         self.supervisor = supervisor
-        self.tokenizer = tokenizer
+        self.tokenizer, self.table = vocabulary
         self.served_name = metrics.model
         self.metrics = metrics
         self.placement = placement
         supervisor.on_step = metrics.stepped
         self.created = int(time.time())
-        self.table = tokenizer.token_bytes()
         self._longest = max(_LONGEST_SPECIAL, max(map(len, self.table), default=0))
 
     def facts(self) -> Facts:

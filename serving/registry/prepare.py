@@ -81,8 +81,9 @@ class Machine:
         self._trouble: dict[str, tuple[Cause, str] | None] = {}
 
     def facts(self) -> HardwareFacts:
-        """As they are now: free memory changes."""
-        return hardware_facts()
+        """As they are now: free memory changes. Cores are those from before this process took its
+        share of them."""
+        return msgspec.structs.replace(hardware_facts(), allowed_cores=self._allowed)
 
     def split(self, cores: str, threads: int | None) -> CoreSplit:
         """Cores of an engine with these options and of the HTTP process."""

@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 
 from models.errors import ModelError
-from models.tokenization.tokenizer import load_tokenizer
 from serving.errors import (
     Busy,
     EngineFailed,
@@ -38,7 +37,7 @@ from serving.errors import (
 from serving.metrics import Metrics
 from serving.placement.plan import Placement
 from serving.registry.eviction import Resident
-from serving.registry.model import Desk, Service
+from serving.registry.model import Desk, Service, Vocabulary, read_vocabulary
 from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, Prepared, place, prepare
 from serving.registry.room import RegistryLimits, choose_room, placement_in
@@ -78,25 +77,29 @@ class Registry:
 
     # Models come and go.
 
-    def add(self, prepared: Prepared) -> Tenant:
-        """One more model, not loaded yet. Raises ServingError for a name that is taken."""
+    def add(self, prepared: Prepared, vocabulary: Vocabulary | None = None) -> Tenant:
+        """One more model, not loaded yet. Raises ServingError for a name that is taken.
+
+        `vocabulary`: read in a thread where requests are being answered; None: it is read here.
+        """
         if prepared.name in self.tenants:
             raise ServingError(
                 f"two models are called {prepared.name!r}; give one of them another name"
             )
-        tenant = self._tenant(prepared)
+        tenant = self._tenant(prepared, vocabulary or read_vocabulary(prepared.tokenizer_path))
         if prepared.model.load == "demand":
             tenant.supervisor.shelve("it is loaded when it is first asked for")
         self.tenants[prepared.name] = tenant
         self.desk.add(tenant.service)
         return tenant
 
-    def _tenant(self, prepared: Prepared, metrics: Metrics | None = None) -> Tenant:
+    def _tenant(
+        self, prepared: Prepared, vocabulary: Vocabulary, metrics: Metrics | None = None
+    ) -> Tenant:
         placed: list[Tenant] = []
         supervisor = self._make_supervisor(prepared, lambda: placed[0].placement)
-        tokenizer = load_tokenizer(prepared.tokenizer_path)
         metrics = metrics or Metrics(self.desk.metrics, prepared.name, supervisor)
-        service = Service(supervisor, tokenizer, metrics, lambda: placed[0].about())
+        service = Service(supervisor, vocabulary, metrics, lambda: placed[0].about())
         placed.append(Tenant(prepared, service, supervisor))
         return placed[0]
 
@@ -109,8 +112,8 @@ class Registry:
 
     async def _load_all(self, tenants: list[Tenant]) -> None:
         for tenant in tenants:
-            # The supervisor's state tells what went wrong.
-            with contextlib.suppress(ServingError, asyncio.CancelledError):
+            # The supervisor's state tells what went wrong; the next model loads all the same.
+            with contextlib.suppress(Exception, asyncio.CancelledError):
                 await asyncio.shield(self._load_soon(tenant, evict=False))
 
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
@@ -235,11 +238,14 @@ class Registry:
         except NoRoom as problem:
             supervisor.shelve(str(problem))
             raise
-        except ServingError as problem:
+        except Exception as problem:  # whatever it is, this model did not load
+            said = str(problem)
+            if not isinstance(problem, ServingError | ModelError):
+                said = f"{type(problem).__name__}: {problem}"
             tenant.service.metrics.loaded("failed")
-            tenant.load_failed(str(problem))
+            tenant.load_failed(said)
             if supervisor.state == EngineState.loading:
-                supervisor.give_up(str(problem))
+                supervisor.give_up(said)
             raise
         finally:
             tenant.load = None
@@ -340,7 +346,8 @@ class Registry:
             prepared = await asyncio.to_thread(
                 prepare, msgspec.structs.replace(model, name=name), self.machine
             )
-            new = self._tenant(prepared, old.service.metrics)
+            vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
+            new = self._tenant(prepared, vocabulary, old.service.metrics)
             old.swapping_to = new
             async with self._turn:
                 old.doing = "looking for room for the new model beside the old one"

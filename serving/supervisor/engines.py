@@ -329,11 +329,15 @@ class Engines(Status):
                     engine.give_up(trouble)
 
     async def _watch_lag(self) -> None:
-        """How late this process is: what waits in its sockets is not in the ledger yet."""
+        """How late this process is: what waits in its sockets is not in the ledger yet.
+
+        An engine looks at the deadlines of what it has; here those of what waits for one.
+        """
         while True:
             due = time.monotonic() + LAG_LOOK_SECONDS
             await asyncio.sleep(LAG_LOOK_SECONDS)
             self._requests.ledger.lag_seconds = max(0.0, time.monotonic() - due)
+            self._requests.end_overdue()
 
     async def _watch_failback(self) -> None:
         """Load the preferred engine beside the current one whenever it can be had again."""

@@ -159,7 +159,8 @@ class EngineProcess:
             if silent > limits.load_timeout_seconds:
                 return f"no word from the loading engine for {silent:.0f} s"
             return None
-        if self.sequences and is_hung(now - self._step_at, now - self._busy_at, limits):
+        ages = now - self._step_at, now - self._busy_at
+        if self.sequences and is_hung(*ages, limits, self.config.device):
             return (
                 f"no step finished for {now - self._step_at:.1f} s "
                 f"with {len(self.sequences)} sequences in flight"

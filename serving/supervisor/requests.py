@@ -71,6 +71,14 @@ class Requests:
         for stream in self._waiting():
             self.give(stream, engine)
 
+    def end_overdue(self) -> None:
+        """End every sequence that waits for an engine and whose deadline is past."""
+        now = time.monotonic()
+        for stream in self._waiting():
+            seconds = stream.request.deadline_seconds
+            if seconds is not None and now - stream.arrived >= seconds:
+                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+
     def hear(self, engine: EngineProcess, step: Step) -> None:
         """What one step of an engine added, to the sequences that it still has."""
         now = time.monotonic()

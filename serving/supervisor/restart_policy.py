@@ -52,7 +52,9 @@ class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lasted_seconds: float = 600.0  # uptime after which the backoff resets
     flips_per_hour: int = 4
     health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
-    step_timeout_seconds: float = 300.0  # no step for so long with work, CPU or not
+    # No step for so long with work, CPU or not. On a CPU 512 prompt tokens of 32B take 400 s.
+    step_timeout_seconds: float = 300.0
+    cpu_step_timeout_seconds: float = 1800.0
     load_timeout_seconds: float = 1800.0  # no word from a loading engine for so long
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
 
@@ -192,13 +194,17 @@ class Failback:
         self._attempts = [*self._attempts[-_KEPT_ATTEMPTS + 1 :], self._clock()]
 
 
-def is_hung(step_age_seconds: float, idle_seconds: float, limits: RecoveryLimits) -> bool:
+def is_hung(
+    step_age_seconds: float, idle_seconds: float, limits: RecoveryLimits, device: str
+) -> bool:
     """True when an engine with work is to be given up: no step for long while it sleeps, or no step
     for very long.
 
     `step_age_seconds`: since the last step, or since work came. `idle_seconds`: without CPU use.
     """
-    if step_age_seconds > limits.step_timeout_seconds:
+    on_cpu = device == "cpu"
+    most = limits.cpu_step_timeout_seconds if on_cpu else limits.step_timeout_seconds
+    if step_age_seconds > most:
         return True
     return min(step_age_seconds, idle_seconds) > limits.health_timeout_seconds
 

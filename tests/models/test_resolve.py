@@ -2,12 +2,14 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from models import cache
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.isolated import Ran, run_python
 from models.ladder import rung
 from models.manifest import manifest_path, read_manifest, write_manifest
 from models.resolve import ResolvedModel, cache_dir, resolve, weight_format_of
@@ -123,6 +125,27 @@ def test_a_strangers_gguf_is_probed_in_a_child_first(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"gpt2", b"gpt9", 1))
     with pytest.raises(BrokenWeights, match="llama.cpp cannot read.*gpt9|llama.cpp cannot read"):
         resolve(str(file), kind="gguf")
+
+
+def test_a_strangers_gguf_is_probed_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes: list[str] = []
+
+    def counted(*words: str, **options: Any) -> Ran:
+        probes.append(words[-1])
+        return run_python(*words, **options)
+
+    monkeypatch.setattr("models.resolve.run_python", counted)
+    file = tmp_path / "foreign.gguf"
+    write_gguf(TINY_LLAMA, file)
+    manifest_path(file).unlink()
+    for _ in range(2):
+        resolve(str(file), kind="gguf")
+    assert probes == [str(file)]
+    os.utime(file, (1, 1))
+    resolve(str(file), kind="gguf")
+    assert probes == [str(file)] * 2
 
 
 def test_a_folder_of_safetensors_is_taken_by_torch(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from serving.http.app import App, app_of
 from serving.http.connections import server_options
 from serving.http.limits import Limits
 from serving.metrics import Metrics, ServerMetrics
-from serving.registry.model import Desk, Service
+from serving.registry.model import Desk, Service, Vocabulary
 from serving.sampling.types import Sampling
 from serving.supervisor.stream import Stream
 from serving.supervisor.supervisor import Supervisor
@@ -291,7 +291,9 @@ def app_on(
     """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
     desk = Desk(ServerMetrics())
     metrics = Metrics(desk.metrics, name, supervisor)
-    desk.add(Service(supervisor, tokenizer or ByteTokenizer(), metrics, placement))
+    tokenizer = tokenizer or ByteTokenizer()
+    vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
+    desk.add(Service(supervisor, vocabulary, metrics, placement))
     return app_of(desk, limits or Limits(), api_key)
 
 

@@ -65,7 +65,9 @@ class LogTail:
         self.errors.clear()
 
     def stop(self) -> list[str]:
+        """The lines of a load that has worked; its warnings are no reasons of later failures."""
         self.recording = False
+        self.errors.clear()
         return self.lines
 
     def reason(self, fallback: str) -> str:

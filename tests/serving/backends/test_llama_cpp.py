@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -612,3 +614,19 @@ def test_a_prompts_last_token_and_an_idle_slot_run_along_and_nothing_changes(mak
     together.step([row(3, [*prompts[3][21:], 7], 21)])
     np.testing.assert_array_equal(together._logits(1)[0], expected[3][0])
     assert together.last_decode_seconds is None
+
+
+def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
+    code = (
+        "from models.tokenization.gguf import llama_library\n"
+        "from serving.backends.llama_cpp.library import LOG, library\n"
+        "llama = library()\n"
+        "llama_library().llama_model_load_from_file(b'/no/x.gguf', "
+        "llama.llama_model_default_params())\n"
+        "print(LOG.reason('nothing'))\n"
+        "LOG.stop()\n"
+        "print(LOG.reason('nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after_failure, after_load = done.stdout.splitlines()
+    assert "x.gguf" in after_failure and after_load == "nothing"

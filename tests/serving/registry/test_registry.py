@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from serving.errors import Busy, LoadFailed, Unavailable
 from serving.http.admin_wire import ModelState
 from serving.metrics import ServerMetrics
 from serving.placement.plan import NoPlacement
-from serving.registry.model import Desk
+from serving.registry.model import Desk, Vocabulary, read_vocabulary
 from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, prepare
 from serving.registry.registry import Registry
@@ -365,3 +366,55 @@ def test_stopping_ends_every_engine_and_every_wait() -> None:
             assert [tenant.supervisor.pids for tenant in registry.all()] == [[], [], []]
 
     run(scenario())
+
+
+def test_what_ends_one_load_ends_no_other() -> None:
+    class Broken(Supervisor):
+        async def start(self, configs: Any = ()) -> None:
+            raise RuntimeError("nobody thought of this")
+
+    async def scenario() -> None:
+        machine = Machine()
+        registry = Registry(
+            Desk(ServerMetrics()),
+            machine,
+            lambda one, _: (Broken if one.name == "bad" else Supervisor)(one.configs, limits=QUICK),
+            RegistryLimits(),
+            {},
+        )
+        for one in (model("bad"), model("good")):
+            registry.add(prepare(one, machine))
+        await registry.start()
+        try:
+            await until(lambda: registry.states() == {"bad": "failed", "good": "ready"})
+            reason = registry.tenants["bad"].supervisor.reason
+            assert reason == "RuntimeError: nobody thought of this"
+        finally:
+            await registry.stop(drain=False)
+
+    run(scenario())
+
+
+def test_a_vocabulary_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def watched(path: str) -> Vocabulary:
+        threads.append(threading.current_thread().name)
+        return read_vocabulary(path)
+
+    async def scenario() -> None:
+        async with fleet_of(model("a")) as registry:
+            monkeypatch.setattr("serving.registry.registry.read_vocabulary", watched)
+            await registry.swap("a", model("a"))
+            assert threads and threading.main_thread().name not in threads
+
+    run(scenario())
+
+
+def test_a_later_placement_sees_the_cores_from_before_this_process_took_its_own() -> None:
+    machine, before = Machine(), os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert machine.facts().allowed_cores == tuple(sorted(before))
+    finally:
+        os.sched_setaffinity(0, before)

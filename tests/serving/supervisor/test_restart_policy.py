@@ -108,16 +108,18 @@ def test_there_is_no_way_back_after_a_permanent_cause() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_age", "idle", "hung"),
+    ("step_age", "idle", "device", "hung"),
     [
-        (29.0, 29.0, False),
-        (31.0, 31.0, True),
-        (31.0, 2.0, False),
-        (299.0, 2.0, False),
-        (301.0, 0.0, True),
+        (29.0, 29.0, "cpu", False),
+        (31.0, 31.0, "cpu", True),
+        (31.0, 2.0, "gpu", False),
+        (299.0, 2.0, "gpu", False),
+        (301.0, 0.0, "gpu", True),
+        (401.0, 0.0, "cpu", False),  # a prompt's piece of a 32B model on two cores
+        (1801.0, 0.0, "cpu", True),
     ],
 )
 def test_a_child_that_works_on_a_long_step_is_not_hung_and_one_that_sleeps_is(
-    step_age: float, idle: float, hung: bool
+    step_age: float, idle: float, device: str, hung: bool
 ) -> None:
-    assert is_hung(step_age, idle, LIMITS) is hung
+    assert is_hung(step_age, idle, LIMITS, device) is hung
