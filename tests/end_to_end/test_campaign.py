@@ -98,6 +98,7 @@ level_seconds_min = 1.5
 level_seconds_max = 2.5
 level_requests_min = 10
 single_stream_requests = 3
+calibration_seconds = 0
 """
 
 

@@ -8,15 +8,12 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
-import pytest
-
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.runner import run
 from loadtests.records.run_folder import read_records
 from tests.loadtests.campaign.checks import check_folder
 
-pytestmark = pytest.mark.clock
 Start = Callable[..., str]
 
 
@@ -30,7 +27,7 @@ def test_a_hopeless_level_is_cut_short_and_the_next_waits_for_an_idle_server(
     plan = parse_campaign(
         'name = "hopeless"\nworkload = { prompt_tokens = 16, output_tokens = 20 }\n'
         f'[slo]\npreset = "chat"\nttft_seconds = 0.3\ntarget = 0.8\n[target]\nurl = "{url}"\n'
-        "[search]\nrates = [15.0, 2.0]\nrate_seconds = [2.5, 1.0]\nsingle_stream_requests = 3\n"
+        "[search]\nrates = [20.0, 2.0]\nrate_seconds = [2.5, 1.0]\nsingle_stream_requests = 3\n"
     )
     folder = run(plan, tmp_path, Progress(StringIO()), beside_others=True)
     check_folder(folder)
@@ -39,4 +36,5 @@ def test_a_hopeless_level_is_cut_short_and_the_next_waits_for_an_idle_server(
     assert cut.finished.verdict == "fails"
     first = min(second.requests, key=lambda record: record.due_seconds)
     assert first.first_content_seconds is not None
-    assert first.first_content_seconds - first.due_seconds < 0.4
+    waited = first.first_content_seconds - first.due_seconds
+    assert waited < 1.0, "an idle server takes 0.15 s; what was given up keeps it busy for seconds"
