@@ -42,7 +42,7 @@ from serving.http.limits import Limits
 from serving.http.tracing import make_tracer
 from serving.metrics import ServerMetrics
 from serving.placement.plan import Placement, explain
-from serving.registry.model import Desk
+from serving.registry.model import ModelRouter
 from serving.registry.options import ModelOptions, ServeOptions, models_of, shared_of
 from serving.registry.prepare import Machine, Prepared, prepare
 from serving.registry.registry import Registry
@@ -90,7 +90,7 @@ def launch(options: ServeOptions) -> int:
         prepared = _prepared(models, machine, narrator)
         os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
         registry = Registry(
-            Desk(ServerMetrics()),
+            ModelRouter(ServerMetrics()),
             machine,
             lambda one, placed: _supervisor(options, one, placed, narrator),
             RegistryLimits(
@@ -103,7 +103,7 @@ def launch(options: ServeOptions) -> int:
         )
         for one in prepared:
             registry.add(one)
-        app = _app(options, registry.desk, narrator, (api_key, admin_key))
+        app = _app(options, registry.router, narrator, (api_key, admin_key))
         served = [Listening(app, listener, options.tls_certificate, options.tls_key)]
         if admin is not None:
             served.append(_admin(admin, app, admin_key, narrator))
@@ -127,13 +127,16 @@ def _prepared(
 
 
 def _app(
-    options: ServeOptions, desk: Desk, narrator: Narrator, keys: tuple[str | None, str | None]
+    options: ServeOptions,
+    router: ModelRouter,
+    narrator: Narrator,
+    keys: tuple[str | None, str | None],
 ) -> App:
     """The endpoint, with the admin routes where they have a key and no port of their own."""
     api_key, admin_key = keys
     here = options.admin_port is None and admin_key is not None
     return app_of(
-        desk,
+        router,
         _limits(narrator),
         api_key,
         admin=ADMIN_ROUTES if here else (),
@@ -147,7 +150,7 @@ def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -
     open_to = "" if key else " (for anybody on this machine: no --admin-key-...)"
     narrator.say(f"admin routes on {url_of(port)}/admin/{open_to}")
     encoded = None if key is None else key.encode()
-    return Listening(LoopbackOnly(App(app.desk, app.limits, encoded, ADMIN_ROUTES)), port)
+    return Listening(LoopbackOnly(App(app.router, app.limits, encoded, ADMIN_ROUTES)), port)
 
 
 def _limits(narrator: Narrator) -> Limits:

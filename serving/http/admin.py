@@ -43,7 +43,7 @@ from serving.http.wire.errors import ApiError, as_answer, invalid, try_again
 from serving.http.wire.openapi import Route
 from serving.http.wire.sse import encode
 from serving.placement.plan import NoPlacement
-from serving.registry.model import Desk, read_vocabulary
+from serving.registry.model import ModelRouter, read_vocabulary
 from serving.registry.options import ModelOptions, model_options
 from serving.registry.prepare import prepare
 from serving.registry.registry import Registry
@@ -56,20 +56,20 @@ CHOICE: msgspec.json.Decoder[Choice] = msgspec.json.Decoder(UnboundedChoice)
 UNLOAD: msgspec.json.Decoder[UnloadRequest] = msgspec.json.Decoder(UnloadRequest)
 
 
-async def list_models(desk: Desk, exchange: Exchange) -> None:
-    registry = _registry(desk)
+async def list_models(router: ModelRouter, exchange: Exchange) -> None:
+    registry = _registry(router)
     available = (await asyncio.to_thread(registry.machine.facts)).usable_memory_bytes
     await exchange.answer(RegistryState.of(registry, available))
 
 
-async def show_model(desk: Desk, exchange: Exchange) -> None:
-    registry = _registry(desk)
+async def show_model(router: ModelRouter, exchange: Exchange) -> None:
+    registry = _registry(router)
     name = _known(registry, exchange.scope["path_params"]["name"])
     await exchange.answer(ModelState.of(registry.tenants[name]))
 
 
-async def load_model(desk: Desk, exchange: Exchange) -> None:
-    registry, request = _registry(desk), decode(CHOICE, await exchange.body())
+async def load_model(router: ModelRouter, exchange: Exchange) -> None:
+    registry, request = _registry(router), decode(CHOICE, await exchange.body())
     if request.name in registry.tenants:
         given = sorted(_given(request))
         if given:
@@ -78,7 +78,7 @@ async def load_model(desk: Desk, exchange: Exchange) -> None:
                 "POST /admin/swap changes what it is",
                 given[0],
             )
-        await _do(desk, exchange, request.name, registry.load(request.name), request.wait)
+        await _do(router, exchange, request.name, registry.load(request.name), request.wait)
         return
     if request.source is UNSET:
         raise ApiError(
@@ -95,24 +95,26 @@ async def load_model(desk: Desk, exchange: Exchange) -> None:
         registry.add(prepared, vocabulary)
         await registry.load(prepared.name)
 
-    await _do(desk, exchange, request.name, add_and_load(), request.wait)
+    await _do(router, exchange, request.name, add_and_load(), request.wait)
 
 
-async def unload_model(desk: Desk, exchange: Exchange) -> None:
-    registry, request = _registry(desk), decode(UNLOAD, await exchange.body())
+async def unload_model(router: ModelRouter, exchange: Exchange) -> None:
+    registry, request = _registry(router), decode(UNLOAD, await exchange.body())
     name = _known(registry, request.name)
     if not request.forget:
-        await _do(desk, exchange, name, registry.unload(name, request.drain), request.wait)
+        await _do(router, exchange, name, registry.unload(name, request.drain), request.wait)
         return
-    await _do(desk, exchange, name, registry.remove(name, request.drain), request.wait)
+    await _do(router, exchange, name, registry.remove(name, request.drain), request.wait)
 
 
-async def swap_model(desk: Desk, exchange: Exchange) -> None:
-    registry, request = _registry(desk), decode(CHOICE, await exchange.body())
+async def swap_model(router: ModelRouter, exchange: Exchange) -> None:
+    registry, request = _registry(router), decode(CHOICE, await exchange.body())
     name = _known(registry, request.name)
     if request.source is UNSET:
         raise invalid("source is needed: what to serve under this name", "source")
-    await _do(desk, exchange, name, registry.swap(name, _options(registry, request)), request.wait)
+    await _do(
+        router, exchange, name, registry.swap(name, _options(registry, request)), request.wait
+    )
 
 
 _CHANGED = (ModelState, UnlistedModel)
@@ -144,10 +146,10 @@ ROUTES = (
 
 
 async def _do(
-    desk: Desk, exchange: Exchange, name: str, work: Coroutine[Any, Any, Any], wait: bool
+    router: ModelRouter, exchange: Exchange, name: str, work: Coroutine[Any, Any, Any], wait: bool
 ) -> None:
     """Run it to its end even when the client goes away; answer with the state then (or so far)."""
-    registry = _registry(desk)
+    registry = _registry(router)
     task = _background.keep(work)
     if not wait:
         await asyncio.sleep(0)  # so that it shows in the state, and what is wrong at once is said
@@ -213,9 +215,9 @@ def _known(registry: Registry, name: str) -> str:
     return name
 
 
-def _registry(desk: Desk) -> Registry:
-    assert desk.keeper is not None
-    return cast(Registry, desk.keeper)
+def _registry(router: ModelRouter) -> Registry:
+    assert router.keeper is not None
+    return cast(Registry, router.keeper)
 
 
 class LoopbackOnly:

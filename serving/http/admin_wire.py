@@ -110,7 +110,11 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, tenant: Tenant) -> ModelState:
         supervisor, model = tenant.supervisor, tenant.prepared.model
-        metrics, progress, coming = tenant.service.metrics, tenant.progress(), tenant.swapping_to
+        metrics, progress, coming = (
+            tenant.served_model.metrics,
+            tenant.progress(),
+            tenant.swapping_to,
+        )
         idle = None if tenant.used_unix is None else round(time.monotonic() - tenant.used_at, 3)
         return cls(
             name=tenant.name,

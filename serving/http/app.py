@@ -1,6 +1,6 @@
 """The route table, and the ASGI application around it.
 
-    app = App(desk, limits, api_key=b"...")
+    app = App(router, limits, api_key=b"...")
     uvicorn.run(app, **server_options(limits))    # serving.http.connections
 
 Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's body.
@@ -47,13 +47,13 @@ from serving.http.wire.responses import (
     Tokenized,
 )
 from serving.http.wire.sse import encode
-from serving.registry.model import Desk
+from serving.registry.model import ModelRouter
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
 
 
-async def openapi(desk: Desk, exchange: Exchange) -> None:
+async def openapi(router: ModelRouter, exchange: Exchange) -> None:
     app: App = exchange.scope["app"]
     await exchange.answer_bytes(app.document(), b"application/json")
 
@@ -107,8 +107,8 @@ ROUTES = (
 class _Endpoint:
     """A handler as the ASGI application that Starlette's Route takes without wrapping it."""
 
-    def __init__(self, desk: Desk, handler: Handler) -> None:
-        self._desk = desk
+    def __init__(self, router: ModelRouter, handler: Handler) -> None:
+        self._desk = router
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,14 +120,14 @@ class App:
 
     def __init__(
         self,
-        desk: Desk,
+        router: ModelRouter,
         limits: Limits,
         key: bytes | None = None,
         routes: Sequence[Route] = ROUTES,
         admin_key: bytes | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        self.desk = desk
+        self.router = router
         self.limits = limits
         self.tracer = tracer
         self._key = key
@@ -135,7 +135,7 @@ class App:
         self._routes = routes
         self._paths = frozenset(route.path for route in routes)
         endpoints = [
-            routing.Route(route.path, _Endpoint(desk, route.handler), methods=[route.method])
+            routing.Route(route.path, _Endpoint(router, route.handler), methods=[route.method])
             for route in routes
         ]
         self._router = routing.Router(endpoints, redirect_slashes=False)
@@ -149,7 +149,7 @@ class App:
         exchange.backend = lambda: self._backend(exchange)
         scope["app"] = self
         scope["exchange"] = exchange
-        self.desk.metrics.open_requests.inc()
+        self.router.metrics.open_requests.inc()
         try:
             admin = self._admin_key is not None and scope["path"].startswith("/admin/")
             check_head(scope, self.limits, self._admin_key if admin else self._key)
@@ -163,7 +163,7 @@ class App:
 
     def _finish(self, exchange: Exchange) -> None:
         """Count, trace and log an exchange that has ended."""
-        counts = self.desk.metrics
+        counts = self.router.metrics
         counts.open_requests.dec()
         gone = exchange.gone or exchange.status is None
         code = CLIENT_GONE if gone or exchange.status is None else exchange.status
@@ -178,16 +178,16 @@ class App:
 
     async def _fail(self, exchange: Exchange, problem: ApiError) -> None:
         exchange.error = problem.code or str(problem.status)
-        services = self.desk.services
-        service = exchange.service or (self.desk.first if len(services) == 1 else None)
-        name = "" if service is None else service.served_name
-        self.desk.metrics.rejected.labels(name, exchange.error).inc()
+        models = self.router.models
+        served_model = exchange.served_model or (self.router.first if len(models) == 1 else None)
+        name = "" if served_model is None else served_model.served_name
+        self.router.metrics.rejected.labels(name, exchange.error).inc()
         await exchange.fail(problem)
 
     def _backend(self, exchange: Exchange) -> bytes:
         """What answers, as a header's value: the engine of the request's model, or the first's."""
-        service = exchange.service or (self.desk.first if self.desk.services else None)
-        label = "none" if service is None else service.supervisor.label
+        served_model = exchange.served_model or (self.router.first if self.router.models else None)
+        label = "none" if served_model is None else served_model.supervisor.label
         return "".join(c if 32 < ord(c) < 127 else "?" for c in label).encode()
 
     def _route(self, scope: Scope) -> str:
@@ -197,7 +197,7 @@ class App:
 
     def document(self) -> bytes:
         """/openapi.json, made once for these models."""
-        names = tuple(self.desk.services)
+        names = tuple(self.router.models)
         if names not in self._documents:
             made = document(self._routes, ", ".join(names), self.limits)
             self._documents = {names: encode(made)}
@@ -205,21 +205,21 @@ class App:
 
 
 def app_of(
-    desk: Desk,
+    router: ModelRouter,
     limits: Limits,
     api_key: str | None = None,
     admin: Sequence[Route] = (),
     admin_key: str | None = None,
     tracer: Tracer | None = None,
 ) -> App:
-    """The HTTP side of a desk. `admin`: routes under /admin/, opened by `admin_key` alone.
+    """The HTTP side of a router. `admin`: routes under /admin/, opened by `admin_key` alone.
 
     Raises ValueError for an empty key, and for admin routes without a key.
     """
     if bool(admin) != (admin_key is not None):
         raise ValueError("admin routes and an admin key belong together")
     key, apart = key_bytes(api_key, "API"), key_bytes(admin_key, "admin")
-    return App(desk, limits, key, (*ROUTES, *admin), apart, tracer)
+    return App(router, limits, key, (*ROUTES, *admin), apart, tracer)
 
 
 def _answer_to(problem: Exception, exchange: Exchange) -> ApiError:
@@ -257,8 +257,8 @@ def _log_line(exchange: Exchange, code: int) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - exchange.began, 6),
         "backend": exchange.backend().decode(),
     }
-    if exchange.service is not None:
-        line["model"] = exchange.service.served_name
+    if exchange.served_model is not None:
+        line["model"] = exchange.served_model.served_name
     if exchange.error is not None:
         line["error"] = exchange.error
     if exchange.trace_id is not None:

@@ -27,7 +27,7 @@ from serving.http.wire.responses import (
 )
 from serving.http.wire.sse import MARK, content_frame, encode, event
 from serving.metrics import Metrics
-from serving.registry.model import Service, StreamLike
+from serving.registry.model import ServedModel, StreamLike
 
 _FINISHES: dict[str, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -166,9 +166,13 @@ class Call(ABC):
     prefix: str
 
     def __init__(
-        self, service: Service, exchange: Exchange, request: Generation, valid: ValidRequest
+        self,
+        served_model: ServedModel,
+        exchange: Exchange,
+        request: Generation,
+        valid: ValidRequest,
     ) -> None:
-        self.service = service
+        self.served_model = served_model
         self.exchange = exchange
         self.request = request
         self.valid = valid
@@ -233,7 +237,7 @@ class Call(ABC):
 
     def fingerprint(self) -> str | None:
         """OpenAI's mark of what decides the numerics: backend, device and weight format."""
-        ready = self.service.supervisor.ready
+        ready = self.served_model.supervisor.ready
         if ready is None:
             return None
         return f"{ready.info.name}-{ready.info.device}-{ready.info.weight_format}"

@@ -29,21 +29,21 @@ from serving.http.wire.responses import (
     usage_of,
 )
 from serving.http.wire.sse import event
-from serving.registry.model import Desk
+from serving.registry.model import ModelRouter
 
 
-async def chat_completions(desk: Desk, exchange: Exchange) -> None:
+async def chat_completions(router: ModelRouter, exchange: Exchange) -> None:
     request = decode(CHAT, await exchange.body())
     check_sequences(1, request.n or 1, exchange.limits)
-    service = await exchange.acquire(desk, request.model)
-    facts = service.facts()
+    served_model = await exchange.acquire(router, request.model)
+    facts = served_model.facts()
     valid = validate(request, facts, exchange.limits)
-    service.supervisor.check_room()  # before a long prompt is tokenised
+    served_model.supervisor.check_room()  # before a long prompt is tokenised
     generation = request.add_generation_prompt is not False
     most = facts.context_tokens
-    ids = await chat_ids(service, request.messages, exchange.limits, generation, most)
+    ids = await chat_ids(served_model, request.messages, exchange.limits, generation, most)
     prompt = Prompt(ids, token_limit(request, len(ids), facts, None))
-    await answer(ChatCall(service, exchange, request, valid), [prompt])
+    await answer(ChatCall(served_model, exchange, request, valid), [prompt])
 
 
 class ChatCall(Call):
@@ -66,7 +66,7 @@ class ChatCall(Call):
 
     def _shown(self, token: int) -> tuple[str, list[int] | None]:
         """(text, bytes) of a token; a control token is shown by its id and has no bytes."""
-        data = self.service.bytes_of(token)
+        data = self.served_model.bytes_of(token)
         if not data:
             return f"token_id:{token}", None
         return data.decode("utf-8", "replace"), list(data)
@@ -75,7 +75,7 @@ class ChatCall(Call):
         return ChatChunk(
             id=self.id,
             created=self.created,
-            model=self.service.served_name,
+            model=self.served_model.served_name,
             choices=choices,
             usage=usage,
         )
@@ -108,7 +108,7 @@ class ChatCall(Call):
         return ChatCompletion(
             id=self.id,
             created=self.created,
-            model=self.service.served_name,
+            model=self.served_model.served_name,
             system_fingerprint=self.fingerprint(),
             choices=shown,
             usage=usage,

@@ -23,30 +23,30 @@ from serving.http.wire.responses import (
     finite,
 )
 from serving.http.wire.sse import event
-from serving.registry.model import Desk, Service
+from serving.registry.model import ModelRouter, ServedModel
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-async def completions(desk: Desk, exchange: Exchange) -> None:
+async def completions(router: ModelRouter, exchange: Exchange) -> None:
     request = decode(COMPLETION, await exchange.body())
-    service = await exchange.acquire(desk, request.model)
-    facts = service.facts()
+    served_model = await exchange.acquire(router, request.model)
+    facts = served_model.facts()
     valid = validate(request, facts, exchange.limits)
-    service.supervisor.check_room()  # before a long prompt is tokenised
+    served_model.supervisor.check_room()  # before a long prompt is tokenised
     bos = request.add_special_tokens is not False
     prompts: list[Prompt] = []
     for given in prompts_of(request, facts, exchange.limits):
         ids = given
         if isinstance(ids, str):
-            ids = await service.tokens(ids, "prompt", most=facts.context_tokens, bos=bos)
+            ids = await served_model.tokens(ids, "prompt", most=facts.context_tokens, bos=bos)
         limit = token_limit(request, len(ids), facts, COMPLETION_TOKENS)
-        prompts.append(Prompt(ids, limit, _text(service, given) if request.echo else ""))
-    await answer(CompletionCall(service, exchange, request, valid), prompts)
+        prompts.append(Prompt(ids, limit, _text(served_model, given) if request.echo else ""))
+    await answer(CompletionCall(served_model, exchange, request, valid), prompts)
 
 
-def _text(service: Service, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else service.text_of(prompt)
+def _text(served_model: ServedModel, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else served_model.text_of(prompt)
 
 
 class CompletionCall(Call):
@@ -80,7 +80,7 @@ class CompletionCall(Call):
 
     def _name(self, token: int) -> str:
         r"""A token as a key: its text, `bytes:\xe2\x82` where it is no whole text, or its id."""
-        data = self.service.bytes_of(token)
+        data = self.served_model.bytes_of(token)
         if not data:
             return f"token_id:{token}"
         try:
@@ -99,7 +99,7 @@ class CompletionCall(Call):
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)
-            offset += len(decoder.decode(self.service.bytes_of(token)))
+            offset += len(decoder.decode(self.served_model.bytes_of(token)))
         return offsets
 
     def _completion(
@@ -108,7 +108,7 @@ class CompletionCall(Call):
         return Completion(
             id=self.id,
             created=self.created,
-            model=self.service.served_name,
+            model=self.served_model.served_name,
             system_fingerprint=self.fingerprint() if whole else UNSET,
             choices=choices,
             usage=usage,

@@ -15,7 +15,7 @@ from serving.http.auth import CLOSE, header
 from serving.http.limits import Limits
 from serving.http.wire.errors import ApiError
 from serving.http.wire.sse import encode, event
-from serving.registry.model import Desk, Service
+from serving.registry.model import ModelRouter, ServedModel
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -33,7 +33,7 @@ class Exchange:
 
     __slots__ = (
         *("scope", "limits", "serial", "request_id", "began", "backend", "status", "error"),
-        *("started", "ended", "gone", "service", "release", "call", "choices", "trace_id"),
+        *("started", "ended", "gone", "served_model", "release", "call", "choices", "trace_id"),
         *("_receive", "_send"),
     )
 
@@ -49,23 +49,23 @@ class Exchange:
         self.status: int | None = None
         self.error: str | None = None  # the code of the error that was answered
         self.started = self.ended = self.gone = False
-        self.service: Service | None = None  # once the model is known
+        self.served_model: ServedModel | None = None  # once the model is known
         self.release: Callable[[], None] | None = None  # lets go of the model
         self.call: Any = None  # the generate.Call, for traces and the log
         self.choices: Sequence[Any] = ()
         self.trace_id: str | None = None
 
-    async def acquire(self, desk: Desk, model: str | None) -> Service:
-        """The Service of a model, held until the exchange ends. Loads the model where it may."""
-        service = self.look_at(desk, model)
-        self.service, self.release = await desk.acquire(service.served_name)
-        return self.service
+    async def acquire(self, router: ModelRouter, model: str | None) -> ServedModel:
+        """The model, held until the exchange ends and loaded where it may be."""
+        served_model = self.look_at(router, model)
+        self.served_model, self.release = await router.acquire(served_model.served_name)
+        return self.served_model
 
-    def look_at(self, desk: Desk, model: str | None) -> Service:
-        """The Service of a request that needs no engine."""
-        service = desk.named(model)
-        self.service = service
-        return service
+    def look_at(self, router: ModelRouter, model: str | None) -> ServedModel:
+        """The model of a request that needs no engine."""
+        served_model = router.named(model)
+        self.served_model = served_model
+        return served_model
 
     async def body(self) -> bytes:
         """The whole body. Raises ApiError (415, 413, 408); ClientGone where it is cut off."""

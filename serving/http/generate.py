@@ -1,6 +1,6 @@
 """From a valid request to its answer: sequences submitted, deltas written, the client watched.
 
-    await answer(ChatCall(service, exchange, request, valid), prompts)
+    await answer(ChatCall(served_model, exchange, request, valid), prompts)
 
 The head of a streamed answer leaves with the first delta: until then an error is an answer with its
 own status, and the sequence can move to another engine. A client that goes away cancels its
@@ -28,7 +28,7 @@ from serving.registry.model import StreamLike
 
 async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
     """Submit every sequence of the request and write its answer. Raises ApiError, ClientGone."""
-    exchange, metrics = call.exchange, call.service.metrics
+    exchange, metrics = call.exchange, call.served_model.metrics
     choices = submitted(call, prompts)
     exchange.call = call
     exchange.choices = choices
@@ -63,10 +63,10 @@ def _stream(call: Call, prompt: Prompt, choice: int) -> StreamLike:
     """One sequence, submitted."""
     request = call.valid.sequence(prompt.ids, max(1, prompt.max_tokens), choice)
     if prompt.max_tokens:
-        return call.service.supervisor.submit(request)
+        return call.served_model.supervisor.submit(request)
     if request.sampling.prompt_logprobs is None:
         return _NOTHING
-    return _PromptOnly(call.service.supervisor.submit(request))
+    return _PromptOnly(call.served_model.supervisor.submit(request))
 
 
 class _Nothing:
@@ -138,7 +138,7 @@ async def _watched(exchange: Exchange, choices: Sequence[Choice]) -> None:
 
 def _take(call: Call, choice: Choice, delta: Delta) -> None:
     """Account for a delta. Raises where the sequence did not end as it should."""
-    began, metrics = call.exchange.began, call.service.metrics
+    began, metrics = call.exchange.began, call.served_model.metrics
     choice.took(delta, began, metrics)
     if delta.finish is not None:
         choice.ended(delta.finish, began, metrics)
@@ -209,7 +209,7 @@ def _total(choices: Sequence[Choice]) -> Usage:
 
 
 def _failure(call: Call, delta: Delta) -> Exception:
-    supervisor = call.service.supervisor
+    supervisor = call.served_model.supervisor
     if call.exchange.gone:
         return ClientGone()
     if delta.finish == FinishReason.DEADLINE:

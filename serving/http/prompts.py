@@ -11,7 +11,7 @@ from serving.errors import ContextOverflow
 from serving.http.limits import Limits
 from serving.http.wire.errors import invalid, scrubbed
 from serving.http.wire.requests import ChatRequest, CompletionRequest, Generation, Message
-from serving.registry.model import INLINE_CHARACTERS, Facts, Service
+from serving.registry.model import INLINE_CHARACTERS, Facts, ServedModel
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 _TURN_CHARACTERS = 64  # a turn's own work, as so many characters of text
@@ -99,12 +99,16 @@ def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
 
 
 async def chat_ids(
-    service: Service, messages: Sequence[Message], limits: Limits, generation: bool, most: int
+    served_model: ServedModel,
+    messages: Sequence[Message],
+    limits: Limits,
+    generation: bool,
+    most: int,
 ) -> list[int]:
     """Token ids of a chat. `generation`: with the head of the assistant's turn."""
     told = turns(messages, limits)
     size = sum(len(turn["content"]) + _TURN_CHARACTERS for turn in told)
-    render = service.tokenizer.render_chat
+    render = served_model.tokenizer.render_chat
     try:
         # A template is a program: over a long chat it may take a second.
         if size > INLINE_CHARACTERS:
@@ -113,7 +117,7 @@ async def chat_ids(
             text = render(told, generation)
     except BadChat as problem:
         raise invalid(scrubbed(str(problem)), "messages") from None
-    return await service.tokens(text, "messages", most=most, parse_special=True)
+    return await served_model.tokens(text, "messages", most=most, parse_special=True)
 
 
 def turns(messages: Sequence[Message], limits: Limits) -> list[dict[str, Any]]:

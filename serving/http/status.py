@@ -21,85 +21,89 @@ from serving.http.wire.responses import (
     Tokenized,
 )
 from serving.metrics import CONTENT_TYPE
-from serving.registry.model import Desk, Service
+from serving.registry.model import ModelRouter, ServedModel
 
 
-async def tokenize(desk: Desk, exchange: Exchange) -> None:
+async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
     request = decode(TOKENIZE, await exchange.body())
-    service = exchange.look_at(desk, request.model)
-    most = service.known_facts().context_tokens
+    served_model = exchange.look_at(router, request.model)
+    most = served_model.known_facts().context_tokens
     if (request.prompt is None) == (request.messages is None):
         raise invalid("exactly one of prompt and messages is needed", "prompt")
     if request.messages is not None:
         generation = request.add_generation_prompt is not False
-        ids = await chat_ids(service, request.messages, exchange.limits, generation, most)
+        ids = await chat_ids(served_model, request.messages, exchange.limits, generation, most)
     else:
         bos = request.add_special_tokens is not False
-        ids = await service.tokens(request.prompt or "", "prompt", bos=bos)
+        ids = await served_model.tokens(request.prompt or "", "prompt", bos=bos)
     await exchange.answer(Tokenized(ids, len(ids), most))
 
 
-async def detokenize(desk: Desk, exchange: Exchange) -> None:
+async def detokenize(router: ModelRouter, exchange: Exchange) -> None:
     request = decode(DETOKENIZE, await exchange.body())
-    service = exchange.look_at(desk, request.model)
+    served_model = exchange.look_at(router, request.model)
     if request.tokens:
-        check_ids(request.tokens, service.known_facts(), "tokens")
-    await exchange.answer(Detokenized(service.text_of(request.tokens)))
+        check_ids(request.tokens, served_model.known_facts(), "tokens")
+    await exchange.answer(Detokenized(served_model.text_of(request.tokens)))
 
 
-async def models(desk: Desk, exchange: Exchange) -> None:
-    await exchange.answer(ModelList(data=[_card(service) for service in desk.services.values()]))
-
-
-async def model(desk: Desk, exchange: Exchange) -> None:
-    await exchange.answer(_card(exchange.look_at(desk, exchange.scope["path_params"]["name"])))
-
-
-def _card(service: Service) -> ModelCard:
-    return ModelCard(
-        id=service.served_name,
-        created=service.created,
-        owned_by="crossover",
-        root=service.served_name,
-        max_model_len=service.known_facts().context_tokens,
-        state=service.supervisor.state,
+async def models(router: ModelRouter, exchange: Exchange) -> None:
+    await exchange.answer(
+        ModelList(data=[_card(served_model) for served_model in router.models.values()])
     )
 
 
-async def health(desk: Desk, exchange: Exchange) -> None:
+async def model(router: ModelRouter, exchange: Exchange) -> None:
+    await exchange.answer(_card(exchange.look_at(router, exchange.scope["path_params"]["name"])))
+
+
+def _card(served_model: ServedModel) -> ModelCard:
+    return ModelCard(
+        id=served_model.served_name,
+        created=served_model.created,
+        owned_by="crossover",
+        root=served_model.served_name,
+        max_model_len=served_model.known_facts().context_tokens,
+        state=served_model.supervisor.state,
+    )
+
+
+async def health(router: ModelRouter, exchange: Exchange) -> None:
     await exchange.answer(Health())
 
 
-async def ready(desk: Desk, exchange: Exchange) -> None:
+async def ready(router: ModelRouter, exchange: Exchange) -> None:
     """200 where a request can be answered: an engine serves, or is loaded for the request."""
-    states = desk.states()
+    states = router.states()
     by_state = {state: name for name, state in reversed(states.items())}
     name = by_state.get(EngineState.ready) or by_state.get(EngineState.unloaded)
-    service = desk.first if name is None else desk.services[name]
-    supervisor = service.supervisor
-    about = Readiness(state=supervisor.state, model=service.served_name, backend=supervisor.label)
+    served_model = router.first if name is None else router.models[name]
+    supervisor = served_model.supervisor
+    about = Readiness(
+        state=supervisor.state, model=served_model.served_name, backend=supervisor.label
+    )
     if len(states) > 1:
         about = msgspec.structs.replace(about, models=states)
     if name is not None:
         await exchange.answer(about)
         return
-    problem = as_answer(service.unavailable())
+    problem = as_answer(served_model.unavailable())
     assert problem is not None
     reason = scrubbed(supervisor.reason) if supervisor.reason else None
     about = msgspec.structs.replace(about, reason=reason, error=problem.body.error)
     await exchange.answer(about, problem.status, problem.headers)
 
 
-async def metrics(desk: Desk, exchange: Exchange) -> None:
-    await exchange.answer_bytes(await desk.metrics.exposition(), CONTENT_TYPE.encode())
+async def metrics(router: ModelRouter, exchange: Exchange) -> None:
+    await exchange.answer_bytes(await router.metrics.exposition(), CONTENT_TYPE.encode())
 
 
-async def placement(desk: Desk, exchange: Exchange) -> None:
+async def placement(router: ModelRouter, exchange: Exchange) -> None:
     asked = _query(exchange, "model")
-    service = exchange.look_at(desk, desk.first.served_name if asked is None else asked)
-    shown = view(service.supervisor, service.served_name, service.placement)
-    if len(desk.services) > 1:
-        shown = msgspec.structs.replace(shown, models=desk.states())
+    served_model = exchange.look_at(router, router.first.served_name if asked is None else asked)
+    shown = view(served_model.supervisor, served_model.served_name, served_model.placement)
+    if len(router.models) > 1:
+        shown = msgspec.structs.replace(shown, models=router.states())
     await exchange.answer(shown)
 
 

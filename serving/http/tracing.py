@@ -57,7 +57,7 @@ class Tracer:
             for name, value in exchange.scope["headers"]
             if name in _CARRIED
         }
-        model = exchange.service.served_name if exchange.service is not None else None
+        model = exchange.served_model.served_name if exchange.served_model is not None else None
         attributes = {
             "gen_ai.operation.name": operation,
             "http.route": route,
@@ -110,8 +110,8 @@ def _exchange_attributes(exchange: Exchange, status: int) -> Iterator[tuple[str,
     yield "http.request.method", exchange.scope["method"]
     yield "crossover.request_id", exchange.request_id.decode()
     yield "crossover.backend", exchange.backend().decode()
-    if exchange.service is not None:
-        yield "gen_ai.request.model", exchange.service.served_name
+    if exchange.served_model is not None:
+        yield "gen_ai.request.model", exchange.served_model.served_name
     if exchange.error is not None or status >= 499:
         yield "error.type", exchange.error or str(status)
 
@@ -122,7 +122,7 @@ def _call_attributes(exchange: Exchange) -> Iterator[tuple[str, Any]]:
     if call is None:
         return
     sampling = call.valid.generation.sampling
-    yield "gen_ai.response.model", call.service.served_name
+    yield "gen_ai.response.model", call.served_model.served_name
     yield "gen_ai.response.id", call.id
     yield "gen_ai.request.stream", call.streamed
     yield "gen_ai.request.max_tokens", choices[0].prompt.max_tokens

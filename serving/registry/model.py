@@ -1,8 +1,8 @@
-"""What all requests for one model share (Service), and which model a request goes to (Desk).
+"""ServedModel: what all requests for a model share. ModelRouter: which model a request goes to.
 
-desk = Desk(ServerMetrics())
-desk.add(Service(supervisor, read_vocabulary(path), metrics))
-service, release = await desk.acquire(name)     # loads the model where it may
+router = ModelRouter(ServerMetrics())
+router.add(ServedModel(supervisor, read_vocabulary(path), metrics))
+served_model, release = await router.acquire(name)     # loads the model where it may
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def read_vocabulary(tokenizer_path: str) -> Vocabulary:
     return Vocabulary(tokenizer, tokenizer.token_bytes())
 
 
-class Service:
+class ServedModel:
     """What all requests for one model share. `placement`: why it runs where it runs."""
 
     def __init__(
@@ -161,55 +161,55 @@ class Service:
         return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
 
-class Desk:
+class ModelRouter:
     """The models of one server. Without a keeper, nothing is loaded on demand."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
-        self.services: dict[str, Service] = {}
+        self.models: dict[str, ServedModel] = {}
         self.keeper: Keeper | None = None
 
-    def add(self, service: Service) -> None:
-        """One more model, or another one under its name; running requests keep their Service."""
-        self.services[service.served_name] = service
-        self.metrics.add(service.metrics)
+    def add(self, served_model: ServedModel) -> None:
+        """One more model, or another one under its name; running requests keep theirs."""
+        self.models[served_model.served_name] = served_model
+        self.metrics.add(served_model.metrics)
 
     def remove(self, name: str) -> None:
         """This name is served no more."""
-        self.metrics.remove(self.services.pop(name).metrics)
+        self.metrics.remove(self.models.pop(name).metrics)
 
     @property
-    def first(self) -> Service:
+    def first(self) -> ServedModel:
         """The model that is meant where none is named."""
-        return next(iter(self.services.values()))
+        return next(iter(self.models.values()))
 
-    def named(self, model: str | None) -> Service:
-        """The Service of a model. Raises UnknownModel, ModelNotNamed."""
+    def named(self, model: str | None) -> ServedModel:
+        """The model of this name. Raises UnknownModel, ModelNotNamed."""
         if model is None:
-            if len(self.services) > 1:
+            if len(self.models) > 1:
                 raise ModelNotNamed(f"model is needed: {self._names()} are served")
             return self.first
-        service = self.services.get(model)
-        if service is None:
-            are = "is" if len(self.services) == 1 else "are"
+        served_model = self.models.get(model)
+        if served_model is None:
+            are = "is" if len(self.models) == 1 else "are"
             raise UnknownModel(
                 f"the model {model[:200]!r} does not exist; {self._names()} {are} served"
             )
-        return service
+        return served_model
 
     def states(self) -> dict[str, EngineState]:
         """The state of every model: the keeper's word where there is one."""
         if self.keeper is not None:
             return self.keeper.states()
-        return {name: service.supervisor.state for name, service in self.services.items()}
+        return {name: served_model.supervisor.state for name, served_model in self.models.items()}
 
-    async def acquire(self, name: str) -> tuple[Service, Callable[[], None] | None]:
-        """The Service of a model that is held, and what lets go of it. Raises Unavailable."""
+    async def acquire(self, name: str) -> tuple[ServedModel, Callable[[], None] | None]:
+        """The model, held, and what lets go of it. Raises Unavailable."""
         release = None if self.keeper is None else await self.keeper.hold(name)
-        return self.services[name], release  # a swap may have come between
+        return self.models[name], release  # a swap may have come between
 
     def _names(self) -> str:
-        names = list(self.services)
+        names = list(self.models)
         shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
         more = len(names) - _NAMES_SHOWN
         return f"{shown} and {more} more" if more > 0 else shown

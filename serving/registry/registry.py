@@ -1,6 +1,6 @@
 """Several models in one server: who is loaded, who makes room for whom, what a request waits for.
 
-    registry = Registry(desk, machine, make_supervisor, RegistryLimits(memory_bytes=24 << 30), {})
+    registry = Registry(router, machine, make_supervisor, RegistryLimits(memory_bytes=24 << 30), {})
     registry.add(prepare(ModelOptions(source="135m"), machine))
     await registry.start()                            # loads in order, returns at once
     release = await registry.hold("smollm2-135m")     # a request: load on demand, keep loaded
@@ -37,7 +37,7 @@ from serving.errors import (
 from serving.metrics import Metrics
 from serving.placement.plan import Placement
 from serving.registry.eviction import Resident
-from serving.registry.model import Desk, Service, Vocabulary, read_vocabulary
+from serving.registry.model import ModelRouter, ServedModel, Vocabulary, read_vocabulary
 from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, Prepared, place, prepare
 from serving.registry.room import RegistryLimits, choose_room, placement_in
@@ -56,7 +56,7 @@ class Registry:
 
     def __init__(
         self,
-        desk: Desk,
+        router: ModelRouter,
         machine: Machine,
         make_supervisor: MakeSupervisor,
         limits: RegistryLimits,
@@ -65,7 +65,7 @@ class Registry:
         self.limits = limits
         self.machine = machine
         self.shared = shared
-        self.desk = desk
+        self.router = router
         self.tenants: dict[str, Tenant] = {}
         self._make_supervisor = make_supervisor
         self._retiring: set[Tenant] = set()  # swapped out, finishing what they have
@@ -73,7 +73,7 @@ class Registry:
         # What a load raises is for its waiters.
         self._background = Background("the registry", expected=(ServingError,))
         self._stopping = False
-        desk.keeper = self
+        router.keeper = self
 
     # Models come and go.
 
@@ -90,7 +90,7 @@ class Registry:
         if prepared.model.load == "demand":
             tenant.supervisor.shelve("it is loaded when it is first asked for")
         self.tenants[prepared.name] = tenant
-        self.desk.add(tenant.service)
+        self.router.add(tenant.served_model)
         return tenant
 
     def _tenant(
@@ -98,9 +98,9 @@ class Registry:
     ) -> Tenant:
         placed: list[Tenant] = []
         supervisor = self._make_supervisor(prepared, lambda: placed[0].placement)
-        metrics = metrics or Metrics(self.desk.metrics, prepared.name, supervisor)
-        service = Service(supervisor, vocabulary, metrics, lambda: placed[0].about())
-        placed.append(Tenant(prepared, service, supervisor))
+        metrics = metrics or Metrics(self.router.metrics, prepared.name, supervisor)
+        served_model = ServedModel(supervisor, vocabulary, metrics, lambda: placed[0].about())
+        placed.append(Tenant(prepared, served_model, supervisor))
         return placed[0]
 
     async def start(self) -> None:
@@ -161,7 +161,7 @@ class Registry:
             elif state == EngineState.draining and not self._stopping:
                 await self._until_drained(tenant, until)
             else:
-                return tenant.hold()  # or its Service says why not
+                return tenant.hold()  # or it says why not
 
     async def _until_drained(self, tenant: Tenant, until: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -234,7 +234,7 @@ class Registry:
                 tenant.doing = None
                 await self._start(tenant)
             tenant.loaded()
-            tenant.service.metrics.loaded("ready")
+            tenant.served_model.metrics.loaded("ready")
         except NoRoom as problem:
             supervisor.shelve(str(problem))
             raise
@@ -242,7 +242,7 @@ class Registry:
             said = str(problem)
             if not isinstance(problem, ServingError | ModelError):
                 said = f"{type(problem).__name__}: {problem}"
-            tenant.service.metrics.loaded("failed")
+            tenant.served_model.metrics.loaded("failed")
             tenant.load_failed(said)
             if supervisor.state == EngineState.loading:
                 supervisor.give_up(said)
@@ -321,14 +321,14 @@ class Registry:
             raise ServingError(f"{name} is the only model; a server without any has nothing to say")
         await self.unload(name, drain)
         self.tenants.pop(name)
-        self.desk.remove(name)
+        self.router.remove(name)
 
     async def _unload(self, tenant: Tenant, why: str, kind: str, drain: bool = True) -> int:
         if tenant.supervisor.state == EngineState.unloaded:
             tenant.supervisor.shelve(why)
             return 0
         cut_off = await tenant.supervisor.unload(why, drain, self.limits.drain_seconds)
-        tenant.service.metrics.unloaded(kind)
+        tenant.served_model.metrics.unloaded(kind)
         return cut_off
 
     async def swap(self, name: str, model: ModelOptions) -> None:
@@ -347,7 +347,7 @@ class Registry:
                 prepare, msgspec.structs.replace(model, name=name), self.machine
             )
             vocabulary = await asyncio.to_thread(read_vocabulary, prepared.tokenizer_path)
-            new = self._tenant(prepared, vocabulary, old.service.metrics)
+            new = self._tenant(prepared, vocabulary, old.served_model.metrics)
             old.swapping_to = new
             async with self._turn:
                 old.doing = "looking for room for the new model beside the old one"
@@ -356,7 +356,7 @@ class Registry:
                 await self._start(new)
         except (ServingError, ModelError) as problem:
             old.problem = f"the swap to {model.source} failed: {problem}"
-            old.service.metrics.loaded("failed")
+            old.served_model.metrics.loaded("failed")
             if new is not None and new.supervisor.events:  # it was started
                 await new.supervisor.unload("it could not be swapped in", drain=False)
             raise
@@ -371,9 +371,9 @@ class Registry:
         new.used_at = old.used_at
         new.used_unix = old.used_unix
         self.tenants[new.name] = new
-        new.service.metrics.serve(new.supervisor)
-        self.desk.add(new.service)
-        new.service.metrics.loaded("ready")
+        new.served_model.metrics.serve(new.supervisor)
+        self.router.add(new.served_model)
+        new.served_model.metrics.loaded("ready")
         self._retiring.add(old)
         self._background.keep(self._retire(old))
 

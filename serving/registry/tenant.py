@@ -13,7 +13,7 @@ from serving.errors import EngineState
 from serving.hardware.memory import resident_bytes
 from serving.placement.plan import Attempt, Placement, explain
 from serving.registry.eviction import Resident
-from serving.registry.model import Service
+from serving.registry.model import ServedModel
 from serving.registry.prepare import Prepared
 from serving.supervisor.supervisor import Supervisor
 
@@ -24,9 +24,11 @@ RETRY_LONGEST_SECONDS = 300.0
 class Tenant:
     """One model of the server. Times are time.monotonic(), but `used_unix`."""
 
-    def __init__(self, prepared: Prepared, service: Service, supervisor: Supervisor) -> None:
+    def __init__(
+        self, prepared: Prepared, served_model: ServedModel, supervisor: Supervisor
+    ) -> None:
         self.prepared = prepared
-        self.service = service
+        self.served_model = served_model
         self.supervisor = supervisor
         self.placement: Placement = prepared.placement
         self.holders = 0  # requests that are being answered

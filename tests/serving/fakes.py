@@ -37,7 +37,7 @@ from serving.http.app import App, app_of
 from serving.http.connections import server_options
 from serving.http.limits import Limits
 from serving.metrics import Metrics, ServerMetrics
-from serving.registry.model import Desk, Service, Vocabulary
+from serving.registry.model import ModelRouter, ServedModel, Vocabulary
 from serving.sampling.types import Sampling
 from serving.supervisor.stream import Stream
 from serving.supervisor.supervisor import Supervisor
@@ -289,12 +289,12 @@ def app_on(
     name: str = "m",
 ) -> App:
     """The app over one supervisor (a fake one, or not), by default with a byte tokenizer."""
-    desk = Desk(ServerMetrics())
-    metrics = Metrics(desk.metrics, name, supervisor)
+    router = ModelRouter(ServerMetrics())
+    metrics = Metrics(router.metrics, name, supervisor)
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
-    desk.add(Service(supervisor, vocabulary, metrics, placement))
-    return app_of(desk, limits or Limits(), api_key)
+    router.add(ServedModel(supervisor, vocabulary, metrics, placement))
+    return app_of(router, limits or Limits(), api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

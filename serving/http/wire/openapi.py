@@ -13,9 +13,9 @@ from serving.http.exchange import Exchange
 from serving.http.limits import Limits
 from serving.http.wire.errors import ErrorBody
 from serving.http.wire.requests import MOST_CHOICES
-from serving.registry.model import Desk
+from serving.registry.model import ModelRouter
 
-Handler = Callable[[Desk, Exchange], Awaitable[None]]
+Handler = Callable[[ModelRouter, Exchange], Awaitable[None]]
 
 _JSON = "application/json"
 _TOKEN_ID = "^(0|[1-9][0-9]{0,9})$"

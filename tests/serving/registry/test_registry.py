@@ -19,7 +19,7 @@ from serving.errors import Busy, LoadFailed, Unavailable
 from serving.http.admin_wire import ModelState
 from serving.metrics import ServerMetrics
 from serving.placement.plan import NoPlacement
-from serving.registry.model import Desk, Vocabulary, read_vocabulary
+from serving.registry.model import ModelRouter, Vocabulary, read_vocabulary
 from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, prepare
 from serving.registry.registry import Registry
@@ -59,9 +59,9 @@ async def fleet_of(
     *models: ModelOptions, limits: RegistryLimits | None = None
 ) -> AsyncIterator[Registry]:
     machine = Machine()
-    desk = Desk(ServerMetrics())
+    router = ModelRouter(ServerMetrics())
     registry = Registry(
-        desk,
+        router,
         machine,
         lambda prepared, _: Supervisor(prepared.configs, limits=QUICK),
         limits or RegistryLimits(),
@@ -121,7 +121,7 @@ def test_the_idle_make_room_and_the_busy_never_go(limits: RegistryLimits) -> Non
             release = await registry.hold("a")
             assert registry.states() == {"a": "ready", "b": "unloaded"}
             release()
-            counts = registry.tenants["b"].service.metrics
+            counts = registry.tenants["b"].served_model.metrics
             assert (counts.loads["ready"], counts.unloads["evicted"]) == (1, 1)
 
     run(scenario())
@@ -195,7 +195,7 @@ def test_an_idle_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None
                 and state.idle_seconds is not None
             )
             (await registry.hold("a"))()
-            assert registry.tenants["a"].service.metrics.unloads["idle"] == 1
+            assert registry.tenants["a"].served_model.metrics.unloads["idle"] == 1
 
     run(scenario())
 
@@ -209,7 +209,7 @@ def test_what_an_administrator_unloads_stays_so_until_an_administrator_loads_it(
             await registry.load("a")
             (await registry.hold("a"))()
             await registry.remove("b")
-            assert list(registry.tenants) == ["a"] == list(registry.desk.services)
+            assert list(registry.tenants) == ["a"] == list(registry.router.models)
 
     run(scenario())
 
@@ -259,7 +259,7 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
                 await registry.load("bad")  # an administrator may
             assert (
                 started(registry, "bad") > tries
-                and registry.tenants["bad"].service.metrics.loads["failed"] == 2
+                and registry.tenants["bad"].served_model.metrics.loads["failed"] == 2
             )
             await until(lambda: registry.states()["a"] == "ready")
             (await registry.hold("a"))()
@@ -308,7 +308,7 @@ def test_a_swap_goes_on_serving_and_one_that_fails_changes_nothing() -> None:
             assert (
                 new is not old
                 and new.supervisor.engine_pid != old_pid
-                and registry.desk.services["a"] is new.service
+                and registry.router.models["a"] is new.served_model
             )
             assert (
                 registry.states() == {"a": "ready"}
@@ -320,8 +320,8 @@ def test_a_swap_goes_on_serving_and_one_that_fails_changes_nothing() -> None:
             )  # nobody was cut off
             await until(lambda: old.supervisor.state == "unloaded")
             assert (
-                new.service.metrics is old.service.metrics
-                and new.service.metrics.unloads["swapped"] == 1
+                new.served_model.metrics is old.served_model.metrics
+                and new.served_model.metrics.unloads["swapped"] == 1
             )
 
     run(scenario())
@@ -376,7 +376,7 @@ def test_what_ends_one_load_ends_no_other() -> None:
     async def scenario() -> None:
         machine = Machine()
         registry = Registry(
-            Desk(ServerMetrics()),
+            ModelRouter(ServerMetrics()),
             machine,
             lambda one, _: (Broken if one.name == "bad" else Supervisor)(one.configs, limits=QUICK),
             RegistryLimits(),
