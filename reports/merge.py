@@ -66,9 +66,7 @@ def _both(one: CellNumbers, other: CellNumbers, run: RunNumbers) -> CellNumbers:
     """A cell with the levels of two runs; their predictions are left out."""
     levels = one.levels + other.levels
     capacity = capacity_of(levels, run.slo, search_config(run.manifest))
-    return msgspec.structs.replace(
-        one, levels=levels, capacity=capacity, predicted_rate=None, measured_only=None
-    )
+    return msgspec.structs.replace(one, levels=levels, capacity=capacity, predicted_rate=None)
 
 
 def _difference(one: RunNumbers, other: RunNumbers) -> str:

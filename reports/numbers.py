@@ -16,7 +16,6 @@ from loadtests.metrics.named_warning import NamedWarning
 from loadtests.metrics.slo import Slo, Verdict
 from loadtests.records.events import SkipCause
 from loadtests.records.schema import RunManifest
-from loadtests.simulation.calibration import error_of
 from models.spec import ModelSpec
 
 CapacityState = Literal["interval", "at_least", "none", "unresolved", "not_measured"]
@@ -116,13 +115,13 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     quality_kl_nats: float | None = None  # KL of the format to the float model
     load_seconds: float | None = None
     predicted_rate: float | None = None  # capacity by calibration and simulation; None: no such
-    measured_only: CapacityNumbers | None = None  # without the prediction, where there is one
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - measured) / measured by the levels alone; above 0: too hopeful."""
-        alone = self.measured_only
-        return error_of(self.predicted_rate, None if alone is None else alone.estimate)
+        """(predicted - measured) / measured; above 0: too hopeful."""
+        if self.predicted_rate is None or not self.capacity.estimate:
+            return None
+        return self.predicted_rate / self.capacity.estimate - 1
 
     @property
     def parameters(self) -> int | None:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadtests.capacity.estimate import estimate, level_of
+from loadtests.capacity.estimate import estimate
+from loadtests.capacity.levels import level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.level import summarise, with_disturbance
@@ -232,42 +233,40 @@ def _spec(model: str) -> ModelSpec | None:
 def _with_capacity(
     cell: CellNumbers, manifest: RunManifest, events: Sequence[Event], slo: Slo
 ) -> CellNumbers:
-    config = search_config(manifest)
-    alone = capacity_of(cell.levels, slo, config)
-    predicted = predicted_rate(manifest, events, slo)
-    if predicted is None:
-        return msgspec.structs.replace(cell, capacity=alone)
-    both = msgspec.structs.replace(config, predicted_rate=predicted)
+    predicted = predicted_of(manifest, events, slo)
     return msgspec.structs.replace(
         cell,
-        capacity=capacity_of(cell.levels, slo, both),
-        predicted_rate=predicted,
-        measured_only=alone,
+        capacity=capacity_of(cell.levels, slo, search_config(manifest)),
+        predicted_rate=predicted.rate if predicted is not None else None,
     )
 
 
-def predicted_rate(manifest: RunManifest, events: Sequence[Event], slo: Slo) -> float | None:
+def predicted_of(
+    manifest: RunManifest, events: Sequence[Event], slo: Slo
+) -> journal.PredictedRate | None:
     """What the cell's calibration predicted for this SLO; None: no such prediction."""
     made = of_kind(events, journal.Calibrated)
     several = manifest.campaign.get("slos")
     slos = _converted(manifest, "slos", several, list[Slo]) if several else [slo_of(manifest)]
     predicted = made[0].rates.get(slo.name) if made and slo in slos else None
-    return (predicted.rate or None) if predicted is not None else None
+    return predicted if predicted is not None and predicted.rate else None
 
 
 def capacity_of(levels: Sequence[LevelNumbers], slo: Slo, config: SearchConfig) -> CapacityNumbers:
     """The capacity that these levels show together; those that are not valid do not count."""
-    if not levels:
+    counting = [one for one in levels if one.rate_per_second or one.is_single_stream]
+    if not counting:
         return CapacityNumbers("not_measured", reason="no level was measured to its end")
-    counting = [one.summary for one in levels if one.rate_per_second or one.is_single_stream]
-    found = estimate([level_of(summary) for summary in counting], config, slo)
-    if found.status == "none":
-        return CapacityNumbers("none", reason=found.reason)
-    if found.low > 0 and found.high is None:
-        return CapacityNumbers("at_least", low=found.low, reason=found.reason)
-    if found.low > 0 and found.estimate is not None:
-        ends = (found.low, found.estimate, found.high)
-        return CapacityNumbers("interval", *ends, found.status == "resolved", found.reason)
+    seen = [level_of(one.summary, is_whole=one.cut_short is None) for one in counting]
+    found = estimate(seen, config, slo)
+    match found.status:
+        case journal.CapacityStatus.NONE:
+            return CapacityNumbers("none", reason=found.reason)
+        case journal.CapacityStatus.AT_LEAST:
+            return CapacityNumbers("at_least", low=found.held, reason=found.reason)
+        case journal.CapacityStatus.CONFIRMED:
+            ends = (found.low or found.held, found.estimate or found.held, found.high)
+            return CapacityNumbers("interval", *ends, found.is_narrow, found.reason)
     return CapacityNumbers("unresolved", high=found.high, reason=found.reason)
 
 

@@ -5,7 +5,6 @@ Those of the levels (loadtests.metrics.level_warnings) are gathered by code. Ser
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ NOTE, WARNING, SERIOUS = Severity.NOTE, Severity.WARNING, Severity.SERIOUS
 OTHERS_CORES = 0.25  # cores' worth of work by processes that are not part of the test
 BAD_SAMPLES_SHARE = 0.05
 MEMORY_ERROR = 0.05
-LEANING = 1.5  # the interval by the levels alone is this many times as wide, in ln(rate)
 RESUME = "go on with `crossover campaign resume`"
 
 
@@ -151,35 +149,6 @@ def wide_interval(evidence: Evidence) -> Iterator[NamedWarning]:
         text = f"Some intervals are wider than the campaign asked for, in requests/s: {each}."
         advice = "Give the campaign more time: more levels, and longer ones."
         yield NamedWarning("WideInterval", NOTE, text, advice, tuple(wide))
-
-
-def leans_on_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
-    leaning = [cell for cell in evidence.numbers.cells if leans(cell)]
-    if not leaning:
-        return
-    parts = [
-        f"{model_title(cell.model)} {formatting.interval(alone.low, alone.high)}"
-        for cell in leaning
-        if (alone := cell.measured_only) is not None and alone.low is not None
-    ]
-    alone_words = f"; by the levels alone, in requests/s: {formatting.listing(parts)}"
-    text = (
-        "Little was measured, and the prediction by calibration and simulation made some "
-        f"intervals much narrower{alone_words if parts else ''}."
-    )
-    advice = "Give the campaign more time: with more levels the prediction counts for nothing."
-    cells = tuple(cell.key for cell in leaning)
-    yield NamedWarning("LeansOnPrediction", NOTE, text, advice, cells)
-
-
-def leans(cell: CellNumbers) -> bool:
-    """Whether the interval would be half as wide again, or none, without the prediction."""
-    alone, found = cell.measured_only, cell.capacity
-    if alone is None or not found.low or found.high is None:
-        return False
-    if not alone.low or not alone.high:
-        return True
-    return math.log(alone.high / alone.low) > LEANING * math.log(found.high / found.low)
 
 
 def cell_unfinished(evidence: Evidence) -> Iterator[NamedWarning]:
@@ -327,7 +296,7 @@ def memory_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
 WARNINGS: tuple[Callable[[Evidence], Iterable[NamedWarning]], ...] = (
     *(of_levels, interrupted, levels_abandoned, not_finished, cut_off_line),
     *(shared_cores, endpoint_lacks, engine_restarted),
-    *(wide_interval, leans_on_prediction, cell_unfinished, open_ended, unresolved, contradiction),
+    *(wide_interval, cell_unfinished, open_ended, unresolved, contradiction),
     *(lower_target, random_weights, one_machine),
     *(noisy_machine, virtualised, bad_samples, memory_prediction),
 )

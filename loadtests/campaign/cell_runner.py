@@ -26,7 +26,14 @@ from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
 from loadtests.metrics.disturbance import in_words, is_quiet, is_slow, slow_in_words, who_of
 from loadtests.metrics.slo import Slo
-from loadtests.records.events import Calibrated, Capacity, Interrupted, LevelAbandoned, Waited
+from loadtests.records.events import (
+    Calibrated,
+    Capacity,
+    CapacityStatus,
+    Interrupted,
+    LevelAbandoned,
+    Waited,
+)
 from loadtests.records.schema import CoresSample, Probe, RequestRecord
 from loadtests.simulation import calibration as calibrate
 from loadtests.simulation.batching import Policy
@@ -141,12 +148,21 @@ def _search(run: _Run, budget_seconds: float) -> dict[str, Capacity]:
     unfinished = [slo.name for slo in slos[len(found) :]]
     if len(slos) > 1 or unfinished:  # levels of later SLOs say something about the earlier ones
         for slo in slos:
-            config = with_prediction(_config(state, slo), state.prediction, slo)
+            config = aimed(_config(state, slo), state.prediction, slo)
             found[slo.name] = estimate(state.levels(slo), config, slo)
     for name in unfinished:
-        if busy is not None and (name == unfinished[0] or found[name].status == "unresolved"):
-            found[name] = msgspec.structs.replace(found[name], status="unresolved", reason=busy)
+        if busy is not None:
+            found[name] = _unresolved(found[name], busy)
     return found
+
+
+def _unresolved(found: Capacity, reason: str) -> Capacity:
+    """What was confirmed in a quiet time stays confirmed."""
+    if found.status in (CapacityStatus.CONFIRMED, CapacityStatus.NONE):
+        return msgspec.structs.replace(found, reason=f"{found.reason}; {reason}")
+    return msgspec.structs.replace(
+        found, status=CapacityStatus.UNRESOLVED, held=None, reason=reason
+    )
 
 
 def _config(state: CellState, slo: Slo) -> SearchConfig:
@@ -156,7 +172,7 @@ def _config(state: CellState, slo: Slo) -> SearchConfig:
 def _one_slo(run: _Run, slo: Slo, budget_seconds: float) -> Capacity:
     state = run.state
     own = msgspec.structs.replace(_config(state, slo), budget_seconds=budget_seconds)
-    config = with_prediction(own, state.prediction, slo)
+    config = aimed(own, state.prediction, slo)
     is_asked = state.campaign.repeats is not None
     while isinstance(
         step := next_step(state.levels(slo), config, slo, state.spent_seconds), Measure
@@ -164,10 +180,10 @@ def _one_slo(run: _Run, slo: Slo, budget_seconds: float) -> Capacity:
         if step.rate is not None and state.campaign.repeats is not None and not config.rates:
             return estimate(state.levels(slo), config, slo)  # only single-stream is repeated
         is_first = not any(level.rate is not None for level in state.levels(slo))
-        wants = step.rate is not None and not config.rates and config.predicted_rate is None
+        wants = step.rate is not None and not config.rates and state.prediction is None
         if wants and is_first and not is_asked:
             is_asked = True
-            config = with_prediction(config, _calibrate(run, config), slo)
+            config = aimed(config, _calibrate(run, config), slo)
             continue
         measured = _level(run, step, state.campaign.of(state.cell, slo))
         run.progress.say(f"  {level_in_words(measured)}")
@@ -323,17 +339,12 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
     return made
 
 
-def with_prediction(
-    config: SearchConfig, made: calibrate.Prediction | None, slo: Slo
-) -> SearchConfig:
-    """The search after a calibration: the prediction is its start and evidence."""
+def aimed(config: SearchConfig, made: calibrate.Prediction | None, slo: Slo) -> SearchConfig:
+    """The search after a calibration: it begins at the predicted rate, and believes nothing."""
     predicted = made.rates.get(slo.name) if made is not None else None
-    rate = predicted.rate if predicted is not None else 0.0
-    if not rate or config.rates:
+    if predicted is None or not predicted.rate or config.rates or config.start_rate:
         return config
-    return msgspec.structs.replace(
-        config, predicted_rate=rate, start_rate=config.start_rate or rate
-    )
+    return msgspec.structs.replace(config, start_rate=predicted.rate)
 
 
 def level_in_words(measured: Measured) -> str:

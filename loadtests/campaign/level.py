@@ -22,7 +22,7 @@ import msgspec
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.level_tally import Cut, LevelTally
 from loadtests.campaign.site import START_SECONDS, Guard, Site
-from loadtests.capacity.estimate import Level, level_of
+from loadtests.capacity.levels import Level, level_of
 from loadtests.capacity.search import Measure
 from loadtests.errors import LevelInterrupted
 from loadtests.generator.channel import LoadGenerator
@@ -42,7 +42,6 @@ from loadtests.simulation.calibration import Burst
 from loadtests.workload.arrivals import process_of
 from loadtests.workload.requests import Ask, Workload
 
-LEAST_WARMUP_SECONDS = 1.0
 MOST_SINGLE_STREAM_SECONDS = 60.0
 
 
@@ -75,6 +74,7 @@ def judge(
     window_seconds: float,
     slo: Slo,
     disturbance: Disturbance | None = None,
+    cut_short: str | None = None,
 ) -> tuple[Summary, Level]:
     """The summary of a level and its search result, the same from memory and from disk.
 
@@ -91,7 +91,7 @@ def judge(
         arrivals=process_of(started.arrivals),
     )
     summary = with_disturbance(summary, disturbance)
-    return summary, level_of(summary)
+    return summary, level_of(summary, is_whole=cut_short is None)
 
 
 def single_stream_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:
@@ -243,8 +243,8 @@ def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: f
     """The level's event, by the campaign's first SLO, and its numbers by the SLO searched for."""
     samples = list(site.samples)
     seconds = found.window_seconds
-    taken = site.disturbance()
-    shown, level = judge(found.records, samples, started, seconds, site.campaign.slo, taken)
+    taken, cut = site.disturbance(), found.cut_short
+    shown, level = judge(found.records, samples, started, seconds, site.campaign.slo, taken, cut)
     summary = shown
     first = site.campaign.all_slos[0]
     if first != site.campaign.slo:
@@ -276,14 +276,13 @@ def _plan(
     """Of `step`: a rate, `concurrency` users, or else single-stream requests."""
     campaign = site.campaign
     is_single_stream = step.rate is None and concurrency is None
-    warmup = min(10.0, 0.1 * step.duration_seconds)
     return LoadPlan(
         target=site.server.target,
         workload=campaign.workload,
         arrivals=campaign.arrivals,
         rate_per_second=step.rate,
         concurrency=(concurrency or 1) if step.rate is None else None,
-        warmup_seconds=0.0 if is_single_stream else max(LEAST_WARMUP_SECONDS, warmup),
+        warmup_seconds=step.warmup_seconds,
         window_seconds=step.duration_seconds,
         drain_seconds=0.0 if is_single_stream else drain_seconds(campaign),
         seed=seed,

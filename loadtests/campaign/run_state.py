@@ -15,12 +15,13 @@ import msgspec
 from loadtests.campaign.campaign_file import Campaign, Plan, RepeatedLevel
 from loadtests.campaign.cells import Cell
 from loadtests.campaign.level import judge
-from loadtests.capacity.estimate import Level
+from loadtests.capacity.levels import Level
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
     Calibrated,
     Capacity,
+    CapacityStatus,
     CellFinished,
     CellSkipped,
     CellStarted,
@@ -29,12 +30,14 @@ from loadtests.records.events import (
     LevelFinished,
     LevelPurpose,
     LevelStarted,
+    PredictedRate,
     Waited,
     of_kind,
 )
 from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
 from loadtests.records.schema import RequestRecord, RunManifest
-from loadtests.simulation.calibration import Prediction
+from loadtests.simulation.calibration import Prediction, prediction_ratio
+from loadtests.simulation.calibration import in_words as predicted_in_words
 
 
 @dataclass
@@ -113,8 +116,11 @@ class CellState:
     def _level(self, one: LevelRecords, slo: Slo) -> Level:
         if (one.name, slo) not in self._judged:
             seconds = one.finished.window_seconds
+            end = one.finished
             _, level = judge(
-                one.requests, one.samples, one.started, seconds, slo, one.finished.disturbance
+                *(one.requests, one.samples, one.started, seconds, slo),
+                disturbance=end.disturbance,
+                cut_short=end.cut_short,
             )
             self._judged[one.name, slo] = level
         return self._judged[one.name, slo]
@@ -210,13 +216,30 @@ def open_level_of(events: Sequence[Event]) -> LevelStarted | None:
 
 def in_words(capacity: Capacity) -> str:
     """A capacity for people."""
-    match capacity.status:
-        case "none":
-            return f"meets the SLO at no rate ({capacity.reason})"
-        case "at_least":
-            return f"meets the SLO up to at least {capacity.low:.3g} requests/s ({capacity.reason})"
-        case "resolved" if capacity.estimate is not None and capacity.high is not None:
-            interval = f"{capacity.low:.3g}-{capacity.high:.3g}"
-            return f"meets the SLO up to {capacity.estimate:.3g} requests/s ({interval})"
-    high = f"{capacity.high:.3g}" if capacity.high is not None else "?"
-    return f"unresolved, between {capacity.low:.3g} and {high} requests/s ({capacity.reason})"
+    found = capacity
+    ends = [_number(found.low), _number(found.high)]
+    interval = f" (capacity {ends[0]}-{ends[1]} by the levels)" if found.low or found.high else ""
+    match found.status:
+        case CapacityStatus.NONE:
+            return f"meets the SLO at no rate ({found.reason})"
+        case CapacityStatus.CONFIRMED:
+            return f"holds up to {_number(found.held)} requests/s{interval}"
+        case CapacityStatus.AT_LEAST:
+            return f"holds up to at least {_number(found.held)} requests/s ({found.reason})"
+        case CapacityStatus.ALONE_ONLY:
+            return f"alone only{interval}: {found.reason}"
+    return f"unresolved{interval}: {found.reason}"
+
+
+def predicted_beside(predicted: PredictedRate, found: Capacity) -> str:
+    """A prediction and its ratio to the capacity that was measured, with the interval's ends."""
+    words = f"predicted {predicted_in_words(predicted)}"
+    ratio = prediction_ratio(predicted.rate, found)
+    if ratio is None:
+        return words
+    low, middle, high = ratio
+    return f"{words}, {middle:.2g} x what was measured ({low:.2g}-{high:.2g})"
+
+
+def _number(rate: float | None) -> str:
+    return "?" if rate is None else f"{rate:.3g}"

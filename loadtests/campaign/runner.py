@@ -27,9 +27,14 @@ from loadtests.campaign.cell_runner import OpenBench, run_cell
 from loadtests.campaign.cells import Cell, cell_of_target
 from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState, campaign_of, in_words, open_level_of
+from loadtests.campaign.run_state import (
+    CellState,
+    campaign_of,
+    in_words,
+    open_level_of,
+    predicted_beside,
+)
 from loadtests.campaign.servers import External
-from loadtests.capacity.estimate import estimate
 from loadtests.errors import (
     BadRunFolder,
     EndpointRefuses,
@@ -56,8 +61,6 @@ from loadtests.records.events import (
     of_kind,
 )
 from loadtests.records.run_folder import RunFolder
-from loadtests.simulation.calibration import error_in_words, error_of
-from loadtests.simulation.calibration import in_words as predicted_in_words
 from models import formatting
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
 
@@ -248,22 +251,13 @@ class _Sitting:
         return True
 
     def _finish(self, state: CellState, found: dict[str, Capacity], place: str) -> None:
-        slo = self._campaign.slo
-        made = state.prediction
-        measured_only: Capacity | None = None
-        if made is not None and made.rates:
-            config = self._campaign.of(state.cell).search
-            measured_only = estimate(state.levels(slo), config, slo)
-        self._run.event(CellFinished(cell=state.key, capacities=found, measured_only=measured_only))
+        self._run.event(CellFinished(cell=state.key, capacities=found))
         for one in self._campaign.all_slos:
             name = f" (SLO {one.name})" if len(found) > 1 else ""
             words = in_words(found[one.name])
-            if made is not None and one.name in made.rates:
-                alone = estimate(state.levels(one), self._campaign.of(state.cell).search, one)
-                error = error_of(made.rates[one.name].rate, alone.estimate)
-                words += f"; predicted {predicted_in_words(made.rates[one.name])}"
-                if error is not None:
-                    words += f", {error_in_words(error)} by the levels alone"
+            made = state.prediction.rates.get(one.name) if state.prediction is not None else None
+            if made is not None:
+                words += f"; {predicted_beside(made, found[one.name])}"
             self._progress.say(f"{place}{name}: {words}", style="bold")
 
     def _budget(self, state: CellState) -> float:

@@ -1,7 +1,9 @@
 """What measured levels say about the capacity: the highest rate that meets the SLO. Pure.
 
-A monotone curve of the share of good requests against ln(rate) (loadtests.capacity.posterior) is
-fitted to all levels, so noise at one cannot contradict the others. Invalid levels do not count.
+    estimate(levels, config, slo).status
+
+The one place that decides between confirmed, at least, alone only, at no rate and unresolved. A
+prediction has no part in it. Invalid levels do not count.
 """
 
 from __future__ import annotations
@@ -10,45 +12,16 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
+from loadtests.capacity.confirmation import confirmed_rate
+from loadtests.capacity.levels import Level, pooled
 from loadtests.capacity.posterior import Observation, Posterior, posterior
 from loadtests.capacity.search_config import SearchConfig
-from loadtests.metrics.level_summary import Summary
+from loadtests.metrics.clustering import dispersion
 from loadtests.metrics.slo import Slo, Verdict, verdict
-from loadtests.records.events import Capacity
+from loadtests.records.events import Capacity, CapacityStatus
 
-FLAT_SLOPE = 4.0  # of the odds of a bad request against the rate; queues near capacity: 5 to 40
-
-
-class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished level. `runs` and `correlated` show how far neighbours share their fate.
-
-    Where both are missing, a queue of a few servers is assumed.
-    """
-
-    rate: float | None  # asked, requests/s; None: single-stream
-    due: int
-    good: int
-    duration_seconds: float
-    runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... in order of due time
-    correlated: float | None = None  # how many consecutive latencies count as one
-    mean_e2e_seconds: float | None = None
-    is_valid: bool = True  # False: on record, not counted
-
-
-def level_of(summary: Summary) -> Level:
-    """A level without an asked rate is a single-stream one."""
-    return Level(
-        rate=summary.asked_rate,
-        due=summary.counts.due,
-        good=summary.counts.good,
-        duration_seconds=summary.window.seconds,
-        runs=summary.counts.runs,
-        correlated=summary.latencies.correlated,
-        mean_e2e_seconds=summary.latencies.e2e.mean,
-        is_valid=summary.is_valid,
-    )
+LEAST_SINGLE_STREAM = 20  # requests before "at no rate"
+LEAST_BAD = 5  # ... or so many bad ones
 
 
 @dataclass(frozen=True)
@@ -81,141 +54,140 @@ class Evidence:
     def broken(self) -> list[float]:
         return [rate for rate, good, due in self.shares if good < self.slo.target * due]
 
-    @functools.cached_property
-    def belief(self) -> Posterior:
-        seen = [
-            Observation(lv.due / lv.duration_seconds, lv.good, lv.due, lv.correlated, lv.runs)
-            for lv in self.loaded
-        ]
-        return posterior(
-            seen,
-            self.config.min_rate,
-            self.config.max_rate,
-            self.slo.target,
-            self.config.predicted_rate,
-        )
-
-    @functools.cached_property
-    def single_stream_verdict(self) -> Verdict:
-        good = sum(level.good for level in self.single_stream)
-        return verdict(good, sum(level.due for level in self.single_stream), self.slo)
-
-    @functools.cached_property
-    def is_flat(self) -> bool:
-        """The rate hardly matters: there may be no capacity, and an idle server must be asked.
-
-        Where some rate has been proven to hold, there is one.
-        """
-        if len(self.loaded) < 3 or self.belief.mean_slope >= FLAT_SLOPE:
-            return False
-        return all(verdict(lv.good, lv.due, self.slo) != "holds" for lv in self.loaded)
-
     def pooled_at(self, rate: float) -> tuple[int, int]:
         """(good, due) of the pool that this measured rate is in."""
         return next((good, due) for at, good, due in self.shares if at == rate)
 
     @functools.cached_property
+    def belief(self) -> Posterior:
+        seen = [
+            Observation(lv.due / lv.duration_seconds, lv.good, lv.due, lv.runs)
+            for lv in self.loaded
+        ]
+        return posterior(seen, self.config.min_rate, self.config.max_rate, self.slo.target)
+
+    @functools.cached_property
+    def single_stream_counts(self) -> tuple[int, int]:
+        """(good, due)."""
+        return sum(lv.good for lv in self.single_stream), sum(lv.due for lv in self.single_stream)
+
+    @property
+    def is_doubtful_alone(self) -> bool:
+        """Too few single-stream requests were good, and too few were asked to say so."""
+        good, due = self.single_stream_counts
+        return good < self.slo.target * due and self.single_stream_verdict == "unresolved"
+
+    @functools.cached_property
+    def single_stream_verdict(self) -> Verdict:
+        """`fails` takes 20 requests, or five bad ones: at 99 % one slow one of five proves nothing.
+
+        Load makes no request better: what holds under load holds alone.
+        """
+        good, due = self.single_stream_counts
+        found = verdict(good, due, self.slo)
+        if found == "fails" and due < LEAST_SINGLE_STREAM and due - good < LEAST_BAD:
+            return "unresolved"
+        if found == "unresolved" and self.loaded:
+            more_good, more = self._up_to(self.belief.quantile(0.5))
+            bad = more - more_good
+            together = dispersion((bad + 0.5) / (more + 1), self.belief.clump)
+            effective = good + more_good / together, due + more / together
+            return "holds" if verdict(*effective, self.slo) == "holds" else found
+        return found
+
+    @functools.cached_property
+    def confirmed(self) -> float | None:
+        """The highest confirmed rate, requests/s.
+
+        All that was asked below the middle of the capacity must reach the target together: of many
+        levels that are just too bad, one holds by chance.
+        """
+        rate = confirmed_rate(self.levels, self.slo, self.belief.clump)
+        if rate is None:
+            return None
+        good, due = self._up_to(max(rate, self.belief.quantile(0.5)))
+        good, due = good + self.single_stream_counts[0], due + self.single_stream_counts[1]
+        return rate if good >= self.slo.target * due else None
+
+    def _up_to(self, rate: float) -> tuple[int, int]:
+        """(good, due) of levels at most at this rate."""
+        seen = [lv for lv in self.loaded if lv.rate is not None and lv.rate <= rate * 1.001]
+        return sum(lv.good for lv in seen), sum(lv.due for lv in seen)
+
+    @functools.cached_property
     def capacity(self) -> Capacity:
-        if self.single_stream_verdict == "fails":
-            return _none(self.single_stream)
-        if not self.loaded:
-            holds = True if self.single_stream_verdict == "holds" else None
-            return _unresolved("no level of open load was measured", holds_at_any_rate=holds)
-        confidence = self.config.confidence
-        low, middle, high = (self.belief.quantile(q) for q in (1 - confidence, 0.5, confidence))
-        if not self.broken:
-            return self._never_broken(low)
-        if not self.held:
-            return _unresolved("no rate was seen to meet the SLO", high=high)
-        if self.is_flat and self.single_stream_verdict != "holds":
-            return _unresolved(
-                "the share of good requests hardly depends on the rate, and too few single-stream "
-                "requests were measured to say what it is without load",
-                high=high,
-                estimate=middle,
-            )
-        if high - low > 2 * self.config.precision * middle:
-            return _unresolved("the interval is wider than asked", low, high, middle, True)
+        if self.single_stream_verdict == "fails" and self.confirmed is None:
+            return self._none()
+        low, middle, high = self._interval()
+        status = self._status(high)
+        is_narrow = (
+            low is not None
+            and high is not None
+            and middle is not None
+            and high - low <= 2 * self.config.precision * middle
+        )
         return Capacity(
+            status=status,
+            held=self.confirmed,
             low=low,
-            high=high,
             estimate=middle,
-            status="resolved",
-            holds_at_any_rate=True,
-            reason=f"{len(self.loaded)} levels, {sum(lv.due for lv in self.loaded)} requests",
+            high=high,
+            is_narrow=is_narrow,
+            reason=self._reason(status),
         )
 
-    def _never_broken(self, low: float) -> Capacity:
-        top = max(self.held)
-        at_limit = top >= self.config.max_rate * 0.999
-        if not at_limit or verdict(*self.pooled_at(top), self.slo) != "holds":
-            return _unresolved(
-                f"no rate up to {top:.4g} requests/s was seen to break the SLO",
-                low,
-                holds_at_any_rate=True,
-            )
+    def _interval(self) -> tuple[float | None, float | None, float | None]:
+        """Low, middle and high by the levels; None where none bounds it."""
+        if not self.loaded:
+            return None, None, None
+        confidence = self.config.confidence
+        low = self.belief.bound(1 - confidence)
+        high = self.belief.bound(confidence) if self.broken else None
+        if high is None and low is None:
+            high = min((lv.rate for lv in self.loaded if lv.rate and self._fails(lv)), default=None)
+        if high is not None and self.confirmed is not None:
+            high = max(high, self.confirmed)
+        known = low is not None and high is not None
+        return low, self.belief.quantile(0.5) if known else None, high
+
+    def _fails(self, level: Level) -> bool:
+        together = dispersion((level.due - level.good + 0.5) / (level.due + 1), self.belief.clump)
+        return verdict(level.good, level.due, self.slo, together) == "fails"
+
+    def _status(self, high: float | None) -> CapacityStatus:
+        if self.confirmed is not None:
+            return CapacityStatus.AT_LEAST if high is None else CapacityStatus.CONFIRMED
+        if self.single_stream_verdict == "holds":
+            return CapacityStatus.ALONE_ONLY
+        return CapacityStatus.UNRESOLVED
+
+    def _reason(self, status: CapacityStatus) -> str:
+        counted = f"{len(self.loaded)} levels, {sum(lv.due for lv in self.loaded)} requests"
+        match status:
+            case CapacityStatus.CONFIRMED:
+                return counted
+            case CapacityStatus.AT_LEAST:
+                return f"no rate was seen to break the SLO; {counted}"
+            case CapacityStatus.ALONE_ONLY:
+                return f"single-stream requests meet the SLO, no rate is confirmed; {counted}"
+        if not self.loaded:
+            return "no level of open load was measured"
+        good, due = self.single_stream_counts
+        return f"{good} of {due} single-stream requests were good, no rate is confirmed; {counted}"
+
+    def _none(self) -> Capacity:
+        good, due = self.single_stream_counts
         return Capacity(
-            low=top,
-            high=None,
-            estimate=None,
-            status="at_least",
-            holds_at_any_rate=True,
-            reason=f"the SLO holds at {top:.4g} requests/s, the highest rate allowed",
+            status=CapacityStatus.NONE,
+            held=0.0,
+            low=0.0,
+            estimate=0.0,
+            high=0.0,
+            is_narrow=True,
+            reason=f"{due - good} of {due} requests broke the SLO with nothing else running",
         )
 
 
 def estimate(levels: Sequence[Level], config: SearchConfig, slo: Slo) -> Capacity:
     """The capacity by these levels, in whatever order, also for an SLO not searched for."""
     return Evidence(levels, config, slo).capacity
-
-
-def pooled(levels: Sequence[Level]) -> list[tuple[float, int, int]]:
-    """(rate, good, due) of valid levels, ascending; shares made non-increasing by pooling (PAVA).
-
-    Not scipy's isotonic_regression: that pools equal neighbours too, and requests of lower rates
-    would count as evidence for the highest.
-    """
-    merged: dict[float, list[int]] = {}
-    for level in levels:
-        if level.rate is not None and level.is_valid and level.due:
-            counts = merged.setdefault(level.rate, [0, 0])
-            counts[0] += level.good
-            counts[1] += level.due
-    blocks: list[tuple[list[float], int, int]] = []  # rates, good, due
-    for rate in sorted(merged):
-        rates, good, due = [rate], *merged[rate]
-        while blocks and blocks[-1][1] * due < good * blocks[-1][2]:
-            before = blocks.pop()
-            rates, good, due = before[0] + rates, before[1] + good, before[2] + due
-        blocks.append((rates, good, due))
-    return [(rate, good, due) for rates, good, due in blocks for rate in rates]
-
-
-def _none(single_stream: Sequence[Level]) -> Capacity:
-    due = sum(level.due for level in single_stream)
-    bad = due - sum(level.good for level in single_stream)
-    return Capacity(
-        low=0.0,
-        high=0.0,
-        estimate=0.0,
-        status="none",
-        holds_at_any_rate=False,
-        reason=f"{bad} of {due} requests broke the SLO with nothing else running",
-    )
-
-
-def _unresolved(
-    reason: str,
-    low: float = 0.0,
-    high: float | None = None,
-    estimate: float | None = None,
-    holds_at_any_rate: bool | None = None,
-) -> Capacity:
-    return Capacity(
-        low=low,
-        high=high,
-        estimate=estimate,
-        status="unresolved",
-        holds_at_any_rate=holds_at_any_rate,
-        reason=reason,
-    )

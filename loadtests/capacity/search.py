@@ -5,10 +5,11 @@
         levels.append(measure(step))
     step.capacity                           # step is Finished
 
-First a single-stream level on an idle server: where that fails the SLO, no rate meets it. Then
-open load, up or down from the hint (a prediction, or what one stream suggests) until one rate
-holds and one does not; then where a measurement says most about the capacity, until the interval
-is as narrow as asked or the budget is gone.
+First single-stream requests on an idle server: where they fail the SLO, no rate meets it. Then open
+load, up or down from the hint (a prediction, or what one stream suggests) until one rate holds and
+one does not; then where a measurement says most about the capacity, until the interval is as narrow
+as asked. A part of the budget is kept for the end: a level that runs at the low end of the interval
+long enough to confirm it. Only what was run and held is a capacity.
 """
 
 from __future__ import annotations
@@ -17,16 +18,26 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from loadtests.capacity.estimate import Evidence, Level
+from loadtests.capacity.confirmation import candidates, confirming_seconds, seconds_to_confirm
+from loadtests.capacity.estimate import Evidence
+from loadtests.capacity.levels import Level, single_stream_seconds
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo, requests_to_hold
 from loadtests.records.events import Capacity
 
-Purpose = Literal["single_stream", "bracket", "narrow", "fixed"]
+Purpose = Literal["single_stream", "bracket", "narrow", "confirm", "fixed"]
 
 PLAINLY = 4.0  # times the odds of a bad request that the SLO allows: surely above the capacity
 MOST_INVALID = 3  # levels in a row, after which the search ends
+LEAST_WARMUP_SECONDS = 2.0
+MOST_WARMUP_SECONDS = 60.0
+WARMUP_SHARE = 0.15  # of the window
+WARMUP_ANSWERS = 2.0  # E2E times of a single-stream request
+LOWEST_CONFIRMED = 0.25  # of the low end of the interval: below it a level says too little
+CONFIRMED_ENOUGH = 0.9  # of the low end of the interval
+LOWEST_RATE = 1 / 200  # of the rate of one stream: requests hardly ever meet below it
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
@@ -36,6 +47,7 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
     duration_seconds: float  # that count; warm-up comes before
     purpose: Purpose
     requests: int | None = None
+    warmup_seconds: float = 0.0
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -49,26 +61,92 @@ def next_step(
     seen = Evidence(levels, config, slo)
     if config.rates:
         return _next_fixed(seen)
-    if seen.capacity.status != "unresolved":
-        return Finished(seen.capacity)
     left = config.budget_seconds - elapsed_seconds
     if not seen.single_stream:
         return _first_single_stream(seen, left)
+    if seen.single_stream_verdict == "fails" and seen.confirmed is None:
+        return Finished(seen.capacity)
     if sum(not level.is_valid for level in levels[-MOST_INVALID:]) == MOST_INVALID:
         return _finished(seen, "the last three levels were not valid")
-    if seen.is_flat and seen.single_stream_verdict == "unresolved":
+    if _is_done(seen):
+        return Finished(seen.capacity)
+    if not seen.loaded and seen.is_doubtful_alone:
         more = _more_single_stream(seen, min(left, 0.25 * config.budget_seconds))
         if more is not None:
             return more
+    kept = _kept_seconds(seen, left)
+    step = _explore(seen, left - kept)
+    if step is None and seen.single_stream_verdict == "unresolved":
+        step = _more_single_stream(seen, min(left, 0.25 * config.budget_seconds))
+    return step or _confirm(seen, left) or _explore(seen, left) or _out_of_budget(seen)
+
+
+def warmup_seconds(window_seconds: float, levels: Sequence[Level]) -> float:
+    """Requests due before this do not count: the queue of an idle server has to fill first.
+
+    15 % of the window, and no less than two answers of an idle server take.
+    """
+    answers = WARMUP_ANSWERS * (single_stream_seconds(levels) or 0.0)
+    wanted = max(LEAST_WARMUP_SECONDS, WARMUP_SHARE * window_seconds, answers)
+    return min(MOST_WARMUP_SECONDS, wanted)
+
+
+def _is_done(seen: Evidence) -> bool:
+    found = seen.capacity
+    if found.held is None:
+        return False
+    at_limit = found.held >= 0.999 * seen.config.max_rate
+    return at_limit or (found.is_narrow and found.held >= CONFIRMED_ENOUGH * (found.low or 0.0))
+
+
+def _kept_seconds(seen: Evidence, left_seconds: float) -> float:
+    """Seconds kept for the level that confirms; 0.0 where one is confirmed or cannot be paid."""
+    if seen.confirmed is not None:
+        return 0.0
+    config = seen.config
+    least = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
+    least *= 1 + config.overhead
+    wanted = max(least, config.confirming_share * config.budget_seconds)
+    return min(wanted, left_seconds) if least <= left_seconds else 0.0
+
+
+def _explore(seen: Evidence, left_seconds: float) -> Measure | None:
+    """The next level that brackets or narrows; None where nothing is to gain, or to pay with."""
+    if seen.broken and seen.held and seen.capacity.is_narrow:
+        return None
     wanted = _next_rate(seen)
     if wanted is None:
-        if seen.single_stream_verdict == "holds":
-            why = "single-stream requests meet the SLO and the lowest rates tried do not"
-            return _finished(seen, why)
-        return _more_single_stream(seen, left) or _out_of_budget(seen)
+        return None
     rate, purpose = wanted
-    duration = _duration(rate, purpose, config, left)
-    return _out_of_budget(seen) if duration is None else Measure(rate, duration, purpose)
+    seconds = _duration(rate, purpose, seen.config, left_seconds)
+    return None if seconds is None else _measure(seen, rate, seconds, purpose)
+
+
+def _measure(seen: Evidence, rate: float, seconds: float, purpose: Purpose) -> Measure:
+    return Measure(rate, seconds, purpose, None, warmup_seconds(seconds, seen.levels))
+
+
+def _confirm(seen: Evidence, left_seconds: float) -> Measure | None:
+    """The highest rate whose confirming level can be paid, and is expected to hold."""
+    config, slo = seen.config, seen.slo
+    affordable = left_seconds / (1 + config.overhead)
+    least = confirming_seconds(slo, single_stream_seconds(seen.levels))
+    if affordable < least or not seen.held:
+        return None
+    low = min(seen.belief.quantile(1 - config.confidence), max(seen.held) * 1.05)
+    if not seen.broken:
+        low = max(seen.held)
+    measured = candidates(seen.levels, slo)
+    floor = max(seen.confirmed or 0.0, config.min_rate) * 1.02
+    fresh = np.geomspace(low, low * LOWEST_CONFIRMED, 15).tolist()
+    again = [rate for rate in measured if rate <= low]
+    for rate in sorted({*fresh, *again}, reverse=True):
+        if not floor <= rate <= config.max_rate:
+            continue
+        seconds = seconds_to_confirm(rate, seen.belief, slo, measured.get(rate, (0, 0)))
+        if seconds is not None and max(least, seconds) <= affordable:
+            return _measure(seen, float(rate), max(least, seconds), "confirm")
+    return None
 
 
 def _finished(seen: Evidence, why: str) -> Finished:
@@ -104,7 +182,7 @@ def _next_fixed(seen: Evidence) -> Measure | Finished:
         return Finished(seen.capacity)
     rate = config.rates[done]
     seconds = config.rate_seconds[done] if config.rate_seconds else config.level_seconds(rate)
-    return Measure(rate, seconds, "fixed")
+    return _measure(seen, rate, seconds, "fixed")
 
 
 def _next_rate(seen: Evidence) -> tuple[float, Purpose] | None:
@@ -141,7 +219,7 @@ def _rate_below(seen: Evidence) -> float | None:
     config = seen.config
     start = config.start_rate
     lowest = min(seen.broken)
-    if lowest <= max(config.min_rate * 1.001, 0.15 * _single_stream_rate(seen)):
+    if lowest <= max(config.min_rate * 1.001, LOWEST_RATE * _single_stream_rate(seen)):
         return None
     if start is not None and config.min_rate <= start < lowest / 1.05:
         return start
@@ -166,9 +244,9 @@ def _hint(seen: Evidence) -> float:
 
 
 def _single_stream_rate(seen: Evidence) -> float:
-    """Requests/s of one stream at a time; min_rate where none of its requests ended."""
-    lasted = [level.mean_e2e_seconds for level in seen.single_stream if level.mean_e2e_seconds]
-    return 1.0 / (sum(lasted) / len(lasted)) if lasted else seen.config.min_rate
+    """Requests/s of one stream at a time; the lowest rate allowed where no request ended."""
+    each = single_stream_seconds(seen.levels)
+    return 1.0 / each if each else seen.config.min_rate
 
 
 def _more_single_stream(seen: Evidence, left_seconds: float) -> Measure | None:
@@ -184,10 +262,12 @@ def _duration(
     rate: float, purpose: Purpose, config: SearchConfig, left_seconds: float
 ) -> float | None:
     """Seconds to measure at this rate; None: what is left does not pay for the shortest level."""
-    wanted = config.level_seconds_max if purpose == "narrow" else config.level_seconds(rate)
+    wanted = config.level_seconds(rate)
+    if purpose == "narrow":
+        wanted = max(wanted, config.level_seconds_max)
     affordable = left_seconds / (1 + config.overhead)
     if affordable >= wanted + config.level_seconds_min:
         return wanted
     if affordable >= wanted:  # the rest would not pay for another level
-        return min(affordable, config.level_seconds_max)
+        return min(affordable, max(wanted, config.level_seconds_max))
     return affordable if affordable >= config.level_seconds_min else None

@@ -6,16 +6,17 @@ import math
 
 import msgspec
 
+LEVEL_SHARE = 0.1  # of the budget, that a level may take for its requests
 _ABOVE_ZERO = (
     *("min_rate", "max_rate", "precision", "level_seconds_min", "level_seconds_max"),
-    *("budget_seconds", "single_stream_seconds", "start_rate", "predicted_rate"),
+    *("budget_seconds", "single_stream_seconds", "start_rate"),
 )
 
 
 class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How to search. Rates in requests per second."""
 
-    min_rate: float = 0.01  # lowest rate tried, requests per second
+    min_rate: float = 0.0001  # lowest rate tried, requests per second
     max_rate: float = 1000.0  # highest rate tried, requests per second
     precision: float = 0.10  # half the width of the interval over the estimate: 0.10 is +- 10 %
     level_seconds_min: float = 20.0  # shortest level
@@ -23,14 +24,14 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     level_requests_min: int = 30  # a level is made longer until it expects this many requests
     budget_seconds: float = 600.0  # for all levels, with warm-up and draining
     start_rate: float | None = None  # where to look first; None: calibrated and simulated
-    predicted_rate: float | None = None  # a predicted capacity, used as a weak prior
     calibration_seconds: float = 60.0  # limit, besides an eighth of the budget; 0: no calibration
     rates: tuple[float, ...] = ()  # rates to measure in this order, without a search
     rate_seconds: tuple[float, ...] = ()  # duration of each of `rates`; empty: as in a search
-    single_stream_requests: int = 5  # requests sent one at a time to the idle server
-    single_stream_seconds: float = 60.0  # after this no further single-stream request is begun
+    single_stream_requests: int = 20  # requests sent one at a time to the idle server
+    single_stream_seconds: float = 120.0  # after this no further single-stream request is begun
     batching_gain: float = 2.0  # first guess without a prediction: times one stream's rate
     confidence: float = 0.95  # confidence of each side of the interval
+    confirming_share: float = 0.35  # share of the budget kept for the level that confirms
     overhead: float = 0.25  # warm-up and draining of a level, as a share of its duration
 
     def __post_init__(self) -> None:
@@ -66,10 +67,16 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"rate_seconds has {len(self.rate_seconds)} entries for {len(self.rates)} rates: "
                 "give one for each, or none"
             )
+        if not 0 <= self.confirming_share < 1:
+            raise ValueError(
+                f"confirming_share must be 0 or more and below 1, got {self.confirming_share}"
+            )
         if not self.overhead >= 0:
             raise ValueError(f"overhead must be 0 or more, got {self.overhead}")
 
     def level_seconds(self, rate: float) -> float:
-        """Seconds that expect `level_requests_min` requests, within the limits of a level."""
+        """Seconds that expect `level_requests_min` requests; a slow model's level may take longer
+        than `level_seconds_max`, up to a tenth of the budget.
+        """
         wanted = max(self.level_seconds_min, self.level_requests_min / rate)
-        return min(wanted, self.level_seconds_max)
+        return min(wanted, max(self.level_seconds_max, LEVEL_SHARE * self.budget_seconds))

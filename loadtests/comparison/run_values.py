@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.level import judge
-from loadtests.capacity.estimate import Level, estimate
+from loadtests.capacity.estimate import estimate
+from loadtests.capacity.levels import Level
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.comparison.welch import LEAST_ERROR
 from loadtests.errors import BadRunFolder
@@ -113,13 +114,15 @@ def _cell(
     left_out = 0
     for one in levels:
         start = one.started
-        end = one.finished
+        end, cut_short = one.finished, one.finished.cut_short
         summary, level = judge(
-            one.requests, one.samples, start, end.window_seconds, slo, end.disturbance
+            *(one.requests, one.samples, start, end.window_seconds, slo),
+            disturbance=end.disturbance,
+            cut_short=cut_short,
         )
         if start.rate_per_second is not None or start.concurrency == 1:
             seen.append(level)
-        if one.finished.cut_short is not None or not summary.is_valid:
+        if cut_short is not None or not summary.is_valid:
             left_out += 1
         else:
             measured.append(values_of(_load(start), start.seed, summary))

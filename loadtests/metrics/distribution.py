@@ -1,4 +1,4 @@
-"""Percentiles of latencies, and how alike neighbouring requests are."""
+"""Percentiles of latencies, and runs of good and bad requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ PERCENTILES: tuple[tuple[str, float], ...] = (
     ("p99", 0.99),
 )
 BEYOND = 3  # observations that must lie beyond a percentile for it to be given
-BATCHES = 10
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,16 +68,3 @@ def runs_of(good: Iterable[bool]) -> tuple[int, ...]:
             current = one
         lengths[-1] += 1
     return tuple(lengths)
-
-
-def correlation(values: Iterable[float | None]) -> float | None:
-    """How many consecutive values count as one (1: independent), from ten batch means.
-
-    None below 20 values, or where all are the same.
-    """
-    known = np.array([value for value in values if value is not None], dtype=np.float64)
-    length = len(known) // BATCHES
-    if length < 2 or np.ptp(known) == 0:
-        return None
-    means = known[: length * BATCHES].reshape(BATCHES, length).mean(axis=1)
-    return float(length * means.var(ddof=1) / known.var())

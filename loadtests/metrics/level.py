@@ -6,11 +6,13 @@ level.verdict, level.counts.attainment, level.latencies.ttft.p99, level.warnings
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from loadtests.metrics.level_summary import (
+    Counts,
     Summary,
     Window,
     arrivals_of,
@@ -21,7 +23,9 @@ from loadtests.metrics.level_summary import (
     throughput_of,
 )
 from loadtests.metrics.level_warnings import Evidence, disturbed, level_warnings
-from loadtests.metrics.slo import Slo, verdict
+from loadtests.metrics.request_metrics import outcome, ttft_seconds
+from loadtests.metrics.slo import Slo, Verdict, verdict
+from loadtests.metrics.stationarity import grows, in_flight_at_ends, is_steady
 from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from loadtests.workload.arrivals import Arrivals
 
@@ -53,17 +57,19 @@ def summarise(
         if started_unix_seconds is None or window.holds(s.unix_seconds - started_unix_seconds)
     ]
     counts = counts_of(inside, slo)
+    steady = None if rate is None else _is_steady(records, inside, window, slo)
     summary = Summary(
         window=window,
         slo=slo.name,
         asked_rate=rate,
-        verdict=verdict(counts.good, counts.due, slo),
+        verdict=_verdict(counts, slo, steady),
         counts=counts,
         latencies=latencies_of(inside),
         throughput=throughput_of(records, inside, window, counts),
         resources=resources_of(seen),
         backends=backends_of(inside),
         arrivals=arrivals_of(records, arrivals, rate, window),
+        is_steady=steady,
     )
     warnings = level_warnings(Evidence(summary, inside, records, seen, slo))
     return msgspec.structs.replace(summary, warnings=warnings)
@@ -75,3 +81,25 @@ def with_disturbance(summary: Summary, found: Disturbance | None) -> Summary:
     if warning is None:
         return summary
     return msgspec.structs.replace(summary, warnings=(*summary.warnings, warning))
+
+
+def _is_steady(
+    records: Sequence[RequestRecord], inside: Sequence[RequestRecord], window: Window, slo: Slo
+) -> bool | None:
+    """`records` are all of the level's, `inside` those due in the window."""
+    if grows(*in_flight_at_ends(records, window)):
+        return False
+    ttft = [ttft_seconds(r) if outcome(r) == "ok" else None for r in inside]
+    return is_steady(
+        [r.due_seconds for r in inside],
+        [math.inf if seconds is None else seconds for seconds in ttft],
+        window.start_seconds,
+        window.end_seconds,
+        slo.ttft_seconds,
+    )
+
+
+def _verdict(counts: Counts, slo: Slo, steady: bool | None) -> Verdict:
+    """On effective counts; a level whose queue grows does not hold."""
+    found = verdict(counts.good, counts.due, slo, counts.dispersion)
+    return "unresolved" if found == "holds" and steady is False else found

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from loadtests.metrics.distribution import Distribution, correlation, distribution, runs_of
+from loadtests.metrics.clustering import clumping, dispersion
+from loadtests.metrics.distribution import Distribution, distribution, runs_of
 from loadtests.metrics.named_warning import NamedWarning
 from loadtests.metrics.request_metrics import (
     e2e_seconds,
@@ -64,8 +65,9 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, int]  # kind -> requests
     good: int  # met the SLO
     attainment: float | None  # good / due
-    attainment_low: float  # Wilson's bounds, each at the SLO's confidence
+    attainment_low: float  # Wilson's bounds, each at the SLO's confidence, for effective counts
     attainment_high: float
+    dispersion: float  # how many requests count as one
     runs: tuple[int, ...]  # lengths of runs of good, bad, good, ... in order of due time
 
 
@@ -77,7 +79,6 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     itl: Distribution
     e2e: Distribution
     send_lag: Distribution
-    correlated: float | None  # how many consecutive latencies count as one
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +115,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput
     resources: Resources
     backends: dict[str, int]  # backend -> requests
+    is_steady: bool | None = None  # False: a queue grew over the window; None: too few requests
     arrivals: ArrivalCheck | None = None  # None: closed loop, a ramp, or not known
     warnings: tuple[NamedWarning, ...] = ()
 
@@ -126,7 +128,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def counts_of(inside: Sequence[RequestRecord], slo: Slo) -> Counts:
     """`inside` are the records due in the window, in order of due time."""
     good = [is_good(r, slo) for r in inside]
-    low, high = wilson(sum(good), len(good), slo.confidence)
+    runs = runs_of(good)
+    bad = len(good) - sum(good)
+    together = dispersion((bad + 0.5) / (len(good) + 1), clumping([(bad, len(good), runs)]))
+    low, high = wilson(sum(good) / together, len(good) / together, slo.confidence)
     failed = Counter(kind for r in inside if (kind := failure_kind(r)) is not None)
     return Counts(
         due=len(inside),
@@ -136,7 +141,8 @@ def counts_of(inside: Sequence[RequestRecord], slo: Slo) -> Counts:
         attainment=sum(good) / len(good) if good else None,
         attainment_low=low,
         attainment_high=high,
-        runs=runs_of(good),
+        dispersion=together,
+        runs=runs,
     )
 
 
@@ -144,16 +150,12 @@ def latencies_of(inside: Sequence[RequestRecord]) -> Latencies:
     """TTFT, TPOT and E2E of requests that are not ok are infinite; ITL is of every stream."""
     oks = [r for r in inside if outcome(r) == "ok"]
     late = len(inside) - len(oks)
-    ttft = [ttft_seconds(r) for r in oks]
-    tpot = [tpot_seconds(r) for r in oks]
-    correlations = [c for c in (correlation(ttft), correlation(tpot)) if c]
     return Latencies(
-        ttft=distribution(ttft, late=late),
-        tpot=distribution(tpot, late=late),
+        ttft=distribution((ttft_seconds(r) for r in oks), late=late),
+        tpot=distribution((tpot_seconds(r) for r in oks), late=late),
         itl=distribution(gap for r in inside for gap in itl_seconds(r)),
         e2e=distribution((e2e_seconds(r) for r in oks), late=late),
         send_lag=distribution(send_lag_seconds(r) for r in inside),
-        correlated=max(correlations, default=None),
     )
 
 

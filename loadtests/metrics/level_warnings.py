@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from loadtests.metrics.disturbance import in_words
-from loadtests.metrics.level_summary import Summary, Window, mean_in_flight
+from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.request_metrics import outcome, send_lag_seconds
 from loadtests.metrics.slo import Slo, requests_to_hold
+from loadtests.metrics.stationarity import grows, in_flight_at_ends
 from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from models import formatting
 
@@ -50,6 +51,8 @@ def level_warnings(level: Evidence) -> tuple[NamedWarning, ...]:
 def too_few_samples(level: Evidence) -> NamedWarning | None:
     counts = level.summary.counts
     if level.summary.verdict != "unresolved":
+        return None
+    if level.summary.is_steady is False:
         return None
     return NamedWarning(
         "TooFewSamples",
@@ -126,21 +129,19 @@ def swapping(level: Evidence) -> NamedWarning | None:
 
 
 def unsteady(level: Evidence) -> NamedWarning | None:
-    """More in flight in the last third than in the first, beyond a stable queue's wandering."""
-    window = level.summary.window
-    third = window.seconds / 3
-    first = mean_in_flight(
-        level.records, Window(window.start_seconds, window.start_seconds + third)
-    )
-    last = mean_in_flight(level.records, Window(window.end_seconds - third, window.end_seconds))
-    if last - first <= 2.0 + 3.0 * math.sqrt(first + 1.0):
+    summary = level.summary
+    first, last = in_flight_at_ends(level.records, summary.window)
+    if grows(first, last):
+        seen = f"requests in flight rose from {first:.1f} to {last:.1f} over the level"
+    elif summary.is_steady is False:
+        seen = "TTFT grew over the level"
+    else:
         return None
     return NamedWarning(
         "Unsteady",
         WARNING,
-        f"requests in flight rose from {first:.1f} to {last:.1f} over the level: "
-        "the server does not keep up",
-        "the times depend on how long the level lasted; read the verdict, not the percentiles",
+        f"{seen}: the server does not keep up",
+        "the times depend on how long the level lasted; measure longer, or at a lower rate",
     )
 
 

@@ -62,9 +62,12 @@ SLO_PRESETS: dict[str, Slo] = {
 }
 
 
-def verdict(good: int, due: int, slo: Slo) -> Verdict:
-    """Whether a level with `good` of `due` requests meets the SLO (Wilson's bounds)."""
-    low, high = wilson(good, due, slo.confidence)
+def verdict(good: float, due: float, slo: Slo, dispersion: float = 1.0) -> Verdict:
+    """Whether a level with `good` of `due` requests meets the SLO (Wilson's bounds).
+
+    `dispersion`: how many requests count as one, since neighbours share their fate.
+    """
+    low, high = wilson(good / dispersion, due / dispersion, slo.confidence)
     if low >= slo.target:
         return "holds"
     return "fails" if high < slo.target else "unresolved"

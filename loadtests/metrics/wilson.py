@@ -6,10 +6,11 @@ import math
 from statistics import NormalDist
 
 
-def wilson(good: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(good: float, total: float, confidence: float = 0.95) -> tuple[float, float]:
     """One-sided lower and upper bounds of a proportion, each at `confidence` (Wilson 1927).
 
-    (0.0, 1.0) for total = 0. Raises ValueError for counts that cannot be.
+    Counts may be effective ones, of requests that share their fate. (0.0, 1.0) for total = 0.
+    Raises ValueError for counts that cannot be.
     """
     if total < 0 or not 0 <= good <= total:
         raise ValueError(f"{good} good of {total} cannot be")

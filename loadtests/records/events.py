@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,19 +34,30 @@ class LevelPurpose(StrEnum):
     LOAD = "load"  # `crossover load`
 
 
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """The highest rate that meets the SLO, requests/s.
+class CapacityStatus(StrEnum):
+    """What is known of the capacity; one function decides (loadtests.capacity.estimate)."""
 
-    resolved: low..high is as narrow as asked. unresolved: it is not; high is None where no level
-    bounds it, low is 0.0 where no rate was seen to meet the SLO. none: no rate meets it; low and
-    high are 0. at_least: the highest rate allowed meets it.
+    CONFIRMED = "confirmed"  # a level at `held` ran long enough and met the SLO; higher ones broke
+    AT_LEAST = "at_least"  # as confirmed, and no rate was seen to break the SLO
+    ALONE_ONLY = "alone_only"  # single-stream requests meet the SLO; no rate is confirmed
+    NONE = "none"  # at no rate: single-stream requests miss the SLO
+    UNRESOLVED = "unresolved"  # the levels do not tell
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest rate that meets the SLO, requests/s, by measured levels only.
+
+    `held` was run, long enough, and met the SLO; None: no rate did. low..high holds the capacity
+    that the next start of the server finds, each end at the search's confidence; None where no
+    level bounds it. All four are 0.0 for `none`.
     """
 
-    low: float
-    high: float | None
-    estimate: float | None
-    status: Literal["resolved", "unresolved", "none", "at_least"]
-    holds_at_any_rate: bool | None  # None: not known
+    status: CapacityStatus
+    held: float | None = None
+    low: float | None = None
+    estimate: float | None = None
+    high: float | None = None
+    is_narrow: bool = False  # the interval is as narrow as asked
     reason: str
 
 
@@ -168,8 +179,6 @@ class CellFinished(Event, frozen=True, kw_only=True):
     capacities: dict[
         str, Capacity
     ] = {}  # by the SLO's name, the campaign's first SLO first; empty: `crossover load`
-    # the first SLO's without the prediction; None: there was no prediction
-    measured_only: Capacity | None = None
 
     @property
     def capacity(self) -> Capacity | None:

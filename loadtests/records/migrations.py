@@ -2,7 +2,8 @@
 
 Format 1 -> 2: an event's fields lay in `detail`; promise, doubt and lone became SLO, warning and
 single-stream; a skipped cell got a cause.
-Format 2 -> 3: a predicted rate, a number before, is a struct with low and high.
+Format 2 -> 3: a predicted rate, a number before, is a struct with low and high; a capacity has the
+rate that a level confirmed, and no prediction in it.
 """
 
 from __future__ import annotations
@@ -56,10 +57,34 @@ def _event_1(old: Json, manifest: Json) -> Json:
 
 
 def _manifest_2(old: Json) -> Json:
-    return old
+    campaign = dict(old["campaign"])
+    if isinstance(campaign.get("search"), dict):
+        known = campaign["search"].items()
+        campaign["search"] = {key: value for key, value in known if key != "predicted_rate"}
+    return old | {"campaign": campaign}
+
+
+def _capacity_2(old: Json) -> Json:
+    """Before format 3 a capacity was fitted, with a prediction in it, and no level confirmed it."""
+    if old["status"] == "none":
+        return {"status": "none", "held": 0.0, "low": 0.0, "estimate": 0.0, "high": 0.0} | {
+            "reason": old["reason"]
+        }
+    return {
+        "status": "alone_only" if old.get("holds_at_any_rate") else "unresolved",
+        "low": old.get("low") or None,
+        "high": old.get("high"),
+        "estimate": old.get("estimate"),
+        "reason": f"an older version fitted it, no level confirmed it; {old['reason']}",
+    }
 
 
 def _event_2(old: Json, manifest: Json) -> Json:
+    if old["kind"] == "cell_finished":
+        found = {name: _capacity_2(one) for name, one in old.get("capacities", {}).items()}
+        return {key: value for key, value in old.items() if key != "measured_only"} | {
+            "capacities": found
+        }
     if old["kind"] != "calibrated":
         return old
     rates = {name: {"rate": rate} for name, rate in old.get("rates", {}).items()}

@@ -22,7 +22,7 @@ import numpy as np
 
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
-from loadtests.records.events import PredictedRate
+from loadtests.records.events import Capacity, PredictedRate
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.prediction_error import NORMAL, error_scale, packaged_pairs
@@ -243,21 +243,20 @@ def in_words(predicted: PredictedRate) -> str:
     return formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high)
 
 
-def error_of(predicted_rate: float | None, measured_rate: float | None) -> float | None:
-    """(predicted - measured) / measured: above 0 where the prediction is too high.
+def prediction_ratio(
+    predicted_rate: float | None, found: Capacity
+) -> tuple[float, float, float] | None:
+    """Predicted / measured capacity at the interval's high end, estimate and low end.
 
-    None where either is missing, or the capacity is 0.
+    Above 1: the prediction is too high. None where no level bounds the capacity, or it is 0.
     """
-    if predicted_rate is None or not measured_rate:
+    if not predicted_rate or not found.low or not found.high or not found.estimate:
         return None
-    return predicted_rate / measured_rate - 1.0
-
-
-def error_in_words(error: float) -> str:
-    """0.08 -> "8 % too high"."""
-    if abs(error) < 0.005:
-        return "right to the percent"
-    return f"{abs(error) * 100:.0f} % too {'high' if error > 0 else 'low'}"
+    return (
+        predicted_rate / found.high,
+        predicted_rate / found.estimate,
+        predicted_rate / found.low,
+    )
 
 
 def _longest_prompt(workload: Workload) -> int:

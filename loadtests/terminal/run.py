@@ -8,7 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.campaign.level import judge
-from loadtests.campaign.run_state import campaign_of, in_words, prediction_on_record
+from loadtests.campaign.run_state import (
+    campaign_of,
+    in_words,
+    predicted_beside,
+    prediction_on_record,
+)
 from loadtests.records.events import (
     CellFinished,
     CellSkipped,
@@ -21,7 +26,6 @@ from loadtests.records.events import (
     of_kind,
 )
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.calibration import error_in_words, error_of
 from loadtests.simulation.calibration import in_words as predicted_in_words
 from loadtests.terminal.level import level_row, wide_console
 from models import formatting
@@ -98,11 +102,9 @@ def prediction_in_words(key: str, slo: str, events: list[Event]) -> str | None:
     if predicted is None:
         return f"no prediction for the SLO {slo}{fitted}"
     ended = of_kind(events, CellFinished, key)
-    alone = ended[-1].measured_only if ended else None
-    error = error_of(predicted.rate, alone.estimate if alone is not None else None)
-    return f"predicted {predicted_in_words(predicted)}{fitted}" + (
-        f": {error_in_words(error)} by the levels alone" if error is not None else ""
-    )
+    found = ended[-1].capacities.get(slo) if ended else None
+    words = f"predicted {predicted_in_words(predicted)}"
+    return f"{words if found is None else predicted_beside(predicted, found)}{fitted}"
 
 
 def load_in_words(start: LevelStarted) -> str:

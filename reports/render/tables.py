@@ -276,7 +276,6 @@ def cell_records(run: RunNumbers) -> list[Record]:
             **_capacity("capacity", cell.capacity),
             "predicted_per_second": cell.predicted_rate,
             "prediction_error": cell.prediction_error,
-            **_capacity("measured_only", cell.measured_only),
             "breaks_first": breaks_first(cell, run.slo),
             "predicted_weight_bytes": cell.memory.weight_bytes,
             "predicted_kv_bytes": cell.memory.kv_bytes,

@@ -1,132 +1,102 @@
-"""How often the search's interval covers the capacity, on servers whose capacity is known, on a
+"""How often the search's interval covers the capacity, on worlds whose capacity is known, on a
 simulated clock.
 
-    python -m tests.bench.search_coverage --runs 100
+    python -m tests.bench.search_coverage --runs 24
 
-Two servers: four slots of 0.51 s (M/D/4; good is who waits no more than 0.5 s), and continuous
-batching with a known step law (chat lengths, TTFT 2 s and TPOT 100 ms). Each is searched by
-measuring alone, and with a prediction that is off by 15 % (standard deviation), by 30 % and by 80 %
-too high, and by 30 % too low. Printed for each budget: runs whose interval covers the truth, the
-median of estimate / truth and of its error's size, the median width of the interval over the
-estimate, levels and simulated seconds a search took.
+The worlds are those of tests/loadtests/capacity/known_worlds.py: queues, CPUs from 135M to 8B,
+uneven lengths, uneven arrivals, a machine whose speed changes, limits of 30 s, and a server on
+which nothing holds. Each is searched from no aim, and from aims that are a third to three times the
+truth.
+
+A row: finite intervals that cover the truth; what was said to hold at more than 1.05 times the
+truth; the median of held / truth; the median error of the estimates of narrow intervals; how the
+searches ended (confirmed / at least / alone only / none / unresolved); how many intervals were as
+narrow as asked; median levels and seconds of a search.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import os
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
 from loadtests.capacity.search_config import SearchConfig
-from loadtests.metrics.slo import Slo
-from loadtests.simulation.batching import Policy
-from loadtests.simulation.step_time import StepLaw
-from loadtests.workload.arrivals import OnOff
-from loadtests.workload.requests import Workload, draw
-from tests.loadtests.capacity.known_worlds import World, batching, capacity, md4, search
+from loadtests.records.events import Capacity, CapacityStatus
+from tests.loadtests.capacity.known_worlds import World, search, worlds
 
-NINE = Slo("nine", 0.5, None, target=0.9)
-BOTH = Slo("both", 2.0, 0.1, target=0.9)
-LAW = StepLaw(
-    base_seconds=0.02, row_seconds=0.003, prompt_token_seconds=0.0005, kv_token_seconds=2e-7
-)
+AIMS = (0.0, 1 / 3, 0.5, 1.0, 1.57, 2.0, 3.0)  # 0: none
+SLOW = {"1B on a CPU": 16, "3B on a CPU": 16, "8B on a CPU": 32, "360M on a CPU": 4}
+SLOW |= {"TTFT limit 30 s": 4, "whole ShareGPT lengths": 4}  # times the budget
+HEADS = ("covers", "held>1.05", "held/truth", "error", "c/al/ao/n/u", "narrow", "levels", "seconds")
+End = tuple[Capacity, int, float]
 
 
-PREDICTIONS: dict[str, tuple[float, float]] = {  # factor, standard deviation of its logarithm
-    "none": (0.0, 0.0),
-    "off by 15 %": (1.0, 0.15),
-    "30 % too high": (1.3, 0.0),
-    "30 % too low": (0.7, 0.0),
-    "80 % too high": (1.8, 0.0),
-}
+def one(name: str, budget_seconds: float, aim: float, seed: int) -> End:
+    """A search: what it found, its levels, and the seconds it would have taken."""
+    world = next(world for world in worlds() if world.name == name)
+    start = aim * world.capacity() if aim and world.has_capacity else None
+    config = SearchConfig(budget_seconds=budget_seconds, start_rate=start)
+    step, levels, seconds = search(world, config, seed)
+    return step.capacity, len(levels), seconds
 
 
-def worlds() -> Iterator[tuple[str, World, Slo, float, float]]:
-    """Name, server, SLO, its capacity in requests/s, seconds of a single-stream request."""
-    yield "4 slots of 0.51 s", md4(0.5), NINE, capacity(md4(0.5), 0.9, 5.0, 7.5), 0.51
-    asks = draw(Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=64), 3000, 1)
-    pairs = np.array([(ask.prompt_tokens, ask.output_tokens) for ask in asks])
-    world = batching(LAW, Policy(slots=16), pairs, BOTH)
-    yield "continuous batching", world, BOTH, capacity(world, 0.9, 0.5, 3.0, n=40_000), 2.5
-    # Held out: the estimator's constants were not chosen on these.
-    is_long = np.random.default_rng(3).random(3000) < 0.15
-    bimodal = np.column_stack([np.where(is_long, 480, 40), np.where(is_long, 60, 16)])
-    world = batching(LAW, Policy(slots=16), bimodal, BOTH)
-    yield "bimodal lengths", world, BOTH, capacity(world, 0.9, 0.5, 12.0, n=20_000), 2.5
-    world = batching(LAW, Policy(slots=16), pairs, BOTH, OnOff(4.0, 8.0))
-    yield "on/off arrivals", world, BOTH, capacity(world, 0.9, 0.2, 3.0, n=20_000), 2.5
+def row(world: World, ends: list[End]) -> list[str]:
+    """The figures of a world and aim as text."""
+    truth = world.capacity() if world.has_capacity else 0.0
+    found = [capacity for capacity, _, _ in ends]
+    finite = [
+        (c.low, c.high, c.estimate, c.is_narrow)
+        for c in found
+        if c.low is not None and c.high is not None and c.status is not CapacityStatus.NONE
+    ]
+    covers = sum(low <= truth <= high for low, high, _, _ in finite)
+    held = [c.held for c in found if c.held]
+    errors = [abs(middle / truth - 1) for _, _, middle, narrow in finite if middle and narrow]
+    counts = "/".join(str(sum(c.status is status for c in found)) for status in CapacityStatus)
+    return [
+        f"{covers}/{len(finite)}",
+        f"{sum(rate > 1.05 * truth for rate in held)}/{len(ends)}",
+        f"{np.median(held) / truth:.2f}" if held and truth else "-",
+        f"{np.median(errors):.1%}" if errors else "-",
+        counts,
+        f"{sum(c.is_narrow for c in found if c.held)}",
+        f"{np.median([levels for _, levels, _ in ends]):.0f}",
+        f"{np.median([seconds for _, _, seconds in ends]):.0f}",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[300.0, 900.0])
-    parser.add_argument(
-        "--predictions", nargs="+", choices=list(PREDICTIONS), default=list(PREDICTIONS)
-    )
-    arguments = parser.parse_args()
-    heads = ("covers", "estimate/truth", "error", "width", "levels", "seconds")
+    parser.add_argument("--runs", type=int, default=24)
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds, of a quick world")
+    parser.add_argument("--aims", type=float, nargs="+", default=list(AIMS))
+    parser.add_argument("--worlds", nargs="+", default=[], help="parts of their names")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    asked = parser.parse_args()
     print(
-        f"{'server':20} {'truth':>5} {'budget':>6} {'prediction':>14}"
-        + "".join(f"{head:>15}" for head in heads)
+        f"{'world':28} {'truth/s':>8} {'budget':>7} {'aim':>5}" + "".join(f"{h:>13}" for h in HEADS)
     )
-    for name, world, slo, truth, single_stream_seconds in worlds():
-        for budget in arguments.budgets:
-            for label in arguments.predictions:
-                figures = trial(
-                    world,
-                    slo,
-                    truth,
-                    single_stream_seconds,
-                    budget,
-                    PREDICTIONS[label],
-                    arguments.runs,
-                )
-                print(
-                    f"{name:20} {truth:5.2f} {budget:6.0f} {label:>14}"
-                    + "".join(f"{figure:>15}" for figure in figures),
-                    flush=True,
-                )
-
-
-def trial(
-    world: World,
-    slo: Slo,
-    truth: float,
-    single_stream_seconds: float,
-    budget: float,
-    prediction: tuple[float, float],
-    runs: int,
-) -> list[str]:
-    """Many searches of one server; the figures of a line as text."""
-    covered, ratios, widths, counts, spent = 0, [], [], [], []
-    factor, spread = prediction
-    for seed in range(runs):
-        rate = (
-            truth * factor * float(np.exp(spread * np.random.default_rng(10_000 + seed).normal()))
-            or None
-        )
-        config = SearchConfig(budget_seconds=budget, start_rate=rate, predicted_rate=rate)
-        step, levels, seconds = search(world, config, slo, seed, single_stream_seconds)
-        found = step.capacity
-        covered += found.low <= truth and (found.high is None or truth <= found.high)
-        counts.append(len(levels))
-        spent.append(seconds)
-        if found.estimate and found.high:
-            ratios.append(found.estimate / truth)
-            widths.append((found.high - found.low) / found.estimate)
-    errors = np.abs(np.array(ratios) - 1)
-    return [
-        f"{covered}/{runs}",
-        f"{np.median(ratios):.3f}",
-        f"{np.median(errors):.1%}",
-        f"{np.median(widths):.1%}",
-        f"{np.median(counts):.0f}",
-        f"{np.median(spent):.0f}",
-    ]
+    everything: list[tuple[int, int]] = []
+    with ProcessPoolExecutor(asked.processes) as pool:
+        for world in worlds():
+            if asked.worlds and not any(part in world.name for part in asked.worlds):
+                continue
+            budget = asked.budget * SLOW.get(world.name, 1)
+            for aim in asked.aims if world.has_capacity else [0.0]:
+                jobs = [(world.name, budget, aim, seed) for seed in range(asked.runs)]
+                ends = list(pool.map(one, *zip(*jobs, strict=True)))
+                figures = row(world, ends)
+                covers, of = figures[0].split("/")
+                everything.append((int(covers), int(of)))
+                truth = f"{world.capacity():8.4f}" if world.has_capacity else "    none"
+                shown = "".join(f"{figure:>13}" for figure in figures)
+                print(f"{world.name:28} {truth} {budget:7.0f} {aim:5.2f}{shown}", flush=True)
+    covered, of = (sum(column) for column in zip(*everything, strict=True))
+    print(f"all finite intervals: {covered} of {of} cover the truth ({covered / max(1, of):.1%})")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from loadtests.campaign.runner import prediction_on_record
 from loadtests.records.events import CellFinished, of_kind
 from loadtests.records.run_folder import read_events, read_manifest
-from tests.loadtests.capacity.known_worlds import capacity, md4
+from tests.loadtests.capacity.known_worlds import worlds
 
 GAP, TOKENS, LIMIT = 0.01, 51, 0.5
 CAMPAIGN = """\
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--url")
     arguments = parser.parse_args()
-    truth = capacity(md4(LIMIT), 0.9, 5.0, 7.5)
+    truth = next(world for world in worlds() if world.name == "4 slots of 0.51 s").capacity()
     print(f"truth: {truth:.2f} requests/s")
     with (
         contextlib.nullcontext(arguments.url) if arguments.url else four_slots() as url,
@@ -110,10 +110,11 @@ def main() -> None:
                 else "no prediction"
             )
             estimate = found.estimate or float("nan")
-            covers = "covers" if found.low <= truth <= (found.high or float("inf")) else "misses"
+            low, high = found.low or 0.0, found.high or float("inf")
+            covers = "covers" if low <= truth <= high else "misses"
             print(
                 f"seed {seed}: {seconds:.1f} s wall; {predicted}; {estimate:.2f} "
-                f"({found.low:.2f}-{found.high or float('nan'):.2f}), "
+                f"({low:.2f}-{high:.2f}), holds {found.held}, "
                 f"error {estimate / truth - 1:+.1%}, {covers} the truth; {found.status}",
                 flush=True,
             )

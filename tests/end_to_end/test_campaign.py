@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import psutil
 import pytest
 
@@ -28,6 +27,7 @@ from loadtests.campaign.runner import resume, run
 from loadtests.errors import BadRunFolder
 from loadtests.host.resources import engine_pids, family
 from loadtests.records.events import (
+    CapacityStatus,
     CellFinished,
     CellReady,
     Interrupted,
@@ -45,12 +45,11 @@ from loadtests.records.run_folder import (
     read_requests,
     read_samples,
 )
-from loadtests.simulation.calibration import error_in_words, error_of
 from loadtests.terminal.level import wide_console
 from loadtests.terminal.run import prediction_in_words, show_run
 from loadtests.workload.goodness_of_fit import ArrivalCheck
 from tests.loadtests.campaign.checks import check_folder
-from tests.loadtests.capacity.known_worlds import Array, World, capacity, waits_md_c
+from tests.loadtests.capacity.known_worlds import waits_md_c
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., str]
@@ -158,19 +157,18 @@ def measured(truth_server: Start, tmp_path_factory: pytest.TempPathFactory) -> t
 def truth() -> dict[str, float]:
     """SLO -> requests/s at which 80 % wait no longer than it allows."""
 
-    def world(ttft_seconds: float) -> World:
-        def queue(
-            rate: float, n: int, rng: np.random.Generator
-        ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-            due, waits = waits_md_c(rate, n, rng, 4, SERVICE_SECONDS)
-            return due, waits, waits + 0.03 <= ttft_seconds
+    def share(rate: float, ttft_seconds: float) -> float:
+        due = np.cumsum(np.random.default_rng(99).exponential(1 / rate, 30_000))
+        return float((waits_md_c(due, 4, SERVICE_SECONDS) + 0.03 <= ttft_seconds).mean())
 
-        return queue
+    def capacity(ttft_seconds: float) -> float:
+        low, high = 5.0, 18.1
+        for _ in range(11):
+            middle = (low + high) / 2
+            low, high = (middle, high) if share(middle, ttft_seconds) >= 0.8 else (low, middle)
+        return (low + high) / 2
 
-    return {
-        name: capacity(world(seconds), 0.8, 5.0, 18.1, n=30_000)
-        for name, seconds in TTFT_SECONDS.items()
-    }
+    return {name: capacity(seconds) for name, seconds in TTFT_SECONDS.items()}
 
 
 @pytest.mark.clock
@@ -184,12 +182,10 @@ def test_a_whole_campaign(measured: tuple[Path, str], truth: dict[str, float]) -
     (ended,) = of_kind(events, CellFinished)
     assert list(ended.capacities) == ["quick", "patient"]
     for name, found in ended.capacities.items():
-        assert found.holds_at_any_rate
-        assert found.low * 0.9 < truth[name]
-        if found.high is None:  # the budget ended before a rate broke the SLO
-            assert found.low > 0.5 * truth[name]
-        else:
-            assert truth[name] < found.high * 1.1
+        assert found.held is None, "18 s are too few for a level that confirms"
+        assert found.status in (CapacityStatus.ALONE_ONLY, CapacityStatus.UNRESOLVED)
+        assert (found.low or 0.0) * 0.9 < truth[name]
+        assert found.high is None or truth[name] < found.high * 1.1
     levels = of_kind(events, LevelStarted)
     assert levels[0].purpose is LevelPurpose.SINGLE_STREAM and len(levels) >= 3
     made = prediction_on_record(events, ended.cell)
@@ -202,12 +198,8 @@ def test_a_whole_campaign(measured: tuple[Path, str], truth: dict[str, float]) -
         )
     for part in ("cell 1 of 1", "calibrated in", "predicted", "left", "complete:"):
         assert part in said, part
-    assert ended.measured_only is not None
     words = prediction_in_words(ended.cell, "quick", events)
-    error = error_of(made.rates["quick"].rate, ended.measured_only.estimate)
-    assert words is not None
-    if error is not None:  # None: the budget ended before the levels gave an estimate
-        assert words.endswith(f"{error_in_words(error)} by the levels alone")
+    assert words is not None and words.startswith("predicted ")
     assert prediction_in_words("other", "quick", events) is None
     console = wide_console()
     with console.capture() as shown:

@@ -1,4 +1,4 @@
-"""What a report says of a prediction: its value, its error, where an interval leans on it."""
+"""What a report says of a prediction: its value, its error."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,8 @@ import pytest
 
 from loadtests.records.events import Calibrated, CellReady, Event, PredictedRate
 from loadtests.records.run_folder import EVENTS, Appender, read_events, read_manifest
-from models import formatting
-from reports.numbers import CapacityNumbers
 from reports.render.tables import cell_records
 from reports.run import read_run
-from reports.warnings import leans
 from tests.reports.example_run import RUNGS, cell_key, write_example_run
 
 MODEL = "smollm2-135m"
@@ -50,43 +47,15 @@ def test_a_prediction_is_shown_with_its_error_and_sign(tmp_path: Path, factor: f
     assert cell.predicted_rate == pytest.approx(
         factor * measured
     ) and cell.prediction_error == pytest.approx(factor - 1)
-    assert cell.measured_only is not None and cell.measured_only.estimate == pytest.approx(measured)
-    assert cell.capacity.estimate == pytest.approx(measured, rel=0.1), "many levels outweigh it"
+    assert cell.capacity.estimate == measured, "a prediction is no evidence"
     (record,) = cell_records(run)
-    assert record["prediction_error"] == pytest.approx(factor - 1) and record[
-        "measured_only_per_second"
-    ] == pytest.approx(measured)
+    assert record["prediction_error"] == pytest.approx(factor - 1)
 
 
 def test_it_counts_for_the_slo_that_it_was_made_for(tmp_path: Path) -> None:
     folder, _ = with_prediction(tmp_path / "run", 1.2)
     own = read_run(folder).slo
     other = read_run(folder, msgspec.structs.replace(own, ttft_seconds=5.0)).cells[0]
-    assert (
-        other.predicted_rate is None
-        and other.measured_only is None
-        and other.prediction_error is None
-    )
+    assert other.predicted_rate is None and other.prediction_error is None
     without = read_run(write_example_run(tmp_path / "plain", {MODEL: RUNGS[MODEL]})).cells[0]
     assert without.predicted_rate is None
-
-
-def test_an_interval_that_leans_on_it_is_a_warning(tmp_path: Path) -> None:
-    """Few requests a level: the prediction makes the interval; many: it hardly matters."""
-    few, _ = with_prediction(tmp_path / "few", 1.0, window=20.0)
-    many, _ = with_prediction(tmp_path / "many", 1.0)
-    warnings = {warning.code: warning for warning in read_run(few).warnings}
-    alone = read_run(few).cells[0].measured_only
-    assert alone is not None
-    words = formatting.interval(alone.low, alone.high)
-    assert f"by the levels alone, in requests/s: SmolLM2-135M {words}" in (
-        warnings["LeansOnPrediction"].text
-    )
-    assert "LeansOnPrediction" not in {warning.code for warning in read_run(many).warnings}
-
-
-def test_it_leans_where_the_levels_alone_give_no_interval(tmp_path: Path) -> None:
-    folder, _ = with_prediction(tmp_path / "run", 1.0)
-    (cell,) = read_run(folder).cells
-    unknown = CapacityNumbers("unresolved")
-    assert not leans(cell) and leans(msgspec.structs.replace(cell, measured_only=unknown))

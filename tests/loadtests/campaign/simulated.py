@@ -171,7 +171,7 @@ class Bench:
         server.fate(self.state, level)  # half of the requests are on record
         for record in records[len(records) // 2 :]:
             run.request(record)
-        window = step.duration_seconds
+        window = seconds if is_alone else step.duration_seconds
         part = server.cores(server.now - seconds, server.now)
         counts = level.campaign.disturbance == "ignore"
         found = disturbance_of([part], "engine", counts=counts)

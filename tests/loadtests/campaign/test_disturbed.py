@@ -10,6 +10,7 @@ from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.errors import BadCampaign
 from loadtests.records.events import (
     Capacity,
+    CapacityStatus,
     CellFinished,
     CellStarted,
     LevelFinished,
@@ -68,7 +69,7 @@ def test_the_capacity_is_that_of_a_quiet_machine(tmp_path: Path) -> None:
     folder = world.run(campaign(budget=600), tmp_path / "busy")
     check_folder(folder)
     found = capacity_of(folder)
-    assert found.status == quiet.status == "resolved"
+    assert found.status is quiet.status is CapacityStatus.CONFIRMED
     assert found.high is not None and quiet.high is not None
     assert found.low < quiet.high and quiet.low < found.high
     assert any(one.is_set_aside for one in finished(folder))

@@ -37,14 +37,14 @@ def test_one_level_from_the_command_line(
         command = [sys.executable, "-m", "crossover", "load", url, "--workload", "16x8", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
-    done = from_shell("--rate", "15", "--duration", "2", "--target", "0.8", "--out", str(tmp_path))
+    done = from_shell("--rate", "40", "--duration", "2", "--target", "0.8", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     for part in ("TTFT", "TPOT", "send lag", "output tokens/s", "SLO chat: 100.0% good", ": holds"):
         assert part in done.stdout, part
     (folder,) = tmp_path.glob("*")
     check_folder(folder)
     (started,) = of_kind(read_events(folder).records, LevelStarted)
-    assert started.purpose is LevelPurpose.LOAD and started.rate_per_second == 15.0
+    assert started.purpose is LevelPurpose.LOAD and started.rate_per_second == 40.0
     closed = crossover("load", url, *"--workload 16x8 --concurrency 2 --duration 1".split())
     assert closed.returncode == 0
     in_flight = re.search(r"(\S+) requests in flight", closed.stdout)

@@ -1,134 +1,347 @@
-"""Servers whose capacity is known exactly or to the third digit, on a simulated clock: what a
-search is held against.
+"""Servers whose capacity is known exactly or to the third digit, on a simulated clock, measured as
+the product measures: what a search is held against.
+
+    world = slow_cpu(120, 130, 95)
+    truth = world.capacity()
+    found, levels, seconds = search(world, SearchConfig(budget_seconds=900.0), seed=1)
+
+A level begins on an idle server, warms up, counts what is due in its window, goes on with arrivals
+that do not count until the last counted answer, and is cut short once it is decided.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.capacity.estimate import Level
+from loadtests.campaign.level_tally import LEAST_BAD
+from loadtests.capacity.levels import Level
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
-from loadtests.metrics.distribution import correlation, runs_of
-from loadtests.metrics.slo import Slo
+from loadtests.metrics.distribution import runs_of
+from loadtests.metrics.slo import Slo, is_hopeless
+from loadtests.metrics.stationarity import is_steady
 from loadtests.simulation.batching import Policy, simulate
 from loadtests.simulation.step_time import StepLaw
-from loadtests.workload.arrivals import Arrivals, due_times
+from loadtests.workload.arrivals import Arrivals, OnOff, Poisson, due_times
+from loadtests.workload.requests import Workload, draw
 
 Array = npt.NDArray[np.float64]
-World = Callable[
-    [float, int, np.random.Generator], tuple[Array, Array, npt.NDArray[np.bool_]]
-]  # rate, n -> due, latency, good
-WARM_UP = 0.25  # of a level's duration, as SearchConfig.overhead
+Bools = npt.NDArray[np.bool_]
+
+OVERHEAD = 3.0  # seconds to start a load generator
 
 
-def waits_md_c(
-    rate: float, n: int, rng: np.random.Generator, servers: int = 4, service_seconds: float = 0.51
-) -> tuple[Array, Array]:
-    """Arrival and waiting times of an M/D/c queue, first come first served, from empty (each server
-    takes every c-th: Kiefer-Wolfowitz).
+@dataclass(frozen=True)
+class Played:
+    """What became of requests, in order of due time; seconds on the level's clock."""
+
+    due: Array
+    ttft: Array
+    ends: Array
+    good: Bools
+
+
+Play = Callable[[Array, np.random.Generator, float], Played]  # due, rng, clock at the level's start
+
+
+@dataclass(frozen=True)
+class World:
+    """A server with its load: `play` has all of it on board."""
+
+    name: str
+    slo: Slo
+    play: Play
+    low: float  # rates between which the capacity is
+    high: float
+    arrivals: Arrivals = field(default_factory=Poisson)
+    has_capacity: bool = True  # False: no rate meets the SLO
+    long_run: int = 40_000  # requests that tell the long-run share
+    saturation: float | None = None  # requests/s, where known
+
+    def due(self, rate: float, seconds: float, seed: int) -> Array:
+        return np.asarray(due_times(self.arrivals, rate, seconds, seed), dtype=np.float64)
+
+    def share(self, rate: float, seed: int = 99) -> float:
+        """The long-run share of good requests."""
+        due = self.due(rate, self.long_run / rate, seed)
+        good = self.play(due, np.random.default_rng(seed), 0.0).good
+        return float(good[len(good) // 50 :].mean())
+
+    def capacity(self) -> float:
+        """The rate at which the long-run share of good requests is the target, by bisection."""
+        return _capacity(self)
+
+
+@cache
+def _capacity_by_name(name: str) -> float:
+    world = next(one for one in worlds() if one.name == name)
+    low, high = world.low, world.high
+    for _ in range(10):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if world.share(middle) >= world.slo.target else (low, middle)
+    return math.sqrt(low * high)
+
+
+def _capacity(world: World) -> float:
+    return _capacity_by_name(world.name)
+
+
+# Servers
+
+
+def waits_md_c(due: Array, servers: int, service_seconds: float) -> Array:
+    """Waiting times of a D/c queue, first come first served, from empty (each server takes every
+    c-th: Kiefer-Wolfowitz).
     """
-    due = np.cumsum(rng.exponential(1 / rate, n))
     free_at = deque([-1.0] * servers)
     waits = []
     for t in due.tolist():
         start = max(t, free_at.popleft())
         waits.append(start - t)
         free_at.append(start + service_seconds)
-    return due, np.array(waits)
+    return np.array(waits)
 
 
-def md4(limit_seconds: float) -> World:
-    """Four slots of 0.51 s; good is who waits no longer than the limit."""
+def slots(limit_seconds: float = 0.5, servers: int = 4, service_seconds: float = 0.51) -> Play:
+    """Good is who waits no longer than the limit."""
 
-    def world(
-        rate: float, n: int, rng: np.random.Generator
-    ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-        due, waits = waits_md_c(rate, n, rng)
-        return due, waits, waits <= limit_seconds
+    def play(due: Array, rng: np.random.Generator, at: float) -> Played:
+        waits = waits_md_c(due, servers, service_seconds)
+        return Played(due, waits, due + waits + service_seconds, waits <= limit_seconds)
 
-    return world
+    return play
+
+
+def staircase(base: float, row: float, prompt: float, most: int = 32) -> StepLaw:
+    """A step law in milliseconds whose rows cost in pairs: 3 rows cost what 4 do."""
+    cost = {rows: row * (rows if rows <= 2 else 2 * math.ceil(rows / 2)) for rows in range(1, most)}
+    return StepLaw(
+        base_seconds=base / 1000,
+        row_seconds=row / 1000,
+        rows=tuple((float(rows), each / 1000) for rows, each in cost.items()),
+        prompt_token_seconds=prompt / 1000,
+    )
+
+
+def lengths(kind: str) -> npt.NDArray[np.int64]:
+    """(prompt tokens, output tokens) of 3,000 requests."""
+    if kind == "bimodal":
+        is_long = np.random.default_rng(3).random(3000) < 0.15
+        return np.column_stack([np.where(is_long, 480, 40), np.where(is_long, 60, 16)])
+    limits = {"short": (40, 16), "middle": (512, 64), "whole": (2048, 1024)}[kind]
+    workload = Workload(preset="chat", max_prompt_tokens=limits[0], max_output_tokens=limits[1])
+    asks = draw(workload, 3000, 1)
+    return np.array([(ask.prompt_tokens, ask.output_tokens) for ask in asks])
 
 
 def batching(
     law: StepLaw,
-    policy: Policy,
-    pairs: npt.NDArray[np.int64],
     slo: Slo,
-    arrivals: Arrivals | None = None,
-) -> World:
-    """Continuous batching with a known step law; each request draws its lengths from `pairs`."""
+    pairs: npt.NDArray[np.int64],
+    warp: Callable[[Array], Array] | None = None,
+    count: int = 8,
+) -> Play:
+    """Continuous batching with a known step law; each request draws its lengths from `pairs`.
 
-    def world(
-        rate: float, n: int, rng: np.random.Generator
-    ) -> tuple[Array, Array, npt.NDArray[np.bool_]]:
-        if arrivals is None or rate < 1e-3:  # one request at a time
-            due = np.cumsum(rng.exponential(1 / rate, n))
-        else:
-            seed = int(rng.integers(2**31))
-            due = due_times(arrivals, rate, 2 * n / rate + 100.0, seed)[:n]
-        played = simulate(law, policy, due, pairs[rng.integers(len(pairs), size=len(due))])
-        return due, played.ttft_seconds, played.good(slo)
-
-    return world
-
-
-def capacity(
-    world: World, target: float, low: float, high: float, n: int = 120_000, halvings: int = 11
-) -> float:
-    """The rate at which the long-run share of good requests is the target, by bisection with common
-    random numbers.
+    `warp` maps seconds on the wall to seconds of work at full speed.
     """
-    for _ in range(halvings):
-        middle = (low + high) / 2
-        _, _, good = world(middle, n, np.random.default_rng(99))
-        low, high = (middle, high) if good[n // 50 :].mean() >= target else (low, middle)
-    return (low + high) / 2
+
+    def play(due: Array, rng: np.random.Generator, at: float) -> Played:
+        asked = pairs[rng.integers(len(pairs), size=len(due))]
+        if warp is None:
+            done = simulate(law, Policy(slots=count), due, asked)
+            return Played(due, done.ttft_seconds, done.last_token, done.good(slo))
+        work = warp(due + at)
+        begun = work[0] if len(work) else 0.0
+        done = simulate(law, Policy(slots=count), work - begun, asked)
+        first = unwarp(warp, done.first_token + begun, at, due) - at
+        last = unwarp(warp, done.last_token + begun, at, due) - at
+        ttft = first - due
+        later = np.where(asked[:, 1] > 1, asked[:, 1] - 1.0, np.nan)
+        good = ~((last - first) / later > (slo.tpot_seconds or math.inf))
+        return Played(due, ttft, last, good & (ttft <= (slo.ttft_seconds or math.inf)))
+
+    return play
+
+
+def unwarp(warp: Callable[[Array], Array], work: Array, at: float, due: Array) -> Array:
+    """The moments on the wall at which so much work is done."""
+    end = at + (float(due[-1]) if len(due) else 0.0) + 4 * float(np.ptp(work)) + 600.0
+    wall = np.linspace(at, end, int((end - at) * 4) + 2)
+    return np.interp(work, warp(wall), wall)
+
+
+def breathing(period_seconds: float = 900.0, depth: float = 0.2) -> Callable[[Array], Array]:
+    """A machine whose speed goes up and down by `depth`: work done by a moment."""
+    turn = 2 * math.pi / period_seconds
+
+    def warp(wall: Array) -> Array:
+        return np.asarray(wall - depth / turn * (np.cos(turn * wall) - 1.0))
+
+    return warp
+
+
+def halting(
+    seed: int = 5, share: float = 0.1, each_seconds: float = 60.0
+) -> Callable[[Array], Array]:
+    """Twice as slow for `share` of the time, `each_seconds` at a time, at random moments."""
+    rng = np.random.default_rng(seed)
+    gaps = rng.exponential(each_seconds * (1 - share) / share, 20_000)
+    starts = np.cumsum(gaps + each_seconds) - each_seconds
+    edges = np.concatenate([[0.0], np.column_stack([starts, starts + each_seconds]).ravel()])
+    speed = np.tile([1.0, 0.5], len(starts))
+    work = np.concatenate([[0.0], np.cumsum(np.diff(edges) * speed)])
+
+    def warp(wall: Array) -> Array:
+        return np.interp(wall, edges, work)
+
+    return warp
+
+
+def flawed(play: Play, bad_share: float) -> Play:
+    """Some requests miss the SLO whatever the load."""
+
+    def flaw(due: Array, rng: np.random.Generator, at: float) -> Played:
+        done = play(due, rng, at)
+        return Played(
+            done.due, done.ttft, done.ends, done.good & (rng.random(len(due)) > bad_share)
+        )
+
+    return flaw
+
+
+NINE = Slo("nine", 0.5, None, target=0.9)
+CHAT = Slo("chat, 90 %", 2.0, 0.1, target=0.9)
+PATIENT = Slo("patient", 30.0, None, target=0.9)
+SLOW = Slo("slow", 10.0, 1.0, target=0.9)
+SLOWER = Slo("slower", 30.0, 2.0, target=0.9)
+LAW = StepLaw(
+    base_seconds=0.02, row_seconds=0.003, prompt_token_seconds=0.0005, kv_token_seconds=2e-7
+)
+
+
+def worlds() -> Iterator[World]:
+    """The worlds of the coverage table."""
+    yield World("4 slots of 0.51 s", NINE, slots(), 5.0, 7.6, saturation=4 / 0.51)
+    middle, short = lengths("middle"), lengths("short")
+    yield World("continuous batching", CHAT, batching(LAW, CHAT, middle, count=16), 0.5, 6.0)
+    for name, law, slo, low, high in (
+        ("135M", staircase(3.5, 6.3, 3.3), CHAT, 0.3, 12.0),
+        ("360M", staircase(7, 13, 9), CHAT, 0.1, 6.0),
+        ("1B", staircase(30, 32, 24), CHAT, 0.01, 3.0),
+        ("3B", staircase(120, 130, 95), SLOW, 0.005, 1.0),
+        ("8B", staircase(300, 310, 240), SLOWER, 0.001, 0.5),
+    ):
+        yield World(f"{name} on a CPU", slo, batching(law, slo, short), low, high, long_run=15_000)
+    law = staircase(3.5, 6.3, 0.5)
+    whole = batching(law, PATIENT, lengths("whole"), count=16)
+    yield World("whole ShareGPT lengths", PATIENT, whole, 0.05, 2.0, long_run=15_000)
+    play = batching(LAW, CHAT, lengths("bimodal"), count=16)
+    yield World("bimodal lengths", CHAT, play, 0.5, 14.0, long_run=20_000)
+    play = batching(LAW, CHAT, middle, count=16)
+    yield World("on/off arrivals", CHAT, play, 0.2, 6.0, OnOff(4.0, 8.0), long_run=20_000)
+    law = staircase(7, 13, 9)
+    play = batching(law, CHAT, short, breathing())
+    yield World("speed +-20 % in 15 min", CHAT, play, 0.1, 6.0, long_run=15_000)
+    play = batching(law, CHAT, short, halting())
+    yield World("half speed 10 % of the time", CHAT, play, 0.05, 6.0, long_run=15_000)
+    play = batching(law, PATIENT, short)
+    yield World("TTFT limit 30 s", PATIENT, play, 0.3, 9.0, long_run=15_000)
+    play = flawed(slots(), 0.13)
+    yield World("13 % bad alone", NINE, play, 5.0, 7.6, has_capacity=False)
+
+
+# The product's way to measure
 
 
 def measure(
-    world: World, step: Measure, rng: np.random.Generator, single_stream_seconds: float
-) -> Level:
-    """One level on the simulated clock: warm-up from an idle server, then the window."""
+    world: World, step: Measure, rng: np.random.Generator, levels: list[Level], at: float
+) -> tuple[Level, float]:
+    """One level on the simulated clock, and the seconds that it took."""
     if step.rate is None:
-        count = step.requests or 1
-        _, _, good = world(1e-4, count, rng)
-        return Level(
-            rate=None,
-            due=count,
-            good=int(good.sum()),
-            duration_seconds=count * single_stream_seconds,
-            mean_e2e_seconds=single_stream_seconds,
-        )
-    seconds = step.duration_seconds
-    warm = WARM_UP * seconds
-    due, latency, good = world(step.rate, int(step.rate * (seconds + warm) * 1.3 + 60), rng)
-    inside = (due >= warm) & (due < warm + seconds)
-    return Level(
+        return _single_stream(world, step, rng, at)
+    warm = step.warmup_seconds
+    end = warm + step.duration_seconds
+    due = world.due(step.rate, 2 * end + 120.0, int(rng.integers(2**31)))
+    played = world.play(due, rng, at)
+    counted = np.flatnonzero((due >= warm) & (due < end))
+    cut = _decided_at(played, counted, world.slo)
+    if cut is not None:
+        end = max(warm + 1e-3, min(end, cut))  # what is under way is followed until it is decided
+        counted = counted[due[counted] < end]
+    good = played.good[counted]
+    last = float(played.ends[counted].max()) if len(counted) else end
+    level = Level(
         rate=step.rate,
-        due=int(inside.sum()),
-        good=int(good[inside].sum()),
-        duration_seconds=seconds,
-        runs=runs_of(good[inside].tolist()),
-        correlated=correlation(latency[inside].tolist()),
+        due=len(counted),
+        good=int(good.sum()),
+        duration_seconds=max(end - warm, 1e-3),
+        runs=runs_of(good.tolist()),
+        mean_e2e_seconds=float((played.ends - due)[counted].mean()) if len(counted) else None,
+        is_steady=is_steady(due[counted], played.ttft[counted], warm, end, world.slo.ttft_seconds),
+        is_whole=cut is None,
     )
+    drained = last if cut is None else min(last, end + (world.slo.ttft_seconds or 0.0))
+    return level, drained + OVERHEAD
 
 
-def search(
-    world: World, config: SearchConfig, slo: Slo, seed: int, single_stream_seconds: float
-) -> tuple[Finished, list[Level], float]:
-    """A whole search on the simulated clock: its end, its levels, and the seconds it would have
-    taken.
-    """
+def _single_stream(
+    world: World, step: Measure, rng: np.random.Generator, at: float
+) -> tuple[Level, float]:
+    due = np.arange(step.requests or 1) * 1e5
+    played = world.play(due, rng, at)
+    each = played.ends - due
+    begun = np.concatenate([[0.0], np.cumsum(each)[:-1]])
+    good = played.good & (begun < step.duration_seconds)
+    count, bad = 0, 0
+    for index in range(len(due)):
+        if begun[index] >= step.duration_seconds:
+            break
+        count, bad = index + 1, bad + int(not played.good[index])
+        if bad >= LEAST_BAD and is_hopeless(bad, len(due), world.slo):
+            break
+    good = played.good[:count]
+    level = Level(
+        rate=None,
+        due=count,
+        good=int(good.sum()),
+        duration_seconds=float(each[:count].sum()),
+        mean_e2e_seconds=float(each[:count].mean()),
+    )
+    return level, level.duration_seconds
+
+
+def _decided_at(played: Played, counted: npt.NDArray[np.int64], slo: Slo) -> float | None:
+    """The moment at which the level cannot meet the SLO any more; None: it may to its end."""
+    bad = counted[~played.good[counted]]
+    limit = slo.ttft_seconds
+    known = played.ends[bad]
+    if limit is not None:
+        late = played.ttft[bad] > limit
+        known = np.where(late, np.minimum(known, played.due[bad] + limit), known)
+    known = np.sort(known)
+    for number, moment in enumerate(known.tolist(), 1):
+        if number >= LEAST_BAD and is_hopeless(number, len(counted), slo):
+            return float(moment)
+    return None
+
+
+def search(world: World, config: SearchConfig, seed: int) -> tuple[Finished, list[Level], float]:
+    """A whole search on the simulated clock: its end, its levels, and the seconds it took."""
     rng = np.random.default_rng(seed)
     levels: list[Level] = []
     elapsed = 0.0
-    while isinstance(step := next_step(levels, config, slo, elapsed), Measure):
-        levels.append(measure(world, step, rng, single_stream_seconds))
-        elapsed += levels[-1].duration_seconds * (1.0 if step.rate is None else 1 + WARM_UP)
+    began = float(rng.uniform(0, 3600))
+    while isinstance(step := next_step(levels, config, world.slo, elapsed), Measure):
+        level, seconds = measure(world, step, rng, levels, began + elapsed)
+        levels.append(level)
+        elapsed += seconds
         assert len(levels) < 100, "the search does not end"
     return step, levels, elapsed

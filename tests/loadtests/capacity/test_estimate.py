@@ -1,12 +1,15 @@
 """What levels say about the capacity."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.capacity.estimate import Level, estimate, level_of, pooled
+from loadtests.capacity.estimate import estimate
+from loadtests.capacity.levels import Level, level_of, pooled
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo
+from loadtests.records.events import CapacityStatus
 
 NINE = Slo("nine", 0.5, None, target=0.9)
 
@@ -22,14 +25,39 @@ def test_a_level_that_is_plainly_broken_bounds_the_capacity():
     found = estimate(
         [SINGLE_STREAM, level(4.0, 400, 400), level(8.0, 0, 800)], SearchConfig(), NINE
     )
-    assert 3.0 < found.low and found.high < 8.01
-    assert found.status == "unresolved"  # two levels so far apart do not say where between
+    assert 3.0 < found.low and found.high < 9.0
+    assert not found.is_narrow  # two levels so far apart do not say where between
     only_broken = estimate([level(8.0, 0, 800)], SearchConfig(), NINE)
-    assert (
-        only_broken.low == 0.0
-        and only_broken.estimate is None
-        and only_broken.holds_at_any_rate is None
-    )
+    assert (only_broken.low, only_broken.estimate, only_broken.held) == (None, None, None)
+    assert only_broken.status is CapacityStatus.UNRESOLVED and only_broken.high is not None
+
+
+def test_one_good_request_is_evidence_of_nothing():
+    """It once gave "holds up to at least 0.29": the edge of the grid."""
+    strict = Slo("strict", 0.5, None, target=0.99)
+    found = estimate([level(1.0, 1, 1, 20.0)], SearchConfig(), strict)
+    assert (found.status, found.held, found.low) == (CapacityStatus.UNRESOLVED, None, None)
+
+
+def test_what_is_good_alone_and_was_not_run_under_load_is_alone_only():
+    alone = Level(rate=None, due=27, good=27, duration_seconds=14.0, mean_e2e_seconds=0.5)
+    assert estimate([alone], SearchConfig(), NINE).status is CapacityStatus.ALONE_ONLY
+    few = Level(rate=None, due=20, good=20, duration_seconds=10.0, mean_e2e_seconds=0.5)
+    assert estimate([few], SearchConfig(), NINE).status is CapacityStatus.UNRESOLVED
+    # A short level that is all good confirms no rate, and shows that load does no harm.
+    loaded = [few, level(0.5, 25, 25, 50.0)]
+    assert estimate(loaded, SearchConfig(), NINE).status is CapacityStatus.ALONE_ONLY
+
+
+def test_a_rate_that_ran_long_enough_and_held_is_confirmed():
+    levels = [SINGLE_STREAM, level(4.0, 395, 400, is_steady=True), level(8.0, 80, 800)]
+    found = estimate(levels, SearchConfig(), NINE)
+    assert (found.status, found.held) == (CapacityStatus.CONFIRMED, 4.0)
+    assert found.high is not None and 4.0 <= found.high < 9.0
+    unbroken = estimate(levels[:2], SearchConfig(), NINE)
+    assert (unbroken.status, unbroken.held, unbroken.high) == (CapacityStatus.AT_LEAST, 4.0, None)
+    growing = [msgspec.structs.replace(one, is_steady=False) for one in levels]
+    assert estimate(growing, SearchConfig(), NINE).held is None
 
 
 @given(
@@ -79,6 +107,6 @@ def test_a_summary_becomes_a_level():
     )
     assert (
         found.runs == summary.counts.runs
-        and found.correlated == summary.latencies.correlated
+        and found.is_steady is summary.is_steady
         and found.mean_e2e_seconds == summary.latencies.e2e.mean
     )

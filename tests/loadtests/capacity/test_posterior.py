@@ -5,17 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from loadtests.capacity.estimate import Level, estimate
-from loadtests.capacity.posterior import (
-    SLOPES,
-    Observation,
-    clumping,
-    clusters,
-    dispersion,
-    nearness,
-    posterior,
-    share_good,
-)
+from loadtests.capacity.estimate import estimate
+from loadtests.capacity.levels import Level
+from loadtests.capacity.posterior import REACH, SLOPES, Observation, nearness, posterior, share_good
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.distribution import runs_of
 from loadtests.metrics.slo import Slo
@@ -46,19 +38,6 @@ def test_requests_that_share_their_fate_count_for_less():
         return [(i * bad) // 800 == ((i + 1) * bad) // 800 for i in range(800)]
 
     assert width(together) > 1.5 * width(apart)
-
-
-def test_clusters_of_bad_requests():
-    assert clusters((100,)) == [] and clusters((0, 7)) == [7] and clusters((5, 1, 5)) == [1]
-    assert clusters((50, 6, 200, 4, 300, 5, 50)) == [6, 4, 5]
-    rng = np.random.default_rng(0)
-    alone = clusters(runs_of((rng.random(5000) > 0.02).tolist()))
-    assert np.mean(alone) < 1.3
-    runs = [
-        int(rng.geometric(1 / 400)) if i % 2 == 0 else int(rng.geometric(1 / 12))
-        for i in range(200)
-    ]
-    assert np.mean(clusters(runs)) == pytest.approx(12, rel=0.25)
 
 
 def test_more_of_the_same_evidence_narrows():
@@ -95,83 +74,59 @@ def test_levels_near_the_target_count_by_the_curve():
     assert nearness(1.0, 0.9) == pytest.approx(nearness(0.998, 0.9))
 
 
-def test_requests_that_count_as_one_grow_with_the_share_of_bad_ones():
-    assert dispersion(0.25, 10.0) == pytest.approx(6.5)
-    assert dispersion(0.0, 90.0) == dispersion(-0.1, 90.0) == dispersion(0.0001, 10.0) == 1.0
-
-
-def test_clumping_is_the_prior_until_clusters_are_seen():
-    nothing_to_learn = [
-        Observation(1.0, 100, 100, runs=(100,)),
-        Observation(1.0, 0, 100, runs=(0, 100)),
-        Observation(1.0, 96, 100),
-    ]
-    assert clumping([]) == pytest.approx(90.0) == clumping(nothing_to_learn)
-    # One cluster of 4 among 100: 4 / sqrt(0.04) = 20, against four clusters' worth of 90.
-    four = Observation(1.0, 96, 100, runs=(50, 4, 46))
-    assert clumping([four]) == pytest.approx((90.0**4 * 20.0) ** (1 / 5))
-    # Of 1 and 3: (1 + 9) / 4 in the mean.
-    two = Observation(1.0, 96, 100, runs=(20, 1, 30, 3, 46))
-    assert clusters(two.runs) == [1, 3]
-    assert clumping([two]) == pytest.approx((90.0**4 * 12.5**2) ** (1 / 6))
-
-
-@pytest.mark.parametrize(
-    ("bad", "sizes"),
-    [
-        ([0, 1, 2, 10, 11, 30], [3, 2, 1]),
-        ([5, 7], [1, 1]),
-        ([5, 6], [2]),
-        ([0, 1, 3, 4], [2, 2]),
-        ([0, 1, 2, 3, 4, 50], [5, 1]),
-        ([0, 3, 6, 9], [1, 1, 1, 1]),
-        (range(8), [8]),
-        ([0, 2, 7, 27, 30], [2, 1, 1, 1]),
-    ],
-)
-def test_clusters_are_parted_at_the_longest_gaps(bad, sizes):
-    assert clusters(runs_of(i not in bad for i in range(60))) == sizes
-
-
-def test_without_levels_the_capacity_is_the_prior_or_the_prediction():
+def test_without_levels_the_capacity_is_the_prior():
     prior = posterior([], 0.01, 100.0, 0.9)
     assert prior.capacities[0] == pytest.approx(0.01)
     assert prior.capacities[-1] == pytest.approx(100.0)
     assert prior.quantile(0.5) == pytest.approx(1.0, rel=0.02)
-    assert prior.quantile(0.25) == pytest.approx(0.1, rel=0.02)
-    weights = np.exp(-0.5 * (np.log(SLOPES / 10.0) / 0.9) ** 2)
+    assert prior.quantile(0.25) == pytest.approx(0.1, rel=0.05)
+    weights = np.exp(-0.5 * (np.log(SLOPES / 4.0) / 1.3) ** 2)
     assert prior.mean_slope == pytest.approx(float((weights * SLOPES).sum() / weights.sum()))
-    # Student's t with 3 degrees of freedom: 95 % lie below 2.353 times the scale of 0.2.
-    predicted = posterior([], 0.01, 100.0, 0.9, predicted_rate=5.0)
-    assert predicted.quantile(0.5) == pytest.approx(5.0, rel=0.02)
-    assert predicted.quantile(0.95) == pytest.approx(5.0 * math.exp(0.2 * 2.353), rel=0.03)
+    assert prior.bound(0.05) is None and prior.bound(0.95) is None
 
 
-@pytest.mark.parametrize(
-    ("min_rate", "max_rate", "ends"),
-    [(0.01, 1000.0, (1.0, 24.0)), (2.0, 10.0, (2.0, 10.0)), (5.0, 6.0, (3.0, 10.0))],
-)
-def test_the_grid_covers_four_times_the_rates_seen_within_the_limits(min_rate, max_rate, ends):
-    seen = [Observation(4.0, 100, 100), Observation(6.0, 80, 100)]
-    found = posterior(seen, min_rate, max_rate, 0.9)
-    assert (found.capacities[0], found.capacities[-1]) == pytest.approx(ends)
-    assert found.weights.sum() == pytest.approx(1.0)
+def test_a_bound_that_only_the_grid_gives_is_not_known():
+    all_good = posterior([Observation(4.0, 400, 400)], 0.01, 1000.0, 0.9)
+    assert all_good.capacities[0] == pytest.approx(4.0 / REACH)
+    assert all_good.bound(0.95) is None
+    all_bad = posterior([Observation(4.0, 0, 400)], 0.01, 1000.0, 0.9)
+    assert all_bad.bound(0.05) is None
+    one_good = posterior([Observation(1.0, 1, 1)], 0.01, 1000.0, 0.99)
+    assert one_good.bound(0.05) is None and one_good.bound(0.95) is None
+    both = posterior(
+        [Observation(4.0, 400, 400), Observation(4.0, 390, 400), Observation(8.0, 0, 800)],
+        *(0.01, 1000.0, 0.9),
+    )
+    low, high = both.bound(0.05), both.bound(0.95)
+    assert low is not None and high is not None and 2.5 < low < high < 8.5
+
+
+def test_levels_that_contradict_each_other_widen_the_interval():
+    """A machine that is twice as quick at times: what the next start finds is not known better."""
+
+    def width(levels):
+        found = posterior(levels, 0.01, 1000.0, 0.9)
+        return math.log(found.quantile(0.95) / found.quantile(0.05))
+
+    alike = [Observation(rate, 900, 1000) for rate in (4.0, 4.0, 4.0, 4.0)]
+    apart = [Observation(rate, 900, 1000) for rate in (3.0, 5.0, 3.0, 5.0)]
+    assert width(apart) > 1.3 * width(alike)
 
 
 TOGETHER = (250, 8, 240, 12, 40)
 SEEN = [
     Observation(4.0, 400, 400, runs=(400,)),
-    Observation(5.5, 530, 550, correlated=60.0, runs=TOGETHER),
-    Observation(6.5, 540, 650, correlated=2.0),
+    Observation(5.5, 530, 550, runs=TOGETHER),
+    Observation(6.5, 540, 650),
     Observation(12.0, 30, 900),
 ]
-QUANTILES = (5.328190728973253, 6.201390278129484, 7.132029818011144)
-SLOPE, CLUMP, TELLING = 9.534431354599235, 76.16022791408612, 5.6812612172474575
+QUANTILES = (5.137903801502132, 6.026499530768615, 6.943202360456984)
+SLOPE, CLUMP, TELLING = 7.8209962960807715, 34.1541813189206, 5.201191206086949
 
 
 def test_the_figures_of_some_levels_stay_what_they_were():
-    """The constants were chosen on queues of known capacity: a change of one shows here."""
-    found = posterior(SEEN, 0.01, 1000.0, 0.9, predicted_rate=7.0)
+    """The constants were chosen on worlds of known capacity: a change of one shows here."""
+    found = posterior(SEEN, 0.01, 1000.0, 0.9)
     assert [found.quantile(q) for q in (0.05, 0.5, 0.95)] == pytest.approx(QUANTILES, rel=1e-6)
     assert (found.mean_slope, found.clump) == pytest.approx((SLOPE, CLUMP), rel=1e-6)
     assert found.most_telling_rate(60.0, 0.1, 99.0) == pytest.approx(TELLING, rel=1e-6)
@@ -180,4 +135,4 @@ def test_the_figures_of_some_levels_stay_what_they_were():
 def test_the_most_telling_rate_is_near_the_capacity_and_within_the_limits():
     found = posterior(SEEN, 0.01, 1000.0, 0.9)
     assert found.quantile(0.02) < found.most_telling_rate(60.0, 0.1, 99.0) < found.quantile(0.98)
-    assert found.most_telling_rate(60.0, 6.8, 7.0) == pytest.approx(6.8)
+    assert found.most_telling_rate(60.0, 6.8, 7.0) == pytest.approx(6.8, rel=0.04)

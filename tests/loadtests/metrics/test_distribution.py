@@ -1,9 +1,6 @@
-"""Percentiles, runs and correlation."""
+"""Percentiles and runs."""
 
-import numpy as np
-import pytest
-
-from loadtests.metrics.distribution import correlation, distribution, runs_of
+from loadtests.metrics.distribution import distribution, runs_of
 
 
 def test_percentiles_need_three_observations_beyond_them():
@@ -31,11 +28,6 @@ def test_failures_are_infinitely_late_and_never_dropped():
     assert found.p95 is None and found.never == ("p95",)
 
 
-def test_runs_and_correlation_say_how_alike_neighbours_are():
+def test_runs_say_how_alike_neighbours_are():
     assert runs_of([True, True, False, True]) == (2, 1, 1)
     assert runs_of([False]) == (0, 1) and runs_of([]) == (0,)
-    rng = np.random.default_rng(2)
-    alone = np.mean([correlation(rng.random(500).tolist()) for _ in range(50)])
-    together = np.mean([correlation(np.repeat(rng.random(50), 10).tolist()) for _ in range(50)])
-    assert alone == pytest.approx(1.0, abs=0.2) and together == pytest.approx(10.0, abs=2.0)
-    assert correlation([1.0] * 100) is None and correlation([1.0, 2.0]) is None

@@ -46,7 +46,8 @@ def test_a_level_in_numbers():
     )
     assert level.counts.attainment == pytest.approx(100 / 102)
     assert level.counts.attainment_low < 100 / 102 < level.counts.attainment_high
-    assert level.verdict == "holds"
+    assert level.verdict == "unresolved", "two bad neighbours may be one stall"
+    assert level.counts.dispersion == pytest.approx(5.1, rel=0.5)
     assert level.throughput.goodput == pytest.approx(100 / 51)
     assert level.throughput.offered_rate == pytest.approx(2.0)
     assert (
@@ -116,7 +117,8 @@ def test_chunks_of_a_stream_that_was_cut_off_count_as_the_others_do():
 
 
 def test_littles_law_holds_on_a_queue_and_fails_on_broken_clocks():
-    due, waits = waits_md_c(6.0, 3000, np.random.default_rng(3))
+    due = np.cumsum(np.random.default_rng(3).exponential(1 / 6.0, 3000))
+    waits = waits_md_c(due, 4, 0.51)
     records = [
         request(i, due=float(t), ttft=float(w) + 0.01, gap=0.05, tokens=11)
         for i, (t, w) in enumerate(zip(due, waits, strict=True))
@@ -239,11 +241,8 @@ def test_resources_are_means_and_the_highest_memory():
     assert (nothing.client_cpu_share, nothing.engine_rss_bytes) == (None, None)
 
 
-def test_latencies_count_as_one_by_the_larger_memory_of_ttft_and_tpot():
+def test_a_request_that_failed_is_late_in_ttft_and_e2e():
     steps = [request(i, float(i), ttft=0.5 if i < 50 else 1.5) for i in range(100)]
-    # Ten batch means are five of 0.5 and five of 1.5 s: variance 10 x 0.25 x 10 / 9, over 0.25.
-    assert latencies_of(steps).correlated == pytest.approx(100 / 9)
-    assert latencies_of([request(i, float(i), tokens=1) for i in range(100)]).correlated is None
     late = latencies_of([*steps, failed(100)])
     assert (late.ttft.late, late.e2e.late, late.tpot.late) == (1, 1, 1)
     assert (late.ttft.count, late.tpot.count, late.send_lag.count) == (101, 101, 101)
@@ -318,5 +317,4 @@ def test_one_more_failed_request_never_helps(records, due):
     assert after.counts.due == before.counts.due + 1
     assert after.counts.good == before.counts.good
     assert after.counts.attainment <= (before.counts.attainment or 0.0)
-    assert after.counts.attainment_low <= before.counts.attainment_low + 1e-12
     assert after.verdict != "holds" or before.verdict == "holds"

@@ -37,7 +37,8 @@ def codes(summary):
 
 
 def test_a_queue_that_grows_is_unsteady():
-    due, waits = waits_md_c(12.0, 1200, np.random.default_rng(3))
+    due = np.cumsum(np.random.default_rng(3).exponential(1 / 12.0, 1200))
+    waits = waits_md_c(due, 4, 0.51)
     records = [
         request(i, due=float(t), ttft=float(w) + 0.01)
         for i, (t, w) in enumerate(zip(due, waits, strict=True))
@@ -75,9 +76,8 @@ def test_a_busy_client_makes_a_level_invalid():
 
 def test_late_sends_are_warned_from_one_per_cent_of_the_ttft_and_decide_from_one_of_the_slo():
     def level(lag):
-        return summarise(
-            [request(i, float(i), lag=lag, ttft=0.5) for i in range(60)], [], Window(0.0, 60.0), SLO
-        )
+        records = [request(i, 0.5 * i, lag=lag, ttft=0.5) for i in range(120)]
+        return summarise(records, [], Window(0.0, 60.0), SLO)
 
     assert codes(level(0.004)) == []
     assert (

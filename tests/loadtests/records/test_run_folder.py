@@ -180,7 +180,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRunFolder, match="holds no run"):
         read_manifest(tmp_path)
-    (tmp_path / MANIFEST).write_text('{"format_version": 2}')
+    (tmp_path / MANIFEST).write_text('{"format_version": 3}')
     with pytest.raises(BadRunFolder, match="is no manifest: .*run_id"):
         read_manifest(tmp_path)
     with pytest.raises(BadRunFolder, match="holds a run already"):
@@ -276,7 +276,8 @@ def test_a_run_of_format_1_is_read() -> None:
     assert levels[0].finished.warnings == ["TooFewSamples"]
     (ended,) = of_kind(run.events, CellFinished)
     assert list(ended.capacities) == ["quick", "chat"] and ended.capacity is not None
-    assert ended.measured_only is not None and ended.capacity.low > 0
+    assert ended.capacity.held is None, "format 1 fitted it, and confirmed nothing"
+    assert ended.capacity.low is not None and ended.capacity.low > 0
     (skipped,) = of_kind(run.events, CellSkipped)
     assert skipped.cause is SkipCause.MEMORY and "4.76 GiB" in skipped.reason
     made = prediction_on_record(run.events, cells[0].key)

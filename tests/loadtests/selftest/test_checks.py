@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.records.events import Capacity
+from loadtests.records.events import Capacity, CapacityStatus
 from loadtests.records.schema import RequestRecord
 from loadtests.selftest.checks import (
     arrival_rows,
@@ -22,7 +22,7 @@ from loadtests.selftest.checks import (
 )
 from loadtests.workload.arrivals import Poisson, due_times
 
-CAPACITY = {"status": "unresolved", "holds_at_any_rate": True}
+CAPACITY = {"status": CapacityStatus.CONFIRMED, "held": 1.0}
 
 
 def world(

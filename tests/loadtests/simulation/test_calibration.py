@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from loadtests.metrics.slo import SLO_PRESETS, Slo
+from loadtests.records.events import Capacity, CapacityStatus
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.calibration import (
@@ -14,9 +15,8 @@ from loadtests.simulation.calibration import (
     Burst,
     Prediction,
     calibrate,
-    error_in_words,
-    error_of,
     prediction,
+    prediction_ratio,
     time_box,
 )
 from loadtests.simulation.simulated_capacity import predict
@@ -205,14 +205,11 @@ def test_no_prediction_has_its_reason() -> None:
     assert prediction(seen, Policy(), WORKLOAD, Poisson(), [SLO_PRESETS["batch"]], 1).rates == {}
 
 
-def test_errors_have_a_sign() -> None:
-    assert (
-        error_of(1.1, 1.0) == pytest.approx(0.1)
-        and error_of(None, 1.0) is None
-        and error_of(1.0, 0.0) is None
+def test_a_prediction_is_held_against_the_interval_that_was_measured() -> None:
+    found = Capacity(
+        status=CapacityStatus.CONFIRMED, held=0.9, low=0.8, estimate=1.0, high=1.25, reason="x"
     )
-    assert (
-        error_in_words(0.1) == "10 % too high"
-        and error_in_words(-0.25) == "25 % too low"
-        and error_in_words(0.001) == "right to the percent"
-    )
+    assert prediction_ratio(1.1, found) == pytest.approx((0.88, 1.1, 1.375))
+    assert prediction_ratio(None, found) is None
+    unknown = Capacity(status=CapacityStatus.ALONE_ONLY, high=2.0, reason="x")
+    assert prediction_ratio(1.0, unknown) is None

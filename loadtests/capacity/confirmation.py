@@ -1,0 +1,84 @@
+"""Which rate is confirmed: a level at it ran, long enough, and met the SLO.
+
+"Holds up to X" is said of such a rate only (as MLPerf's Server scenario asks a run of a minimum
+duration at the rate that is reported). A level confirms where it is valid, was not cut short, is
+steady, and is no shorter than `confirming_seconds`; levels at one rate count together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+from loadtests.capacity.levels import Level, single_stream_seconds
+from loadtests.capacity.posterior import Posterior
+from loadtests.metrics.clustering import dispersion
+from loadtests.metrics.slo import Slo, Verdict, requests_to_hold, verdict
+
+LEAST_SECONDS = 60.0
+TTFT_LIMITS = 30.0  # an overload of 1/30 shows within the level
+SINGLE_STREAMS = 20.0  # E2E times of a single-stream request
+ROUNDING = 0.98  # of the time asked: a window ends with a request
+LUCK = 1.0  # standard deviations of the count that a planned level has in hand
+
+
+def confirming_seconds(slo: Slo, e2e_seconds: float | None) -> float:
+    """The shortest window that confirms, with the E2E of a single-stream request where known."""
+    return max(
+        LEAST_SECONDS, TTFT_LIMITS * (slo.ttft_seconds or 0.0), SINGLE_STREAMS * (e2e_seconds or 0)
+    )
+
+
+def verdicts(levels: Sequence[Level], slo: Slo, clump: float) -> dict[float, Verdict]:
+    """Rate -> verdict of the levels that may confirm it, on effective numbers."""
+    pooled = candidates(levels, slo)
+    return {
+        rate: verdict(good, due, slo, dispersion((due - good + 0.5) / (due + 1), clump))
+        for rate, (good, due) in pooled.items()
+    }
+
+
+def candidates(levels: Sequence[Level], slo: Slo) -> dict[float, tuple[int, int]]:
+    """Rate -> (good, due) of the levels that are long and steady enough to confirm it."""
+    least = ROUNDING * confirming_seconds(slo, single_stream_seconds(levels))
+    found: dict[float, tuple[int, int]] = {}
+    for level in levels:
+        if level.rate is None or not (level.is_valid and level.is_whole and level.is_steady):
+            continue
+        if level.duration_seconds >= least:
+            good, due = found.get(level.rate, (0, 0))
+            found[level.rate] = (good + level.good, due + level.due)
+    return found
+
+
+def confirmed_rate(levels: Sequence[Level], slo: Slo, clump: float) -> float | None:
+    """The highest confirmed rate below every rate that failed; None: no rate is confirmed."""
+    found = verdicts(levels, slo, clump)
+    broken = min((rate for rate, word in found.items() if word == "fails"), default=math.inf)
+    return max(
+        (rate for rate, word in found.items() if word == "holds" and rate < broken), default=None
+    )
+
+
+def seconds_to_confirm(
+    rate: float, belief: Posterior, slo: Slo, measured: tuple[int, int] = (0, 0)
+) -> float | None:
+    """The window at `rate` that is expected to hold, beside the (good, due) already measured there.
+
+    Requests that make Wilson's lower bound reach the target, with `LUCK` in hand; None where the
+    expected share is not above the target.
+    """
+    share = belief.mean_share(rate)
+    good, due = measured
+    if due:  # what was seen there counts as much as what the curve says
+        share = (share + good / due) / 2
+    above = share - slo.target
+    if above <= 0:
+        return None
+    z = NormalDist().inv_cdf(slo.confidence) + LUCK
+    needed = max(
+        float(requests_to_hold(slo)), z * z * slo.target * (1 - slo.target) / (above * above)
+    )
+    needed *= dispersion(1 - share, belief.clump)
+    return max(0.0, needed - due) / rate

@@ -1,0 +1,70 @@
+"""A finished level as the search sees it, and what several of them say together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from loadtests.metrics.level_summary import Summary
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished level. `runs` shows how far neighbouring requests share their fate.
+
+    Where it is missing, a queue of a few servers is assumed.
+    """
+
+    rate: float | None  # asked, requests/s; None: single-stream
+    due: int
+    good: int
+    duration_seconds: float
+    runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... in order of due time
+    mean_e2e_seconds: float | None = None
+    is_valid: bool = True  # False: on record, not counted
+    is_steady: bool | None = None  # None: too few requests to tell
+    is_whole: bool = True  # False: cut short once it was decided
+
+
+def level_of(summary: Summary, is_whole: bool = True) -> Level:
+    """A level without an asked rate is a single-stream one."""
+    return Level(
+        rate=summary.asked_rate,
+        due=summary.counts.due,
+        good=summary.counts.good,
+        duration_seconds=summary.window.seconds,
+        runs=summary.counts.runs,
+        mean_e2e_seconds=summary.latencies.e2e.mean,
+        is_valid=summary.is_valid,
+        is_steady=summary.is_steady,
+        is_whole=is_whole,
+    )
+
+
+def single_stream_seconds(levels: Sequence[Level]) -> float | None:
+    """Mean E2E of single-stream requests; None where none ended."""
+    alone = [level for level in levels if level.rate is None and level.is_valid]
+    lasted = [level.mean_e2e_seconds for level in alone if level.mean_e2e_seconds]
+    return sum(lasted) / len(lasted) if lasted else None
+
+
+def pooled(levels: Sequence[Level]) -> list[tuple[float, int, int]]:
+    """(rate, good, due) of valid levels, ascending; shares made non-increasing by pooling (PAVA).
+
+    Not scipy's isotonic_regression: that pools equal neighbours too, and requests of lower rates
+    would count as evidence for the highest.
+    """
+    merged: dict[float, list[int]] = {}
+    for level in levels:
+        if level.rate is not None and level.is_valid and level.due:
+            counts = merged.setdefault(level.rate, [0, 0])
+            counts[0] += level.good
+            counts[1] += level.due
+    blocks: list[tuple[list[float], int, int]] = []  # rates, good, due
+    for rate in sorted(merged):
+        rates, good, due = [rate], *merged[rate]
+        while blocks and blocks[-1][1] * due < good * blocks[-1][2]:
+            before = blocks.pop()
+            rates, good, due = before[0] + rates, before[1] + good, before[2] + due
+        blocks.append((rates, good, due))
+    return [(rate, good, due) for rates, good, due in blocks for rate in rates]

@@ -1,0 +1,73 @@
+"""Which rates are confirmed."""
+
+import pytest
+
+from loadtests.capacity.confirmation import (
+    candidates,
+    confirmed_rate,
+    confirming_seconds,
+    seconds_to_confirm,
+)
+from loadtests.capacity.levels import Level
+from loadtests.capacity.posterior import Observation, posterior
+from loadtests.metrics.slo import Slo
+
+NINE = Slo("nine", 0.5, None, target=0.9)
+CLUMP = 10.0
+
+
+def level(rate, good, due, seconds=60.0, **changes):
+    steady = {"is_steady": True} | changes
+    return Level(rate=rate, good=good, due=due, duration_seconds=seconds, **steady)
+
+
+def test_a_confirming_level_is_long_for_its_limits_and_its_answers():
+    assert confirming_seconds(NINE, None) == confirming_seconds(NINE, 1.0) == 60.0
+    assert confirming_seconds(NINE, 6.0) == 120.0
+    assert confirming_seconds(Slo("x", 5.0, None), 1.0) == 150.0
+    assert confirming_seconds(Slo("x", None, None), 0.5) == 60.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"is_valid": False},
+        {"is_whole": False},
+        {"is_steady": False},
+        {"is_steady": None},
+        {"seconds": 50.0},
+    ],
+)
+def test_what_is_short_cut_unsteady_or_disturbed_confirms_nothing(changes):
+    assert confirmed_rate([level(2.0, 120, 120)], NINE, CLUMP) == 2.0
+    assert confirmed_rate([level(2.0, 120, 120, **changes)], NINE, CLUMP) is None
+
+
+def test_levels_at_one_rate_count_together():
+    one = level(2.0, 22, 22)
+    assert confirmed_rate([one], NINE, CLUMP) is None
+    assert confirmed_rate([one, one, one], NINE, CLUMP) == 2.0
+    assert candidates([one, one], NINE) == {2.0: (44, 44)}
+
+
+def test_a_rate_above_one_that_failed_is_not_confirmed():
+    seen = [level(1.0, 100, 100), level(2.0, 60, 100), level(3.0, 100, 100)]
+    assert confirmed_rate(seen, NINE, CLUMP) == 1.0
+
+
+def test_slow_answers_make_a_level_longer():
+    slow = Level(rate=None, due=5, good=5, duration_seconds=50.0, mean_e2e_seconds=10.0)
+    assert confirmed_rate([slow, level(2.0, 120, 120)], NINE, CLUMP) is None
+    assert confirmed_rate([slow, level(2.0, 400, 400, seconds=200.0)], NINE, CLUMP) == 2.0
+
+
+def test_the_time_to_confirm_grows_towards_the_capacity_and_ends_there():
+    seen = [Observation(4.0, 780, 800), Observation(6.0, 860, 1000), Observation(8.0, 100, 800)]
+    belief = posterior(seen, 0.01, 100.0, 0.9)
+    times = [seconds_to_confirm(rate, belief, NINE) for rate in (2.0, 3.0, 4.0)]
+    assert all(seconds is not None for seconds in times)
+    counts = [rate * seconds for rate, seconds in zip((2.0, 3.0, 4.0), times, strict=True)]
+    assert counts == sorted(counts) and counts[0] >= 25
+    assert seconds_to_confirm(8.0, belief, NINE) is None
+    half = seconds_to_confirm(4.0, belief, NINE, (98, 100))
+    assert half is not None and half < times[2]

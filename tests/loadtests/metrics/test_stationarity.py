@@ -1,0 +1,57 @@
+"""A queue that grows is not steady, however good its requests still are."""
+
+import numpy as np
+import pytest
+
+from loadtests.metrics.stationarity import is_steady
+from tests.loadtests.capacity.known_worlds import waits_md_c
+
+
+def level(rate, seconds, seed, servers=4, service=0.51):
+    """Due times and waits of M/D/4 in a window of so many seconds after a warm-up of 20 s."""
+    rng = np.random.default_rng(seed)
+    due = np.cumsum(rng.exponential(1 / rate, int(rate * (seconds + 20) * 1.5)))
+    waits = waits_md_c(due, servers, service)
+    inside = (due >= 20.0) & (due < 20.0 + seconds)
+    return due[inside], waits[inside], 20.0, 20.0 + seconds
+
+
+@pytest.mark.parametrize("load", [0.5, 0.7, 0.9])
+def test_a_queue_below_saturation_is_steady(load):
+    rate = load * 4 / 0.51
+    unsteady = sum(is_steady(*level(rate, 60.0, seed), 5.0) is False for seed in range(100))
+    assert unsteady <= 5
+
+
+def test_a_queue_above_saturation_is_not_steady_while_its_requests_are_still_good():
+    """Half of the levels of 60 s look good at 5 % above saturation with a TTFT limit of 5 s; hardly
+    one of 150 s, which is as long as such a limit asks for, looks good and steady.
+    """
+    rate = 1.05 * 4 / 0.51
+    seen = {}
+    for seconds in (60.0, 150.0):
+        levels = [level(rate, seconds, seed) for seed in range(100)]
+        looks_good = [one for one in levels if (one[1] <= 5.0).mean() >= 0.9]
+        steady = [one for one in looks_good if is_steady(*one, 5.0) is not False]
+        seen[seconds] = (len(looks_good), len(steady))
+    assert seen[60.0][0] >= 40 and seen[60.0][1] <= 0.6 * seen[60.0][0]
+    assert seen[150.0][1] <= 5, seen
+
+
+def test_without_a_limit_a_queue_that_doubles_its_wait_is_not_steady():
+    due = np.linspace(0, 60, 200, endpoint=False)
+    assert is_steady(due, 0.1 + 0.1 * due, 0.0, 60.0, None) is False
+    assert is_steady(due, 1.0 + 0.001 * due, 0.0, 60.0, None) is True
+
+
+def test_too_few_requests_tell_no_trend():
+    assert is_steady([1.0] * 19, [1.0] * 19, 0.0, 10.0, 1.0) is None
+    assert is_steady([], [], 0.0, 10.0, 1.0) is None
+    assert is_steady([1.0] * 30, [float("inf")] * 30, 0.0, 10.0, 1.0) is None
+
+
+def test_failures_count_as_the_slowest_answer():
+    due = np.linspace(0, 60, 200, endpoint=False)
+    ttft = np.where(due > 40, np.inf, 1.0)
+    ttft[-1] = 9.0
+    assert is_steady(due, ttft, 0.0, 60.0, 5.0) is False
