@@ -4,6 +4,8 @@
     ('83 ms', '2.0 s', 'not measured')
     >>> rate_with_interval(0.824, 0.71, 0.943)
     '0.82 requests/s (0.71–0.94)'
+    >>> rate(0.0441), rate_with_interval(0.0441, 0.029, 0.0702)
+    ('2.6/min', '2.6 requests/min (1.7–4.2)')
     >>> size(1288490189)
     '1.2 GiB'
 
@@ -68,9 +70,24 @@ def duration(value: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def rate_unit(value: float | None) -> tuple[float, str]:
+    """Seconds of the unit in which people read a rate, and its name: s, min below 0.1/s, h."""
+    if not value or value >= 0.09995:
+        return 1.0, "s"
+    return (60.0, "min") if value * 60 >= 0.995 else (3600.0, "h")
+
+
 def rate(value: float | None, digits: int = 2) -> str:
-    """Requests per second: `0.82/s`."""
-    return NOT_MEASURED if value is None else f"{significant(value, digits)}/s"
+    """Requests per second, minute or hour: `0.82/s`, `2.6/min`."""
+    if value is None:
+        return NOT_MEASURED
+    times, unit = rate_unit(value)
+    return f"{significant(value * times, digits)}/{unit}"
+
+
+def requests(value: float | None, digits: int = 2) -> str:
+    """`0.82 requests/s`, `2.6 requests/min`."""
+    return NOT_MEASURED if value is None else rate(value, digits).replace("/", " requests/")
 
 
 def interval_digits(low: float | None, high: float | None) -> int:
@@ -92,15 +109,23 @@ def interval(low: float | None, high: float | None) -> str:
     return NOT_MEASURED
 
 
+def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
+    """`0.71–0.94/s`, `above 43/min`: in the unit of `like`, else of the higher end."""
+    if low is None and high is None:
+        return NOT_MEASURED
+    times, unit = rate_unit(like or high or low)
+    ends = [None if end is None else end * times for end in (low, high)]
+    return f"{interval(*ends)}/{unit}"
+
+
 def rate_with_interval(value: float | None, low: float | None, high: float | None) -> str:
     """`0.82 requests/s (0.71–0.94)`; with one end open `above 0.71 requests/s`."""
-    if value is None and low is None and high is None:
-        return NOT_MEASURED
-    if low is None and high is None:
-        return f"{significant(value or 0.0)} requests/s"
     if value is None or low is None or high is None:
-        return f"{interval(low, high)} requests/s"
-    return f"{significant(value, interval_digits(low, high))} requests/s ({interval(low, high)})"
+        if low is None and high is None:
+            return requests(value)
+        return rate_interval(low, high).replace("/", " requests/")
+    ends = rate_interval(low, high, value).partition("/")[0]
+    return f"{requests(value, interval_digits(low, high))} ({ends})"
 
 
 def size(size_bytes: float | None) -> str:

@@ -1,8 +1,8 @@
-"""Where the CPU stops, why, and what GPU would take over: numbers, no sentences.
+"""Where the CPU stops, why, and what a GPU would need to take over: numbers, no sentences.
 
 A CPU stops by **latency** (a single-stream request misses the SLO, so no rate meets it),
 by **throughput** (the asked rate is above the capacity) or by **memory** (the model does not fit).
-Capacities are measured; memory is predicted from the model's shape.
+Capacities are measured and confirmed; memory and what a GPU cannot beat are predicted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from loadtests.metrics.slo import Slo
-from loadtests.records.events import SkipCause
+from loadtests.records.events import CapacityStatus, SkipCause
 from models.ladder import LADDER
 from models.spec import ModelSpec
 from reports.numbers import CellNumbers, MemoryNumbers, RunNumbers
@@ -22,11 +22,19 @@ from reports.planning import hardware, predict
 
 
 class GpuOption(msgspec.Struct, frozen=True):
-    """One GPU whose memory suffices: its price is published, its floor predicted."""
+    """One GPU whose memory suffices: its price is published, what it cannot beat is predicted."""
 
     device: hardware.Device
-    tpot_floor_seconds: float
-    within_slo: bool | None  # the floor is not above the SLO's TPOT; None: the SLO has none
+    roofline: predict.Roofline
+    misses: tuple[str, ...] = ()  # of TTFT, TPOT and rate: what it cannot meet, even at its peaks
+    unknown: tuple[str, ...] = ()  # ... and what cannot be told
+
+    @property
+    def may_suffice(self) -> bool | None:
+        """Nothing rules it out. None: not known."""
+        if self.misses:
+            return False
+        return None if self.unknown else True
 
 
 class Takeover(msgspec.Struct, frozen=True):
@@ -36,11 +44,12 @@ class Takeover(msgspec.Struct, frozen=True):
     need: predict.Need
     need_16bit: predict.Need
     options: tuple[GpuOption, ...]  # smallest memory first
+    rate_per_second: float | None = None  # that it must serve: as asked, else what the CPU holds
 
     @property
     def cheapest(self) -> GpuOption | None:
-        """The option of the lowest published price, of those that may meet the SLO."""
-        fit = [one for one in self.options if one.within_slo is not False]
+        """The lowest published price of those that nothing rules out: memory, TTFT, TPOT, rate."""
+        fit = [one for one in self.options if one.may_suffice]
         priced = [one for one in fit if one.device.dollars_per_hour is not None]
         return min(priced, key=lambda one: one.device.dollars_per_hour or math.inf, default=None)
 
@@ -64,8 +73,9 @@ class Rung(msgspec.Struct, frozen=True):
 class Crossover(msgspec.Struct, frozen=True):
     """Where the CPU stops."""
 
-    largest: CellNumbers | None  # the largest model that meets the SLO at some rate
-    first_not: CellNumbers | None  # the smallest larger one that meets it at none
+    largest: CellNumbers | None  # the largest model with a confirmed rate
+    first_not: CellNumbers | None  # the smallest larger one that holds at no rate, or does not fit
+    between: tuple[CellNumbers, ...]  # larger than `largest`, below `first_not`: none confirmed
     stops: tuple[Stop, ...]
     takeovers: tuple[Takeover, ...]
     rungs: tuple[Rung, ...]
@@ -80,29 +90,53 @@ class Crossover(msgspec.Struct, frozen=True):
 
 def crossover(run: RunNumbers, asked_rate: float | None = None) -> Crossover:
     """The findings of one run. `asked_rate`: the requests/s that are needed, where known."""
-    holding = [cell for cell in run.cells if cell.state == "measured" and cell.capacity.is_known]
-    largest = max(holding, key=size_of, default=None)
-    lost = [cell for cell in run.cells if cell.capacity.state == "none" or does_not_fit(cell)]
-    larger = [cell for cell in lost if largest is None or size_of(cell) > size_of(largest)]
-    wanting = [cell for cell in run.cells if cell in lost or _too_slow(cell, asked_rate)]
+    stand = standing(run.cells)
+    wanting = [cell for cell in run.cells if _is_lost(cell) or _too_slow(cell, asked_rate)]
     if not any(cell.spec for cell in wanting):
-        wanting = [largest] if largest else []
+        wanting = [stand.largest] if stand.largest else []
     rungs = tuple(ladder(run))
+    takeovers = (takeover(cell, run, asked_rate) for cell in wanting)
     return Crossover(
-        largest=largest,
-        first_not=min(larger, key=size_of, default=None),
+        largest=stand.largest,
+        first_not=stand.first_not,
+        between=stand.between,
         stops=tuple(_stops(rungs, asked_rate)),
-        takeovers=tuple(one for cell in wanting if (one := takeover(cell, run.slo)) is not None),
+        takeovers=tuple(one for one in takeovers if one is not None),
         rungs=rungs,
         asked_rate=asked_rate,
     )
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """The largest model with a confirmed rate, and those above it."""
+
+    largest: CellNumbers | None
+    between: tuple[CellNumbers, ...]  # below `first_not`: nothing confirmed, nothing ruled out
+    first_not: CellNumbers | None  # the smallest that holds at no rate, or does not fit
+
+
+def standing(cells: Sequence[CellNumbers]) -> Standing:
+    """How far the ladder is confirmed."""
+    largest = max((cell for cell in cells if cell.held), key=size_of, default=None)
+    above = [cell for cell in cells if largest is None or size_of(cell) > size_of(largest)]
+    first_not = min((cell for cell in above if _is_lost(cell)), key=size_of, default=None)
+    between = tuple(
+        cell
+        for cell in above
+        if cell.capacity is not None
+        and not _is_lost(cell)
+        and (first_not is None or size_of(cell) < size_of(first_not))
+    )
+    return Standing(largest, between, first_not)
+
+
+def _is_lost(cell: CellNumbers) -> bool:
+    return cell.status is CapacityStatus.NONE or does_not_fit(cell)
+
+
 def machines(cell: CellNumbers, asked_rate: float) -> int | None:
-    """Machines like this that serve `asked_rate`, by the low end of the capacity; None: unknown."""
-    if not cell.capacity.is_known or not cell.capacity.low:
-        return None
-    return math.ceil(asked_rate / cell.capacity.low - 1e-9)
+    """Machines like this that serve `asked_rate`, by the confirmed rate; None: not known."""
+    return math.ceil(asked_rate / cell.held - 1e-9) if cell.held else None
 
 
 def ladder(run: RunNumbers) -> Iterator[Rung]:
@@ -138,43 +172,79 @@ def does_not_fit(cell: CellNumbers) -> bool:
     return cell.skip_cause is SkipCause.MEMORY
 
 
-def takeover(cell: CellNumbers, slo: Slo) -> Takeover | None:
-    """The memory that a GPU needs for this cell and the GPUs that have it; None: not known."""
+def takeover(cell: CellNumbers, run: RunNumbers, asked_rate: float | None) -> Takeover | None:
+    """The memory that a GPU needs for this cell and the GPUs that have it; None: not known.
+
+    Requests are as long as those that were measured, of this cell or else of another of the run.
+    """
     need = predict.need_of(cell)
-    if cell.spec is None or cell.kv_tokens is None or need is None:
+    if not is_on_cpu(cell) or cell.spec is None or cell.kv_tokens is None or need is None:
         return None
-    context = typical_context_tokens(cell)
-    read_bytes = predict.token_bytes(cell.spec, cell.weight_format, context, cell.kv_dtype)
+    wanted = asked_rate or cell.held
+    lengths = next((found for one in (cell, *run.cells) if (found := mean_lengths(one))), None)
     options = []
     for device in hardware.sufficient(hardware.gpus(), need.total_bytes):
-        floor = predict.tpot_floor_seconds(device, read_bytes)
-        within = None if slo.tpot_seconds is None else floor <= slo.tpot_seconds
-        options.append(GpuOption(device, floor, within))
+        line = predict.roofline(device, cell, lengths)
+        if line is not None:
+            options.append(_judged(device, line, run.slo, wanted))
     need_16bit = predict.gpu_need(cell.spec, "bf16", cell.kv_tokens)
-    return Takeover(cell, need, need_16bit, tuple(options))
+    return Takeover(cell, need, need_16bit, tuple(options), wanted)
 
 
-def typical_context_tokens(cell: CellNumbers) -> int:
-    """Mean tokens before the one being made, in the cell's last level; 0 where not on record."""
-    every = [level.summary.throughput for level in cell.levels]
-    known = [one for one in every if one.mean_prompt_tokens is not None]
-    if not known:
-        return 0
-    last = known[-1]
-    return round(last.mean_prompt_tokens or 0) + round((last.mean_output_tokens or 0) / 2)
+def is_on_cpu(cell: CellNumbers) -> bool:
+    """Whether a CPU serves it, as far as is known: of an endpoint only where it says so."""
+    return cell.device == "cpu" or (cell.device is None and cell.url is None)
+
+
+def _judged(
+    device: hardware.Device, found: predict.Roofline, slo: Slo, wanted: float | None
+) -> GpuOption:
+    """The one filter of GPUs beside memory and price: a bound that is missed rules a GPU out."""
+    misses, unknown = [], []
+    for name, floor, limit in (
+        ("TTFT", found.ttft_seconds, slo.ttft_seconds),
+        ("TPOT", found.tpot_seconds, slo.tpot_seconds),
+        ("rate", _inverse(found.rate_per_second), _inverse(wanted)),
+    ):
+        if limit is None:
+            continue
+        if floor is not None and floor > limit:
+            misses.append(name)
+        elif floor is None or (not found.has_arithmetic and name != "TPOT"):
+            unknown.append(name)
+    return GpuOption(device, found, tuple(misses), tuple(unknown))
+
+
+def _inverse(rate: float | None) -> float | None:
+    return 1 / rate if rate else None
+
+
+def mean_lengths(cell: CellNumbers) -> tuple[int, int] | None:
+    """Mean prompt and output tokens of the cell's levels; None where they are not on record."""
+    levels = [level.summary for level in cell.levels if level.summary.counts.due]
+    known = [
+        (one.counts.due, one.throughput.mean_prompt_tokens, one.throughput.mean_output_tokens)
+        for one in levels
+    ]
+    pairs = [(due, p, o) for due, p, o in known if p is not None and o is not None]
+    count = sum(due for due, _, _ in pairs)
+    if not count:
+        return None
+    prompt = sum(due * p for due, p, _ in pairs) / count
+    return round(prompt), round(sum(due * o for due, _, o in pairs) / count)
 
 
 def breaks_first(cell: CellNumbers, slo: Slo) -> str | None:
     """What most bad requests miss at the lowest failing rate; None: nothing failed."""
     failing = [level for level in cell.loaded if level.verdict == "fails"]
-    if not failing and cell.capacity.state == "none" and cell.single_stream is not None:
+    if not failing and cell.status is CapacityStatus.NONE and cell.single_stream is not None:
         failing = [cell.single_stream]
     if not failing:
         return None
     answers = failing[0].answers
-    late = sum(_above(ttft, slo.ttft_seconds) for ttft, _ in answers)
-    slow = sum(_above(tpot, slo.tpot_seconds) for _, tpot in answers)
-    lost = sum(ttft is None for ttft, _ in answers)
+    late = sum(_above(one.ttft_seconds, slo.ttft_seconds) for one in answers)
+    slow = sum(_above(one.tpot_seconds, slo.tpot_seconds) for one in answers)
+    lost = sum(one.ttft_seconds is None for one in answers)
     most = max(late, slow, lost)
     if most == 0:
         return None
@@ -189,7 +259,7 @@ def _above(seconds: float | None, limit_seconds: float | None) -> bool:
 
 def _stops(rungs: Sequence[Rung], asked_rate: float | None) -> Iterator[Stop]:
     for rung in rungs:
-        if rung.cell is not None and rung.cell.capacity.state == "none":
+        if rung.cell is not None and rung.cell.status is CapacityStatus.NONE:
             yield Stop(rung.spec.name, "latency")
         elif rung.fits is False:
             yield Stop(rung.spec.name, "memory")
@@ -198,7 +268,7 @@ def _stops(rungs: Sequence[Rung], asked_rate: float | None) -> Iterator[Stop]:
 
 
 def _too_slow(cell: CellNumbers, asked_rate: float | None) -> bool:
-    high = cell.capacity.high
+    high = cell.capacity.high if cell.capacity is not None else None
     return asked_rate is not None and high is not None and asked_rate >= high
 
 

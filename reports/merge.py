@@ -13,7 +13,7 @@ import msgspec
 from loadtests.records.comparability import MACHINE, differences
 from reports.errors import NotComparable
 from reports.numbers import CellNumbers, RunNumbers
-from reports.run import capacity_of, cell_order, search_config
+from reports.run import capacity_of, cell_order, marked
 
 
 def check_comparable(runs: Sequence[RunNumbers]) -> None:
@@ -65,8 +65,9 @@ def merged(runs: Sequence[RunNumbers]) -> RunNumbers:
 def _both(one: CellNumbers, other: CellNumbers, run: RunNumbers) -> CellNumbers:
     """A cell with the levels of two runs; their predictions are left out."""
     levels = one.levels + other.levels
-    capacity = capacity_of(levels, run.slo, search_config(run.manifest))
-    return msgspec.structs.replace(one, levels=levels, capacity=capacity, predicted_rate=None)
+    capacity = capacity_of(levels, run.slo, run.manifest)
+    levels = marked(levels, capacity)
+    return msgspec.structs.replace(one, levels=levels, capacity=capacity, predicted=None)
 
 
 def _difference(one: RunNumbers, other: RunNumbers) -> str:

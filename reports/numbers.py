@@ -14,12 +14,23 @@ from loadtests.metrics.distribution import Distribution
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.named_warning import NamedWarning
 from loadtests.metrics.slo import Slo, Verdict
-from loadtests.records.events import SkipCause
+from loadtests.records.events import Capacity, CapacityStatus, PredictedRate, SkipCause
 from loadtests.records.schema import RunManifest
+from loadtests.simulation.calibration import prediction_ratio
 from models.spec import ModelSpec
 
-CapacityState = Literal["interval", "at_least", "none", "unresolved", "not_measured"]
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One request, as far as an SLO judges it."""
+
+    due_seconds: float
+    ttft_seconds: float | None  # None: no good answer
+    tpot_seconds: float | None  # None: one chunk, or no good answer
+    # Of one that was ended by the client, the limits above which nobody knows whether it was good.
+    known_ttft_seconds: float | None = None
+    known_tpot_seconds: float | None = None
 
 
 class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +43,10 @@ class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int | None
     summary: Summary
     cut_short: str | None = None  # why the level ended before its time
-    # (TTFT, TPOT) of each request due in the window, in order of due time.
-    # TTFT None: no good answer. TPOT None: one chunk.
-    answers: tuple[tuple[float | None, float | None], ...]
+    answers: tuple[Answer, ...]  # of each request due in the window, in order of due time
+    send_lag_seconds: float | None = None  # p99
+    confirms: bool = False  # it is one of the levels that confirm the cell's capacity
+    queue_grows: bool = False  # more requests were in flight at its end than a queue's wandering
 
     @property
     def is_single_stream(self) -> bool:
@@ -42,7 +54,13 @@ class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        return self.summary.verdict
+        """By the level's own requests; those of other levels may have made them enough."""
+        return "holds" if self.confirms else self.summary.verdict
+
+    @property
+    def counts(self) -> bool:
+        """It has a part in the capacity."""
+        return self.summary.is_valid
 
 
 def middle(times: Distribution) -> float | None:
@@ -50,26 +68,6 @@ def middle(times: Distribution) -> float | None:
     if times.p50 is not None or "p50" in times.never or times.late:
         return times.p50
     return times.mean
-
-
-class CapacityNumbers(msgspec.Struct, frozen=True):
-    """The highest rate that meets the SLO, in requests/s, by loadtests.capacity.search.
-
-    interval: between `low` and `high`; at_least: more than `low`, and no rate was too much;
-    none: a single-stream request misses the SLO; unresolved: below `high` where given.
-    """
-
-    state: CapacityState
-    low: float | None = None
-    estimate: float | None = None
-    high: float | None = None
-    is_narrow: bool = True  # False: wider than the campaign asked for
-    reason: str = ""
-
-    @property
-    def is_known(self) -> bool:
-        """Some rate is known to meet the SLO."""
-        return self.low is not None and self.state in ("interval", "at_least")
 
 
 class MemoryNumbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,19 +107,30 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     reason: str  # why it was skipped or not finished; "" where it was measured
     skip_cause: SkipCause | None = None
     levels: tuple[LevelNumbers, ...]  # finished ones, in the order measured
-    capacity: CapacityNumbers
+    capacity: Capacity | None  # by measured levels; None: not measured
+    predicted: PredictedRate | None = None  # by calibration and simulation; None: no such
     memory: MemoryNumbers = MemoryNumbers()
     random_weights: bool | None = None
     quality_kl_nats: float | None = None  # KL of the format to the float model
     load_seconds: float | None = None
-    predicted_rate: float | None = None  # capacity by calibration and simulation; None: no such
+    threads: int | None = None  # of the engine; None: not known
 
     @property
-    def prediction_error(self) -> float | None:
-        """(predicted - measured) / measured; above 0: too hopeful."""
-        if self.predicted_rate is None or not self.capacity.estimate:
+    def status(self) -> CapacityStatus | None:
+        """What is known of the capacity; None: not measured."""
+        return None if self.capacity is None else self.capacity.status
+
+    @property
+    def held(self) -> float | None:
+        """The confirmed rate, requests/s; None where no rate is confirmed."""
+        return self.capacity.held if self.capacity is not None and self.capacity.holds else None
+
+    @property
+    def prediction_ratio(self) -> tuple[float, float, float] | None:
+        """Predicted / measured, low, middle, high; None where one of them is not known."""
+        if self.predicted is None or self.capacity is None:
             return None
-        return self.predicted_rate / self.capacity.estimate - 1
+        return prediction_ratio(self.predicted.rate, self.capacity)
 
     @property
     def parameters(self) -> int | None:

@@ -1,7 +1,7 @@
 """A run folder -> its numbers: per cell its levels, its capacity with interval, its memory.
 
     run = read_run(Path("runs/2026-05-28-demo"))
-    run.cells[0].capacity.low, run.cells[0].levels[0].summary.latencies.ttft.p50
+    run.cells[0].capacity.held, run.cells[0].levels[0].summary.latencies.ttft.p50
 
 All is computed from the records; what the runner concluded is not read. Another SLO than the run's
 own may be asked for: one measured level serves every SLO.
@@ -18,13 +18,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from loadtests.capacity.estimate import estimate
-from loadtests.capacity.levels import level_of
+from loadtests.capacity.levels import Level, level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.level import summarise, with_disturbance
 from loadtests.metrics.level_summary import Window
-from loadtests.metrics.request_metrics import judged_tpot_seconds, outcome, ttft_seconds
-from loadtests.metrics.slo import Slo
+from loadtests.metrics.level_warnings import longest_send_lag
+from loadtests.metrics.request_metrics import (
+    first_chunk_tokens,
+    judged_tpot_seconds,
+    outcome,
+    ttft_seconds,
+)
+from loadtests.metrics.slo import Slo, is_as_strict
+from loadtests.metrics.stationarity import grows, in_flight_at_ends
 from loadtests.records import events as journal
 from loadtests.records import run_folder
 from loadtests.records.events import Event, of_kind
@@ -36,7 +43,7 @@ from models.ladder import rung
 from models.spec import ModelSpec
 from reports.errors import BadRun
 from reports.numbers import (
-    CapacityNumbers,
+    Answer,
     CellNumbers,
     CellState,
     LevelNumbers,
@@ -93,6 +100,12 @@ def slo_of(manifest: RunManifest) -> Slo:
     return _converted(manifest, "slo", manifest.campaign.get("slo"), Slo)
 
 
+def slos_of(manifest: RunManifest) -> list[Slo]:
+    """All SLOs that the campaign searched for. Raises BadRun."""
+    several = manifest.campaign.get("slos")
+    return _converted(manifest, "slos", several, list[Slo]) if several else [slo_of(manifest)]
+
+
 def search_config(manifest: RunManifest) -> SearchConfig:
     """How the campaign searched, as far as its estimate depends on it."""
     asked = manifest.campaign.get("search")
@@ -133,6 +146,7 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
     """One finished level; its window is as long as it came out."""
     said = level.started
     window = Window(said.warmup_seconds, said.warmup_seconds + level.finished.window_seconds)
+    inside = window.due(level.requests)
     summary = summarise(
         level.requests,
         level.samples,
@@ -150,15 +164,24 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
         concurrency=said.concurrency,
         cut_short=level.finished.cut_short,
         summary=with_disturbance(summary, level.finished.disturbance),
-        answers=tuple(_answer(record) for record in window.due(level.requests)),
+        answers=tuple(_answer(record) for record in inside),
+        send_lag_seconds=longest_send_lag(inside),
+        queue_grows=grows(*in_flight_at_ends(level.requests, window)),
     )
 
 
-def _answer(record: RequestRecord) -> tuple[float | None, float | None]:
-    """(TTFT, TPOT) as `is_good` sees them."""
-    if outcome(record) != "ok":
-        return None, None
-    return ttft_seconds(record), judged_tpot_seconds(record)
+def _answer(record: RequestRecord) -> Answer:
+    """As `is_good` sees it."""
+    due = record.due_seconds
+    if outcome(record) == "ok":
+        return Answer(due, ttft_seconds(record), judged_tpot_seconds(record))
+    ended, first = record.ended_seconds, record.first_content_seconds
+    if record.error != "timeout" or ended is None:
+        return Answer(due, None, None)
+    if first is None:
+        return Answer(due, None, None, known_ttft_seconds=ended - due)
+    to_come = (record.asked_output_tokens or 2) - (first_chunk_tokens(record) or 1)
+    return Answer(due, None, None, known_tpot_seconds=(ended - first) / max(1, to_come))
 
 
 def _cell(
@@ -191,9 +214,10 @@ def _cell(
         reason=reason,
         skip_cause=skipped[-1].cause if skipped else None,
         levels=levels,
-        capacity=CapacityNumbers("not_measured"),
+        capacity=None,
         random_weights=ready.synthetic if cell.get("synthetic") is None else cell["synthetic"],
         load_seconds=ready.load_seconds,
+        threads=info.threads or (ready.layout or {}).get("engine_threads"),
         quality_kl_nats=info.quality_kl_nats,
     )
 
@@ -233,11 +257,12 @@ def _spec(model: str) -> ModelSpec | None:
 def _with_capacity(
     cell: CellNumbers, manifest: RunManifest, events: Sequence[Event], slo: Slo
 ) -> CellNumbers:
-    predicted = predicted_of(manifest, events, slo)
+    found = capacity_of(cell.levels, slo, manifest)
     return msgspec.structs.replace(
         cell,
-        capacity=capacity_of(cell.levels, slo, search_config(manifest)),
-        predicted_rate=predicted.rate if predicted is not None else None,
+        levels=marked(cell.levels, found),
+        capacity=found,
+        predicted=predicted_of(manifest, events, slo),
     )
 
 
@@ -246,28 +271,58 @@ def predicted_of(
 ) -> journal.PredictedRate | None:
     """What the cell's calibration predicted for this SLO; None: no such prediction."""
     made = of_kind(events, journal.Calibrated)
-    several = manifest.campaign.get("slos")
-    slos = _converted(manifest, "slos", several, list[Slo]) if several else [slo_of(manifest)]
-    predicted = made[0].rates.get(slo.name) if made and slo in slos else None
-    return predicted if predicted is not None and predicted.rate else None
+    return made[0].rates.get(slo.name) if made and slo in slos_of(manifest) else None
 
 
-def capacity_of(levels: Sequence[LevelNumbers], slo: Slo, config: SearchConfig) -> CapacityNumbers:
-    """The capacity that these levels show together; those that are not valid do not count."""
-    counting = [one for one in levels if one.rate_per_second or one.is_single_stream]
-    if not counting:
-        return CapacityNumbers("not_measured", reason="no level was measured to its end")
-    seen = [level_of(one.summary, is_whole=one.cut_short is None) for one in counting]
-    found = estimate(seen, config, slo)
-    match found.status:
-        case journal.CapacityStatus.NONE:
-            return CapacityNumbers("none", reason=found.reason)
-        case journal.CapacityStatus.AT_LEAST:
-            return CapacityNumbers("at_least", low=found.held, reason=found.reason)
-        case journal.CapacityStatus.CONFIRMED:
-            ends = (found.low or found.held, found.estimate or found.held, found.high)
-            return CapacityNumbers("interval", *ends, found.is_narrow, found.reason)
-    return CapacityNumbers("unresolved", high=found.high, reason=found.reason)
+def capacity_of(
+    levels: Sequence[LevelNumbers], slo: Slo, manifest: RunManifest
+) -> journal.Capacity | None:
+    """The capacity that these levels show together; None where none was measured to its end."""
+    seen = [
+        level_of(one.summary, is_whole=one.cut_short is None)
+        for one in counting(levels, slo, slos_of(manifest))
+    ]
+    return estimate_of(levels, seen, slo, search_config(manifest))
+
+
+def marked(
+    levels: Sequence[LevelNumbers], found: journal.Capacity | None
+) -> tuple[LevelNumbers, ...]:
+    """The levels, those marked that confirm the capacity."""
+    held = found.held if found is not None else None
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            confirms=one.rate_per_second is not None
+            and one.rate_per_second == held
+            and one.counts
+            and one.cut_short is None,
+        )
+        for one in levels
+    )
+
+
+def estimate_of(
+    levels: Sequence[LevelNumbers], seen: Sequence[Level], slo: Slo, config: SearchConfig
+) -> journal.Capacity | None:
+    """`seen` are those of `levels` that count, as the search sees them."""
+    if not any(one.rate_per_second or one.is_single_stream for one in levels):
+        return None
+    return estimate(seen, config, slo)
+
+
+def counting(levels: Sequence[LevelNumbers], slo: Slo, slos: Sequence[Slo]) -> list[LevelNumbers]:
+    """The levels that say something about `slo`; `slos` are those of the campaign.
+
+    One that was cut short fails by an SLO of the campaign, so by every stricter one; of a looser
+    one it says nothing.
+    """
+    is_known = any(is_as_strict(slo, one) for one in slos)
+    return [
+        one
+        for one in levels
+        if (one.rate_per_second or one.is_single_stream) and (is_known or one.cut_short is None)
+    ]
 
 
 def _with_memory(

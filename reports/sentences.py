@@ -1,7 +1,7 @@
 """What was found, in plain sentences: the words of the page, of the Markdown and of the terminal.
 
-headline(run, found)      # "On this machine (...), Llama-3.2-1B Q4_0 meets the chat target ..."
-sentences(run, found)     # by latency, by throughput, by memory, and the GPU
+headline(run, found)      # "On this machine (...), Llama-3.2-1B Q4_0 holds up to ..."
+sentences(run, found)     # by throughput, by prediction, by memory, and the GPU
 """
 
 from __future__ import annotations
@@ -9,83 +9,147 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from loadtests.capacity.words import in_short, in_words
+from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
+from loadtests.records.events import CapacityStatus
+from loadtests.simulation.prediction_words import predicted_beside
+from loadtests.workload.requests import Workload
+from loadtests.workload.requests import in_words as lengths_in_words
 from models import formatting
 from models.formatting import model_title
-from reports.findings import Crossover, Takeover, machines, size_of, usable_bytes
-from reports.numbers import CapacityNumbers, CellNumbers, RunNumbers, middle
+from reports.errors import BadRun
+from reports.findings import (
+    Crossover,
+    GpuOption,
+    Standing,
+    Takeover,
+    is_on_cpu,
+    machines,
+    mean_lengths,
+    size_of,
+    usable_bytes,
+)
+from reports.numbers import CellNumbers, RunNumbers, middle
 
 
 def headline(run: RunNumbers, found: Crossover) -> str:
-    """The first line of a report: what meets the SLO up to which rate, and what does not."""
-    target = f"the {run.slo.name} target ({slo_words(run.slo)})"
-    where = place_words(run)
-    if found.largest is not None:
-        up_to = rate_words(found.largest.capacity)
-        text = f"{where}, {title(found.largest)} meets {target} up to {up_to}"
-        return f"{text}; {_and_then(found.first_not)}."
-    if found.first_not is not None and found.first_not.capacity.state == "none":
-        why = why_at_no_rate(found.first_not, run.slo)
-        return f"{where}, no model that was measured meets {target} at any rate: {why}."
-    if any(cell.levels for cell in run.cells):
-        return (
-            f"{where}, it is unresolved which model meets {target}: "
-            "no level was long enough, or low enough, to say."
-        )
-    return f"{where}, no level was measured to its end, so nothing can be said about {target} yet."
+    """The first line of a report: what holds up to which confirmed rate, and what does not."""
+    where = place_words(run, found.largest)
+    slo = f"SLO {run.slo.name}: {slo_words(run.slo)}"
+    if not any(cell.levels for cell in run.cells):
+        return f"{where}, no level was measured to its end: nothing can be said yet. {slo}."
+    beyond = [*found.between, *([found.first_not] if found.first_not is not None else [])]
+    each = "; ".join(_state(cell, run.slo) for cell in beyond)
+    asked = _asked_words(run, found.largest)
+    if found.largest is None:
+        return f"{where}, no rate is confirmed for {asked}. {slo}. {each}."
+    said = in_words(found.largest.capacity)
+    after = each or "No larger model was measured"
+    return f"{where}, {title(found.largest)} {said}, for {asked}. {slo}. {after}."
 
 
-def _and_then(first_not: CellNumbers | None) -> str:
-    if first_not is None:
-        return "no larger model was found that misses it"
-    if first_not.state == "skipped":
-        return f"{model_title(first_not.model)} does not fit in memory"
-    return f"{model_title(first_not.model)} does not meet it at any rate"
+def summary_words(slo: Slo, stand: Standing) -> str:
+    """The headline without its grounds, for another SLO: `With ...: X holds up to ...; Y ...`."""
+    shown = [one for one in (stand.largest, *stand.between, stand.first_not) if one is not None]
+    each = [
+        f"{title(cell)} {in_short(cell.capacity)}"
+        if cell.state != "skipped"
+        else f"{title(cell)} does not fit in memory"
+        for cell in shown
+    ]
+    text = "; ".join(each) or "nothing was measured"
+    none = "" if stand.largest is not None else "no rate is confirmed; "
+    limits = slo_words(slo)
+    return f"{limits[:1].upper()}{limits[1:]}: {none}{text}."
+
+
+def _asked_words(run: RunNumbers, cell: CellNumbers | None) -> str:
+    """`requests of chat lengths x 0.1 (on average 161 prompt and 40 output tokens)`."""
+    cells = run.cells if cell is None else (cell,)
+    lengths = next((found for one in cells if (found := mean_lengths(one)) is not None), None)
+    mean = ""
+    if lengths is not None:
+        mean = f"on average {lengths[0]:,} prompt and {lengths[1]:,} output tokens"
+    named = _workload_words(run)
+    if named:
+        return f"requests of {named}{f' ({mean})' if mean else ''}"
+    return f"requests of {mean}" if mean else "requests"
+
+
+def _workload_words(run: RunNumbers) -> str:
+    """`chat lengths x 0.1`; "" where it is not on record, or where there are several."""
+    campaign = run.manifest.campaign
+    if not campaign.get("workload") or campaign.get("workloads"):
+        return ""
+    try:
+        return lengths_in_words(msgspec.convert(campaign["workload"], Workload))
+    except (msgspec.ValidationError, LoadError) as problem:
+        raise BadRun(
+            f"run {run.manifest.run_id}: workload = {campaign['workload']!r} cannot be read "
+            f"({problem})"
+        ) from problem
+
+
+def _state(cell: CellNumbers, slo: Slo) -> str:
+    """`Llama-3.2-3B: at no rate`, with the reason where nothing is confirmed."""
+    if cell.state == "skipped":
+        return f"{model_title(cell.model)} does not fit in memory"
+    if cell.status is CapacityStatus.NONE:
+        return f"{model_title(cell.model)} {in_short(cell.capacity)}: {why_at_no_rate(cell, slo)}"
+    return f"{model_title(cell.model)} {in_words(cell.capacity)}"
 
 
 def sentences(run: RunNumbers, found: Crossover) -> list[str]:
     """The findings below the headline, in order."""
-    parts = (_by_latency, _unresolved, _by_throughput, _by_asked_rate, _by_memory, _gpu)
+    parts = (_by_throughput, _not_confirmed, _by_asked_rate, _predicted, _by_memory, _gpu)
     return [sentence for part in parts for sentence in part(run, found)]
 
 
-def _by_latency(run: RunNumbers, found: Crossover) -> Iterator[str]:
-    cell = found.first_not
-    if cell is not None and cell.capacity.state == "none" and found.largest is not None:
-        yield f"By latency: {why_at_no_rate(cell, run.slo)}, so it meets the SLO at no rate."
-
-
-def _unresolved(run: RunNumbers, found: Crossover) -> Iterator[str]:
-    for cell in run.cells:
-        if cell.capacity.state == "unresolved":
-            words = capacity_words(cell.capacity)
-            yield f"The capacity of {title(cell)} is {words} ({cell.capacity.reason})."
-
-
 def _by_throughput(run: RunNumbers, found: Crossover) -> Iterator[str]:
-    others = [cell for cell in run.cells if cell.capacity.is_known and cell is not found.largest]
-    if others:
-        each = [f"{title(cell)} up to {rate_words(cell.capacity)}" for cell in others]
-        yield f"By throughput: the SLO is also met by {formatting.listing(each)}."
+    for cell in run.cells:
+        if cell.held and cell is not found.largest:
+            yield f"{title(cell)} {in_words(cell.capacity)}."
+
+
+def _not_confirmed(run: RunNumbers, found: Crossover) -> Iterator[str]:
+    """Cells without a confirmed rate that the headline does not name."""
+    named = (*found.between, found.first_not)
+    for cell in run.cells:
+        if cell.capacity is not None and not cell.held and cell not in named:
+            yield f"{_state(cell, run.slo)}."
 
 
 def _by_asked_rate(run: RunNumbers, found: Crossover) -> Iterator[str]:
     asked = found.asked_rate
     if asked is None:
         return
-    known = [cell for cell in run.cells if cell.capacity.is_known]
-    enough = [cell for cell in known if (cell.capacity.low or 0) >= asked]
+    known = [cell for cell in run.cells if cell.held]
+    enough = [cell for cell in known if (cell.held or 0) >= asked]
     if enough:
         best = f"{title(max(enough, key=size_of))} is the largest model"
     else:
         best = "there is no measured model"
-    text = f"At your {formatting.significant(asked)} requests/s, {best} known to meet the SLO here"
+    text = f"At your {formatting.requests(asked)}, {best} that is confirmed to hold here"
     short = [
         f"{title(cell)} would take {machines(cell, asked)} such machines"
         for cell in known
         if cell not in enough
     ]
     yield f"{text}; {formatting.listing(short)}." if short else f"{text}."
+
+
+def _predicted(run: RunNumbers, found: Crossover) -> Iterator[str]:
+    each = [
+        f"{title(cell)} {beside.removeprefix('predicted ')}"
+        for cell in run.cells
+        if cell.predicted is not None
+        for beside in [predicted_beside(cell.predicted, cell.capacity)]
+    ]
+    if each:
+        yield f"Predicted before the search, by calibration and simulation: {'; '.join(each)}."
 
 
 def _by_memory(run: RunNumbers, found: Crossover) -> Iterator[str]:
@@ -108,21 +172,45 @@ def _gpu(run: RunNumbers, found: Crossover) -> Iterator[str]:
 
 
 def takeover_words(found: Takeover) -> str:
-    """What GPU takes a model over."""
+    """What a GPU must have to take a model over, and the cheapest that nothing rules out."""
     need = f"{formatting.size(found.need.total_bytes)} of memory{setting_words(found.cell)}"
-    text = f"A GPU that takes over {title(found.cell)} needs {need} (predicted)"
+    text = f"A GPU for {title(found.cell)} needs {need} (predicted)"
     if not found.options:
         return f"{text}; no single GPU in the list has that much."
-    if found.cheapest is None:
-        return f"{text}; {found.options[0].device.name} is the smallest in the list that has it."
-    device = found.cheapest.device
+    best = found.cheapest
+    judged = formatting.listing(judged_by(found))
+    if best is None:
+        if any(one.may_suffice for one in found.options):
+            return f"{text}. Of those that nothing rules out by {judged}, none has a list price."
+        if all(one.misses for one in found.options):
+            return f"{text}; every GPU in the list is too slow by {judged}, even at its peaks."
+        return f"{text}; whether one in the list suffices by {judged} is not known."
+    device = best.device
     price = formatting.dollars_per_hour(device.dollars_per_hour)
-    floor = formatting.seconds(found.cheapest.tpot_floor_seconds)
     return (
-        f"{text}. The cheapest in the list is the {device.name} with {device.memory_gib:g} GiB at "
-        f"{price} (published: {device.price_basis}, {device.price_date}); "
-        f"its bandwidth allows at best {floor} per token (predicted)."
+        f"{text}. The cheapest that nothing rules out by {judged} is the {device.name} with "
+        f"{device.memory_gib:g} GiB at {price} (published: {device.price_basis}, "
+        f"{device.price_date}): {bounds_words(best)} (predicted, at the peaks of its datasheet; "
+        "what it holds is not known until it is measured)."
     )
+
+
+def judged_by(found: Takeover) -> list[str]:
+    """What the GPUs were filtered by: memory, and each limit that was asked for."""
+    line = found.options[0].roofline if found.options else None
+    asked = f"{formatting.requests(found.rate_per_second)}" if found.rate_per_second else ""
+    return ["memory", "TTFT", "TPOT", *([asked] if asked and line is not None else [])]
+
+
+def bounds_words(option: GpuOption) -> str:
+    """`at best 12 ms a token, 60 ms to the first, 8.1 requests/s`."""
+    line = option.roofline
+    parts = [f"at best {formatting.seconds(line.tpot_seconds)} a token"]
+    if line.ttft_seconds is not None:
+        parts.append(f"{formatting.seconds(line.ttft_seconds)} to the first")
+    if line.rate_per_second is not None:
+        parts.append(formatting.requests(line.rate_per_second))
+    return ", ".join(parts)
 
 
 def why_at_no_rate(cell: CellNumbers, slo: Slo) -> str:
@@ -194,12 +282,26 @@ def machine_words(facts: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def place_words(run: RunNumbers) -> str:
+def engine_words(cell: CellNumbers | None, facts: Mapping[str, Any]) -> str:
+    """`engine on 1 thread of 2 cores`; "" where the threads are not known."""
+    if cell is None or not cell.threads or not is_on_cpu(cell):
+        return ""
+    allowed = facts.get("allowed_cores")
+    cores = len(allowed) if allowed else facts.get("logical_cores")
+    threads = "1 thread" if cell.threads == 1 else f"{cell.threads} threads"
+    if not cores:
+        return f"engine on {threads}"
+    return f"engine on {threads} of {cores} core{'' if cores == 1 else 's'}"
+
+
+def place_words(run: RunNumbers, cell: CellNumbers | None = None) -> str:
     """`On this machine (...)`, or `At` the endpoints where the campaign started no server."""
-    urls = list(dict.fromkeys(cell.url for cell in run.cells if cell.url))
-    if urls and all(cell.url for cell in run.cells):
+    urls = list(dict.fromkeys(one.url for one in run.cells if one.url))
+    if urls and all(one.url for one in run.cells):
         return f"At {formatting.listing(urls)}"
-    words = machine_words(run.facts)
+    shown = cell or next((one for one in run.cells if one.threads), None)
+    parts = [machine_words(run.facts), engine_words(shown, run.facts)]
+    words = "; ".join(part for part in parts if part)
     return f"On this machine ({words})" if words else "On this machine"
 
 
@@ -220,26 +322,3 @@ def slo_source(slo: Slo) -> str:
     if not slo.source:
         return ""
     return f"changed from {slo.source}" if slo.name.endswith("(changed)") else slo.source
-
-
-def capacity_words(capacity: CapacityNumbers) -> str:
-    """A capacity for a table or a sentence."""
-    match capacity.state:
-        case "interval":
-            return rate_words(capacity) + ("" if capacity.is_narrow else ", wider than asked")
-        case "at_least":
-            return rate_words(capacity)
-        case "none":
-            return "at no rate"
-        case "unresolved":
-            high = capacity.high
-            below = f": below {formatting.significant(high)} requests/s" if high else ""
-            return f"unresolved{below}"
-    return formatting.NOT_MEASURED
-
-
-def rate_words(capacity: CapacityNumbers) -> str:
-    """A known capacity: `0.82 requests/s (0.71–0.94)` or `at least 0.71 requests/s`."""
-    if capacity.state == "interval":
-        return formatting.rate_with_interval(capacity.estimate, capacity.low, capacity.high)
-    return f"at least {formatting.significant(capacity.low or 0)} requests/s"

@@ -9,9 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from loadtests.capacity.words import in_words
 from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.slo import SLO_PRESETS
-from loadtests.records.events import CellReady, LevelAbandoned, RunFinished, of_kind
+from loadtests.records.events import (
+    CapacityStatus,
+    CellReady,
+    LevelAbandoned,
+    RunFinished,
+    of_kind,
+)
 from loadtests.records.run_folder import RunRecords
 from loadtests.records.schema import ResourceSample
 from models import formatting
@@ -140,13 +147,15 @@ def engine_restarted(evidence: Evidence) -> Iterator[NamedWarning]:
 def wide_interval(evidence: Evidence) -> Iterator[NamedWarning]:
     wide = {
         cell.key: f"{model_title(cell.model)} "
-        f"{formatting.interval(cell.capacity.low, cell.capacity.high)}"
+        f"{formatting.rate_interval(cell.capacity.low, cell.capacity.high)}"
         for cell in evidence.numbers.cells
-        if cell.capacity.state == "interval" and not cell.capacity.is_narrow
+        if cell.capacity is not None
+        and cell.capacity.status is CapacityStatus.CONFIRMED
+        and not cell.capacity.is_narrow
     }
     if wide:
         each = formatting.listing(list(wide.values()))
-        text = f"Some intervals are wider than the campaign asked for, in requests/s: {each}."
+        text = f"Some intervals are wider than the campaign asked for: {each}."
         advice = "Give the campaign more time: more levels, and longer ones."
         yield NamedWarning("WideInterval", NOTE, text, advice, tuple(wide))
 
@@ -160,18 +169,23 @@ def cell_unfinished(evidence: Evidence) -> Iterator[NamedWarning]:
 
 def open_ended(evidence: Evidence) -> Iterator[NamedWarning]:
     for cell in evidence.numbers.cells:
-        if cell.capacity.state == "at_least":
-            text = (
-                "No rate that was tried is too much for {name}: its capacity is a lower bound "
-                f"({cell.capacity.reason})."
-            )
+        if cell.status is CapacityStatus.AT_LEAST:
+            text = f"{{name}} {in_words(cell.capacity)}: more may hold."
             yield _about(cell, "OpenEnded", WARNING, text, "Let the search go higher.")
+
+
+def alone_only(evidence: Evidence) -> Iterator[NamedWarning]:
+    for cell in evidence.numbers.cells:
+        if cell.status is CapacityStatus.ALONE_ONLY:
+            text = f"{{name}} {in_words(cell.capacity)}."
+            advice = "Give the campaign more time: a level must be long enough to confirm a rate."
+            yield _about(cell, "AloneOnly", WARNING, text, advice)
 
 
 def unresolved(evidence: Evidence) -> Iterator[NamedWarning]:
     for cell in evidence.numbers.cells:
-        if cell.capacity.state == "unresolved":
-            text = f"The capacity of {{name}} is unresolved: {cell.capacity.reason}."
+        if cell.status is CapacityStatus.UNRESOLVED:
+            text = f"{{name}} {in_words(cell.capacity)}."
             advice = "Give the campaign more time, or a lower first rate."
             yield _about(cell, "Unresolved", WARNING, text, advice)
 
@@ -296,7 +310,7 @@ def memory_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
 WARNINGS: tuple[Callable[[Evidence], Iterable[NamedWarning]], ...] = (
     *(of_levels, interrupted, levels_abandoned, not_finished, cut_off_line),
     *(shared_cores, endpoint_lacks, engine_restarted),
-    *(wide_interval, cell_unfinished, open_ended, unresolved, contradiction),
+    *(wide_interval, cell_unfinished, open_ended, alone_only, unresolved, contradiction),
     *(lower_target, random_weights, one_machine),
     *(noisy_machine, virtualised, bad_samples, memory_prediction),
 )

@@ -350,7 +350,7 @@ def aimed(config: SearchConfig, made: calibrate.Prediction | None, slo: Slo) -> 
 def level_in_words(measured: Measured) -> str:
     """A level for people."""
     summary, level = measured.summary, measured.level
-    load = f"{level.rate:.3g} requests/s" if level.rate is not None else "single-stream requests"
+    load = "single-stream requests" if level.rate is None else formatting.requests(level.rate, 3)
     typical = summary.latencies.ttft.median_or_mean
     ttft = f", TTFT {formatting.seconds(typical)}" if typical is not None else ""
     each = summary.latencies.tpot.median_or_mean

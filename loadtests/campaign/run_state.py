@@ -20,8 +20,6 @@ from loadtests.errors import BadRunFolder
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
     Calibrated,
-    Capacity,
-    CapacityStatus,
     CellFinished,
     CellSkipped,
     CellStarted,
@@ -30,14 +28,12 @@ from loadtests.records.events import (
     LevelFinished,
     LevelPurpose,
     LevelStarted,
-    PredictedRate,
     Waited,
     of_kind,
 )
 from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
 from loadtests.records.schema import RequestRecord, RunManifest
-from loadtests.simulation.calibration import Prediction, prediction_ratio
-from loadtests.simulation.calibration import in_words as predicted_in_words
+from loadtests.simulation.calibration import Prediction
 
 
 @dataclass
@@ -212,34 +208,3 @@ def open_level_of(events: Sequence[Event]) -> LevelStarted | None:
     closed = {e.level for e in events if isinstance(e, LevelFinished | LevelAbandoned)}
     still = [event for event in of_kind(events, LevelStarted) if event.level not in closed]
     return still[-1] if still else None
-
-
-def in_words(capacity: Capacity) -> str:
-    """A capacity for people."""
-    found = capacity
-    ends = [_number(found.low), _number(found.high)]
-    interval = f" (capacity {ends[0]}-{ends[1]} by the levels)" if found.low or found.high else ""
-    match found.status:
-        case CapacityStatus.NONE:
-            return f"meets the SLO at no rate ({found.reason})"
-        case CapacityStatus.CONFIRMED:
-            return f"holds up to {_number(found.held)} requests/s{interval}"
-        case CapacityStatus.AT_LEAST:
-            return f"holds up to at least {_number(found.held)} requests/s ({found.reason})"
-        case CapacityStatus.ALONE_ONLY:
-            return f"alone only{interval}: {found.reason}"
-    return f"unresolved{interval}: {found.reason}"
-
-
-def predicted_beside(predicted: PredictedRate, found: Capacity) -> str:
-    """A prediction and its ratio to the capacity that was measured, with the interval's ends."""
-    words = f"predicted {predicted_in_words(predicted)}"
-    ratio = prediction_ratio(predicted.rate, found)
-    if ratio is None:
-        return words
-    low, middle, high = ratio
-    return f"{words}, {middle:.2g} x what was measured ({low:.2g}-{high:.2g})"
-
-
-def _number(rate: float | None) -> str:
-    return "?" if rate is None else f"{rate:.3g}"

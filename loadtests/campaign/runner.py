@@ -27,14 +27,9 @@ from loadtests.campaign.cell_runner import OpenBench, run_cell
 from loadtests.campaign.cells import Cell, cell_of_target
 from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import (
-    CellState,
-    campaign_of,
-    in_words,
-    open_level_of,
-    predicted_beside,
-)
+from loadtests.campaign.run_state import CellState, campaign_of, open_level_of
 from loadtests.campaign.servers import External
+from loadtests.capacity.words import in_words
 from loadtests.errors import (
     BadRunFolder,
     EndpointRefuses,
@@ -61,6 +56,7 @@ from loadtests.records.events import (
     of_kind,
 )
 from loadtests.records.run_folder import RunFolder
+from loadtests.simulation.prediction_words import predicted_beside
 from models import formatting
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
 

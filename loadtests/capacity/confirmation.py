@@ -15,6 +15,7 @@ from loadtests.capacity.levels import Level, single_stream_seconds
 from loadtests.capacity.posterior import Posterior
 from loadtests.metrics.clustering import dispersion
 from loadtests.metrics.slo import Slo, Verdict, requests_to_hold, verdict
+from loadtests.records.events import Confirmation
 
 LEAST_SECONDS = 60.0
 TTFT_LIMITS = 30.0  # an overload of 1/30 shows within the level
@@ -41,15 +42,37 @@ def verdicts(levels: Sequence[Level], slo: Slo, clump: float) -> dict[float, Ver
 
 def candidates(levels: Sequence[Level], slo: Slo) -> dict[float, tuple[int, int]]:
     """Rate -> (good, due) of the levels that are long and steady enough to confirm it."""
-    least = ROUNDING * confirming_seconds(slo, single_stream_seconds(levels))
     found: dict[float, tuple[int, int]] = {}
-    for level in levels:
-        if level.rate is None or not (level.is_valid and level.is_whole and level.is_steady):
-            continue
-        if level.duration_seconds >= least:
-            good, due = found.get(level.rate, (0, 0))
-            found[level.rate] = (good + level.good, due + level.due)
+    for level in _long_and_steady(levels, slo):
+        good, due = found.get(level.rate or 0.0, (0, 0))
+        found[level.rate or 0.0] = (good + level.good, due + level.due)
     return found
+
+
+def confirmation(levels: Sequence[Level], slo: Slo, rate: float | None) -> Confirmation | None:
+    """The levels that confirm `rate`, together; None where none does."""
+    own = [level for level in _long_and_steady(levels, slo) if level.rate == rate]
+    if not own:
+        return None
+    return Confirmation(
+        levels=len(own),
+        seconds=sum(level.duration_seconds for level in own),
+        requests=sum(level.due for level in own),
+    )
+
+
+def _long_and_steady(levels: Sequence[Level], slo: Slo) -> list[Level]:
+    """Levels at a rate that may confirm it."""
+    least = ROUNDING * confirming_seconds(slo, single_stream_seconds(levels))
+    return [
+        level
+        for level in levels
+        if level.rate is not None
+        and level.is_valid
+        and level.is_whole
+        and level.is_steady
+        and level.duration_seconds >= least
+    ]
 
 
 def confirmed_rate(levels: Sequence[Level], slo: Slo, clump: float) -> float | None:

@@ -12,11 +12,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadtests.capacity.confirmation import confirmed_rate
+from loadtests.capacity.confirmation import confirmation, confirmed_rate
 from loadtests.capacity.levels import Level, pooled
 from loadtests.capacity.posterior import Observation, Posterior, posterior
 from loadtests.capacity.search_config import SearchConfig
-from loadtests.metrics.clustering import dispersion
+from loadtests.metrics.clustering import clumping, dispersion
 from loadtests.metrics.slo import Slo, Verdict, verdict
 from loadtests.records.events import Capacity, CapacityStatus
 
@@ -64,7 +64,7 @@ class Evidence:
             Observation(lv.due / lv.duration_seconds, lv.good, lv.due, lv.runs)
             for lv in self.loaded
         ]
-        return posterior(seen, self.config.min_rate, self.config.max_rate, self.slo.target)
+        return _posterior(tuple(seen), self.config.min_rate, self.config.max_rate, self.slo.target)
 
     @functools.cached_property
     def single_stream_counts(self) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class Evidence:
         if found == "unresolved" and self.loaded:
             more_good, more = self._up_to(self.belief.quantile(0.5))
             bad = more - more_good
-            together = dispersion((bad + 0.5) / (more + 1), self.belief.clump)
+            together = dispersion((bad + 0.5) / (more + 1), self.clump)
             effective = good + more_good / together, due + more / together
             return "holds" if verdict(*effective, self.slo) == "holds" else found
         return found
@@ -102,7 +102,7 @@ class Evidence:
         All that was asked below the middle of the capacity must reach the target together: of many
         levels that are just too bad, one holds by chance.
         """
-        rate = confirmed_rate(self.levels, self.slo, self.belief.clump)
+        rate = confirmed_rate(self.levels, self.slo, self.clump)
         if rate is None:
             return None
         good, due = self._up_to(max(rate, self.belief.quantile(0.5)))
@@ -113,6 +113,11 @@ class Evidence:
         """(good, due) of levels at most at this rate."""
         seen = [lv for lv in self.loaded if lv.rate is not None and lv.rate <= rate * 1.001]
         return sum(lv.good for lv in seen), sum(lv.due for lv in seen)
+
+    @functools.cached_property
+    def clump(self) -> float:
+        """As `belief` has it, without the posterior."""
+        return clumping([(lv.due - lv.good, lv.due, lv.runs) for lv in self.loaded])
 
     @functools.cached_property
     def capacity(self) -> Capacity:
@@ -134,6 +139,7 @@ class Evidence:
             high=high,
             is_narrow=is_narrow,
             reason=self._reason(status),
+            confirmed_by=confirmation(self.levels, self.slo, self.confirmed),
         )
 
     def _interval(self) -> tuple[float | None, float | None, float | None]:
@@ -186,6 +192,14 @@ class Evidence:
             is_narrow=True,
             reason=f"{due - good} of {due} requests broke the SLO with nothing else running",
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _posterior(
+    seen: tuple[Observation, ...], min_rate: float, max_rate: float, target: float
+) -> Posterior:
+    """Kept: several SLOs, and each step of a search, ask for the same again."""
+    return posterior(seen, min_rate, max_rate, target)
 
 
 def estimate(levels: Sequence[Level], config: SearchConfig, slo: Slo) -> Capacity:

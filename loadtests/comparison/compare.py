@@ -60,6 +60,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     reason: str  # why it is not known
     rows: list[Row]
     notes: list[str]
+    capacities: list[str] = []  # of each cell, what each run says in words
 
 
 class _Metric(msgspec.Struct, frozen=True):
@@ -116,7 +117,14 @@ def compare(
         reason=_why_not_known(len(first), len(second), rows) if verdict == "not known" else "",
         rows=rows,
         notes=notes,
+        capacities=[_capacities(mine, theirs) for mine, theirs in pairs],
     )
+
+
+def _capacities(mine: Cells, theirs: Cells) -> str:
+    """`CELL: first holds up to 2.4 requests/s; second alone only, at no rate`."""
+    first, second = (", ".join(cell.capacity_words for cell in cells) for cells in (mine, theirs))
+    return f"{mine[0].key}: first {first}; second {second}"
 
 
 def _why_not_known(first: int, second: int, rows: Sequence[Row]) -> str:

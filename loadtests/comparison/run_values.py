@@ -20,6 +20,7 @@ from loadtests.campaign.level import judge
 from loadtests.capacity.estimate import estimate
 from loadtests.capacity.levels import Level
 from loadtests.capacity.search_config import SearchConfig
+from loadtests.capacity.words import in_short
 from loadtests.comparison.welch import LEAST_ERROR
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.level_summary import Summary
@@ -27,6 +28,7 @@ from loadtests.metrics.slo import Slo
 from loadtests.records.events import LevelStarted
 from loadtests.records.run_folder import MANIFEST, LevelRecords, read_records
 from loadtests.records.schema import RunManifest
+from models import formatting
 
 SAME_RATE = 0.001
 CAPACITY = "capacity"
@@ -59,8 +61,9 @@ class CellValues(msgspec.Struct, frozen=True):
     key: str
     facts: dict[str, str]  # of comparability.CELL, and the workload's name
     loads: list[LoadValues]
-    capacity: float | None  # requests/s
+    capacity: float | None  # requests/s, the estimate by the levels
     capacity_reason: str = ""
+    capacity_words: str = formatting.NOT_MEASURED  # what is confirmed
     left_out: int = 0  # levels that were cut short or not valid
 
     @property
@@ -133,6 +136,7 @@ def _cell(
         loads=_each_once(measured),
         capacity=(capacity.estimate or None) if capacity is not None else None,
         capacity_reason=capacity.reason if capacity is not None else "",
+        capacity_words=in_short(capacity),
         left_out=left_out,
     )
 

@@ -11,6 +11,7 @@ from loadtests.generator.endpoint import Target, TargetFacts
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.requests import Workload
+from models import formatting
 
 DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
 
@@ -71,5 +72,5 @@ class LoadPlan(
     @property
     def load_in_words(self) -> str:
         if self.rate_per_second is not None:
-            return f"{self.rate_per_second:.3g} requests/s"
+            return formatting.requests(self.rate_per_second, 3)
         return f"{self.concurrency} users"

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from loadtests.metrics.level_summary import (
-    Counts,
     Summary,
     Window,
     arrivals_of,
@@ -62,7 +61,7 @@ def summarise(
         window=window,
         slo=slo.name,
         asked_rate=rate,
-        verdict=_verdict(counts, slo, steady),
+        verdict=level_verdict(counts.good, counts.due, counts.dispersion, slo, steady),
         counts=counts,
         latencies=latencies_of(inside),
         throughput=throughput_of(records, inside, window, counts),
@@ -99,7 +98,7 @@ def _is_steady(
     )
 
 
-def _verdict(counts: Counts, slo: Slo, steady: bool | None) -> Verdict:
+def level_verdict(good: int, due: int, dispersion: float, slo: Slo, steady: bool | None) -> Verdict:
     """On effective counts; a level whose queue grows does not hold."""
-    found = verdict(counts.good, counts.due, slo, counts.dispersion)
+    found = verdict(good, due, slo, dispersion)
     return "unresolved" if found == "holds" and steady is False else found

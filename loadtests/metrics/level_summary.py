@@ -129,8 +129,7 @@ def counts_of(inside: Sequence[RequestRecord], slo: Slo) -> Counts:
     """`inside` are the records due in the window, in order of due time."""
     good = [is_good(r, slo) for r in inside]
     runs = runs_of(good)
-    bad = len(good) - sum(good)
-    together = dispersion((bad + 0.5) / (len(good) + 1), clumping([(bad, len(good), runs)]))
+    together = counted_as_one(sum(good), len(good), runs)
     low, high = wilson(sum(good) / together, len(good) / together, slo.confidence)
     failed = Counter(kind for r in inside if (kind := failure_kind(r)) is not None)
     return Counts(
@@ -144,6 +143,12 @@ def counts_of(inside: Sequence[RequestRecord], slo: Slo) -> Counts:
         dispersion=together,
         runs=runs,
     )
+
+
+def counted_as_one(good: int, due: int, runs: Sequence[int]) -> float:
+    """How many requests of a level count as one, by its own clusters of bad requests."""
+    bad = due - good
+    return dispersion((bad + 0.5) / (due + 1), clumping([(bad, due, runs)]))
 
 
 def latencies_of(inside: Sequence[RequestRecord]) -> Latencies:

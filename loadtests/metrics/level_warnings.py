@@ -26,6 +26,7 @@ SHORT_SHARE = 0.01
 PROMPTS_OFF_SHARE = 0.02
 LEAST_FOR_LITTLES_LAW = 20
 
+LATE_SENDS = "LateSends"
 NOTE, WARNING, SERIOUS = Severity.NOTE, Severity.WARNING, Severity.SERIOUS
 
 
@@ -86,21 +87,28 @@ def generator_busy(level: Evidence) -> NamedWarning | None:
 
 def late_sends(level: Evidence) -> NamedWarning | None:
     """Serious only above 1 % of the TTFT limit: below, a late send decides no request."""
-    lags = sorted(lag for r in level.inside if (lag := send_lag_seconds(r)) is not None)
+    lag = longest_send_lag(level.inside)
     median = level.summary.latencies.ttft.median_or_mean
-    if not lags or median is None:
+    if lag is None or median is None or lag <= max(LATE_SHARE * median, LATE_FLOOR_SECONDS):
         return None
-    lag = lags[math.ceil(0.99 * len(lags)) - 1]
-    if lag <= max(LATE_SHARE * median, LATE_FLOOR_SECONDS):
-        return None
-    limit = level.slo.ttft_seconds
     return NamedWarning(
-        "LateSends",
-        SERIOUS if limit is None or lag > LATE_SHARE * limit else WARNING,
+        LATE_SENDS,
+        SERIOUS if late_sends_decide(lag, level.slo.ttft_seconds) else WARNING,
         f"requests left {formatting.seconds(lag, 3)} after they were due (p99), more than "
         f"{LATE_SHARE:.0%} of the median TTFT, {formatting.seconds(median, 3)}",
         "give the load generator a core of its own or more processes",
     )
+
+
+def longest_send_lag(inside: Sequence[RequestRecord]) -> float | None:
+    """p99 of the send lag in seconds, nearest rank; None where nothing was sent."""
+    lags = sorted(lag for r in inside if (lag := send_lag_seconds(r)) is not None)
+    return lags[math.ceil(0.99 * len(lags)) - 1] if lags else None
+
+
+def late_sends_decide(lag_seconds: float, ttft_limit_seconds: float | None) -> bool:
+    """Whether so late a send may decide whether a request is good."""
+    return ttft_limit_seconds is None or lag_seconds > LATE_SHARE * ttft_limit_seconds
 
 
 def unsent(level: Evidence) -> NamedWarning | None:

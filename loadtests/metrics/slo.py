@@ -73,6 +73,17 @@ def verdict(good: float, due: float, slo: Slo, dispersion: float = 1.0) -> Verdi
     return "fails" if high < slo.target else "unresolved"
 
 
+def is_as_strict(slo: Slo, other: Slo) -> bool:
+    """Whether a level that fails by `other` fails by `slo` too: no limit is looser."""
+    limits = (
+        (slo.ttft_seconds, other.ttft_seconds),
+        (slo.tpot_seconds, other.tpot_seconds),
+    )
+    return slo.target >= other.target and all(
+        theirs is None or (mine is not None and mine <= theirs) for mine, theirs in limits
+    )
+
+
 def requests_to_hold(slo: Slo) -> int:
     """The fewest requests, all good, with which a level can hold: 268 for 99 % at 95 %."""
     z = NormalDist().inv_cdf(slo.confidence)

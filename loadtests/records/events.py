@@ -44,6 +44,14 @@ class CapacityStatus(StrEnum):
     UNRESOLVED = "unresolved"  # the levels do not tell
 
 
+class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
+    """The levels at the confirmed rate that were long and steady enough, together."""
+
+    levels: int
+    seconds: float
+    requests: int
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """The highest rate that meets the SLO, requests/s, by measured levels only.
 
@@ -59,6 +67,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     high: float | None = None
     is_narrow: bool = False  # the interval is as narrow as asked
     reason: str
+    confirmed_by: Confirmation | None = None  # None where `held` is none, or not on record
+
+    @property
+    def holds(self) -> bool:
+        """Some rate is confirmed."""
+        return self.held is not None and self.held > 0
 
 
 class PredictedRate(msgspec.Struct, frozen=True, kw_only=True):

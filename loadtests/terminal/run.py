@@ -8,12 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.campaign.level import judge
-from loadtests.campaign.run_state import (
-    campaign_of,
-    in_words,
-    predicted_beside,
-    prediction_on_record,
-)
+from loadtests.campaign.run_state import campaign_of, prediction_on_record
+from loadtests.capacity.words import in_words
 from loadtests.records.events import (
     CellFinished,
     CellSkipped,
@@ -26,7 +22,7 @@ from loadtests.records.events import (
     of_kind,
 )
 from loadtests.records.run_folder import read_records
-from loadtests.simulation.calibration import in_words as predicted_in_words
+from loadtests.simulation.prediction_words import predicted_beside
 from loadtests.terminal.level import level_row, wide_console
 from models import formatting
 
@@ -103,8 +99,7 @@ def prediction_in_words(key: str, slo: str, events: list[Event]) -> str | None:
         return f"no prediction for the SLO {slo}{fitted}"
     ended = of_kind(events, CellFinished, key)
     found = ended[-1].capacities.get(slo) if ended else None
-    words = f"predicted {predicted_in_words(predicted)}"
-    return f"{words if found is None else predicted_beside(predicted, found)}{fitted}"
+    return f"{predicted_beside(predicted, found)}{fitted}"
 
 
 def load_in_words(start: LevelStarted) -> str:

@@ -1,4 +1,4 @@
-"""The crossover map: model size x request rate, where the CPU suffices and where a GPU takes over.
+"""The crossover map: model size x request rate, and what of it this CPU is confirmed to hold.
 
 Its data are named (`columns`, `points`), so that the page can replace them when the SLO moves.
 A log axis has no zero: a model that meets the SLO at no rate is a whole column, not a point.
@@ -13,18 +13,17 @@ from typing import Any
 import altair as alt
 import msgspec
 
+from loadtests.capacity.words import ALONE_ONLY, AT_NO_RATE, UNRESOLVED, in_words
+from loadtests.records.events import Capacity, CapacityStatus
 from models import formatting
 from models.formatting import model_title
 from reports.charts import parts, style
-from reports.findings import does_not_fit
+from reports.findings import does_not_fit, is_on_cpu
 from reports.numbers import CellNumbers, LevelNumbers
 
-_REGIONS = {
-    "CPU suffices": style.CPU,
-    "within the interval": style.INTERVAL,
-    "GPU takes over": style.GPU,
-    "not measured": style.UNKNOWN,
-}
+HOLDS = "holds (confirmed)"
+UNSURE = "not confirmed, within the interval"
+UNKNOWN = "not known"
 _SHAPES = {"holds": "circle", "fails": "cross", "unresolved": "diamond"}
 
 
@@ -45,17 +44,26 @@ def map_rows(
 ) -> MapRows:
     """The map's data for the cells of known size."""
     known = [cell for cell in cells if cell.parameters]
-    rates = [level.rate_per_second for cell in known for level in cell.loaded]
-    rates += [end for cell in known for end in (cell.capacity.low, cell.capacity.high)]
-    seen = [rate for rate in (*rates, asked_rate) if rate]
     half = _half_width([cell.parameters or 1 for cell in known])
+    bottom, top = rate_ends(known, asked_rate)
     return MapRows(
         columns=[_column(cell, half, (gpu_texts or {}).get(cell.key, "")) for cell in known],
         points=[_point(cell, level) for cell in known for level in cell.loaded],
-        bottom=min(seen) / 2.2 if seen else 0.1,
-        top=max(seen) * 2.2 if seen else 10.0,
+        bottom=bottom,
+        top=top,
         half=half,
     )
+
+
+def rate_ends(cells: Sequence[CellNumbers], asked_rate: float | None) -> tuple[float, float]:
+    """The lowest and the highest rate of the map, with room, in requests/s."""
+    rates = [level.rate_per_second for cell in cells for level in cell.loaded]
+    found = [cell.capacity for cell in cells if cell.capacity is not None]
+    rates += [end for one in found for end in (one.held, one.high)]
+    made = [cell.predicted for cell in cells if cell.predicted is not None]
+    rates += [end for one in made for end in (one.rate, one.low, one.high)]
+    seen = [rate for rate in (*rates, asked_rate) if rate]
+    return (min(seen) / 2.2, max(seen) * 2.2) if seen else (0.1, 10.0)
 
 
 def _point(cell: CellNumbers, level: LevelNumbers) -> parts.Row:
@@ -71,37 +79,63 @@ def _point(cell: CellNumbers, level: LevelNumbers) -> parts.Row:
 
 def _column(cell: CellNumbers, half: float, gpu_text: str) -> parts.Row:
     size = cell.parameters or 1
-    capacity = cell.capacity
+    predicted = cell.predicted
     return {
         "key": cell.key,
         "model": model_title(cell.model),
         "size": size,
         "left": size / half,
+        "beside": size / half**0.6,  # where the prediction's interval stands
         "right": size * half,
-        "state": "skipped" if does_not_fit(cell) else capacity.state,
-        "low": capacity.low,
-        "estimate": capacity.estimate,
-        "high": capacity.high,
-        "label": column_label(cell),
+        **column_of(cell, cell.capacity),
+        "predicted": predicted.rate or None if predicted is not None else None,
+        "predicted_low": predicted.low if predicted is not None else None,
+        "predicted_high": predicted.high if predicted is not None else None,
+        "predicted_text": (
+            f"pred. {formatting.rate(predicted.rate)}" if predicted is not None else ""
+        ),
         "gpu": gpu_text,
     }
 
 
-def column_label(cell: CellNumbers) -> str:
-    """What stands in a cell's column: its capacity, or why there is none."""
-    capacity = cell.capacity
+def column_of(cell: CellNumbers, found: Capacity | None) -> parts.Row:
+    """What a capacity makes of a column.
+
+    `floor` and `roof` in requests/s: confirmed below the floor, not held above the roof, `middle`
+    between them; floor None: nothing is confirmed; roof 0: no rate holds; None: not known.
+    """
+    row: parts.Row = {"floor": None, "roof": None, "middle": UNKNOWN}
+    row |= {"label": column_label(cell, found), "words": cell.reason or in_words(found)}
+    if does_not_fit(cell) or (found is not None and found.status is CapacityStatus.NONE):
+        return row | {"roof": 0.0}
+    if found is None:
+        return row
+    middle = UNSURE if found.high is not None else UNKNOWN
+    return row | {"floor": found.held, "roof": found.high, "middle": middle}
+
+
+def column_label(cell: CellNumbers, found: Capacity | None) -> str:
+    """What stands in a cell's column: the confirmed rate, or why there is none."""
     if cell.state == "skipped":
         return "does not fit" if does_not_fit(cell) else "skipped"
-    match capacity.state:
-        case "interval":
-            return formatting.rate(capacity.estimate)
-        case "at_least":
-            return f"≥ {formatting.rate(capacity.low)}"
-        case "none":
-            return "at no rate"
-        case "unresolved":
-            return "unresolved"
+    match found.status if found is not None else None:
+        case CapacityStatus.CONFIRMED:
+            return formatting.rate(found.held if found is not None else None)
+        case CapacityStatus.AT_LEAST:
+            return f"≥ {formatting.rate(found.held if found is not None else None)}"
+        case CapacityStatus.NONE:
+            return AT_NO_RATE
+        case CapacityStatus.ALONE_ONLY:
+            return ALONE_ONLY
+        case CapacityStatus.UNRESOLVED:
+            return UNRESOLVED
     return formatting.NOT_MEASURED
+
+
+def above_words(cells: Sequence[CellNumbers]) -> str:
+    """What lies above the roof; an endpoint of unknown hardware is no CPU."""
+    here = "this CPU" if all(is_on_cpu(cell) for cell in cells) else "this server"
+    return f"above what {here} holds"
 
 
 def _half_width(sizes: Sequence[int]) -> float:
@@ -120,8 +154,8 @@ def crossover_map(
         return None
     scale = parts.log_scale(rows.bottom, rows.top)
     layers = [
-        _regions(rows, scale),
-        _needs(),
+        _regions(rows, scale, above_words(cells)),
+        *_predictions(scale),
         *_capacities(scale),
         _no_capacities(),
         _levels(scale),
@@ -131,45 +165,47 @@ def crossover_map(
     return parts.spec(layers, height=380, datasets=datasets)
 
 
-def _regions(rows: MapRows, scale: alt.Scale) -> parts.Layer:
-    """Up to three rectangles a column: below the interval, within it, above it."""
+def _regions(rows: MapRows, scale: alt.Scale, above: str) -> parts.Layer:
+    """Up to three rectangles a column: below the floor, up to the roof, above it."""
     bottom, top = rows.bottom, rows.top
-    # Above `roof` the CPU is known not to suffice; where nothing failed there is no such rate.
-    ceiling = f"datum.state == 'none' || datum.state == 'skipped' ? {bottom} : {top}"
-    between = "datum.state == 'interval' || datum.state == 'unresolved' && datum.low != null"
     pieces = (
-        f"[{{a: {bottom}, b: datum.floor, r: 'CPU suffices'}}, "
-        "{a: datum.floor, b: datum.roof, r: datum.middle}, "
-        f"{{a: datum.roof, b: {top}, r: 'GPU takes over'}}]"
+        f"[{{a: {bottom}, b: datum.under, r: '{HOLDS}'}}, "
+        "{a: datum.under, b: datum.over, r: datum.middle}, "
+        f"{{a: datum.over, b: {top}, r: '{above}'}}]"
     )
     rectangles = (
         _columns()
+        .transform_calculate(under=f"datum.floor == null ? {bottom} : datum.floor")
         .transform_calculate(
-            floor=f"datum.low == null ? {bottom} : datum.low",
-            roof=f"datum.high == null ? ({ceiling}) : datum.high",
-            middle=f"{between} ? 'within the interval' : 'not measured'",
+            over=f"datum.roof == null ? {top} : max(datum.roof, datum.under)",
         )
         .transform_calculate(pieces=pieces)
         .transform_flatten(["pieces"])
         .transform_calculate(a="datum.pieces.a", b="datum.pieces.b", region="datum.pieces.r")
         .transform_filter("datum.b > datum.a")
     )
-    axis = alt.Axis(
-        title="requests per second (log scale)", format="~r", values=parts.log_ticks(bottom, top)
-    )
-    palette = alt.Scale(domain=list(_REGIONS), range=list(_REGIONS.values()))
-    legend = alt.Legend(values=[name for name in _REGIONS if name != "not measured"])
+    axis = parts.rate_labels("requests (log scale)", bottom, top)
+    colours = {
+        HOLDS: style.CPU,
+        UNSURE: style.INTERVAL,
+        above: style.ABOVE,
+        UNKNOWN: style.UNKNOWN,
+    }
+    palette = alt.Scale(domain=list(colours), range=list(colours.values()))
     return rectangles.mark_rect(cornerRadius=1).encode(
         x=_size_axis(rows),
         x2="right:Q",
         y=alt.Y("a:Q", scale=scale, axis=axis),
         y2="b:Q",
-        color=alt.Color("region:N", scale=palette, legend=legend),
+        color=alt.Color(
+            "region:N",
+            scale=palette,
+            legend=alt.Legend(columns=parts.when_wide(4, 1), labelLimit=300),
+        ),
         tooltip=[
             alt.Tooltip("model:N", title="model"),
-            alt.Tooltip("label:N", title="capacity"),
-            alt.Tooltip("low:Q", title="suffices at least up to", format=".3~r"),
-            alt.Tooltip("high:Q", title="no longer suffices at", format=".3~r"),
+            alt.Tooltip("words:N", title="capacity"),
+            alt.Tooltip("predicted_text:N", title="prediction"),
             alt.Tooltip("gpu:N", title="GPU memory (predicted)"),
         ],
     )
@@ -184,41 +220,47 @@ def _size_axis(rows: MapRows) -> alt.X:
         labelExpr=parts.lookup({column["size"]: column["model"] for column in rows.columns}),
         title="model, by its parameters (log scale)",
         ticks=False,
-        labelFontSize=13,
+        labelFontSize=parts.when_wide(13, 11),
+        labelAngle=parts.when_wide(0, -38),
+        labelAlign=parts.when_wide("center", "right"),
         labelColor=style.INK,
         labelOverlap=False,
     )
     return alt.X("left:Q", scale=parts.log_scale(low, high), axis=axis)
 
 
-def _needs() -> parts.Layer:
-    """The GPU's memory at the top of each column."""
-    look: dict[str, Any] = {"fontSize": 11, "color": style.GPU_INK, "baseline": "top"}
-    texts = _columns().mark_text(**look, lineBreak="\n", lineHeight=14)
-    return texts.encode(x="size:Q", y=alt.value(8), text="gpu:N")
+def _predictions(scale: alt.Scale) -> parts.Layers:
+    """A dashed line at the predicted rate, and its interval as a thin one."""
+    made = _columns().transform_filter("datum.predicted != null")
+    y = alt.Y("predicted:Q", scale=scale)
+    ends = made.transform_filter("datum.predicted_low != null && datum.predicted_high != null")
+    look: dict[str, Any] = {"color": style.PREDICTED, "strokeWidth": 1.6}
+    text = {"align": "left", "baseline": "bottom", "dx": 4, "dy": -2, "fontStyle": "italic"}
+    size = {"fontSize": parts.when_wide(11, 0), "color": style.PREDICTED}
+    return [
+        ends.mark_rule(**look).encode(
+            x="beside:Q", y=alt.Y("predicted_low:Q", scale=scale), y2="predicted_high:Q"
+        ),
+        made.mark_rule(**look, strokeDash=[4, 3]).encode(x="left:Q", x2="right:Q", y=y),
+        *parts.haloed(made, {"x": "left:Q", "y": y, "text": "predicted_text:N"}, **text, **size),
+    ]
 
 
 def _capacities(scale: alt.Scale) -> parts.Layers:
-    """The capacity beside its height in the column."""
-    at = (
-        "datum.estimate != null ? datum.estimate : datum.high == null || datum.low == null "
-        "? datum.low : sqrt(datum.low * datum.high)"
-    )
-    known = (
-        _columns()
-        .transform_filter("datum.estimate != null || datum.low != null")
-        .transform_calculate(at=at)
-    )
-    place = {"x": "right:Q", "y": alt.Y("at:Q", scale=scale), "text": "label:N"}
-    look: dict[str, Any] = {"fontWeight": 700, "fontSize": 13, "color": style.INK}
-    return parts.haloed(known, place, **look, dx=-6, align="right", baseline="middle")
+    """The confirmed rate at its height in the column."""
+    known = _columns().transform_filter("datum.floor != null && datum.roof !== 0")
+    place = {"x": "right:Q", "y": alt.Y("floor:Q", scale=scale), "text": "label:N"}
+    size = parts.when_wide(13, 11)
+    look: dict[str, Any] = {"fontWeight": 700, "fontSize": size, "color": style.INK}
+    return parts.haloed(known, place, **look, dx=-6, dy=9, align="right", baseline="middle")
 
 
 def _no_capacities() -> parts.Layer:
     """Why there is no capacity, in the middle of the column."""
-    unknown = _columns().transform_filter("datum.estimate == null && datum.low == null")
-    look: dict[str, Any] = {"fontWeight": 700, "fontSize": 13, "color": style.GPU_INK}
-    texts = unknown.mark_text(**look, baseline="middle")
+    unknown = _columns().transform_filter("datum.floor == null || datum.roof === 0")
+    size = parts.when_wide(13, 10)
+    look: dict[str, Any] = {"fontWeight": 700, "fontSize": size, "color": style.ABOVE_INK}
+    texts = unknown.mark_text(**look, baseline="middle", angle=parts.when_wide(0, -90))
     return texts.encode(x="size:Q", y=alt.value(150), text="label:N")
 
 
@@ -231,7 +273,7 @@ def _levels(scale: alt.Scale) -> parts.Layer:
         y=alt.Y("rate:Q", scale=scale),
         shape=alt.Shape("verdict:N", scale=shapes, legend=None),
         fill=parts.colours("verdict:N", style.VERDICTS, alt.Fill),
-        stroke=alt.value("white"),
+        stroke=alt.value(style.PAPER),
         tooltip=[
             alt.Tooltip("model:N"),
             alt.Tooltip("rate:Q", title="requests/s asked", format=".3~r"),

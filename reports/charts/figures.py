@@ -13,8 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from models import formatting
-from reports.charts import latency, memory, throughput
-from reports.charts.crossover_map import crossover_map
+from reports.charts import latency, memory, style, throughput
+from reports.charts.crossover_map import above_words, crossover_map
 from reports.charts.parts import Spec
 from reports.errors import MissingPackage
 from reports.findings import Crossover, Rung
@@ -28,10 +28,11 @@ STATIC_WIDTH = 860
 HALF_WIDTH = 400
 
 MAP_CAPTION = (
-    "Blue: the CPU meets the SLO ({slo}). Pale blue: the interval of the capacity. Orange: a GPU "
-    "takes over, with the memory it needs. Grey: not measured. Marks are measured levels: a circle "
-    "met the SLO, a cross missed it, a diamond had too few requests to say."
+    "Blue: a level at that rate or above ran, long enough, and met the SLO ({slo}). Pale blue: not "
+    "confirmed, and not known to be too much. Orange: {above}. Grey: not known. Marks are measured "
+    "levels: a circle met the SLO, a cross missed it, a diamond had too few requests to say.{more}"
 )
+PREDICTED_CAPTION = " Violet, dashed: the rate that was predicted, with its own interval."
 ALONE_CAPTION = (
     "Median of requests sent one at a time (the mean where there are few). "
     "A model above the line meets the SLO at no rate."
@@ -77,7 +78,7 @@ class Figure(msgspec.Struct, frozen=True):
         return str(vl_convert().vegalite_to_svg(self.spec()))
 
     def png(self, scale: float = 2.0) -> bytes:
-        framed = self.spec() | {"background": "white", "padding": 12}
+        framed = self.spec() | {"background": style.PAPER, "padding": 12}
         return bytes(vl_convert().vegalite_to_png(framed, scale=scale))
 
 
@@ -87,14 +88,20 @@ def figures(run: RunNumbers, found: Crossover) -> tuple[Figure, ...]:
 
 
 def _maps(run: RunNumbers, found: Crossover) -> Iterator[Figure]:
-    caption = MAP_CAPTION.format(slo=slo_words(run.slo))
     series = series_of(run.cells)
     for name, cells in series.items():
         chart = crossover_map(cells, gpu_texts(found), found.asked_rate)
+        is_predicted = any(cell.predicted is not None for cell in cells)
+        caption = MAP_CAPTION.format(
+            slo=slo_words(run.slo),
+            above=above_words(cells),
+            more=PREDICTED_CAPTION if is_predicted else "",
+        )
+        sources: tuple[Source, ...] = ("measured here", "predicted") if is_predicted else MEASURED
         slug = f"crossover-{_slug(name)}" if len(series) > 1 else "crossover"
         title = f"Crossover map: {name}" if len(series) > 1 else "Crossover map"
         if chart is not None:
-            yield Figure("crossover", slug, title, caption, chart, ("measured here", "predicted"))
+            yield Figure("crossover", slug, title, caption, chart, sources)
 
 
 def _metrics(run: RunNumbers) -> list[tuple[latency.Metric, str, float | None]]:
@@ -153,11 +160,9 @@ def series_of(cells: Sequence[CellNumbers]) -> dict[str, list[CellNumbers]]:
 
 
 def gpu_texts(found: Crossover) -> dict[str, str]:
-    """Cell -> what stands where the GPU takes over."""
+    """Cell -> the memory that a GPU would need."""
     needs = {rung.cell.key: need_of(rung.cell) for rung in found.rungs if rung.cell}
-    return {
-        key: f"GPU with\n{formatting.size(need.total_bytes)}" for key, need in needs.items() if need
-    }
+    return {key: formatting.size(need.total_bytes) for key, need in needs.items() if need}
 
 
 def _memory_caption(rungs: Sequence[Rung]) -> str:

@@ -33,7 +33,7 @@ def under_load(cell: CellNumbers, metric: Metric, limit_seconds: float | None) -
     single = cell.single_stream
     single_seconds = middle(getattr(single.summary.latencies, metric)) if single else None
     lines = [value for value in (limit_seconds, single_seconds) if value]
-    x = parts.rate_axis(rates, "requests per second", most=6)
+    x = parts.rate_axis(rates, "requests asked", most=6)
     y = parts.seconds_axis([row["seconds"] for row in rows] + lines, room=1.6, most=5)
     layers = _slo(limit_seconds, y)
     if single_seconds:

@@ -90,7 +90,7 @@ def _peaks(rungs: Sequence[Rung], x: alt.X, scale: alt.Scale) -> parts.Layers:
     ]
     if not rows:
         return []
-    look: parts.Row = {"shape": "diamond", "size": 110, "color": style.INK, "stroke": "white"}
+    look: parts.Row = {"shape": "diamond", "size": 110, "color": style.INK, "stroke": style.PAPER}
     marks = parts.data(rows).mark_point(**look, filled=True, opacity=1, strokeWidth=1.5)
     tips = ["model:N", alt.Tooltip("text:N", title="measured peak")]
     return [marks.encode(x=x, y=alt.Y("peak:Q", scale=scale), tooltip=tips)]

@@ -11,11 +11,13 @@ FAINT = "#e3e8ed"
 LINE = "#aab4be"
 CARD = "#97a3af"
 SLO = "#b3261e"
-CPU = "#2a78b5"  # the CPU suffices
-INTERVAL = "#9cc5e3"  # between the ends of the interval
-GPU = "#f7d9ae"  # a GPU takes over
-GPU_INK = "#8a4b00"
-UNKNOWN = "#edf0f3"
+PAPER = "#ffffff"
+CPU = "#2a78b5"  # confirmed to hold
+INTERVAL = "#9cc5e3"  # up to the end of the interval
+ABOVE = "#f7d9ae"  # above what holds
+ABOVE_INK = "#8a4b00"
+PREDICTED = "#7a3e9d"
+UNKNOWN = "#e4e8ec"
 VERDICTS = {"holds": "#0b7a5a", "fails": "#b3261e", "unresolved": "#8a6d00"}
 PARTS = {"weights": "#0072b2", "KV cache": "#56b4e9", "overhead": "#c3ccd5"}
 SERIES = tuple("#56b4e9 #009e73 #0072b2 #cc79a7 #d55e00 #7a5195 #444c56 #e69f00".split())
@@ -64,6 +66,40 @@ CONFIG: dict[str, Any] = {
     "legend": _LEGEND,
     "text": {"font": FONT, "fontSize": 12, "color": INK},
 }
+
+
+# Colour -> the one that takes its place on a dark page.
+DARK = {
+    INK: "#e6ecf1",
+    MUTED: "#a3b1bd",
+    FAINT: "#2a3641",
+    LINE: "#56646f",
+    CARD: "#7d8b97",
+    SLO: "#ff8a80",
+    PAPER: "#10181f",
+    CPU: "#2f7ec0",
+    INTERVAL: "#22527a",
+    ABOVE: "#5a4420",
+    ABOVE_INK: "#f3c98b",
+    PREDICTED: "#d3a4ef",
+    UNKNOWN: "#27323c",
+    "#0b7a5a": "#35b58b",
+    "#8a6d00": "#d9b53c",
+    "#0072b2": "#4aa3df",
+    "#c3ccd5": "#67747f",
+    "#444c56": "#aeb8c2",
+    "#7a5195": "#b28fd0",
+}
+
+
+def dark_rules() -> str:
+    """CSS that recolours drawn charts where the reader prefers a dark page."""
+    rules = [
+        f'.chart svg [{where}="{light}"]{{{where}:{dark}}}'
+        for light, dark in DARK.items()
+        for where in ("fill", "stroke")
+    ]
+    return f"@media screen and (prefers-color-scheme: dark) {{ {' '.join(rules)} }}\n"
 
 
 def series_colours(names: list[str]) -> dict[str, str]:

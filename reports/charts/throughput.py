@@ -64,7 +64,7 @@ def _rows(
 def _lines(rows: list[parts.Row], y: alt.Y, value: alt.Tooltip) -> parts.Layers:
     """One line per model with its name at the end; dots are full where the SLO was met."""
     rates = sorted({row["rate"] for row in rows})
-    x = parts.rate_axis(rates, "requests per second asked (log scale)", room=1.9)
+    x = parts.rate_axis(rates, "requests asked (log scale)", room=1.9)
     last = {row["model"]: row for row in sorted(rows, key=lambda row: row["rate"])}
     tips = [
         alt.Tooltip("model:N"),
@@ -74,7 +74,7 @@ def _lines(rows: list[parts.Row], y: alt.Y, value: alt.Tooltip) -> parts.Layers:
     ]
     base = parts.data(rows)
     colour = _series(rows)
-    fill = alt.condition("datum.verdict == 'holds'", colour, alt.value("white"))
+    fill = alt.condition("datum.verdict == 'holds'", colour, alt.value(style.PAPER))
     dots = base.mark_point(size=62, strokeWidth=2, opacity=1)
     named = {"x": x, "y": y, "text": "model:N", "color": colour}
     return [

@@ -74,6 +74,50 @@ def token_bytes(
     return weight_bytes(spec, weight_format) + context_tokens * spec.kv_bytes_per_token(kv_dtype)
 
 
+class Roofline(msgspec.Struct, frozen=True):
+    """What a GPU cannot beat, by the peaks on its datasheet. Bounds, not forecasts.
+
+    `ttft_seconds` is of a mean prompt alone. `rate_per_second` is of requests of mean lengths with
+    every slot decoding; without the arithmetic peak it is by bandwidth alone. None: not known.
+    """
+
+    tpot_seconds: float
+    ttft_seconds: float | None = None
+    rate_per_second: float | None = None
+    has_arithmetic: bool = True  # False: the datasheet's arithmetic peak is not in the list
+
+
+def roofline(device: Device, cell: CellNumbers, lengths: tuple[int, int] | None) -> Roofline | None:
+    """For the cell's model, format, slots and mean (prompt, output) tokens.
+
+    A step reads all weights once for its streams and the KV of each; a token costs two operations a
+    parameter, at the 16-bit peak. None: the shape or the format is not known.
+    """
+    if cell.spec is None:
+        return None
+    prompt, output = lengths or (0, 0)
+    context = prompt + output // 2
+    try:
+        weights = weight_bytes(cell.spec, cell.weight_format)
+        alone = token_bytes(cell.spec, cell.weight_format, context, cell.kv_dtype)
+    except KeyError:
+        return None
+    per_second = (device.dense_tflops or 0.0) * 1e12
+    arithmetic = 2 * cell.spec.parameters / per_second if per_second else 0.0  # s a token
+    bandwidth = device.bandwidth_gb_per_second * 1e9
+    tpot = max(tpot_floor_seconds(device, alone), arithmetic)
+    if lengths is None:
+        return Roofline(tpot, has_arithmetic=bool(per_second))
+    read = (weights / (cell.slots or 1) + alone - weights) / bandwidth
+    busy = prompt * arithmetic + output * max(arithmetic, read)
+    return Roofline(
+        tpot,
+        max(prompt * arithmetic, weights / bandwidth),
+        1 / busy if busy else None,
+        bool(per_second),
+    )
+
+
 def tpot_floor_seconds(device: Device, read_bytes: int) -> float:
     """The least time per token, at the peak of the memory bandwidth. A bound, not a forecast.
 

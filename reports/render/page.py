@@ -3,8 +3,8 @@
     Path("index.html").write_text(page(run, found, figures(run, found)))
 
 Every chart is in the page twice: drawn already (SVG, for print and for readers without JavaScript),
-and as a Vega-Lite specification that the inlined Vega draws with tooltips. The requests of every
-level travel along as (TTFT, TPOT), so that the SLO can be moved.
+and as a Vega-Lite specification that the inlined Vega draws with tooltips. The capacities at other
+limits travel along, computed here, so that the SLO can be moved.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from statistics import NormalDist
 from typing import Any
 
 import msgspec
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from loadtests.capacity.words import in_short, in_words
+from loadtests.records.events import CapacityStatus
+from loadtests.simulation.prediction_words import ratio_words
 from models import formatting
 from models.formatting import model_title
 from reports import sentences as words
-from reports.charts.crossover_map import column_label, map_rows
 from reports.charts.figures import Figure, vl_convert
-from reports.findings import Crossover
-from reports.numbers import CellNumbers, RunNumbers
-from reports.render import facts, tables
+from reports.charts.style import dark_rules
+from reports.findings import Crossover, Takeover
+from reports.numbers import RunNumbers
+from reports.render import facts, lattice, tables
 from reports.run import search_config
 
 GROUPS = ("crossover", "alone", "latency", "throughput", "attainment", "memory")
@@ -56,6 +58,7 @@ class Card(msgspec.Struct, frozen=True):
 
 def page(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> str:
     """The whole page."""
+    live = bool(run.levels) and any(figure.group == "crossover" for figure in drawn)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     specs = {figure.slug: figure.chart for figure in drawn}
     text = environment.from_string(_asset("page.html")).render(
@@ -63,7 +66,7 @@ def page(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> str:
         found=found,
         headline=words.headline(run, found),
         sentences=words.sentences(run, found),
-        page=_values(run, found, drawn),
+        page=_values(run, found, drawn) | {"live": live},
         groups={name: [one for one in drawn if one.group == name] for name in GROUPS},
         svgs={figure.slug: Markup(_still(figure)) for figure in drawn},
         tables={
@@ -75,107 +78,69 @@ def page(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> str:
         },
         specs=specs,
         specs_json=Markup(_json(specs)),
-        answers_json=Markup(_json(answers(run, found))),
-        bundle=Markup(_bundle(_asset("capacity.js") + _asset("page.js"))) if specs else "",
-        css=Markup(_asset("page.css")),
+        lattice_json=Markup(_json(lattice.lattice(run, found) if live else {})),
+        bundle=Markup(_bundle(_asset("page.js"))) if specs else "",
+        css=Markup(_asset("page.css") + dark_rules()),
         missing=formatting.NOT_MEASURED,
     )
     return text + "\n"
 
 
 def cards(run: RunNumbers, found: Crossover) -> Iterator[Card]:
-    """The key figures: largest model, its capacity, the first that fails, the GPU's memory."""
+    """The key figures: largest model, the rate it holds, the next that does not, the GPU."""
     yield from _largest(run, found)
-    yield _first_not(run, found)
-    takeover = found.takeover
-    if takeover is not None:
-        cheapest = takeover.cheapest
-        price = ""
-        if cheapest is not None:
-            price = formatting.dollars_per_hour(cheapest.device.dollars_per_hour)
-            price = f"; such cards from {price}"
-        need = formatting.size(takeover.need.total_bytes)
-        note = f"for {words.title(takeover.cell)}{price}"
-        yield Card("GPU memory that takes over", need, note, "predicted")
+    yield _next(run, found)
+    if found.takeover is not None:
+        yield _gpu_card(found.takeover)
 
 
 def _largest(run: RunNumbers, found: Crossover) -> Iterator[Card]:
-    name = "Largest model that meets the SLO"
+    name = "Largest model with a confirmed rate"
     cell = found.largest
-    if cell is None:
+    if cell is None or cell.capacity is None:
         yield Card(name, "none", "of those that were measured")
         return
-    others = sum(other.capacity.low is not None for other in run.cells) - 1
-    smaller = f"{others} smaller models meet it too" if others else "no other measured model does"
-    if others == 1:
-        smaller = "a smaller model meets it too"
-    note = f"{cell.weight_format} with {cell.backend}; {smaller}"
-    yield Card(name, model_title(cell.model), note)
-    capacity = cell.capacity
-    if capacity.estimate is None:
-        yield Card("Its capacity", f"≥ {formatting.rate(capacity.low)}", "no rate was too much")
-    else:
-        interval = formatting.interval(capacity.low, capacity.high)
-        note = f"requests per second; interval {interval}"
-        yield Card("Its capacity", formatting.rate(capacity.estimate), note)
+    others = sum(bool(other.held) for other in run.cells) - 1
+    known = {0: "no other model has one", 1: "another model has one too"}
+    note = known.get(others, f"{others} other models have one too")
+    yield Card(name, model_title(cell.model), f"{cell.weight_format} with {cell.backend}; {note}")
+    short = in_short(cell.capacity).removeprefix("holds ").capitalize()
+    rest = in_words(cell.capacity).partition("(")[2].removesuffix(")")
+    yield Card("It holds", short, f"{rest[:1].upper()}{rest[1:]}")
+    if cell.predicted is not None:
+        ratio = ratio_words(cell.predicted, cell.capacity)
+        ends = formatting.rate_interval(cell.predicted.low, cell.predicted.high)
+        note = "; ".join(part for part in (f"interval {ends}", ratio) if part)
+        rate = formatting.requests(cell.predicted.rate)
+        yield Card("It was predicted to hold", rate, note, "predicted")
 
 
-def _first_not(run: RunNumbers, found: Crossover) -> Card:
-    cell = found.first_not
+def _next(run: RunNumbers, found: Crossover) -> Card:
+    """The smallest model above that has no confirmed rate."""
+    cell = next((one for one in (*found.between, found.first_not) if one is not None), None)
     if cell is None:
-        beyond = "the crossover lies beyond the models measured"
-        return Card("Meets the SLO at no rate", "none found", beyond)
+        return Card("Next larger model", "none", "the crossover lies beyond the models measured")
     name = model_title(cell.model)
     if cell.state == "skipped":
         return Card("Does not run here", name, cell.reason, "predicted")
-    why = words.why_at_no_rate(cell, run.slo)
-    return Card("Meets the SLO at no rate", name, why[:1].upper() + why[1:])
+    short = in_short(cell.capacity)
+    if cell.status is CapacityStatus.NONE:
+        why = words.why_at_no_rate(cell, run.slo)
+        return Card(f"Holds {short}", name, f"{why[:1].upper()}{why[1:]}")
+    why = in_words(cell.capacity).removeprefix(f"{short}: ")
+    return Card(short.capitalize(), name, f"{why[:1].upper()}{why[1:]}")
 
 
-# ---------------------------------------------------------------- what the page computes with
-
-
-def answers(run: RunNumbers, found: Crossover) -> dict[str, Any]:
-    """Every request of every finished level, and the capacities under the run's own SLO."""
-    names = words.names_of(run.cells)
-    ends = map_rows(run.cells, asked_rate=found.asked_rate)
-    slo = run.slo
-    return {
-        "slo": {
-            "ttft": slo.ttft_seconds,
-            "tpot": slo.tpot_seconds,
-            "target": slo.target,
-            "z": NormalDist().inv_cdf(slo.confidence),
-        },
-        "missing": formatting.NOT_MEASURED,
-        "asked": found.asked_rate,
-        "bottom": ends.bottom,
-        "top": ends.top,
-        "cells": [_cell_answers(cell, names[cell.key]) for cell in run.cells],
-    }
-
-
-def _cell_answers(cell: CellNumbers, name: str) -> dict[str, Any]:
-    capacity = cell.capacity
-    measured = cell.state == "measured"
-    levels = [level for level in cell.levels if level.rate_per_second or level.is_single_stream]
-    return {
-        "key": cell.key,
-        "name": name,
-        "size": cell.parameters or 0,
-        "state": cell.state,
-        "words": words.capacity_words(capacity) if measured else tables.state_words(cell),
-        "label": column_label(cell),
-        "found": {key: getattr(capacity, key) for key in ("state", "low", "estimate", "high")},
-        "levels": [
-            {
-                "rate": level.rate_per_second,
-                "valid": level.summary.is_valid,
-                "answers": level.answers,
-            }
-            for level in levels
-        ],
-    }
+def _gpu_card(found: Takeover) -> Card:
+    """Memory, and the cheapest GPU that nothing rules out."""
+    need = f"{formatting.size(found.need.total_bytes)} for {words.title(found.cell)}"
+    judged = formatting.listing(words.judged_by(found))
+    best = found.cheapest
+    if best is None:
+        return Card("GPU that may take over", "not known", f"{need}; by {judged}", "predicted")
+    price = formatting.dollars_per_hour(best.device.dollars_per_hour)
+    note = f"{need}; from {price}; the cheapest that nothing rules out by {judged}; not measured"
+    return Card("GPU that may take over", best.device.name, note, "predicted")
 
 
 # ---------------------------------------------------------------- what the template shows
@@ -198,8 +163,8 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
         "contents": [one for one in CONTENTS.items() if one[0] != "gpu" or found.takeovers],
         "cards": list(cards(run, found)),
         "serious": [warning for warning in run.warnings if warning.is_serious],
-        "live": bool(run.levels) and any(figure.group == "crossover" for figure in drawn),
-        "answers": formatting.count(sum(len(level.answers) for level in run.levels)),
+        "waited": _waited(run),
+        "share": formatting.share(slo.target),
         "latency": [(names[key], pair) for key, pair in pairs.items() if pair],
         "takeovers": [_takeover(takeover) for takeover in found.takeovers],
         "counts": facts.counts_words(run),
@@ -210,6 +175,19 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
         "software": facts.software(run),
         "campaign_text": manifest.campaign_text.strip() or campaign,
     }
+
+
+def _waited(run: RunNumbers) -> str:
+    """Why the sliders end; "" where every answer was waited for."""
+    ends = lattice.axes(run)
+    parts = [
+        f"{formatting.seconds(limit)} {what}"
+        for limit, what in ((ends.waited_ttft, "for a first token"), (ends.waited_tpot, "a token"))
+        if limit is not None
+    ]
+    if not parts:
+        return ""
+    return f" Answers were waited for up to {formatting.listing(parts)}: the sliders end there."
 
 
 def has_quality(run: RunNumbers) -> bool:

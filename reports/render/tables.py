@@ -13,13 +13,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from loadtests.capacity.words import in_words
 from loadtests.metrics.distribution import Distribution
+from loadtests.simulation.prediction_words import predicted_words, ratio_words
 from models import formatting
 from models.formatting import NOT_MEASURED, model_title
 from reports.findings import Crossover, Rung, Takeover, breaks_first, machines
 from reports.numbers import CellNumbers, LevelNumbers, RunNumbers, middle
 from reports.planning import hardware
-from reports.sentences import capacity_words, title
+from reports.sentences import bounds_words, title
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -59,11 +61,11 @@ def _significant(value: float | None, unit: str = "") -> str:
 def capacity_table(run: RunNumbers, found: Crossover) -> Table:
     """One row per cell."""
 
-    def alone(cell: CellNumbers, metric: str) -> str:
-        level = cell.single_stream
-        return formatting.seconds(
-            middle(getattr(level.summary.latencies, metric)) if level else None
-        )
+    def alone(cell: CellNumbers) -> str:
+        if cell.single_stream is None:
+            return NOT_MEASURED
+        times = cell.single_stream.summary.latencies
+        return "; ".join(formatting.seconds(middle(one)) for one in (times.ttft, times.tpot))
 
     def breaks(cell: CellNumbers) -> str:
         return breaks_first(cell, run.slo) or ("nothing did" if cell.levels else NOT_MEASURED)
@@ -74,11 +76,10 @@ def capacity_table(run: RunNumbers, found: Crossover) -> Table:
         ("format's KL", True, lambda cell: _significant(cell.quality_kl_nats, " nats")),
         ("engine", False, engine_words),
         ("capacity", False, state_words),
-        ("alone: TTFT", True, lambda cell: alone(cell, "ttft")),
-        ("alone: TPOT", True, lambda cell: alone(cell, "tpot")),
+        ("predicted", False, predicted_cell),
+        ("alone: TTFT; TPOT", True, alone),
         ("missed first", False, breaks),
         ("most tokens/s seen", True, lambda cell: _significant(_most_tokens(cell))),
-        ("levels", True, lambda cell: str(len(cell.levels))),
         ("requests", True, lambda cell: formatting.count(_due(cell))),
     ]
     asked = found.asked_rate
@@ -104,7 +105,16 @@ def state_words(cell: CellNumbers) -> str:
         return f"skipped: {cell.reason}"
     if not cell.levels:
         return f"{NOT_MEASURED}: {cell.reason}" if cell.reason else NOT_MEASURED
-    return capacity_words(cell.capacity)
+    return in_words(cell.capacity)
+
+
+def predicted_cell(cell: CellNumbers) -> str:
+    """A prediction with its interval, and its ratio to what was measured."""
+    if cell.predicted is None:
+        return "none"
+    ratio = ratio_words(cell.predicted, cell.capacity)
+    words = predicted_words(cell.predicted)
+    return f"{words}; {ratio}" if ratio else words
 
 
 def _most_tokens(cell: CellNumbers) -> float | None:
@@ -208,17 +218,18 @@ def memory_table(found: Crossover) -> Table:
 
 
 def gpu_table(found: Crossover) -> Table:
-    """The GPUs that take a model over, smallest first: price, and the TPOT floor of each model."""
+    """GPUs with memory enough, smallest first: price, and what each cannot beat by model."""
 
-    def floor(takeover: Takeover) -> Callable[[hardware.Device], str]:
+    def bounds(takeover: Takeover) -> Callable[[hardware.Device], str]:
         options = {option.device.name: option for option in takeover.options}
 
         def text(device: hardware.Device) -> str:
             option = options.get(device.name)
             if option is None:
                 return "too small"
-            slow = ", too slow" if option.within_slo is False else ""
-            return f"{formatting.seconds(option.tpot_floor_seconds)}{slow}"
+            slow = f"; too slow: {', '.join(option.misses)}" if option.misses else ""
+            unknown = f"; not known: {', '.join(option.unknown)}" if option.unknown else ""
+            return f"{bounds_words(option)}{slow}{unknown}"
 
         return text
 
@@ -230,7 +241,7 @@ def gpu_table(found: Crossover) -> Table:
         ("power", True, lambda one: "unknown" if one.watts is None else f"{one.watts:,g} W"),
         ("list price", True, lambda one: formatting.dollars_per_hour(one.dollars_per_hour)),
         ("price of", False, lambda x: f"{x.price_basis}, {x.price_date}" if x.price_basis else ""),
-        *((f"{title(one.cell)}: TPOT floor", True, floor(one)) for one in found.takeovers),
+        *((f"{title(one.cell)} (predicted)", False, bounds(one)) for one in found.takeovers),
     ]
     return _table(hardware.sufficient(hardware.gpus(), smallest), columns)
 
@@ -254,12 +265,33 @@ def _fields(value: Any, *names: str) -> Record:
     return {name: getattr(value, name, None) for name in names}
 
 
-def _capacity(prefix: str, capacity: Any) -> Record:
-    ends = _fields(capacity, "low", "estimate", "high")
+def _capacity(cell: CellNumbers) -> Record:
+    """Requests/s; the state `not_measured` where there is none."""
+    found = cell.capacity
+    by = found.confirmed_by if found is not None else None
     return {
-        f"{prefix}_low_per_second": ends["low"],
-        f"{prefix}_per_second": ends["estimate"],
-        f"{prefix}_high_per_second": ends["high"],
+        "capacity_status": found.status.value if found is not None else "not_measured",
+        "held_per_second": cell.held,
+        "confirmed_levels": by.levels if by is not None else None,
+        "confirmed_seconds": by.seconds if by is not None else None,
+        "confirmed_requests": by.requests if by is not None else None,
+        "capacity_low_per_second": found.low if found is not None else None,
+        "capacity_estimate_per_second": found.estimate if found is not None else None,
+        "capacity_high_per_second": found.high if found is not None else None,
+        "capacity_words": state_words(cell),
+    }
+
+
+def _prediction(cell: CellNumbers) -> Record:
+    """Requests/s, and predicted / measured."""
+    low, middle, high = cell.prediction_ratio or (None, None, None)
+    return {
+        "predicted_per_second": cell.predicted.rate if cell.predicted is not None else None,
+        "predicted_low_per_second": cell.predicted.low if cell.predicted is not None else None,
+        "predicted_high_per_second": cell.predicted.high if cell.predicted is not None else None,
+        "predicted_over_measured": middle,
+        "predicted_over_measured_low": low,
+        "predicted_over_measured_high": high,
     }
 
 
@@ -271,11 +303,9 @@ def cell_records(run: RunNumbers) -> list[Record]:
             "cell": cell.key,
             **_fields(cell, "model", "parameters", "weight_format", "quality_kl_nats"),
             **_fields(cell, "backend", "device", "slots", "context_tokens", "state"),
-            "reason": cell.reason or cell.capacity.reason,
-            "capacity_state": cell.capacity.state,
-            **_capacity("capacity", cell.capacity),
-            "predicted_per_second": cell.predicted_rate,
-            "prediction_error": cell.prediction_error,
+            "reason": cell.reason or (cell.capacity.reason if cell.capacity is not None else ""),
+            **_capacity(cell),
+            **_prediction(cell),
             "breaks_first": breaks_first(cell, run.slo),
             "predicted_weight_bytes": cell.memory.weight_bytes,
             "predicted_kv_bytes": cell.memory.kv_bytes,
@@ -319,6 +349,7 @@ def _level_record(cell: CellNumbers, level: LevelNumbers) -> Record:
         "client_cpu_cores": summary.resources.client_cpu_share,
         "engine_peak_rss_bytes": summary.resources.engine_rss_bytes,
         "valid": summary.is_valid,
+        "confirms": level.confirms,
         "warnings": " ".join(warning.code for warning in summary.warnings),
     }
 
@@ -333,7 +364,12 @@ def gpu_records(found: Crossover) -> list[Record]:
             "gpu": option.device.name,
             "memory_gib_published": option.device.memory_gib,
             "bandwidth_gb_per_second_published": option.device.bandwidth_gb_per_second,
-            "tpot_floor_seconds_predicted": option.tpot_floor_seconds,
+            "tpot_floor_seconds_predicted": option.roofline.tpot_seconds,
+            "ttft_floor_seconds_predicted": option.roofline.ttft_seconds,
+            "rate_ceiling_per_second_predicted": option.roofline.rate_per_second,
+            "asked_rate_per_second": takeover.rate_per_second,
+            "misses": " ".join(option.misses),
+            "not_known": " ".join(option.unknown),
             "dollars_per_hour_published": option.device.dollars_per_hour,
             **_fields(option.device, "price_basis", "price_date", "source"),
         }

@@ -71,7 +71,33 @@ def test_intervals() -> None:
         formatting.rate_with_interval(0.824, 0.815, 0.833) == "0.824 requests/s (0.815–0.833)"
     )  # two digits would not tell its ends apart
     assert formatting.interval(0.5, None) == "above 0.50"
+    assert formatting.rate_interval(0.71, 0.943) == "0.71–0.94/s"
+    assert formatting.rate_interval(None, 0.05) == "below 3.0/min"
+    assert formatting.rate_interval(None, None) == NOT_MEASURED
     assert formatting.interval(None, 0.5) == "below 0.50"
+
+
+@pytest.mark.parametrize(
+    ("per_second", "text"),
+    [
+        (0.0, "0 requests/s"),
+        (2.4, "2.4 requests/s"),
+        (0.1, "0.10 requests/s"),
+        (0.0999, "6.0 requests/min"),
+        (0.044, "2.6 requests/min"),
+        (1 / 60, "1.0 requests/min"),
+        (0.0125, "45 requests/h"),
+        (0.0002, "0.72 requests/h"),
+    ],
+)
+def test_slow_rates_are_said_per_minute_or_per_hour(per_second: float, text: str) -> None:
+    assert formatting.requests(per_second) == text
+    assert formatting.rate(per_second) == text.replace(" requests", "")
+
+
+def test_an_interval_is_in_the_unit_of_its_rate() -> None:
+    assert formatting.rate_with_interval(0.044, 0.029, 0.13) == "2.6 requests/min (1.7–7.8)"
+    assert formatting.rate_with_interval(0.12, 0.05, 0.2) == "0.12 requests/s (0.050–0.20)"
 
 
 @pytest.mark.parametrize(

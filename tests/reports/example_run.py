@@ -16,6 +16,7 @@ import msgspec
 
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.records.events import (
+    Calibrated,
     CellFinished,
     CellReady,
     CellSkipped,
@@ -25,6 +26,7 @@ from loadtests.records.events import (
     LevelFinished,
     LevelPurpose,
     LevelStarted,
+    PredictedRate,
     RunFinished,
     RunStarted,
     SkipCause,
@@ -61,6 +63,8 @@ RUNGS: dict[str, tuple[Law, tuple[float, ...]]] = {
     "llama-3.2-1b": (Law(0.040, 0.008, 0.0026), (0.15, 0.8, 0.4, 0.25)),
     "llama-3.2-3b": (Law(0.150, 0.050, 0.0160), ()),
 }
+# model -> p10, median and p90 of the predicted rate
+PREDICTED = {"smollm2-135m": (1.9, 2.8, 3.7), "llama-3.2-1b": (0.3, 0.5, 0.8)}
 QUALITY = {"smollm2-135m": 0.0143}  # the others' was not measured
 FACTS: dict[str, Any] = {
     "cpu_model": "AMD EPYC 7B13",
@@ -158,6 +162,7 @@ class _Writer:
         window: float = WINDOW,
         skipped: dict[str, str] | None = None,
         skip_cause: str = "memory",
+        predicted: dict[str, tuple[float, float, float]] = PREDICTED,
         tweak: Callable[[RequestRecord], RequestRecord | None] = lambda record: record,
     ) -> None:
         self.folder = folder
@@ -168,6 +173,7 @@ class _Writer:
         self.window = window
         self.skipped = skipped or {}
         self.skip_cause = SkipCause(skip_cause)
+        self.predicted = predicted
         self.tweak = tweak
         self.clock = START
         self.events: list[Event] = []
@@ -181,6 +187,11 @@ class _Writer:
             key = cell_key(model)
             self._event(CellStarted, cell=key)
             self._event(CellReady, cell=key, **_ready(model))
+            if model in self.predicted:
+                low, middle, high = self.predicted[model]
+                made = PredictedRate(rate=middle, low=low, high=high)
+                made_rates = {self.slo.name: made}
+                self._event(Calibrated, cell=key, spent_seconds=9.0, rates=made_rates)
             self.clock += 3
             self._level(model, law, "single_stream", None)
             for rate in rates:
@@ -196,7 +207,9 @@ class _Writer:
         key = cell_key(model)
         level = f"{key}#{purpose}-{rate or 1}"
         warmup = 0.0 if rate is None else 6.0
-        window = 30.0 if rate is None else self.window
+        # Long enough for more than five single-stream requests of the slowest.
+        alone = 30.0 if law.base < 0.1 else 90.0
+        window = alone if rate is None else self.window
         self._event(
             LevelStarted,
             cell=key,
@@ -361,6 +374,7 @@ def _ready(model: str) -> dict[str, Any]:
             device="cpu",
             device_name="AMD EPYC 7B13",
             slots=SLOTS,
+            threads=1,
             context_tokens=CONTEXT,
             kv_tokens=SLOTS * CONTEXT,
             weight_format="Q4_0",

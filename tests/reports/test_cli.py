@@ -66,7 +66,7 @@ def test_formats_out_and_slo(small: Path, tmp_path: Path) -> None:
         "--rate",
         "2",
     )
-    assert "the reading target" in output_of(done)
+    assert "SLO reading: first token within 5 s" in output_of(done)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "for 80 % of requests" in text and "At your 2.0 requests/s, " in text
     assert not (tmp_path / "out" / "index.html").exists() and (

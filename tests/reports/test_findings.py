@@ -7,16 +7,19 @@ import msgspec
 import pytest
 
 from loadtests.metrics.slo import SLO_PRESETS
+from loadtests.records.events import CapacityStatus
 from loadtests.records.schema import RequestRecord
 from models import formatting
+from reports.charts.crossover_map import UNKNOWN, above_words, map_rows
 from reports.errors import BadRun, NotComparable
-from reports.findings import crossover, machines
+from reports.findings import GpuOption, crossover, machines
 from reports.merge import check_comparable, merged
 from reports.numbers import RunNumbers
-from reports.render.tables import engine_words
+from reports.render.page import cards
+from reports.render.tables import cell_records, engine_words, state_words
 from reports.run import read_run
 from reports.sentences import headline, machine_words, sentences
-from tests.reports.example_run import FACTS, RUNGS, SLO, cell_key, write_example_run
+from tests.reports.example_run import FACTS, RUNGS, SLO, Law, cell_key, write_example_run
 
 SMALL = {"smollm2-135m": (RUNGS["smollm2-135m"][0], (1.6, 3.2))}
 LARGE = {"llama-3.2-3b": RUNGS["llama-3.2-3b"]}
@@ -31,21 +34,69 @@ def headline_of(run: RunNumbers) -> str:
 
 
 def test_the_sentence(run: RunNumbers) -> None:
+    """What is held, what it rests on, lengths, SLO with its share, threads of cores."""
     found = crossover(run)
     cell = next(cell for cell in run.cells if cell.model == "llama-3.2-1b")
-    capacity = cell.capacity
-    expected = formatting.rate_with_interval(capacity.estimate, capacity.low, capacity.high)
-    assert headline(run, found) == (
-        "On this machine (AMD EPYC 7B13, 2 cores, 8 GiB of memory), "
-        "Llama-3.2-1B Q4_0 meets the chat target "
-        "(first token within 2 s, then 100 ms a token, for 90 % of requests) "
-        f"up to {expected}; Llama-3.2-3B does not meet it at any rate."
+    assert cell.capacity is not None and cell.held == 0.15
+    by = cell.capacity.confirmed_by
+    assert by is not None and by.levels == 1 and by.requests == cell.loaded[0].summary.counts.due
+    words = headline(run, found)
+    assert words.startswith(
+        "On this machine (AMD EPYC 7B13, 2 cores, 8 GiB of memory; engine on 1 thread of 2 cores), "
+        "Llama-3.2-1B Q4_0 holds up to 0.15 requests/s "
+        f"(confirmed: a level of 6.7 min, {by.requests} requests; capacity "
     )
+    assert " by the levels), for requests of on average 161 prompt and 40 output tokens. " in words
     assert (
-        found.largest is cell
-        and found.first_not is not None
-        and found.first_not.model == "llama-3.2-3b"
+        "SLO chat: first token within 2 s, then 100 ms a token, for 90 % of requests. "
+        "Llama-3.2-3B at no rate: a single-stream request to Llama-3.2-3B already waits "
+    ) in words
+    assert found.largest is cell and found.between == ()
+    assert found.first_not is not None and found.first_not.model == "llama-3.2-3b"
+
+
+@pytest.mark.parametrize(
+    ("window", "status", "words"),
+    [
+        (30.0, CapacityStatus.ALONE_ONLY, "SmolLM2-135M alone only: single-stream requests meet"),
+        (None, CapacityStatus.UNRESOLVED, "SmolLM2-135M unresolved: "),
+    ],
+)
+def test_what_no_level_confirmed_is_not_said_to_hold(
+    tmp_path: Path, window: float | None, status: CapacityStatus, words: str
+) -> None:
+    """Levels too short to confirm; a single-stream level of which most requests were lost."""
+
+    def lost(record: RequestRecord) -> RequestRecord | None:
+        return record if window is not None or record.index < 3 else None
+
+    rates = (0.8, 2.4) if window is not None else ()
+    rungs = {"smollm2-135m": (RUNGS["smollm2-135m"][0], rates)}
+    folder = write_example_run(
+        tmp_path / "run", rungs, window=window or 30.0, tweak=lost, predicted={}
     )
+    run = read_run(folder)
+    (cell,) = run.cells
+    assert cell.status is status and cell.held is None
+    found = crossover(run, asked_rate=1.0)
+    shown = [headline(run, found), *sentences(run, found), state_words(cell)]
+    shown += [card.name + card.value + card.note for card in cards(run, found)]
+    shown += [warning.text for warning in run.warnings]
+    assert "no rate is confirmed for requests" in shown[0] and words in shown[0]
+    assert not any("holds up to" in text for text in shown)
+    assert cell_records(run)[0]["capacity_status"] == status.value
+    column = map_rows(run.cells).columns[0]
+    assert column["floor"] is None and column["label"] == status.value.replace("_", " ")
+
+
+def test_a_slow_rate_is_said_per_minute(tmp_path: Path) -> None:
+    law = Law(0.4, 0.05, 0.02)
+    slo = msgspec.structs.replace(SLO, ttft_seconds=30.0, tpot_seconds=1.0)
+    run = read_run(
+        write_example_run(tmp_path / "run", {"1b": (law, (0.02, 0.09))}, slo=slo, window=4000.0)
+    )
+    assert run.cells[0].held == 0.02
+    assert " holds up to 1.2 requests/min (confirmed: " in headline_of(run)
 
 
 def test_three_ways_to_stop(run: RunNumbers) -> None:
@@ -55,7 +106,7 @@ def test_three_ways_to_stop(run: RunNumbers) -> None:
     assert by["smollm2-360m"] == "throughput" and by["llama-3.2-1b"] == "throughput"
     assert by["qwen2.5-14b"] == "memory" and by["llama-3.3-70b"] == "memory"
     assert "smollm2-135m" not in by
-    latency = next(text for text in sentences(run, found) if text.startswith("By latency"))
+    latency = headline(run, found)
     assert (
         "first token" in latency
         and "per token" in latency
@@ -78,7 +129,7 @@ def test_gpu_that_takes_over_is_big_enough_and_labelled(run: RunNumbers) -> None
     assert takeover.options
     for option in takeover.options:
         assert (option.device.memory_gib or 0) * 2**30 > takeover.need.total_bytes
-        assert option.within_slo is True
+        assert option.roofline.tpot_seconds > 0 and option.roofline.ttft_seconds
     assert takeover.need_16bit.weight_bytes > 3 * takeover.need.weight_bytes
     text = next(text for text in sentences(run, found) if text.startswith("A GPU"))
     assert (
@@ -91,38 +142,41 @@ def test_gpu_that_takes_over_is_big_enough_and_labelled(run: RunNumbers) -> None
 def test_asked_rate_is_answered_with_machines(run: RunNumbers) -> None:
     found = crossover(run, asked_rate=1.0)
     text = next(text for text in sentences(run, found) if text.startswith("At your 1.0 requests/s"))
-    assert "SmolLM2-135M Q4_0 is the largest" in text
+    assert "SmolLM2-135M Q4_0 is the largest model that is confirmed" in text
     cell = next(cell for cell in run.cells if cell.model == "smollm2-360m")
     needed = machines(cell, 1.0)
-    assert needed is not None and needed * (cell.capacity.low or 0) >= 1.0 > (needed - 1) * (
-        cell.capacity.low or 0
-    )
+    assert cell.held and needed is not None and needed * cell.held >= 1.0
+    assert (needed - 1) * cell.held < 1.0
     assert f"SmolLM2-360M Q4_0 would take {needed} such machines" in text
 
 
 def test_all_hold(tmp_path: Path) -> None:
-    run = read_small(tmp_path / "run")
+    run = read_run(write_example_run(tmp_path / "run", SMALL))
     found = crossover(run)
-    assert "SmolLM2-135M Q4_0 meets the chat target" in headline(
-        run, found
-    ) and "no larger model was found" in headline(run, found)
+    words = headline(run, found)
+    assert "SmolLM2-135M Q4_0 holds up to 1.6 requests/s" in words
+    assert words.endswith("No larger model was measured.")
     assert found.first_not is None
 
 
 def test_none_hold(tmp_path: Path) -> None:
     run = read_small(tmp_path / "run", LARGE)
     found = crossover(run)
-    assert "no model that was measured meets the chat target" in headline(
-        run, found
-    ) and "Llama-3.2-3B" in headline(run, found)
+    assert "no rate is confirmed for requests of" in headline(run, found)
+    assert "Llama-3.2-3B at no rate: a single-stream request" in headline(run, found)
     assert found.largest is None
 
 
 def test_nothing_was_seen_to_be_too_much(tmp_path: Path) -> None:
-    run = read_small(tmp_path / "run", {"smollm2-135m": (RUNGS["smollm2-135m"][0], (0.5, 1.0))})
-    assert run.cells[0].capacity.state == "at_least" and run.cells[0].capacity.high is None
-    assert "up to at least" in headline(run, crossover(run))
+    rungs = {"smollm2-135m": (RUNGS["smollm2-135m"][0], (0.5, 1.0))}
+    run = read_run(write_example_run(tmp_path / "run", rungs))
+    capacity = run.cells[0].capacity
+    assert capacity is not None and capacity.status is CapacityStatus.AT_LEAST
+    assert capacity.held == 1.0 and capacity.high is None
+    assert "holds up to at least 1.0 requests/s" in headline(run, crossover(run))
     assert "OpenEnded" in {warning.code for warning in run.warnings}
+    column = map_rows(run.cells).columns[0]
+    assert (column["floor"], column["roof"], column["middle"]) == (1.0, None, UNKNOWN)
 
 
 def test_no_level_finished(tmp_path: Path) -> None:
@@ -137,7 +191,7 @@ def test_no_level_finished(tmp_path: Path) -> None:
     assert (
         run.cells[0].state == "unfinished"
         and run.cells[0].levels == ()
-        and run.cells[0].capacity.state == "not_measured"
+        and run.cells[0].capacity is None
     )
     assert "no level was measured to its end" in headline(run, crossover(run))
     assert "NotFinished" in {warning.code for warning in run.warnings}
@@ -198,33 +252,63 @@ def test_failed_requests_are_lost_not_dropped(tmp_path: Path) -> None:
     level = run.cells[0].levels[-1]
     assert 0.6 < (level.summary.counts.attainment or 0) < 0.7
     assert level.verdict == "fails" and sum(level.summary.counts.failed.values()) > 10
-    assert sum(ttft is None for ttft, _ in level.answers) == sum(
-        level.summary.counts.failed.values()
-    )
+    lost = sum(one.ttft_seconds is None for one in level.answers)
+    assert lost == sum(level.summary.counts.failed.values())
 
 
 def test_another_slo_needs_no_new_measurement(folder: Path) -> None:
     strict = read_run(folder, msgspec.structs.replace(SLO_PRESETS["interactive"], target=0.9))
-    states = {cell.model: cell.capacity.state for cell in strict.cells}
-    assert (
-        states["smollm2-360m"] == states["llama-3.2-1b"] == "none"
-        and states["smollm2-135m"] != "none"
-    )
+    states = {cell.model: cell.status for cell in strict.cells}
+    assert states["llama-3.2-1b"] is CapacityStatus.NONE
+    assert states["smollm2-135m"] is not CapacityStatus.NONE
     lax = read_run(folder, msgspec.structs.replace(SLO_PRESETS["reading"], target=0.9))
-    assert (
-        next(cell for cell in lax.cells if cell.model == "llama-3.2-1b").capacity.state
-        == "interval"
-    )
+    own = read_run(folder)
+    for loose, cell in zip(lax.cells, own.cells, strict=True):
+        assert (loose.held or 0) >= (cell.held or 0)
+
+
+def cut(folder: Path, rate: float) -> Path:
+    """The run, with the level at `rate` cut short under the run's SLO."""
+    out = []
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        event = msgspec.json.decode(line)
+        if event["kind"] == "level_finished" and event["level"].endswith(f"-{rate}"):
+            event["cut_short"] = "12 requests were bad"
+        out.append(msgspec.json.encode(event).decode())
+    (folder / "events.jsonl").write_text("\n".join(out) + "\n")
+    return folder
+
+
+def test_a_level_that_was_cut_short_says_nothing_of_a_looser_slo(tmp_path: Path) -> None:
+    """It fails by the run's SLO, and so by stricter ones; the looser are not to blame for it."""
+    folder = write_example_run(tmp_path / "run", SMALL)
+    whole = read_run(folder)
+    cut(folder, 3.2)
+
+    def high(**limits: float) -> float | None:
+        slo = msgspec.structs.replace(SLO, **limits)
+        (cell,) = read_run(folder, slo).cells
+        assert cell.capacity is not None
+        return cell.capacity.high
+
+    assert whole.cells[0].capacity is not None
+    assert high() == pytest.approx(whole.cells[0].capacity.high)
+    assert high(ttft_seconds=1.0) is not None and high(target=0.95) is not None
+    assert high(tpot_seconds=0.2) is None
+    assert high(target=0.8) is None
+    assert high(ttft_seconds=1.0, tpot_seconds=0.2) is None
 
 
 def test_unknown_model_and_missing_facts_are_no_crash(tmp_path: Path) -> None:
-    folder = write_example_run(tmp_path / "run", SMALL, window=30.0, facts={})
+    folder = write_example_run(tmp_path / "run", SMALL, facts={}, predicted={})
     manifest = msgspec.json.decode((folder / "manifest.json").read_bytes())
     manifest["cells"][0]["model"] = "somebody/elses-model"
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     run = read_run(folder)
     found = crossover(run)
-    assert headline(run, found).startswith("On this machine, somebody/elses-model Q4_0 meets")
+    assert headline(run, found).startswith(
+        "On this machine (engine on 1 thread), somebody/elses-model Q4_0 holds up to"
+    )
     assert run.cells[0].memory.predicted_bytes is None and found.takeovers == ()
 
 
@@ -265,11 +349,13 @@ def test_runs_of_different_machines_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_machine_become_one(tmp_path: Path) -> None:
-    one = read_small(tmp_path / "one")
-    again = read_small(
-        tmp_path / "again",
-        {"smollm2-135m": (RUNGS["smollm2-135m"][0], (2.0, 2.4)), **LARGE},
-        seed=8,
+    one = read_run(write_example_run(tmp_path / "one", SMALL))
+    again = read_run(
+        write_example_run(
+            tmp_path / "again",
+            {"smollm2-135m": (RUNGS["smollm2-135m"][0], (2.0, 2.4)), **LARGE},
+            seed=8,
+        )
     )
     both = merged([one, again])
     assert [cell.model for cell in both.cells] == ["smollm2-135m", "llama-3.2-3b"]
@@ -277,8 +363,8 @@ def test_runs_of_one_machine_become_one(tmp_path: Path) -> None:
     assert cell.key == cell_key("smollm2-135m") and len(cell.levels) == len(
         one.cells[0].levels
     ) + len(again.cells[0].levels)
-    low, high = cell.capacity.low, cell.capacity.high
-    assert low is not None and high is not None and 1.0 < low < high < 3.2
+    assert cell.capacity is not None and cell.capacity.reason.startswith("4 levels")
+    assert cell.held == 1.6 and cell.predicted is None
     assert both.requests == one.requests + again.requests and both.name == "one, again"
 
 
@@ -340,6 +426,57 @@ def test_only_a_cell_skipped_for_want_of_memory_does_not_fit(tmp_path: Path) -> 
     assert crossover(run).first_not is None and "does not fit" not in headline_of(run)
     run = read_small(tmp_path / "memory", skipped={"qwen2.5-14b": "no room"})
     assert "Qwen2.5-14B does not fit in memory" in headline_of(run)
+
+
+def test_a_gpu_is_chosen_by_memory_ttft_tpot_and_rate_together(run: RunNumbers) -> None:
+    """Each limit rules out what its bound cannot meet; the cheapest of the rest is named."""
+    takeover = crossover(run, asked_rate=1.0).takeovers[0]
+    cheapest = takeover.cheapest
+    assert cheapest is not None and cheapest.may_suffice
+    line = cheapest.roofline
+    assert line.ttft_seconds and line.rate_per_second and line.rate_per_second > 1.0
+
+    def best(rate: float = 1.0, **limits: float) -> GpuOption | None:
+        slo = msgspec.structs.replace(run.slo, **limits)
+        found = crossover(msgspec.structs.replace(run, slo=slo), asked_rate=rate)
+        same = next(one for one in found.takeovers if one.cell.key == takeover.cell.key)
+        for option in same.options:
+            if option.device == cheapest.device:
+                assert option.misses
+        return same.cheapest
+
+    for other in (
+        best(tpot_seconds=line.tpot_seconds * 0.9),
+        best(ttft_seconds=line.ttft_seconds * 0.9),
+        best(line.rate_per_second * 1.1),
+    ):
+        assert other is not None and other.device != cheapest.device
+        assert (other.device.dollars_per_hour or 0) > (cheapest.device.dollars_per_hour or 0)
+    assert best(1e6) is None
+    found = crossover(run, asked_rate=1e6)
+    assert any("is too slow by memory, TTFT, TPOT and" in text for text in sentences(run, found))
+
+
+def test_a_gpu_without_its_arithmetic_peak_is_not_known_to_suffice(run: RunNumbers) -> None:
+    takeover = crossover(run, asked_rate=1.0).takeovers[0]
+    unknown = [one for one in takeover.options if one.device.dense_tflops is None]
+    assert unknown and all(one.may_suffice is not True for one in unknown)
+    assert {"TTFT", "rate"} <= set(unknown[0].unknown + unknown[0].misses)
+
+
+def test_what_lies_above_an_endpoint_of_unknown_hardware_is_no_cpus(
+    tmp_path: Path, run: RunNumbers
+) -> None:
+    assert above_words(run.cells) == "above what this CPU holds"
+    folder = write_example_run(tmp_path / "run", SMALL, window=30.0)
+    text = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").write_text(text.replace('"device":"cpu",', ""))
+    manifest = msgspec.json.decode((folder / "manifest.json").read_bytes())
+    manifest["cells"][0]["url"] = "http://10.0.0.9:8000"
+    endpoint = read_run(change_manifest(folder, cells=manifest["cells"]))
+    assert above_words(endpoint.cells) == "above what this server holds"
+    assert crossover(endpoint, asked_rate=100.0).takeovers == ()
+    assert "thread" not in headline_of(endpoint)
 
 
 def test_the_device_behind_an_endpoint_is_not_made_up(tmp_path: Path) -> None:

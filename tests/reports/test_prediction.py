@@ -1,61 +1,90 @@
-"""What a report says of a prediction: its value, its error."""
+"""What a report says of a prediction: beside what was measured, tagged, never inside it."""
+
+from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from loadtests.records.events import Calibrated, CellReady, Event, PredictedRate
-from loadtests.records.run_folder import EVENTS, Appender, read_events, read_manifest
-from reports.render.tables import cell_records
+from loadtests.records.events import PredictedRate
+from loadtests.simulation.calibration import prediction_ratio
+from models import formatting
+from reports.charts.crossover_map import map_rows
+from reports.findings import crossover
+from reports.numbers import CellNumbers, RunNumbers
+from reports.render.page import cards
+from reports.render.tables import cell_records, predicted_cell, state_words
 from reports.run import read_run
-from tests.reports.example_run import RUNGS, cell_key, write_example_run
+from reports.sentences import headline, sentences
+from tests.reports.example_run import PREDICTED, RUNGS, write_example_run
 
 MODEL = "smollm2-135m"
 
 
-def with_prediction(folder: Path, factor: float, **changes: Any) -> tuple[Path, float]:
-    """One rung, with a calibration that predicted `factor` times what its levels say."""
-    write_example_run(folder, {MODEL: RUNGS[MODEL]}, **changes)
-    measured = read_run(folder).cells[0].capacity.estimate
-    assert measured is not None
-    name = read_manifest(folder).campaign["slo"]["name"]
-    events = read_events(folder).records
-    (folder / EVENTS).unlink()
-    out: Appender[Event] = Appender(folder / EVENTS)
-    for event in events:
-        out.append(event)
-        if isinstance(event, CellReady):
-            out.append(
-                Calibrated(
-                    unix_seconds=event.unix_seconds,
-                    cell=cell_key(MODEL),
-                    spent_seconds=9.0,
-                    rates={name: PredictedRate(rate=factor * measured)},
-                )
-            )
-    out.close()
-    return folder, measured
+def with_prediction(folder: Path, low: float, middle: float, high: float) -> CellNumbers:
+    rungs = {MODEL: RUNGS[MODEL]}
+    write_example_run(folder, rungs, predicted={MODEL: (low, middle, high)})
+    (cell,) = read_run(folder).cells
+    return cell
 
 
-@pytest.mark.parametrize("factor", [1.2, 0.7])
-def test_a_prediction_is_shown_with_its_error_and_sign(tmp_path: Path, factor: float) -> None:
-    folder, measured = with_prediction(tmp_path / "run", factor)
-    run = read_run(folder)
-    (cell,) = run.cells
-    assert cell.predicted_rate == pytest.approx(
-        factor * measured
-    ) and cell.prediction_error == pytest.approx(factor - 1)
-    assert cell.capacity.estimate == measured, "a prediction is no evidence"
-    (record,) = cell_records(run)
-    assert record["prediction_error"] == pytest.approx(factor - 1)
+def test_it_is_in_no_measured_figure(tmp_path: Path) -> None:
+    """A prediction ten times too high, one ten times too low: the same capacity, to the digit."""
+    high = with_prediction(tmp_path / "high", 15, 20, 25)
+    low = with_prediction(tmp_path / "low", 0.1, 0.2, 0.3)
+    assert high.capacity == low.capacity and high.capacity is not None
+    assert state_words(high) == state_words(low)
+
+
+def test_it_is_shown_with_its_interval_and_its_ratio_to_what_was_measured(run: RunNumbers) -> None:
+    cell = next(cell for cell in run.cells if cell.model == "llama-3.2-1b")
+    low, middle, high = PREDICTED["llama-3.2-1b"]
+    assert cell.predicted == PredictedRate(rate=middle, low=low, high=high)
+    assert cell.capacity is not None
+    ratio = prediction_ratio(cell.predicted.rate, cell.capacity)
+    assert ratio is not None and cell.prediction_ratio == ratio
+    beside = (
+        f"0.50 requests/s (0.30–0.80), {formatting.significant(ratio[1])} x what was measured "
+        f"({formatting.interval(ratio[0], ratio[2])})"
+    )
+    assert predicted_cell(cell) == beside.replace("), ", "); ", 1)
+    found = crossover(run)
+    said = next(text for text in sentences(run, found) if text.startswith("Predicted"))
+    assert f"Llama-3.2-1B Q4_0 {beside}" in said
+    assert "predicted" not in headline(run, found)
+    card = next(one for one in cards(run, found) if one.source == "predicted")
+    assert card.value == "0.50 requests/s" and "interval 0.30–0.80/s" in card.note
+    columns = {row["key"]: row for row in map_rows(run.cells).columns}
+    column = columns[cell.key]
+    shown = (column["predicted_low"], column["predicted"], column["predicted_high"])
+    assert shown == (low, middle, high)
+    assert column["floor"] == cell.held and column["label"] == "0.15/s"
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_the_ratio_has_the_side_of_the_error(tmp_path: Path, factor: float) -> None:
+    cell = with_prediction(tmp_path / "plain", 1, 1, 1)
+    assert cell.capacity is not None and cell.capacity.estimate is not None
+    middle = factor * cell.capacity.estimate
+    cell = with_prediction(tmp_path / "run", middle, middle, middle)
+    (record,) = cell_records(read_run(tmp_path / "run"))
+    low, high = (record[f"predicted_over_measured_{name}"] for name in ("low", "high"))
+    assert record["predicted_over_measured"] == pytest.approx(factor)
+    assert low < factor < high
 
 
 def test_it_counts_for_the_slo_that_it_was_made_for(tmp_path: Path) -> None:
-    folder, _ = with_prediction(tmp_path / "run", 1.2)
-    own = read_run(folder).slo
-    other = read_run(folder, msgspec.structs.replace(own, ttft_seconds=5.0)).cells[0]
-    assert other.predicted_rate is None and other.prediction_error is None
-    without = read_run(write_example_run(tmp_path / "plain", {MODEL: RUNGS[MODEL]})).cells[0]
-    assert without.predicted_rate is None
+    own = read_run(write_example_run(tmp_path / "run", {MODEL: RUNGS[MODEL]}))
+    assert own.cells[0].predicted is not None
+    looser = msgspec.structs.replace(own.slo, ttft_seconds=5.0)
+    other = read_run(tmp_path / "run", looser).cells[0]
+    assert other.predicted is None and other.prediction_ratio is None
+    folder = write_example_run(tmp_path / "plain", {MODEL: RUNGS[MODEL]}, predicted={})
+    assert read_run(folder).cells[0].predicted is None
+
+
+def test_a_prediction_of_no_rate_is_said(tmp_path: Path) -> None:
+    cell = with_prediction(tmp_path / "run", 0, 0, 0)
+    assert predicted_cell(cell) == "at no rate"
+    assert map_rows([cell]).columns[0]["predicted"] is None

@@ -59,7 +59,8 @@ def test_a_clean_run_on_machines_of_their_own_has_few(tmp_path: Path) -> None:
     manifest = msgspec.json.decode((folder / "manifest.json").read_bytes())
     manifest["client_facts"] = FACTS | {"hostname": "another"}
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-    assert set(warnings(folder)) <= {"WideInterval", "TooFewSamples"}
+    # A window of 30 s confirms nothing.
+    assert set(warnings(folder)) <= {"AloneOnly", "TooFewSamples"}
 
 
 def test_the_setting(run: RunNumbers) -> None:
@@ -108,9 +109,8 @@ def test_level_that_the_client_spoiled_does_not_count(tmp_path: Path) -> None:
         and "left out of the capacity" in found["LateSends"].text
         and "SmolLM2-135M" in found["LateSends"].text
     )
-    assert (
-        read_run(folder).cells[0].capacity.state == "at_least"
-    )  # the level that failed no longer says anything
+    capacity = read_run(folder).cells[0].capacity
+    assert capacity is not None and capacity.high is None  # the level that failed says nothing
     assert next(iter(found.values())).severity == "serious"  # serious ones first
 
 

@@ -4,15 +4,18 @@ what is refused.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from crossover import app
+from loadtests.capacity.words import in_short
 from loadtests.comparison.compare import (
     CONFOUNDED,
     compare,
@@ -30,6 +33,7 @@ from loadtests.comparison.run_values import (
 from loadtests.comparison.welch import Arm, holm, welch
 from loadtests.errors import BadRunFolder, NotComparable
 from loadtests.records.comparability import FACTS, differences, versions_apart
+from loadtests.terminal.comparison import show_comparison
 from reports.run import read_run
 from tests.loadtests.comparison.worlds import CAMPAIGN, CELL, MACHINE, Servers, manifest
 from tests.reports.example_run import RUNGS, Law, write_example_run
@@ -261,7 +265,8 @@ def test_a_run_says_the_same_here_and_in_its_report(tmp_path: Path) -> None:
     folder = example(tmp_path / "a", rates=RUNGS["smollm2-135m"][1])
     (mine,), (theirs,) = read(folder).cells, read_run(folder).cells
     assert mine.capacity is not None
-    assert mine.capacity == theirs.capacity.estimate
+    assert theirs.capacity is not None and mine.capacity == theirs.capacity.estimate
+    assert mine.capacity_words == in_short(theirs.capacity) == "holds up to 1.6 requests/s"
     for level in theirs.levels:
         if level.rate_per_second is None:
             continue
@@ -298,6 +303,20 @@ def test_the_verb_compares_run_folders(tmp_path: Path) -> None:
     assert refused.exit_code != 0 and "not known" in str(refused.exception)
     refused = asked(*first)
     assert "3 runs and no `--`" in str(refused.exception)
+
+
+def test_each_runs_state_of_the_capacity_is_said(tmp_path: Path) -> None:
+    """One run confirms a rate, one has no level long enough: neither is reworded."""
+    whole = read(example(tmp_path / "whole", rates=(1.6, 3.2)))
+    short = read(
+        write_example_run(tmp_path / "short", {"smollm2-135m": RUNGS["smollm2-135m"]}, window=20.0)
+    )
+    found = compare([whole], [short])
+    key = whole.cells[0].key
+    assert found.capacities == [f"{key}: first holds up to 1.6 requests/s; second alone only"]
+    out = io.StringIO()
+    show_comparison(found, Console(file=out, width=200))
+    assert found.capacities[0] in out.getvalue()
 
 
 def test_a_folder_of_runs_is_an_arm(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from reports.charts import style
 from reports.charts.figures import figures
 from reports.findings import Crossover, crossover
 from reports.numbers import RunNumbers
@@ -126,11 +127,11 @@ def test_nothing_is_loaded_from_anywhere(text: str, reader: Reader) -> None:
 
 
 def test_sentence_cards_and_labels(reader: Reader) -> None:
-    assert "Llama-3.2-1B Q4_0 meets the chat target" in reader.words
-    assert (
-        "Largest model that meets the SLO Llama-3.2-1B" in reader.words
-        and "Meets the SLO at no rate Llama-3.2-3B" in reader.words
-    )
+    assert "Llama-3.2-1B Q4_0 holds up to 0.15 requests/s (confirmed: a level of" in reader.words
+    assert "Largest model with a confirmed rate Llama-3.2-1B" in reader.words
+    assert "It holds Up to 0.15 requests/s Confirmed: a level of" in reader.words
+    assert "Holds at no rate Llama-3.2-3B" in reader.words
+    assert "GPU takes over" not in reader.words
     assert (
         reader.words.count("measured here") > 10
         and reader.words.count("predicted") > 8
@@ -171,17 +172,27 @@ def test_every_chart_is_drawn_and_specified(reader: Reader) -> None:
     columns = {row["key"]: row for row in specs["crossover"]["datasets"]["columns"]}
     assert columns["llama-3.2-3b/Q4_0/llama_cpp"]["label"] == "at no rate"
     assert columns["qwen2.5-14b/Q4_0/llama_cpp"]["label"] == "does not fit"
-    assert columns["smollm2-135m/Q4_0/llama_cpp"]["gpu"].startswith("GPU with")
+    assert columns["smollm2-135m/Q4_0/llama_cpp"]["gpu"].endswith("GiB")
 
 
-def test_the_requests_travel_along(reader: Reader, run: RunNumbers) -> None:
-    data = json.loads(reader.scripts["answers"])
+def test_the_lattice_travels_along_and_is_small(reader: Reader, run: RunNumbers) -> None:
+    data = json.loads(reader.scripts["lattice"])
+    points = len(data["ttft"]) * len(data["tpot"])
+    assert points >= 25 and len(reader.scripts["lattice"]) < 200_000
     for cell, sent in zip(run.cells, data["cells"], strict=True):
-        assert [len(level["answers"]) for level in sent["levels"]] == [
-            level.summary.counts.due for level in cell.levels
-        ]
-    first = run.cells[0].levels[1].answers[0]
-    assert data["cells"][0]["levels"][1]["answers"][0] == pytest.approx(first, rel=1e-8)
+        assert len(sent["found"]["at"]) == points
+        own = sent["found"]["values"][sent["found"]["at"][data["own"]]]
+        assert own["held"] == (cell.capacity.held if cell.capacity is not None else None)
+
+
+def test_charts_are_recoloured_on_a_dark_page(text: str) -> None:
+    """Every colour that a chart is drawn with has its dark one, or is readable on both."""
+    assert "prefers-color-scheme: dark" in text
+    drawn = set(re.findall(r'(?:fill|stroke)="(#[0-9a-fA-F]{6})"', text))
+    readable_on_both = set(style.SERIES) | set(style.PARTS.values()) | {style.SLO}
+    assert drawn - set(style.DARK) <= readable_on_both
+    for light in style.DARK:
+        assert f'[fill="{light}"]' in text and f'[stroke="{light}"]' in text
 
 
 def test_how_to_repeat(reader: Reader) -> None:
@@ -264,21 +275,13 @@ def test_markdown_tables_are_whole(written: Path) -> None:
     assert {line.count("|") for line in rows} == set(widths)
 
 
-def test_the_card_gives_the_price_of_a_gpu_that_may_meet_the_slo(run: RunNumbers) -> None:
-    """The cheapest GPU of all is not it where its TPOT floor misses the SLO."""
-    found = crossover(run)
-    takeover = found.takeover
-    assert takeover is not None and takeover.cheapest is not None
-    refused = takeover.cheapest.device.name
-    options = tuple(
-        msgspec.structs.replace(one, within_slo=one.device.name != refused)
-        for one in takeover.options
-    )
-    slower = msgspec.structs.replace(takeover, options=options)
-    others = tuple(slower if one is takeover else one for one in found.takeovers)
-    found = msgspec.structs.replace(found, takeovers=others)
-    dearer = slower.cheapest
-    assert dearer is not None
-    price = f"such cards from ${dearer.device.dollars_per_hour:.2f}/h"
-    assert dearer.device.dollars_per_hour != takeover.cheapest.device.dollars_per_hour
-    assert any(price in card.note for card in cards(run, found))
+def test_the_card_names_the_gpu_of_the_one_filter(run: RunNumbers) -> None:
+    found = crossover(run, asked_rate=1.0)
+    assert found.takeover is not None and found.takeover.cheapest is not None
+    best = found.takeover.cheapest.device
+    card = list(cards(run, found))[-1]
+    assert card.value == best.name and card.source == "predicted"
+    assert f"from ${best.dollars_per_hour:.2f}/h" in card.note and "not measured" in card.note
+    unknown = msgspec.structs.replace(found.takeover, options=())
+    nothing = msgspec.structs.replace(found, takeovers=(unknown,))
+    assert list(cards(run, nothing))[-1].value == "not known"
