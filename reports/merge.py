@@ -13,7 +13,7 @@ import msgspec
 from loadtests.records.comparability import MACHINE, differences
 from reports.errors import NotComparable
 from reports.numbers import CellNumbers, RunNumbers
-from reports.run import capacity_of, cell_order, marked
+from reports.run import busy_or_not, capacity_of, cell_order, marked, slos_of
 
 
 def check_comparable(runs: Sequence[RunNumbers]) -> None:
@@ -63,9 +63,14 @@ def merged(runs: Sequence[RunNumbers]) -> RunNumbers:
 
 
 def _both(one: CellNumbers, other: CellNumbers, run: RunNumbers) -> CellNumbers:
-    """A cell with the levels of two runs; their predictions are left out."""
+    """A cell with the levels of two runs; their predictions are left out.
+
+    Where both searches ended on a busy machine, so has this.
+    """
     levels = one.levels + other.levels
     capacity = capacity_of(levels, run.slo, run.manifest)
+    if other.busy:
+        capacity = busy_or_not(one, capacity, run.slo, slos_of(run.manifest))
     levels = marked(levels, capacity)
     return msgspec.structs.replace(one, levels=levels, capacity=capacity, predicted=None)
 

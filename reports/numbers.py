@@ -114,6 +114,8 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     quality_kl_nats: float | None = None  # KL of the format to the float model
     load_seconds: float | None = None
     threads: int | None = None  # of the engine; None: not known
+    busy: str = ""  # by whom the machine was disturbed until the search gave up; "": it did not
+    busy_slos: tuple[str, ...] = ()  # ... and which SLOs were not searched to the end
 
     @property
     def status(self) -> CapacityStatus | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadtests.capacity.estimate import estimate
+from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.levels import Level, level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
@@ -257,7 +257,10 @@ def _spec(model: str) -> ModelSpec | None:
 def _with_capacity(
     cell: CellNumbers, manifest: RunManifest, events: Sequence[Event], slo: Slo
 ) -> CellNumbers:
-    found = capacity_of(cell.levels, slo, manifest)
+    ended = of_kind(events, journal.NeverQuiet)
+    if ended:
+        cell = msgspec.structs.replace(cell, busy=ended[-1].reason, busy_slos=tuple(ended[-1].slos))
+    found = busy_or_not(cell, capacity_of(cell.levels, slo, manifest), slo, slos_of(manifest))
     return msgspec.structs.replace(
         cell,
         levels=marked(cell.levels, found),
@@ -283,6 +286,19 @@ def capacity_of(
         for one in counting(levels, slo, slos_of(manifest))
     ]
     return estimate_of(levels, seen, slo, search_config(manifest))
+
+
+def busy_or_not(
+    cell: CellNumbers, found: journal.Capacity | None, slo: Slo, slos: Sequence[Slo]
+) -> journal.Capacity | None:
+    """The capacity; where the search for `slo` ended on a busy machine, it says so.
+
+    An SLO that is none of the campaign's `slos` was not searched for: it fares like those given up.
+    """
+    is_searched = slo in slos and slo.name not in cell.busy_slos
+    if found is None or not cell.busy or is_searched:
+        return found
+    return never_quiet(found, cell.busy)
 
 
 def marked(

@@ -182,6 +182,15 @@ def alone_only(evidence: Evidence) -> Iterator[NamedWarning]:
             yield _about(cell, "AloneOnly", WARNING, text, advice)
 
 
+def machine_busy(evidence: Evidence) -> Iterator[NamedWarning]:
+    """Where quiet never came: the search ended before its budget."""
+    for cell in evidence.numbers.cells:
+        if cell.busy:
+            text = f"The search for {{name}} ended since the machine was busy: {cell.busy}."
+            advice = "Measure again when the machine is quiet."
+            yield _about(cell, "MachineBusy", SERIOUS, text, advice)
+
+
 def unresolved(evidence: Evidence) -> Iterator[NamedWarning]:
     for cell in evidence.numbers.cells:
         if cell.status is CapacityStatus.UNRESOLVED:
@@ -310,7 +319,8 @@ def memory_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
 WARNINGS: tuple[Callable[[Evidence], Iterable[NamedWarning]], ...] = (
     *(of_levels, interrupted, levels_abandoned, not_finished, cut_off_line),
     *(shared_cores, endpoint_lacks, engine_restarted),
-    *(wide_interval, cell_unfinished, open_ended, alone_only, unresolved, contradiction),
+    *(wide_interval, cell_unfinished, open_ended, alone_only),
+    *(machine_busy, unresolved, contradiction),
     *(lower_target, random_weights, one_machine),
     *(noisy_machine, virtualised, bad_samples, memory_prediction),
 )

@@ -20,7 +20,7 @@ from loadtests.campaign.cells import seed_of
 from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.capacity.estimate import estimate
+from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.search import Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
@@ -29,9 +29,9 @@ from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
     Calibrated,
     Capacity,
-    CapacityStatus,
     Interrupted,
     LevelAbandoned,
+    NeverQuiet,
     Waited,
 )
 from loadtests.records.schema import CoresSample, Probe, RequestRecord
@@ -101,7 +101,7 @@ class _Run:
     patience_seconds: float  # for disturbed levels and waiting, besides the budget
 
 
-class NeverQuiet(Exception):
+class PatienceUsedUp(Exception):
     """The machine was disturbed for as long as the campaign waits; the message says by whom."""
 
 
@@ -136,33 +136,24 @@ def _search(run: _Run, budget_seconds: float) -> dict[str, Capacity]:
     state = run.state
     slos = state.campaign.all_slos
     found: dict[str, Capacity] = {}
-    busy: str | None = None
+    by: str | None = None
     for position, slo in enumerate(slos):
         spent = state.spent_seconds
         until = spent + max(0.0, budget_seconds - spent) / (len(slos) - position)
         try:
             found[slo.name] = _one_slo(run, slo, max(until, 1e-3))
-        except NeverQuiet as problem:
-            busy = f"the machine was busy: {problem}"
+        except PatienceUsedUp as problem:
+            by = str(problem)
             break
     unfinished = [slo.name for slo in slos[len(found) :]]
     if len(slos) > 1 or unfinished:  # levels of later SLOs say something about the earlier ones
         for slo in slos:
             config = aimed(_config(state, slo), state.prediction, slo)
             found[slo.name] = estimate(state.levels(slo), config, slo)
-    for name in unfinished:
-        if busy is not None:
-            found[name] = _unresolved(found[name], busy)
+    if by is not None:
+        state.run.event(NeverQuiet(cell=state.key, reason=by, slos=unfinished))
+        found |= {name: never_quiet(found[name], by) for name in unfinished}
     return found
-
-
-def _unresolved(found: Capacity, reason: str) -> Capacity:
-    """What was confirmed in a quiet time stays confirmed."""
-    if found.status in (CapacityStatus.CONFIRMED, CapacityStatus.NONE):
-        return msgspec.structs.replace(found, reason=f"{found.reason}; {reason}")
-    return msgspec.structs.replace(
-        found, status=CapacityStatus.UNRESOLVED, held=None, reason=reason
-    )
 
 
 def _config(state: CellState, slo: Slo) -> SearchConfig:
@@ -193,7 +184,10 @@ def _one_slo(run: _Run, slo: Slo, budget_seconds: float) -> Capacity:
 
 
 def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
-    """One level, measured again where the machine was disturbed. Raises LevelFailed, NeverQuiet."""
+    """One level, measured again where the machine was disturbed.
+
+    Raises LevelFailed, PatienceUsedUp.
+    """
     waits = 0
     while True:
         _wait_for_probe(run, campaign)
@@ -209,7 +203,7 @@ def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
 
 
 def _wait_for_probe(run: _Run, campaign: Campaign) -> None:
-    """Until a short request takes no longer than usual. Raises NeverQuiet."""
+    """Until a short request takes no longer than usual. Raises PatienceUsedUp."""
     seconds = LEAST_WAIT_SECONDS
     while (probe := run.bench.probe()) is not None and is_slow(probe):
         if campaign.disturbance == "ignore":
@@ -227,7 +221,7 @@ def _wait(run: _Run, by: str, least_seconds: float) -> None:
     """Until the engine's cores are quiet, but `least_seconds`: not all that disturbs can be seen.
 
     And no longer than MOST_WAIT_SECONDS: not all that can be seen disturbs, and a level that is
-    disturbed is soon cut short. It costs the cell's patience, not its budget. Raises NeverQuiet
+    disturbed is soon cut short. It costs the cell's patience, not its budget. Raises PatienceUsedUp
     once that is used up.
     """
     state, began = run.state, run.clock()
@@ -260,7 +254,7 @@ def _wait(run: _Run, by: str, least_seconds: float) -> None:
         Waited(cell=state.key, reason=by, spent_seconds=spent, became_quiet=is_quiet_now)
     )
     if waited >= left:
-        raise NeverQuiet(by)
+        raise PatienceUsedUp(by)
     how = "quiet" if is_quiet_now else f"not quiet ({now})"
     run.progress.say(f"  {how} after {formatting.duration(waited)}: measuring again")
 

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from loadtests.capacity.confirmation import confirmation, confirmed_rate
 from loadtests.capacity.levels import Level, pooled
 from loadtests.capacity.posterior import Observation, Posterior, posterior
@@ -200,6 +202,19 @@ def _posterior(
 ) -> Posterior:
     """Kept: several SLOs, and each step of a search, ask for the same again."""
     return posterior(seen, min_rate, max_rate, target)
+
+
+def never_quiet(found: Capacity, by: str) -> Capacity:
+    """Of a search that ended since the machine was busy: what was confirmed before stays so.
+
+    `by` names who disturbed it.
+    """
+    reason = f"the machine was busy: {by}"
+    if found.holds or found.status is CapacityStatus.NONE:
+        return msgspec.structs.replace(found, reason=f"{found.reason}; {reason}")
+    return msgspec.structs.replace(
+        found, status=CapacityStatus.UNRESOLVED, held=None, reason=reason
+    )
 
 
 def estimate(levels: Sequence[Level], config: SearchConfig, slo: Slo) -> Capacity:

@@ -257,6 +257,14 @@ class Waited(Event, frozen=True, kw_only=True):
     became_quiet: bool
 
 
+class NeverQuiet(Event, frozen=True, kw_only=True):
+    """The cell's patience was used up: no level was measured after it."""
+
+    cell: str
+    reason: str  # by whom the machine was disturbed
+    slos: list[str]  # names of those that were not searched to the end
+
+
 AnyEvent = (
     RunStarted
     | RunResumed
@@ -271,6 +279,7 @@ AnyEvent = (
     | LevelFinished
     | LevelAbandoned
     | Waited
+    | NeverQuiet
 )
 E = TypeVar("E", bound=Event)
 

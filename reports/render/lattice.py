@@ -26,7 +26,7 @@ from reports import sentences
 from reports.charts.crossover_map import column_of, rate_ends
 from reports.findings import Crossover, standing
 from reports.numbers import Answer, CellNumbers, LevelNumbers, RunNumbers
-from reports.run import counting, estimate_of, marked, search_config, slos_of
+from reports.run import busy_or_not, counting, estimate_of, marked, search_config, slos_of
 
 TTFT_SECONDS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0)
 TPOT_SECONDS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -161,6 +161,7 @@ def at(
     counted = counting(cell.levels, slo, slos_of(manifest))
     seen = [under(level, slo) for level in counted]
     found = estimate_of(cell.levels, seen, slo, search_config(manifest))
+    found = busy_or_not(cell, found, slo, slos_of(manifest))
     return msgspec.structs.replace(cell, capacity=found)
 
 

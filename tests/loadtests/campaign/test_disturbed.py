@@ -17,8 +17,11 @@ from loadtests.records.events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import read_events, read_records
+from loadtests.records.run_folder import read_events, read_manifest, read_records
 from loadtests.records.schema import Probe
+from reports.findings import crossover
+from reports.run import read_run, slos_of
+from reports.sentences import headline
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, killed_after
 from tests.loadtests.campaign.test_runner import SLO, campaign
@@ -86,6 +89,10 @@ def test_where_quiet_never_comes_the_cell_is_unresolved_and_names_who_it_was(
     assert found.status == "unresolved"
     assert found.reason.startswith("the machine was busy: `hog` (pid 7, 0.")
     assert "of the CPU time that the engine wanted" in found.reason
+    run = read_run(folder)
+    assert run.cells[0].capacity == found, "the report says what the campaign said"
+    assert f"unresolved: {found.reason}" in headline(run, crossover(run))
+    assert "MachineBusy" in {warning.code for warning in run.warnings}
     (begun,) = of_kind(read_events(folder).records, CellStarted)
     assert begun.budget_seconds is not None
     patience = min(wait_seconds, begun.budget_seconds)
@@ -160,6 +167,9 @@ def test_of_several_slos_only_those_not_searched_to_the_end_are_busy(tmp_path: P
     reasons = {name: found.reason for name, found in ended.capacities.items()}
     assert list(reasons) == ["quick", "patient"]
     assert "busy" in reasons["patient"] and ended.capacities["patient"].status == "unresolved"
+    for slo in slos_of(read_manifest(folder)):
+        (cell,) = read_run(folder, slo).cells
+        assert cell.capacity == ended.capacities[slo.name]
 
 
 @pytest.mark.parametrize("appends", [6, 8, 9, 10, 12])
