@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
 
 from loadtests.capacity.levels import Level, single_stream_seconds
 from loadtests.capacity.posterior import Posterior
 from loadtests.metrics.clustering import dispersion
 from loadtests.metrics.slo import Slo, Verdict, requests_to_hold, verdict
+from loadtests.metrics.wilson import wilson
 from loadtests.records.events import Confirmation
 
 LEAST_SECONDS = 60.0
 TTFT_LIMITS = 30.0  # an overload of 1/30 shows within the level
 SINGLE_STREAMS = 20.0  # E2E times of a single-stream request
 ROUNDING = 0.98  # of the time asked: a window ends with a request
+MOST_REQUESTS = 1e5
 LUCK = 1.0  # standard deviations of the count that a planned level has in hand
 
 
@@ -85,23 +86,38 @@ def confirmed_rate(levels: Sequence[Level], slo: Slo, clump: float) -> float | N
 
 
 def seconds_to_confirm(
-    rate: float, belief: Posterior, slo: Slo, measured: tuple[int, int] = (0, 0)
+    rate: float,
+    belief: Posterior,
+    slo: Slo,
+    measured: tuple[int, int] = (0, 0),
+    luck: float = LUCK,
 ) -> float | None:
     """The window at `rate` that is expected to hold, beside the (good, due) already measured there.
 
-    Requests that make Wilson's lower bound reach the target, with `LUCK` in hand; None where the
-    expected share is not above the target.
+    With `luck` standard deviations of the count in hand. None where the expected share is so near
+    the target that no level would do.
     """
     share = belief.mean_share(rate)
     good, due = measured
     if due:  # what was seen there counts as much as what the curve says
         share = (share + good / due) / 2
-    above = share - slo.target
-    if above <= 0:
+    effective = _requests_to_hold(share, slo, luck)
+    if effective is None:
         return None
-    z = NormalDist().inv_cdf(slo.confidence) + LUCK
-    needed = max(
-        float(requests_to_hold(slo)), z * z * slo.target * (1 - slo.target) / (above * above)
-    )
-    needed *= dispersion(1 - share, belief.clump)
-    return max(0.0, needed - due) / rate
+    return max(0.0, effective * dispersion(1 - share, belief.clump) - due) / rate
+
+
+def _requests_to_hold(share: float, slo: Slo, luck: float) -> float | None:
+    """The fewest independent requests with which a level of this share holds."""
+    low, high = float(requests_to_hold(slo)), MOST_REQUESTS
+
+    def holds(count: float) -> bool:
+        unlucky = share - luck * math.sqrt(share * (1 - share) / count)
+        return wilson(max(0.0, unlucky) * count, count, slo.confidence)[0] >= slo.target
+
+    if not holds(high):
+        return None
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -20,7 +20,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from loadtests.capacity.confirmation import candidates, confirming_seconds, seconds_to_confirm
+from loadtests.capacity.confirmation import (
+    LUCK,
+    candidates,
+    confirming_seconds,
+    seconds_to_confirm,
+)
 from loadtests.capacity.estimate import Evidence
 from loadtests.capacity.levels import Level, single_stream_seconds
 from loadtests.capacity.search_config import SearchConfig
@@ -37,6 +42,9 @@ WARMUP_SHARE = 0.15  # of the window
 WARMUP_ANSWERS = 2.0  # E2E times of a single-stream request
 LOWEST_CONFIRMED = 0.25  # of the low end of the interval: below it a level says too little
 CONFIRMED_ENOUGH = 0.9  # of the low end of the interval
+NEARLY_ALONE = 0.15  # of the rate of one stream
+LEAST_LEVELS = 3  # before a search gives up
+HOPELESS = 2.0  # times what is left that confirming would take
 LOWEST_RATE = 1 / 200  # of the rate of one stream: requests hardly ever meet below it
 
 
@@ -74,6 +82,12 @@ def next_step(
         more = _more_single_stream(seen, min(left, 0.25 * config.budget_seconds))
         if more is not None:
             return more
+    if _is_nearly_alone(seen) and seen.single_stream_verdict == "unresolved":
+        more = _more_single_stream(seen, min(left, 0.5 * config.budget_seconds))
+        if more is not None:
+            return more
+    if (hopeless := _cannot_confirm(seen, left)) is not None:
+        return _finished(seen, hopeless)
     kept = _kept_seconds(seen, left)
     step = _explore(seen, left - kept)
     if step is None and seen.single_stream_verdict == "unresolved":
@@ -140,13 +154,44 @@ def _confirm(seen: Evidence, left_seconds: float) -> Measure | None:
     floor = max(seen.confirmed or 0.0, config.min_rate) * 1.02
     fresh = np.geomspace(low, low * LOWEST_CONFIRMED, 15).tolist()
     again = [rate for rate in measured if rate <= low]
-    for rate in sorted({*fresh, *again}, reverse=True):
-        if not floor <= rate <= config.max_rate:
-            continue
-        seconds = seconds_to_confirm(rate, seen.belief, slo, measured.get(rate, (0, 0)))
-        if seconds is not None and max(least, seconds) <= affordable:
-            return _measure(seen, float(rate), max(least, seconds), "confirm")
+    rates = [r for r in sorted({*fresh, *again}, reverse=True) if floor <= r <= config.max_rate]
+    for luck in (LUCK, 0.0):  # rather a rate that is likely to hold; at the end any that may
+        for rate in rates:
+            pool = measured.get(rate, (0, 0))
+            seconds = seconds_to_confirm(rate, seen.belief, slo, pool, luck)
+            if seconds is not None and max(least, seconds) <= affordable:
+                return _measure(seen, float(rate), max(least, seconds), "confirm")
     return None
+
+
+def _is_nearly_alone(seen: Evidence) -> bool:
+    """The lowest rate broke the SLO, and its requests hardly met: alone they come quicker."""
+    rate = min(seen.broken, default=None)
+    return rate is not None and not seen.held and rate <= NEARLY_ALONE * _single_stream_rate(seen)
+
+
+def _cannot_confirm(seen: Evidence, left_seconds: float) -> str | None:
+    """Why no rate can be confirmed with what is left, by a wide margin; None where one may be."""
+    is_bracketed = bool(seen.held and seen.broken) and len(seen.loaded) >= LEAST_LEVELS
+    if seen.confirmed is not None or not is_bracketed:
+        return None
+    low = min(seen.belief.quantile(1 - seen.config.confidence), max(seen.held))
+    least = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
+    needed = [
+        (max(least, seconds), float(rate))
+        for rate in np.geomspace(low, low * LOWEST_CONFIRMED, 8)
+        if (seconds := seconds_to_confirm(float(rate), seen.belief, seen.slo, luck=0.0)) is not None
+    ]
+    if not needed:
+        return None
+    seconds, rate = min(needed)
+    seconds *= 1 + seen.config.overhead
+    if seconds <= HOPELESS * left_seconds:
+        return None
+    return (
+        f"about {seconds:.0f} s at {rate:.2g} requests/s would be needed to confirm a rate, "
+        f"{left_seconds:.0f} s were left"
+    )
 
 
 def _finished(seen: Evidence, why: str) -> Finished:

@@ -219,8 +219,8 @@ def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
     ]
     assert {cell.weight_format for cell in plan.cells} == {"Q4_0"}
     slo = plan.campaign.slo
-    assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("chat", 2.0, 0.1)
-    assert plan.campaign.budget_seconds is not None and plan.campaign.budget_seconds <= 660
+    assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("demo", 2.0, 0.2)
+    assert plan.campaign.budget_seconds is not None and plan.campaign.budget_seconds <= 720
     assert read_campaign(DEMO, budget_seconds=5.0).campaign.budget_seconds == 5.0
 
 
