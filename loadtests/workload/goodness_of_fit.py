@@ -106,16 +106,38 @@ def _fit(
     against: Against = "gamma" if isinstance(arrivals, Gamma) else "exponential"
     if len(times) < 2:
         return against, gaps, None
-    from scipy import stats
-
     if isinstance(arrivals, Gamma):
+        from scipy.special import gammainc  # scipy.stats takes a second to import
+
         shape = 1.0 / arrivals.cv**2
-        law = stats.gamma(shape, scale=1.0 / (shape * rate))
-        unit = _uniform_below(np.asarray(law.cdf(gaps)), float(law.cdf(finest_seconds)))
+        unit = _uniform_below(
+            np.asarray(gammainc(shape, gaps * shape * rate)),
+            float(gammainc(shape, finest_seconds * shape * rate)),
+        )
     else:
         gaps = np.diff(expected_count(arrivals, rate, duration_seconds)[0](times))
         unit = _uniform_below(-np.expm1(-gaps), -math.expm1(-finest_seconds * rate))
-    return against, gaps, float(stats.kstest(unit, stats.uniform.cdf).pvalue)
+    return against, gaps, ks_probability(unit)
+
+
+def ks_probability(unit: Times) -> float:
+    """The p-value of Kolmogorov and Smirnov's two-sided test for uniform numbers in [0, 1].
+
+    Kolmogorov's limit with Stephens' correction for n numbers (M. A. Stephens, J. R. Statist. Soc.
+    B 32, 1970): within 0.03 of the exact value from n = 10 on, and near 0.001 within a tenth of
+    it from n = 20 on.
+    """
+    count = len(unit)
+    ordered = np.sort(unit)
+    ranks = np.arange(count + 1) / count
+    distance = float(max(np.max(ranks[1:] - ordered), np.max(ordered - ranks[:-1])))
+    root = math.sqrt(count)
+    scaled = (root + 0.12 + 0.11 / root) * distance
+    if scaled < 0.2:
+        return 1.0  # the series needs many terms there, and is 1 within 1e-12
+    terms = np.arange(1, 101)
+    series = np.where(terms % 2, 1.0, -1.0) * np.exp(-2.0 * (terms * scaled) ** 2)
+    return float(min(1.0, max(0.0, 2.0 * series.sum())))
 
 
 def _uniform_below(unit: Times, finest: float) -> Times:

@@ -37,10 +37,11 @@ READY_PATIENCE_SECONDS = 60.0
 
 def started(checkout: Path, words: list[str], folder: str) -> subprocess.Popen[bytes]:
     """`crossover WORDS` of a checkout, in `folder`, its output dropped."""
+    path = [str(checkout), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return subprocess.Popen(
         [sys.executable, *ENTRY, *words],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

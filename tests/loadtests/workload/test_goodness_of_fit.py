@@ -1,7 +1,11 @@
 """The check accepts a process's own times and finds out others."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from scipy import stats
 
 from loadtests.workload.arrivals import (
     Constant,
@@ -11,7 +15,7 @@ from loadtests.workload.arrivals import (
     deal,
     due_times,
 )
-from loadtests.workload.goodness_of_fit import check
+from loadtests.workload.goodness_of_fit import check, ks_probability
 from tests.tools.arrivals import KINDS, LONG, RATE, kind
 
 
@@ -101,3 +105,31 @@ def test_arrivals_that_are_not_as_asked_are_a_warning():
     )
     assert level(due_times(Ramp(), RATE, 60.0, 1), Ramp()).arrivals is None
     assert level(due_times(Constant(), RATE, 60.0, 1), None).arrivals is None
+
+
+@pytest.mark.parametrize("count", [20, 100, 1000])
+def test_the_probability_is_that_of_the_exact_test(count: int) -> None:
+    random = np.random.default_rng(count)
+    small = 0
+    for number in range(200):
+        unit = random.random(count) ** (1.0 + 0.7 * number / 200)  # from uniform to far from it
+        exact = stats.kstest(unit, stats.uniform.cdf).pvalue
+        found = ks_probability(unit)
+        assert found == pytest.approx(exact, abs=0.03)
+        if 5e-4 < exact < 5e-3:
+            small += 1
+            assert found == pytest.approx(exact, rel=0.1)
+    assert small >= 5
+    assert ks_probability((np.arange(count) + 0.5) / count) == 1.0
+
+
+def test_a_level_of_poisson_arrivals_is_checked_without_scipy() -> None:
+    code = (
+        "import sys, numpy as np\n"
+        "from loadtests.workload.arrivals import Poisson, due_times\n"
+        "from loadtests.workload.goodness_of_fit import check\n"
+        "found = check(Poisson(), due_times(Poisson(), 10.0, 20.0, 1), 10.0, 20.0)\n"
+        "print(found.as_asked, 'scipy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
