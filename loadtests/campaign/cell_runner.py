@@ -38,6 +38,7 @@ from loadtests.records.schema import CoresSample, Probe, RequestRecord
 from loadtests.simulation import calibration as calibrate
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.prediction_error import error_scale, packaged_pairs, pairs_in
+from loadtests.simulation.prediction_words import predicted_words
 from loadtests.simulation.step_observations import observations_of
 from models import formatting
 
@@ -327,7 +328,7 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
     made = msgspec.structs.replace(made, slots=slots, spent_seconds=spent)
     fields = msgspec.to_builtins(made)
     state.run.event(Calibrated(cell=state.key, **fields))
-    rates = [f"{calibrate.in_words(rate)} for {name}" for name, rate in made.rates.items()]
+    rates = [f"{predicted_words(rate)} for {name}" for name, rate in made.rates.items()]
     said = f"predicted {', '.join(rates)}" if rates else f"no prediction ({made.reason})"
     run.progress.say(f"  calibrated in {made.spent_seconds:.0f} s: {said}")
     return made

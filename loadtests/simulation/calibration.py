@@ -36,7 +36,6 @@ from loadtests.simulation.step_replay import residuals_of
 from loadtests.simulation.step_time import StepLaw, StepObservation, fit
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.requests import Workload, draw
-from models import formatting
 
 SHARE = 0.12  # of a cell's budget, at most
 LEAST_SECONDS = 2.0  # less buys nothing
@@ -236,11 +235,6 @@ def _with_interval(found: SimulatedCapacity, law: StepLaw, known_error: float) -
     of_law = found.sensitivity * NORMAL * (law.error or 0.0)
     spread = math.exp(P90 * math.hypot(of_law, found.error or 0.0, known_error))
     return PredictedRate(rate=found.rate, low=found.rate / spread, high=found.rate * spread)
-
-
-def in_words(predicted: PredictedRate) -> str:
-    """`0.64 requests/s (0.46–0.86)`: the rate, with its p10 and p90 where they are known."""
-    return formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high)
 
 
 def prediction_ratio(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from loadtests.capacity.words import AT_NO_RATE
 from loadtests.records.events import Capacity, PredictedRate
-from loadtests.simulation.calibration import in_words, prediction_ratio
+from loadtests.simulation.calibration import prediction_ratio
 from models import formatting
 
 
 def predicted_words(predicted: PredictedRate) -> str:
-    """`0.64 requests/s (0.46–0.86)`, or `at no rate`."""
-    return in_words(predicted) if predicted.rate else "at no rate"
+    """`0.64 requests/s (0.46–0.86)`, with p10 and p90 where they are known, or `at no rate`."""
+    if not predicted.rate:
+        return AT_NO_RATE
+    return formatting.rate_with_interval(predicted.rate, predicted.low, predicted.high)
 
 
 def ratio_words(predicted: PredictedRate, found: Capacity | None) -> str:

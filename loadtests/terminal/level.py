@@ -23,10 +23,12 @@ def wide_console() -> Console:
 def show_level(summary: Summary, console: Console) -> None:
     """Print what one level showed."""
     counts, throughput = summary.counts, summary.throughput
-    asked = f"{summary.asked_rate:.3g} asked, " if summary.asked_rate is not None else ""
+    asked = ""
+    if summary.asked_rate is not None:
+        asked = f"{formatting.requests(summary.asked_rate, 3)} asked, "
     console.print(
         f"{counts.due} requests in {formatting.duration(summary.window.seconds)} "
-        f"({asked}{throughput.offered_rate:.3g} requests/s came out)"
+        f"({asked}{formatting.requests(throughput.offered_rate, 3)} came out)"
     )
     if counts.failed:
         failed = ", ".join(f"{count} {kind}" for kind, count in counts.failed.items())
@@ -45,7 +47,7 @@ def show_level(summary: Summary, console: Console) -> None:
     share = f"{counts.attainment:.1%}" if counts.attainment is not None else "none"
     console.print(
         f"SLO {summary.slo}: {share} good ({counts.attainment_low:.1%}-{counts.attainment_high:.1%}"
-        f"), goodput {throughput.goodput:.3g} requests/s: {summary.verdict}",
+        f"), goodput {formatting.requests(throughput.goodput, 3)}: {summary.verdict}",
         style="bold",
     )
     for warning in summary.warnings:
