@@ -80,7 +80,6 @@ def test_a_level_that_cannot_be_is_refused(arguments: dict[str, Any], message: s
         load("http://127.0.0.1:9", **arguments)
 
 
-@pytest.mark.clock
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_level_in_order_and_with_one_sentence(
     truth_server: Start, tmp_path: Path, number: signal.Signals
