@@ -80,6 +80,7 @@ def test_a_level_that_cannot_be_is_refused(arguments: dict[str, Any], message: s
         load("http://127.0.0.1:9", **arguments)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_level_in_order_and_with_one_sentence(
     truth_server: Start, tmp_path: Path, number: signal.Signals
@@ -96,14 +97,14 @@ def test_a_signal_ends_a_level_in_order_and_with_one_sentence(
         text=True,
         start_new_session=True,
     ) as level:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 90
         while not list(tmp_path.glob("runs/*/requests.jsonl")):
             assert time.monotonic() < until and level.poll() is None
             time.sleep(0.05)
         time.sleep(0.5)
         level.send_signal(number)
         level.send_signal(number)  # as `timeout` does; it must not break off what the first began
-        said = level.communicate(timeout=30)[1]
+        said = level.communicate(timeout=90)[1]
     (folder,) = tmp_path.glob("runs/*")
     assert level.returncode == 2 and "Traceback" not in said, said
     assert said.splitlines()[-1] == f"crossover: stopped; the records so far are in {folder}"
