@@ -34,7 +34,9 @@ def memory(rungs: Sequence[Rung], ram_bytes: int | None) -> parts.Spec | None:
     layers = [
         *_lines(ram_bytes, top, scale),
         _bars(known, x, scale),
-        *parts.haloed(parts.data(totals), at_total, dy=-9, fontSize=11, color=style.MUTED),
+        *parts.haloed(
+            parts.data(totals), at_total, dy=-9, fontSize=parts.when_wide(11, 0), color=style.MUTED
+        ),
         *_peaks(known, x, scale),
     ]
     return parts.spec(layers, height=360)

@@ -76,11 +76,12 @@ def _lines(rows: list[parts.Row], y: alt.Y, value: alt.Tooltip) -> parts.Layers:
     colour = _series(rows)
     fill = alt.condition("datum.verdict == 'holds'", colour, alt.value(style.PAPER))
     dots = base.mark_point(size=62, strokeWidth=2, opacity=1)
+    at_end = {"align": parts.when_wide("left", "right"), "dx": parts.when_wide(10, -8)}
     named = {"x": x, "y": y, "text": "model:N", "color": colour}
     return [
         base.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
         dots.encode(x=x, y=y, stroke=_series(rows, alt.Stroke), fill=fill, tooltip=tips),
-        *parts.haloed(parts.data(list(last.values())), named, align="left", dx=10, fontWeight=600),
+        *parts.haloed(parts.data(list(last.values())), named, **at_end, fontWeight=600),
     ]
 
 
