@@ -167,7 +167,7 @@ def loaded_level(
             cores=site.server.layout.client if site.server.layout is not None else (),
         )
     with LoadGenerator(process) as generator:
-        generator.channel.send(plan)
+        generator.tell(plan)
         started = _started(site, plan, purpose, attempt, _start_of(generator))
         site.sampler.client = generator.child.pid
         _begin(site, started)
@@ -213,7 +213,7 @@ def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _
                 guard.check(tally)
         now = time.time() - t0
         if cut.may_stop(now) or cut.stop(guard.lost(), now):
-            generator.channel.send(Stop())
+            generator.tell(Stop())
     raise AssertionError("told() ends by an exception")
 
 

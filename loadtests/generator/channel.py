@@ -1,7 +1,7 @@
 """The pipe between the runner and a load generator: one JSON line per message, over a socket pair.
 
     with LoadGenerator(GeneratorProcess(log=log)) as generator:
-        generator.channel.send(plan)
+        generator.tell(plan)
         for message in generator.told(): ...
 
 A process killed within a message loses that message only.
@@ -19,6 +19,7 @@ import msgspec
 
 from loadtests.errors import LevelInterrupted
 from loadtests.generator.launcher import GeneratorProcess
+from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import Failed, Order, Told
 
 TICK_SECONDS = 0.1
@@ -88,9 +89,7 @@ class LoadGenerator:
             try:
                 messages = self.channel.receive(tick_seconds)
             except EOFError:
-                self.child.wait(5)
-                how = self.child.how_it_ended()
-                raise LevelInterrupted(f"the load generator ended early ({how})") from None
+                raise self._ended_early() from None
             for message in messages:
                 if isinstance(message, Failed):
                     raise LevelInterrupted(f"the load generator failed: {message.problem}")
@@ -98,6 +97,19 @@ class LoadGenerator:
             if time.monotonic() - ticked >= tick_seconds:
                 ticked = time.monotonic()
                 yield None
+
+    def tell(self, message: Order) -> None:
+        """Raises LevelInterrupted when its process has ended before it had a plan."""
+        try:
+            self.channel.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            if isinstance(message, LoadPlan):
+                raise self._ended_early() from None
+            # else told() says how it ended, after all that it told
+
+    def _ended_early(self) -> LevelInterrupted:
+        self.child.wait(5)
+        return LevelInterrupted(f"the load generator ended early ({self.child.how_it_ended()})")
 
     def close(self, timeout_seconds: float = 15.0) -> None:
         """Let it quit by itself."""

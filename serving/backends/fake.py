@@ -52,12 +52,22 @@ def continuation(prompt: list[int], count: int, vocabulary: int = 8192) -> list[
     return out
 
 
+def _pass(seconds: float, is_busy: bool) -> None:
+    if not is_busy:
+        time.sleep(seconds)
+        return
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
 class FakeOptions(msgspec.Struct, frozen=True):
     """`--option key=value` of the fake backend."""
 
     step_seconds: float = 0.0  # time of a step, whatever is in it
     row_seconds: float = 0.0  # more for each decoding row
     prompt_token_seconds: float = 0.0  # more for each prompt token
+    is_busy: bool = False  # a step computes for its time, as an engine does; else it sleeps
     load_seconds: float = 0.0
     vocabulary: int = 8192
     eos_token: int = 0
@@ -126,8 +136,7 @@ class FakeBackend:
                 states.append(state)
             count = len(row.tokens)
             seconds += options.row_seconds if count == 1 else options.prompt_token_seconds * count
-        if seconds:
-            time.sleep(seconds)
+        _pass(seconds, options.is_busy)
         return self._draw([row for row in rows if row.wants_token])
 
     def copy(self, source: int, target: int, tokens: int) -> None:

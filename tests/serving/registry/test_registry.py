@@ -84,7 +84,7 @@ def run(work: Awaitable[None]) -> None:
     asyncio.run(limited())
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -350,7 +350,7 @@ def test_an_engine_that_is_killed_is_replaced_and_the_other_models_do_not_notice
 def test_stopping_ends_every_engine_and_every_wait() -> None:
     async def scenario() -> None:
         async with fleet_of(
-            model("a"), model("b", load_seconds=20.0), model("c", "demand")
+            model("a"), model("b", load_seconds=50.0), model("c", "demand")
         ) as registry:
             await until(lambda: registry.states()["a"] == "ready")
             waiting = asyncio.create_task(registry.hold("c"))  # behind the load of b
