@@ -6,6 +6,9 @@ For each command the median of its runs with quartiles, in seconds of wall clock
 its processes), and the median of the pairs' ratios. "until ready" ends when the ready file is
 there; `load` sends 2 s of 5 requests/s to one `serve fake` of this checkout. A first run of each
 command is not counted: it compiles files.
+
+Where the two checkouts pin a package differently, this one's is installed by `pip install --no-deps
+--target FOLDER`, and STARTS_PACKAGES=FOLDER puts it before the environment's for this checkout.
 """
 
 from __future__ import annotations
@@ -33,11 +36,14 @@ PAGES = {"crossover --help": ["--help"]} | {
 }
 WALL, CPU = "wall_seconds", "cpu_seconds"
 READY_PATIENCE_SECONDS = 60.0
+PACKAGES_VARIABLE = "STARTS_PACKAGES"
 
 
 def started(checkout: Path, words: list[str], folder: str) -> subprocess.Popen[bytes]:
     """`crossover WORDS` of a checkout, in `folder`, its output dropped."""
-    path = [str(checkout), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [str(checkout)]
+    if checkout == HERE and (packages := os.environ.get(PACKAGES_VARIABLE)):
+        path.append(packages)
     return subprocess.Popen(
         [sys.executable, *ENTRY, *words],
         cwd=folder,
