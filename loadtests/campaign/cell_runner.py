@@ -326,7 +326,7 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
     )
     spent = round(run.clock() - began, 3)
     made = msgspec.structs.replace(made, slots=slots, spent_seconds=spent)
-    fields = msgspec.to_builtins(made)
+    fields = msgspec.to_builtins(made) | {"rates": made.rates}
     state.run.event(Calibrated(cell=state.key, **fields))
     rates = [f"{predicted_words(rate)} for {name}" for name, rate in made.rates.items()]
     said = f"predicted {', '.join(rates)}" if rates else f"no prediction ({made.reason})"

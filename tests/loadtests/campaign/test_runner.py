@@ -53,6 +53,7 @@ from loadtests.records.run_folder import (
     read_manifest,
     read_records,
 )
+from loadtests.simulation.prediction_error import pairs_of
 from reports.write import Asked, write_report
 from tests.loadtests.campaign.checks import check_folder, kinds
 from tests.loadtests.campaign.simulated import (
@@ -198,6 +199,17 @@ def test_the_search_starts_at_the_prediction(tmp_path: Path) -> None:
     assert "calibrated in" in world.said.getvalue() and "predicted" in world.said.getvalue()
     bursts = [r for r in read_records(folder).requests if r.level.endswith("#calibration")]
     assert len({record.index for record in bursts}) == len(bursts) >= 2 + 4 + 8
+
+
+def test_a_later_cell_is_predicted_with_the_errors_of_the_earlier_ones(tmp_path: Path) -> None:
+    """In one sitting: the journal in memory is as the one that is read again."""
+    text = CAMPAIGN.format(budget=300, more=SLO, search="").replace('["135m"]', '["135m", "360m"]')
+    plan = parse_campaign(text.replace("calibration_seconds = 0", "calibration_seconds = 20"))
+    folder = Simulated(slots=4).run(plan, tmp_path)
+    check_folder(folder)
+    made = of_kind(read_events(folder).records, Calibrated)
+    assert len(made) == 2 and all(rate.low for one in made for rate in one.rates.values())
+    assert len(pairs_of(folder)) == 2
 
 
 def test_an_interrupted_calibration_is_given_up_and_the_search_goes_on(
