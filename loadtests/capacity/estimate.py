@@ -24,6 +24,7 @@ from loadtests.records.events import Capacity, CapacityStatus
 
 LEAST_SINGLE_STREAM = 20  # requests before "at no rate"
 LEAST_BAD = 5  # ... or so many bad ones
+LEAST_BAD_LOADED = 20  # of a level that alone bounds the capacity from above
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,9 @@ class Evidence:
         return low, self.belief.quantile(0.5) if known else None, high
 
     def _fails(self, level: Level) -> bool:
+        """By 20 bad requests or more: Wilson's bound of a handful that share their fate is none."""
+        if level.due - level.good < LEAST_BAD_LOADED:
+            return False
         together = dispersion((level.due - level.good + 0.5) / (level.due + 1), self.belief.clump)
         return verdict(level.good, level.due, self.slo, together) == "fails"
 

@@ -32,6 +32,13 @@ def test_a_level_that_is_plainly_broken_bounds_the_capacity():
     assert only_broken.status is CapacityStatus.UNRESOLVED and only_broken.high is not None
 
 
+def test_a_handful_of_bad_requests_is_no_bound():
+    """Six in a row are one stall; below the capacity too."""
+    found = estimate([SINGLE_STREAM, level(0.9, 0, 6, 7.0)], SearchConfig(), NINE)
+    assert found.high is None
+    assert estimate([SINGLE_STREAM, level(0.9, 0, 24, 27.0)], SearchConfig(), NINE).high == 0.9
+
+
 def test_one_good_request_is_evidence_of_nothing():
     """It once gave "holds up to at least 0.29": the edge of the grid."""
     strict = Slo("strict", 0.5, None, target=0.99)
