@@ -29,7 +29,7 @@ test: $(STAMP)
 	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
 	@$(BIN)/python -m tests.serving.backends.transformers5
 	@echo "== three at a time, for a third of their time is waiting; then, alone, what holds a measured time to a bound"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not clock"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not clock"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 
 clients: $(STAMP)

@@ -33,7 +33,7 @@ def test_a_hopeless_level_is_cut_short_and_the_next_waits_for_an_idle_server(
     check_folder(folder)
     _, cut, second = read_records(folder).levels()
     assert cut.finished.cut_short and cut.finished.window_seconds < 2.5
-    assert cut.finished.verdict == "fails"
+    assert cut.finished.verdict != "holds", "few requests of a busy machine may not prove more"
     first = min(second.requests, key=lambda record: record.due_seconds)
     assert first.first_content_seconds is not None
     waited = first.first_content_seconds - first.due_seconds
