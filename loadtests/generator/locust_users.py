@@ -38,7 +38,7 @@ from loadtests.generator.channel import Channel, encode
 from loadtests.generator.connection import clock
 from loadtests.generator.dispatcher import Dispatcher
 from loadtests.generator.launcher import CHANNEL_VARIABLE
-from loadtests.generator.live_page import attach
+from loadtests.generator.live_page import attach, guard
 from loadtests.generator.live_stats import Live
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import (
@@ -51,7 +51,7 @@ from loadtests.generator.messages import (
     total,
 )
 from loadtests.generator.option_values import plan_of_options
-from loadtests.generator.options import add_options
+from loadtests.generator.options import COMMAND_LINE_ONLY, add_options
 from loadtests.generator.request_factory import Share
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.run_folder import Appender
@@ -98,6 +98,7 @@ class Roles:
         self.channel: Channel[Order] | None = None  # None: started by hand, or a worker
         self.is_led = CHANNEL_VARIABLE in os.environ  # by a runner
         self._environment: Any = None
+        self._given: dict[str, Any] = {}  # the command line's options
         self._plan: LoadPlan | None = None
         self._prepared = 0
         self._accounts: list[Ended] = []
@@ -110,7 +111,10 @@ class Roles:
 
     def on_init(self, environment: Environment, **_: Any) -> None:
         self._environment = environment
+        # As the command line has it: Locust's page overwrites parsed_options.
+        self._given = dict(vars(environment.parsed_options))
         if environment.web_ui is not None:
+            guard(environment)
             attach(environment, lambda: self._live, self._facts)
         messages: dict[str, Callable[[Any], None]] = {}
         if isinstance(self._runner, MasterRunner):
@@ -144,8 +148,14 @@ class Roles:
             gevent.spawn(self._obey, self.channel)
             return
         options = environment.parsed_options
-        given = {**vars(options), "host": environment.host or options.host}
+        own = {name: self._given[name] for name in COMMAND_LINE_ONLY}
+        given = {**vars(options), **own, "host": environment.host or options.host}
         try:
+            if given["api_key_env"] and given["host"] != self._given["host"]:
+                raise LoadError(
+                    f"the key in {given['api_key_env']} is for the --host of the command line, "
+                    f"{self._given['host']!r}, and not sent to {given['host']!r}"
+                )
             self._start(plan_of_options(given, users=options.num_users or 1))
         except Exception as problem:
             self._abort(problem)

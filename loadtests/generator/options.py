@@ -98,23 +98,29 @@ class LocustOptions(LoadOptions, frozen=True, kw_only=True):
     ] = None
 
 
+# What the page may not change: it would send keys elsewhere, write files, or read any variable.
+COMMAND_LINE_ONLY = frozenset({"api_key_env", "verify_tls", "extra_body", "requests_file"})
 _HINTS = get_type_hints(LocustOptions, include_extras=True)
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(LocustOptions)}
 
 
 def add_options(parser: Any) -> None:
-    """Add LocustOptions to Locust's command line and web page."""
+    """Add LocustOptions to Locust's command line and web page, which is on loopback by default."""
+    parser.set_defaults(web_host="127.0.0.1")
     group = parser.add_argument_group("crossover", "What is sent, and when")
     for name, default in DEFAULTS.items():
         text = next(meta for meta in _HINTS[name].__metadata__ if isinstance(meta, Meta))
         kind = kind_of(name)
-        group.add_argument(
+        action = group.add_argument(
             flag_of(name),
             type=kind if kind in (float, int) else str,
             default="yes" if default is True else default,
             help=f"{text.description}{' (yes or no)' if kind is bool else ''}",
             env_var=f"LOCUST_{name.upper()}",
         )
+        # Of Locust's own add_argument, which a group does not have.
+        action.include_in_web_ui = name not in COMMAND_LINE_ONLY
+        action.is_secret = action.is_required = action.is_multiple = False
 
 
 def flag_of(name: str) -> str:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from loadtests.errors import LevelInterrupted, TargetUnusable
 from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.endpoint import Target, probe
-from loadtests.generator.http_client import connect, fetch, get_bytes
+from loadtests.generator.http_client import Pool, connect, fetch, get_bytes
 from loadtests.generator.launcher import CHANNEL_VARIABLE, GeneratorProcess, processes_options
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import (
@@ -375,15 +376,31 @@ def test_a_thousand_requests_a_second_are_told_whole(
     assert {record.request_id for record in records if record.request_id} <= set(log)
 
 
-def test_the_page_shows_the_level_as_it_runs(truth_server: Start, tmp_path: Path) -> None:
+def swarm(page: Pool, form: str, host: str | None = None, *fields: str) -> tuple[int, Any]:
+    """What Locust's form answers. `host`: another Host than the page's own."""
+    head = page.headers if host is None else f"Host: {host}\r\n"
+    kind = "Content-Type: application/x-www-form-urlencoded"
+    lines = "\r\n".join([kind, f"Content-Length: {len(form)}", *fields])
+    status, _, answer = fetch(page, f"POST /swarm HTTP/1.1\r\n{head}{lines}\r\n\r\n{form}".encode())
+    return status, json.loads(answer)
+
+
+def test_the_page_shows_the_level_as_it_runs_and_is_nobody_elses(
+    truth_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Locust as people start it, with its web server: a level is started by the form, and our page
-    and its numbers are there.
+    and its numbers are there. Another site's page, or a name that is not this machine's, starts
+    nothing; no form names a variable or a file, or sends the key elsewhere.
     """
     url = truth_server(ttft=0.02, gap=0.002, fail="status:500", fail_every=4, case="page")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    child = locust("--web-host", "127.0.0.1", "--web-port", str(port), folder=tmp_path)
+    monkeypatch.setenv("OF_THE_ENDPOINT", "the-key")
+    key = ("--api-key-env", "OF_THE_ENDPOINT")
+    child = locust("--web-port", str(port), "--host", url, *key, folder=tmp_path)
     page = connect(f"http://127.0.0.1:{port}")
+    options = "rate=20&window=2&workload=16x6&slo=interactive"
+    form = f"user_count=1&spawn_rate=1&host={url}&{options}"
     try:
         until = time.monotonic() + 60
         while True:
@@ -396,15 +413,27 @@ def test_the_page_shows_the_level_as_it_runs(truth_server: Start, tmp_path: Path
         assert status == 200 and b"<title>Crossover" in html and b"https://" not in html, (
             "works with no network"
         )
-        assert b'href="/crossover"' in fetch(page, get_bytes(page, "/"))[2], (
-            "and is found from Locust's own page"
-        )
-        options = "rate=20&window=2&workload=16x6&slo=interactive"
-        form = f"user_count=1&spawn_rate=1&host={url}&{options}".encode()
-        kind = "Content-Type: application/x-www-form-urlencoded"
-        length = f"Content-Length: {len(form)}"
-        head = f"POST /swarm HTTP/1.1\r\n{page.headers}{kind}\r\n{length}\r\n\r\n"
-        assert json.loads(fetch(page, head.encode() + form)[2])["success"]
+        html = fetch(page, get_bytes(page, "/"))[2]
+        assert b'href="/crossover"' in html, "and is found from Locust's own page"
+        assert b"Requests per second, sent when due" in html and b"api_key_env" not in html
+        sockets = psutil.Process(child.pid).net_connections()
+        assert {one.laddr.ip for one in sockets if one.status == "LISTEN"} == {"127.0.0.1"}
+
+        for field in ("api_key_env=HOME", "requests_file=stolen", "html_file=x", "verify_tls=no"):
+            status, said = swarm(page, f"{form}&{field}")
+            assert status == 403 and field.partition("=")[0] in said["message"]
+        assert swarm(page, form, "evil.example")[0] == 403
+        assert swarm(page, form, None, "Origin: http://evil.example")[0] == 403
+        assert swarm(page, form, None, "Origin: null")[0] == 403
+        assert swarm(page, form, None, "Sec-Fetch-Site: cross-site")[0] == 403
+        with socket.create_server(("127.0.0.1", 0)) as trap:
+            trap.settimeout(1.0)
+            elsewhere = f"http://127.0.0.1:{trap.getsockname()[1]}"
+            assert swarm(page, form.replace(url, elsewhere))[0] == 200
+            with pytest.raises(TimeoutError):
+                trap.accept()
+
+        assert swarm(page, form, None, f"Origin: http://127.0.0.1:{port}")[1]["success"]
         until = time.monotonic() + 30
         while (stats := json.loads(fetch(page, get_bytes(page, "/crossover/stats"))[2]))[
             "state"
@@ -414,7 +443,9 @@ def test_the_page_shows_the_level_as_it_runs(truth_server: Start, tmp_path: Path
     finally:
         page.close()
         child.terminate()
-        child.communicate(timeout=20)
+        said = child.communicate(timeout=20)[1]
+    assert "the key in OF_THE_ENDPOINT is for the --host of the command line" in said
+    assert not list(tmp_path.iterdir())
     total = stats["total"]
     assert total["due"] == total["ended"] > 20 and stats["slo"]["name"] == "interactive"
     assert (
