@@ -64,7 +64,7 @@ class Evidence:
     @functools.cached_property
     def belief(self) -> Posterior:
         seen = [
-            Observation(lv.due / lv.duration_seconds, lv.good, lv.due, lv.runs)
+            Observation(lv.due / lv.duration_seconds, lv.good, lv.due, lv.runs, lv.start)
             for lv in self.loaded
         ]
         return _posterior(tuple(seen), self.config.min_rate, self.config.max_rate, self.slo.target)
@@ -143,7 +143,12 @@ class Evidence:
             is_narrow=is_narrow,
             reason=self._reason(status),
             confirmed_by=confirmation(self.levels, self.slo, self.confirmed),
+            starts=self._starts(),
         )
+
+    def _starts(self) -> int | None:
+        """Starts of the server that the levels ran on; None where not on record."""
+        return len({lv.start for lv in self.loaded if lv.start is not None}) or None
 
     def _interval(self) -> tuple[float | None, float | None, float | None]:
         """Low, middle and high by the levels; None where none bounds it."""

@@ -24,9 +24,10 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     is_valid: bool = True  # False: on record, not counted
     is_steady: bool | None = None  # None: too few requests to tell
     is_whole: bool = True  # False: cut short once it was decided
+    start: int | None = None  # which start of the server it ran on; None: not on record
 
 
-def level_of(summary: Summary, is_whole: bool = True) -> Level:
+def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) -> Level:
     """A level without an asked rate is a single-stream one."""
     return Level(
         rate=summary.asked_rate,
@@ -38,6 +39,7 @@ def level_of(summary: Summary, is_whole: bool = True) -> Level:
         is_valid=summary.is_valid,
         is_steady=summary.is_steady,
         is_whole=is_whole,
+        start=start,
     )
 
 

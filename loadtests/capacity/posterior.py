@@ -12,9 +12,10 @@ in the slope: no fit fails with three levels or with none bad. Only measured lev
 
 Requests of one level share their fate, so the likelihood is divided by the dispersion, var / mean
 of the count of bad ones over a binomial's (quasi-likelihood, McCullagh & Nelder 1989, 4.5), from
-the clusters of bad requests. A machine is not the same from level to level: each level has its own
-capacity, lognormal around the common one, of unknown spread (a random effect, integrated by
-Gauss and Hermite). Quantiles are of the capacity that the next level or the next start finds.
+the clusters of bad requests. A machine is not the same from level to level, and a server not from
+start to start: each start has its own capacity, lognormal around the common one, and each level its
+own around its start's, both of unknown spread (nested random effects). Quantiles are of a level of
+the next start; after one start only, the prior says how far that is from this one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ SLOPE_MEDIAN = 4.0  # of a lognormal prior
 SLOPE_SPREAD = 1.3
 SPREADS = (0.0, 0.04, 0.1, 0.25)  # of ln(capacity) from level to level
 SPREAD_WEIGHTS = (0.5, 0.25, 0.17, 0.08)
-NODES = ((0.0, 8 / 15), (1.355626, 0.2220759), (2.856970, 0.0112574))  # Gauss-Hermite, 5 points
+START_SPREADS = (0.0, 0.03, 0.1)  # of ln(capacity) from start to start
+START_WEIGHTS = (0.55, 0.33, 0.12)
+PAD = 64  # points beyond each end of the grid: more than three of the largest spread
+ROUNDED = 1e-12  # of the greatest likelihood: below it a Fourier transform gives noise
 NEAR = 2.0  # distance in log odds from the target at which curve and order weigh the same
 LAPSE = 0.002  # least share good: one stray good request far above capacity must not count
 ROUNDS = 3
@@ -51,10 +55,14 @@ class Observation(msgspec.Struct, frozen=True):
     good: int
     due: int
     runs: tuple[int, ...] = ()
+    start: int | None = None
 
 
 class Posterior:
-    """Weights over a grid of capacities (requests/s) and slopes, summing to 1."""
+    """Weights over a grid of capacities (requests/s) and slopes, summing to 1.
+
+    Of the last start's capacity; quantiles and bounds are of the next start's.
+    """
 
     def __init__(
         self, capacities: Array, weights: Array, marginal: Array, target: float, clump: float
@@ -63,10 +71,10 @@ class Posterior:
         self.weights = weights
         self.target = target
         self.clump = clump
-        self._marginal = marginal  # of the next level's capacity
+        self._marginal = marginal  # of a level of the next start
 
     def quantile(self, q: float) -> float:
-        """The rate below which the next level's capacity lies with probability q."""
+        """The rate below which the capacity of the next start lies with probability q."""
         return _quantile(np.log(self.capacities), self._marginal, q)
 
     def bound(self, q: float) -> float | None:
@@ -145,44 +153,45 @@ def posterior(
             logs.append(curve + (1 - near) * by_order[i] / dispersion(1 - target, clump))
         weights = _normal(prior + sum(logs))
         bad = [1.0 - float((weights * share).sum()) for share in shares]
-    return Posterior(capacities, *_spread(capacities, prior, logs), target, clump)
+    starts = [o.start for o in seen]
+    return Posterior(capacities, *_spread(capacities, prior, logs, starts), target, clump)
 
 
-def _spread(capacities: Array, prior: Array, logs: Sequence[Array]) -> tuple[Array, Array]:
-    """Weights of (capacity, slope), and of the next level's capacity, over the unknown spread."""
+def _spread(
+    capacities: Array, prior: Array, logs: Sequence[Array], starts: Sequence[int | None]
+) -> tuple[Array, Array]:
+    """Weights of the last start's (capacity, slope), and of the capacity that a level of the next
+    start has, over both unknown spreads.
+    """
     step = math.log(capacities[1] / capacities[0])
-    likelihoods = [np.exp(one - one.max()) for one in logs]
-    found: list[Array] = []
+    last = starts[-1] if starts else None
+    found: list[tuple[Array, Array]] = []  # logs, of each pair of spreads
     for spread, weight in zip(SPREADS, SPREAD_WEIGHTS, strict=True):
-        log_weights = prior + math.log(weight)
-        for one in likelihoods:
-            log_weights = log_weights + np.log(_blurred(one, spread / step) + 1e-300)
-        found.append(log_weights)
-    highest = max(float(one.max()) for one in found)
-    each = [np.exp(one - highest) for one in found]
-    total = sum(float(one.sum()) for one in each)
-    each = [one / total for one in each]
-    weights: Array = np.sum(each, axis=0)
-    blurred = [
-        _blurred(one.sum(axis=1)[:, None], spread / step)[:, 0]
-        for one, spread in zip(each, SPREADS, strict=True)
-    ]
-    marginal: Array = np.sum(blurred, axis=0)
-    return weights, marginal / marginal.sum()
+        by_start: dict[int | None, Array] = {last: np.zeros_like(prior)}
+        for log, start in zip(logs, starts, strict=True):
+            by_start[start] = by_start.get(start, 0.0) + _blurred(log, spread / step)
+        for apart, share in zip(START_SPREADS, START_WEIGHTS, strict=True):
+            others = prior + math.log(weight * share)
+            for start, log in by_start.items():
+                others = others if start == last else others + _blurred(log, apart / step)
+            own = _blurred(others, apart / step) + by_start[last]
+            common = others + _blurred(by_start[last], apart / step)
+            found.append((own, _blurred(common, math.hypot(spread, apart) / step)))
+    highest = max(float(own.max()) for own, _ in found)
+    weights: Array = np.sum([np.exp(own - highest) for own, _ in found], axis=0)
+    following = np.sum([np.exp(one - highest).sum(axis=1) for _, one in found], axis=0)
+    return weights / weights.sum(), following / following.sum()
 
 
-def _blurred(table: Array, steps: float) -> Array:
-    """[capacities, ...] averaged over a normal of `steps` grid steps along the first axis."""
+def _blurred(log_table: Array, steps: float) -> Array:
+    """Log of a [CAPACITY_POINTS, ...] table averaged over a normal of `steps` grid steps."""
     if steps <= 0:
-        return table
-    blurred: Array = NODES[0][1] * table
-    rows = np.arange(len(table))
-    for node, weight in NODES[1:]:
-        whole, part = divmod(node * steps, 1.0)
-        for sign in (1, -1):
-            near = np.clip(rows + sign * int(whole), 0, len(table) - 1)
-            far = np.clip(near + sign, 0, len(table) - 1)
-            blurred = blurred + weight * ((1 - part) * table[near] + part * table[far])
+        return log_table
+    highest = log_table.max()
+    padded = np.pad(np.exp(log_table - highest), ((PAD, PAD), (0, 0)), mode="edge")
+    kernel = np.exp(-2.0 * (math.pi * steps * np.fft.rfftfreq(len(padded))) ** 2)
+    smooth = np.fft.irfft(np.fft.rfft(padded, axis=0) * kernel[:, None], len(padded), axis=0)
+    blurred: Array = np.log(np.maximum(smooth[PAD:-PAD], ROUNDED)) + highest
     return blurred
 
 

@@ -68,6 +68,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     is_narrow: bool = False  # the interval is as narrow as asked
     reason: str
     confirmed_by: Confirmation | None = None  # None where `held` is none, or not on record
+    starts: int | None = None  # of the server, that the levels ran on; None: not on record
 
     @property
     def holds(self) -> bool:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,6 +36,7 @@ from loadtests.workload.requests import Workload, draw
 Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
+STARTS = 3  # of the server in a search, where starts differ
 OVERHEAD = 3.0  # seconds to start a load generator
 
 
@@ -64,6 +66,8 @@ class World:
     has_capacity: bool = True  # False: no rate meets the SLO
     long_run: int = 40_000  # requests that tell the long-run share
     saturation: float | None = None  # requests/s, where known
+    at_speed: Callable[[float], Play] | None = None  # each start of the server has its own speed
+    start_spread: float = 0.0  # sd of ln(speed) from start to start
 
     def due(self, rate: float, seconds: float, seed: int) -> Array:
         return np.asarray(due_times(self.arrivals, rate, seconds, seed), dtype=np.float64)
@@ -76,21 +80,32 @@ class World:
 
     def capacity(self) -> float:
         """The rate at which the long-run share of good requests is the target, by bisection."""
-        return _capacity(self)
+        return _capacity_by_name(self.name)
+
+    def of_start(self, start: int, seed: int) -> World:
+        """The server as this start of it turns out."""
+        if self.at_speed is None:
+            return self
+        speed = math.exp(self.start_spread * np.random.default_rng([seed, start]).normal())
+        low, high = self.low * speed, self.high * speed
+        return replace(self, play=self.at_speed(speed), low=low, high=high)
+
+    def truth(self, seed: int) -> float:
+        """The capacity of the start after the last one that a search with this seed has seen."""
+        return self.capacity() if self.at_speed is None else _capacity(self.of_start(STARTS, seed))
 
 
 @cache
 def _capacity_by_name(name: str) -> float:
-    world = next(one for one in worlds() if one.name == name)
+    return _capacity(next(one for one in worlds() if one.name == name))
+
+
+def _capacity(world: World) -> float:
     low, high = world.low, world.high
     for _ in range(10):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if world.share(middle) >= world.slo.target else (low, middle)
     return math.sqrt(low * high)
-
-
-def _capacity(world: World) -> float:
-    return _capacity_by_name(world.name)
 
 
 # Servers
@@ -254,6 +269,9 @@ def worlds() -> Iterator[World]:
     yield World("half speed 10 % of the time", CHAT, play, 0.05, 6.0, long_run=15_000)
     play = batching(law, PATIENT, short)
     yield World("TTFT limit 30 s", PATIENT, play, 0.3, 9.0, long_run=15_000)
+    at_speed = lambda speed: slots(service_seconds=0.51 / speed)  # noqa: E731
+    name = "speed differs by start, sd 10 %"
+    yield World(name, NINE, slots(), 4.5, 8.0, at_speed=at_speed, start_spread=0.1)
     play = flawed(slots(), 0.13)
     yield World("13 % bad alone", NINE, play, 5.0, 7.6, has_capacity=False)
 
@@ -340,8 +358,10 @@ def search(world: World, config: SearchConfig, seed: int) -> tuple[Finished, lis
     elapsed = 0.0
     began = float(rng.uniform(0, 3600))
     while isinstance(step := next_step(levels, config, world.slo, elapsed), Measure):
-        level, seconds = measure(world, step, rng, levels, began + elapsed)
-        levels.append(level)
+        start = min(STARTS - 1, int(STARTS * elapsed / config.budget_seconds))
+        server = world.of_start(start, seed)
+        level, seconds = measure(server, step, rng, levels, began + elapsed)
+        levels.append(level if server is world else msgspec.structs.replace(level, start=start))
         elapsed += seconds
         assert len(levels) < 100, "the search does not end"
     return step, levels, elapsed

@@ -67,6 +67,15 @@ def test_a_rate_that_ran_long_enough_and_held_is_confirmed():
     assert estimate(growing, SearchConfig(), NINE).held is None
 
 
+def test_the_number_of_server_starts_stands_with_the_capacity():
+    levels = [level(4.0, 400, 400), level(8.0, 0, 800), level(5.0, 400, 400)]
+    assert estimate(levels, SearchConfig(), NINE).starts is None
+    placed = [
+        msgspec.structs.replace(one, start=at) for one, at in zip(levels, (0, 0, 2), strict=True)
+    ]
+    assert estimate(placed, SearchConfig(), NINE).starts == 2
+
+
 @given(
     st.lists(
         st.tuples(st.floats(0.1, 10), st.integers(1, 100), st.floats(0, 1)), min_size=1, max_size=15

@@ -113,6 +113,30 @@ def test_levels_that_contradict_each_other_widen_the_interval():
     assert width(apart) > 1.3 * width(alike)
 
 
+def test_what_differs_from_start_to_start_widens_the_interval_of_the_next():
+    """Levels of one start agree among each other, and say little of the next start."""
+
+    def interval(*starts):
+        """Each start, (its number, its speed), with the same three levels."""
+        levels = [
+            Observation(rate * speed, good, 500, start=start)
+            for start, speed in starts
+            for rate, good in ((5.5, 495), (6.0, 450), (6.6, 300))
+        ]
+        found = posterior(levels, 0.01, 1000.0, 0.9)
+        return math.log(found.quantile(0.95) / found.quantile(0.05)), found
+
+    one, found = interval((0, 1.0), (0, 1.0), (0, 1.0))
+    three, _ = interval((0, 1.0), (1, 1.0), (2, 1.0))
+    apart, last_is_fast = interval((0, 0.85), (1, 1.0), (2, 1.15))
+    assert 0.6 * one > three and apart > 2.5 * one
+    unknown, _ = interval((None, 1.0), (None, 1.0), (None, 1.0))
+    assert unknown == pytest.approx(one)
+    # What comes next on the start that runs now is another matter.
+    assert last_is_fast.mean_share(6.0) > found.mean_share(6.0) + 0.05
+    assert last_is_fast.quantile(0.5) == pytest.approx(found.quantile(0.5), rel=0.03)
+
+
 TOGETHER = (250, 8, 240, 12, 40)
 SEEN = [
     Observation(4.0, 400, 400, runs=(400,)),
@@ -120,8 +144,8 @@ SEEN = [
     Observation(6.5, 540, 650),
     Observation(12.0, 30, 900),
 ]
-QUANTILES = (5.137903801502132, 6.026499530768615, 6.943202360456984)
-SLOPE, CLUMP, TELLING = 7.8209962960807715, 34.1541813189206, 5.201191206086949
+QUANTILES = (4.998133062381306, 6.02326708870858, 7.1447772116524595)
+SLOPE, CLUMP, TELLING = 7.805957767283944, 34.1541813189206, 5.40749651204363
 
 
 def test_the_figures_of_some_levels_stay_what_they_were():
