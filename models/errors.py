@@ -23,3 +23,7 @@ class BrokenWeights(ModelError):
 
 class BadChat(ModelError):
     """Messages cannot be put into the model's chat template, or there is no template."""
+
+
+class SlowTemplate(BadChat):
+    """A chat template that needs more time than it was given."""

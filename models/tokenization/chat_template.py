@@ -6,17 +6,19 @@
 
 A template is a program that came with a download. It runs in Jinja's immutable sandbox (no
 attributes that lead out, nothing in the messages can be changed), and under limits that the sandbox
-lacks: loop rounds and calls of macros are counted (`TICKS`), strings that `~`, `+`, `*` and `join`
-build are bounded (`MAX_TEXT`), and the padding functions that make a huge string from a short one
-are not there.
+lacks: loop rounds, calls and filters are counted (`TICKS`) and timed (`CPU_SECONDS`), strings and
+lists that `~`, `+`, `*` and `join` build are bounded by the length of the messages, and the padding
+functions that make a huge string from a short one are not there.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -24,10 +26,13 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
-from models.errors import BadChat
+from models.errors import BadChat, SlowTemplate
 
 MAX_TEMPLATE = 1 << 20  # characters; the largest published templates have about 20,000
-MAX_TEXT = 64 << 20  # characters of any string made while rendering
+# Characters of any string made while rendering: this many, and so many more for each of a message.
+BASE_TEXT = 1 << 18
+TEXT_PER_CHARACTER = 4
+CPU_SECONDS = 2.0  # of the rendering thread
 # loop rounds and calls of one rendering, a second or two; a chat of a thousand messages takes a few
 # thousand
 TICKS = 200_000
@@ -72,16 +77,24 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        cpu_seconds: float = CPU_SECONDS,
         **variables: Any,
     ) -> str:
-        """The prompt for messages with role and content. Raises BadChat."""
-        _Leashed.counter.ticks = TICKS
+        """The prompt for messages with role and content. Raises BadChat, SlowTemplate."""
+        leash = _Leashed.leash
+        leash.ticks = TICKS
+        leash.cpu_seconds = cpu_seconds
+        leash.until = time.thread_time() + cpu_seconds
+        size = sum(len(str(value)) for message in messages for value in message.values())
+        leash.text = BASE_TEXT + TEXT_PER_CHARACTER * size
         try:
             return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
                 **{"tools": None, "documents": None, **self._special_tokens, **variables},
             )
+        except SlowTemplate:
+            raise
         except (jinja2.TemplateError, BadChat) as problem:
             raise BadChat(
                 f"the model's chat template refuses these messages: {problem}"
@@ -109,7 +122,7 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, set up as transformers does, with counted loops and bounded strings."""
 
     intercepted_binops = frozenset(("+", "*", "%", "**"))
-    counter = threading.local()
+    leash = threading.local()
 
     def __init__(self) -> None:
         super().__init__(
@@ -117,10 +130,10 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _Generation],
         )
+        self.filters |= {"tojson": _tojson, "join": _join}
         for name in _REFUSED_FILTERS:
             self.filters.pop(name, None)
-        self.filters["tojson"] = _tojson
-        self.filters["join"] = _join
+        self.filters = {name: self._ticking(found) for name, found in self.filters.items()}
         self.globals = {
             "range": self.globals["range"],
             "dict": dict,
@@ -129,10 +142,21 @@ class _Leashed(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def tick(self) -> str:
-        self.counter.ticks -= 1
-        if self.counter.ticks < 0:
+        self.leash.ticks -= 1
+        if self.leash.ticks < 0:
             raise BadChat(f"it takes more than {TICKS} loop rounds")
+        if time.thread_time() > self.leash.until:
+            limit = f"{self.leash.cpu_seconds:g} s"
+            raise SlowTemplate(f"the model's chat template takes more than {limit}")
         return ""
+
+    def _ticking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # also how Jinja passes its context on
+        def ticking(*args: Any, **kwargs: Any) -> Any:
+            self.tick()
+            return function(*args, **kwargs)
+
+        return ticking
 
     def concatenate(self, *parts: Any) -> str:
         return _bounded([str(part) for part in parts])
@@ -199,8 +223,9 @@ class _Concatenations(jinja2.visitor.NodeTransformer):
 
 
 def _check_length(length: int) -> None:
-    if length > MAX_TEXT:
-        raise BadChat(f"it makes a text of {length} characters, more than {MAX_TEXT}")
+    most = _Leashed.leash.text
+    if length > most:
+        raise BadChat(f"it makes a text of {length} characters, more than {most}")
 
 
 def _bounded(parts: list[str], separator: str = "") -> str:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from models.errors import BadChat, BrokenWeights, UnsupportedModel
-from models.tokenization.chat_template import ChatTemplate
+from models.tokenization.chat_template import CPU_SECONDS, ChatTemplate
 
 _NO_VOCABULARY = 0  # enum llama_vocab_type
 _PIECE_BYTES = 256
+# For most families llama.cpp cuts text by std::regex, which calls itself for each character of a
+# word: 300 to 450 bytes of stack each, and the end of the process where the stack ends.
+_PLAIN_CHARACTERS = 4096
+_CHARACTER_STACK = 1024
+_STACK_SIZE = threading.Lock()
 
 
 class GgufTokenizer:
@@ -46,6 +52,20 @@ class GgufTokenizer:
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        if len(text) <= _PLAIN_CHARACTERS:
+            return self._encode(text, parse_special)
+        found: list[int] = []
+        work = threading.Thread(target=lambda: found.extend(self._encode(text, parse_special)))
+        with _STACK_SIZE:
+            usual = threading.stack_size(_CHARACTER_STACK * len(text))
+            try:
+                work.start()
+            finally:
+                threading.stack_size(usual)
+        work.join()
+        return found
+
+    def _encode(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode(errors="replace")
         room = len(data) + 16
         while True:
@@ -62,7 +82,10 @@ class GgufTokenizer:
         return [self._piece(index, buffer) for index in range(self.vocabulary)]
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        cpu_seconds: float = CPU_SECONDS,
     ) -> str:
         if self.chat_template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
@@ -70,7 +93,7 @@ class GgufTokenizer:
             self._template = ChatTemplate(
                 self.chat_template, {"bos_token": self._text("bos"), "eos_token": self._text("eos")}
             )
-        return self._template.render(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, cpu_seconds)
 
     def _piece(self, index: int, buffer: Any) -> bytes:
         """The bytes of one token; control tokens have none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Sequence
 
@@ -38,6 +39,8 @@ async def completions(router: ModelRouter, exchange: Exchange) -> None:
     prompts: list[Prompt] = []
     for given in prompts_of(request, facts, exchange.limits):
         ids = given
+        if prompts:
+            await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
         if isinstance(ids, str):
             ids = await served_model.tokens(ids, "prompt", most=facts.context_tokens, bos=bos)
         limit = token_limit(request, len(ids), facts, COMPLETION_TOKENS)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from models.errors import BadChat
+from models.errors import BadChat, SlowTemplate
 from serving.errors import ContextOverflow
 from serving.http.limits import Limits
 from serving.http.wire.errors import invalid, scrubbed
 from serving.http.wire.requests import ChatRequest, CompletionRequest, Generation, Message
 from serving.registry.model import INLINE_CHARACTERS, Facts, ServedModel
+from serving.registry.text_work import TEXT_WORK
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
+INLINE_SECONDS = 0.01  # of CPU; a template that needs more is rendered in a thread
 _TURN_CHARACTERS = 64  # a turn's own work, as so many characters of text
 
 
@@ -109,12 +111,13 @@ async def chat_ids(
     told = turns(messages, limits)
     size = sum(len(turn["content"]) + _TURN_CHARACTERS for turn in told)
     render = served_model.tokenizer.render_chat
-    try:
-        # A template is a program: over a long chat it may take a second.
-        if size > INLINE_CHARACTERS:
-            text = await asyncio.to_thread(render, told, generation)
-        else:
-            text = render(told, generation)
+    text = None
+    try:  # a template is a program, and not ours
+        if size <= INLINE_CHARACTERS:
+            with suppress(SlowTemplate):
+                text = render(told, generation, INLINE_SECONDS)
+        if text is None:
+            text = await TEXT_WORK.run(size, render, told, generation)
     except BadChat as problem:
         raise invalid(scrubbed(str(problem)), "messages") from None
     return await served_model.tokens(text, "messages", most=most, parse_special=True)

@@ -7,20 +7,31 @@ served_model, release = await router.acquire(name)     # loads the model where i
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from models.errors import BadChat
 from models.tokenization.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.base import BackendInfo, EngineConfig
 from serving.engine.messages import Delta, GenerationRequest
-from serving.errors import ContextOverflow, EngineState, ModelNotNamed, Unavailable, UnknownModel
+from serving.errors import (
+    ContextOverflow,
+    EngineState,
+    ModelNotNamed,
+    TextTooLong,
+    Unavailable,
+    UnknownModel,
+)
 from serving.metrics import Metrics, Served, ServerMetrics
+from serving.registry.text_work import TEXT_WORK
 
 INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
+LONGEST_TEXT = 1 << 20  # characters; more where the context is longer than usual
+CONTEXT_CHARACTERS = 8  # of a text, for each token of the context
 _LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
 _NAMES_SHOWN = 8
 
@@ -91,6 +102,8 @@ class Vocabulary(NamedTuple):
 def read_vocabulary(tokenizer_path: str) -> Vocabulary:
     """Load a tokenizer: 1 to 3 s for 128,000 tokens. Raises ModelError."""
     tokenizer = load_tokenizer(tokenizer_path)
+    with suppress(BadChat):  # compiles the template
+        tokenizer.render_chat([{"role": "user", "content": ""}])
     return Vocabulary(tokenizer, tokenizer.token_bytes())
 
 
@@ -142,14 +155,19 @@ class ServedModel:
         bos: bool = False,
         parse_special: bool = False,
     ) -> list[int]:
-        """Token ids of a text. Raises ContextOverflow where there must be more than `most`."""
+        """Token ids of a text. Raises ContextOverflow where there must be more than `most`,
+        TextTooLong, Overloaded."""
+        encode = self.tokenizer.encode
         if len(text) > INLINE_CHARACTERS:
             fewest = len(text) // self._longest
             if most is not None and fewest > most:
                 raise ContextOverflow(fewest, None, most, parameter, at_least=True)
-            ids = await asyncio.to_thread(self.tokenizer.encode, text, parse_special=parse_special)
+            longest = max(LONGEST_TEXT, CONTEXT_CHARACTERS * self.known_facts().context_tokens)
+            if len(text) > longest:
+                raise TextTooLong(f"{len(text)} characters; {longest} are allowed", parameter)
+            ids = await TEXT_WORK.run(len(text), encode, text, parse_special=parse_special)
         else:
-            ids = self.tokenizer.encode(text, parse_special=parse_special)
+            ids = encode(text, parse_special=parse_special)
         head = self.tokenizer.bos_id
         return [head, *ids] if bos and head is not None else ids
 

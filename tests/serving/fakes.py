@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 
 from models.errors import BadChat
-from models.tokenization.chat_template import CHATML, ChatTemplate
+from models.tokenization.chat_template import CHATML, CPU_SECONDS, ChatTemplate
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.engine.messages import (
     Delta,
@@ -85,11 +85,14 @@ class ByteTokenizer:
         return [bytes([byte]) for byte in range(256)] + [b"", b"", b""]
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        cpu_seconds: float = CPU_SECONDS,
     ) -> str:
         if self._template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        return self._template.render(messages, add_generation_prompt)
+        return self._template.render(messages, add_generation_prompt, cpu_seconds)
 
 
 class FakeSupervisor:

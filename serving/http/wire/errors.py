@@ -13,6 +13,7 @@ from serving.errors import (
     ModelNotNamed,
     Overloaded,
     ServingError,
+    TextTooLong,
     Unavailable,
     UnknownModel,
 )
@@ -104,6 +105,8 @@ def as_answer(problem: ServingError) -> ApiError | None:
             return ApiError(404, str(problem), code="model_not_found", param="model")
         case ModelNotNamed():
             return invalid(str(problem), "model", "model_required")
+        case TextTooLong(parameter=parameter):
+            return invalid(text, parameter, "text_too_long")
         case ContextOverflow():
             counts = (problem.prompt_tokens, problem.context_tokens)
             code = "context_length_exceeded"

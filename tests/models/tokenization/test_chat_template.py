@@ -2,8 +2,9 @@ import time
 
 import pytest
 
-from models.errors import BadChat
-from models.tokenization.chat_template import CHATML, MAX_TEMPLATE, ChatTemplate
+from models.errors import BadChat, SlowTemplate
+from models.tokenization import chat_template
+from models.tokenization.chat_template import BASE_TEXT, CHATML, MAX_TEMPLATE, ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -101,6 +102,31 @@ def test_a_runaway_template_is_stopped_soon(source: str) -> None:
     with pytest.raises(BadChat):
         ChatTemplate(source).render(MESSAGES)
     assert time.monotonic() - started < 10
+
+
+def test_a_template_has_a_clock_and_texts_that_grow_with_the_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long = "x" * (BASE_TEXT + 1)
+    twice = ChatTemplate("{{ messages[0].content ~ messages[0].content }}")
+    assert twice.render([{"role": "user", "content": long}]) == long + long
+    with pytest.raises(BadChat, match=f"more than {BASE_TEXT + 8}"):
+        ChatTemplate(f"{{{{ 'x' * {BASE_TEXT + 9} }}}}").render([{"role": "", "content": "Hi"}])
+    rounds = 0
+
+    def working(text: str) -> str:
+        nonlocal rounds
+        rounds += 1
+        return text
+
+    monkeypatch.setattr(chat_template, "_strftime_now", working)
+    slow = ChatTemplate(
+        "{% set x = 'x' * 200000 %}{% for i in range(99999) %}{{ strftime_now('') }}"
+        "{% if x | upper == 'y' %}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(SlowTemplate, match="more than 0.02 s"):
+        slow.render(MESSAGES, cpu_seconds=0.02)
+    assert rounds < 10_000
 
 
 def test_a_template_cannot_be_compiled_or_is_too_long() -> None:

@@ -3,6 +3,8 @@ tokenizers.
 """
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from models.convert.gguf_tokenizer import PROBES
 from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
+from models.isolated import run_python
 from models.synthetic.write import write_gguf
 from models.tokenization.shipped import DATA, train
 from models.tokenization.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
@@ -135,6 +138,36 @@ def test_english_prose_is_compressed() -> None:
         "and so the children walked to the river after school."
     )
     assert len(text) / len(load_tokenizer(SHIPPED).encode(text)) > 3
+
+
+def test_a_long_word_does_not_end_the_process(tmp_path: Path) -> None:
+    """llama.cpp cuts the text of this family by std::regex, which recurses."""
+    write_gguf(msgspec.structs.replace(TINY_LLAMA, vocabulary=VOCABULARY), tmp_path / "x.gguf")
+    data = (tmp_path / "x.gguf").read_bytes()
+    at = data.index(b"tokenizer.ggml.pre") + len("tokenizer.ggml.pre") + 4
+    assert data[at + 8 :].startswith(b"gpt-2")
+    (tmp_path / "x.gguf").write_bytes(data[:at] + b"\6" + bytes(7) + b"tekken" + data[at + 13 :])
+    code = f"""
+from threading import Thread
+from models.tokenization.tokenizer import load_tokenizer
+one = load_tokenizer({str(tmp_path / "x.gguf")!r})
+beside = Thread(target=lambda: print(*(len(one.encode(x * 60_000)) for x in "a 中")))
+beside.start(); beside.join()"""
+    ran = run_python("-c", code, timeout_seconds=60)
+    assert ran.status == 0, ran.reason
+    letters, blanks, characters = map(int, ran.output.split())
+    assert letters == 60_000 and 0 < blanks < 60_000 and characters == 120_000
+
+
+def test_others_run_while_a_long_text_is_tokenised() -> None:
+    tokenizer = load_tokenizer(SHIPPED)
+    work = threading.Thread(target=tokenizer.encode, args=("a" * 500_000,))
+    work.start()
+    turns = 0
+    while work.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20
 
 
 def test_too_small_a_vocabulary_is_refused() -> None:

@@ -4,15 +4,20 @@ the model and of themselves.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 
+from serving.errors import Overloaded
 from serving.http.app import ROUTES
 from serving.http.limits import Limits
 from serving.http.wire.openapi import document
+from serving.registry.model import LONGEST_TEXT
+from serving.registry.text_work import TextWork
 from serving.supervisor.status import Event
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat, complete, served
 
@@ -287,6 +292,41 @@ def test_a_long_text_is_tokenised_beside_the_loop_and_a_hopeless_one_not_at_all(
     error = complete(port, prompt="x" * 100_000).error
     assert error["code"] == "context_length_exceeded" and "at least" in error["message"]
     assert not supervisor.submitted
+
+
+def test_a_slow_template_is_rendered_beside_the_loop() -> None:
+    """What needs more than a hundredth of a second there begins again in a thread."""
+    threads: list[str] = []
+
+    class Watched(ByteTokenizer):
+        def render_chat(self, *given: Any, **more: Any) -> str:
+            threads.append(threading.current_thread().name)
+            return super().render_chat(*given, **more)
+
+    slow = "{% for i in range(99) %}{% if ('x' * 200000)|upper == i %}{% endif %}{% endfor %}"
+    tokenizer = Watched(template=f"{{% if messages|length > 1 %}}{slow}{{% endif %}}Hi")
+    with served(app_on(FakeSupervisor(), tokenizer=tokenizer)) as port:
+        assert chat(port).status == 200 and len(set(threads)) == len(threads) == 1
+        assert chat(port, messages=[{"role": "user", "content": ""}] * 2).status == 200
+    assert len(threads) == 3 and threads[0] == threads[1] and threads[2].startswith("text")
+
+
+def test_a_text_of_millions_is_not_tokenised_and_the_queue_of_texts_has_an_end(port: int) -> None:
+    error = ask(port, "POST", "/tokenize", {"prompt": "x" * (LONGEST_TEXT + 1)}).error
+    assert (error["code"], error["param"]) == ("text_too_long", "prompt")
+    busy = TextWork(threads=1, most=10)
+    ended = threading.Event()
+
+    async def queue() -> None:
+        works = [asyncio.ensure_future(busy.run(5, ended.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="10 characters"):
+            await busy.run(1, len, "x")
+        ended.set()
+        assert await asyncio.gather(*works) == [True, True]
+        assert await busy.run(11, len, "x") == 1  # the only one: at no time would there be room
+
+    asyncio.run(queue())
 
 
 # --- around the model
