@@ -256,13 +256,16 @@ class ServerMetrics(Collector):
         self.responses = self._counter(
             "http_responses", "Answers by route and status", "route status"
         )
+        self.lost_lines = self._counter(
+            "log_lines_lost", "Lines that nobody took: broken pipe, full"
+        )
         self.open_requests = self._gauge("http_requests_open", "Requests that are being answered")
         self._tasks = self._gauge("event_loop_tasks", "Tasks of the HTTP side's event loop")
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
         self._sampler = MemorySampler()
 
-    def _counter(self, name: str, text: str, labels: str) -> Counter:
+    def _counter(self, name: str, text: str, labels: str = "") -> Counter:
         return Counter(PREFIX + name, text, labels.split(), registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:

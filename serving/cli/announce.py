@@ -38,9 +38,11 @@ async def announce(registry: Registry, url: str, ready_file: str | None, narrato
                 narrator.end_progress()
                 print(_ready_line(tenant, url, narrator.name_models), flush=True)
             if ready_file:
-                write_atomically(
-                    Path(ready_file), json.dumps(_ready_content(registry, url)).encode()
-                )
+                content = json.dumps(_ready_content(registry, url)).encode()
+                try:
+                    write_atomically(Path(ready_file), content)
+                except OSError as problem:  # a full disk ends no server
+                    narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
         tenants = registry.tenants.values()
         if not told and all(tenant.given_up for tenant in tenants):
             reasons = ((f"{one.name}: " * narrator.name_models, one) for one in tenants)

@@ -10,10 +10,10 @@ log, engine_output, or a serving.supervisor.status.EventKind. A line of a reques
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -36,10 +36,12 @@ class Narrator:
         self._on_line = False
         self._last: tuple[str, float] = ("", 0.0)
         self.name_models = False
+        self.on_lost: Callable[[], object] = lambda: None  # a line that could not be written
 
     def take_logging(self, requests: bool) -> None:
         """Let Python's logging write here. `requests`: a line for each request, too."""
-        handler = logging.StreamHandler(self._out)
+        handler = _Handler(self._out)
+        handler.narrator = self
         handler.setFormatter(
             _JsonFormatter() if self._as_json else logging.Formatter("%(message)s")
         )
@@ -78,8 +80,7 @@ class Narrator:
         """How far something is; `fraction` 0..1 or None."""
         text = what if fraction is None else f"{what}: {fraction:4.0%}"
         if self._live:
-            self._out.write(f"\r\x1b[K{text}")
-            self._out.flush()
+            self._put(f"\r\x1b[K{text}")
             self._on_line = True
             return
         now = time.monotonic()
@@ -93,13 +94,28 @@ class Narrator:
     def end_progress(self) -> None:
         """Leave the line that progress is written on."""
         if self._on_line:
-            self._out.write("\r\x1b[K")
+            self._put("\r\x1b[K")
             self._on_line = False
 
     def _write(self, fields: dict[str, object], text: str) -> None:
-        line = _json_line(**fields) if self._as_json else text
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it; the server lives on
-            print(line, file=self._out, flush=True)
+        self._put((_json_line(**fields) if self._as_json else text) + "\n")
+
+    def _put(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except (OSError, ValueError):  # nobody reads it, or the disk is full; the server lives on
+            self.on_lost()
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Counts the lines that could not be written."""
+
+    narrator: Narrator
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.narrator.on_lost()
+        super().handleError(record)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -68,7 +68,8 @@ class Listening(NamedTuple):
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
     requests were cut off."""
-    narrator = Narrator(sys.stderr, as_json=options.log_format == "json")
+    out = sys.stderr or open(os.devnull, "w")  # None where it was closed
+    narrator = Narrator(out, as_json=options.log_format == "json")
     check_files(options)
     narrator.take_logging(options.log_requests)
     api_key, admin_key = keys_of(options)
@@ -103,6 +104,7 @@ def launch(options: ServeOptions) -> int:
         )
         for one in prepared:
             registry.add(one)
+        narrator.on_lost = registry.router.metrics.lost_lines.inc
         app = _app(options, registry.router, narrator, (api_key, admin_key))
         served = [Listening(app, listener, options.tls_certificate, options.tls_key)]
         if admin is not None:
@@ -240,18 +242,19 @@ async def _serve(
     if app.tracer is not None:
         await asyncio.to_thread(app.tracer.close)
     if options.ready_file:
-        Path(options.ready_file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(options.ready_file).unlink(missing_ok=True)
     narrator.say(f"stopped, {cut_off} requests cut off" if cut_off else "stopped")
     return 1 if cut_off else status
 
 
 def _on_signal(registry: Registry, stop: asyncio.Event, narrator: Narrator) -> None:
     if not stop.is_set():
-        narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
         stop.set()
+        narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
     else:
-        narrator.say("aborting")
         _background.keep(registry.stop(drain=False))
+        narrator.say("aborting")
 
 
 _background = Background("the end of the server")

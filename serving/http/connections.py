@@ -186,6 +186,7 @@ def server_options(limits: Limits) -> dict[str, Any]:
         "http": functools.partial(GuardedProtocol, limits=limits),
         "loop": "uvloop",
         "ws": "none",
+        "log_config": None,  # the server's own log takes uvicorn's lines too
         "log_level": "warning",
         "access_log": False,
         "server_header": False,

@@ -67,5 +67,10 @@ class Status:
 
     def _record(self, event: Event) -> None:
         self.events.append(event)
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(event)
+        except Exception as problem:  # whoever listens must not keep an engine from its successor
+            context = {"message": "a listener to engines' events failed", "exception": problem}
+            asyncio.get_running_loop().call_exception_handler(context)

@@ -290,6 +290,27 @@ def test_the_breaker_opens_after_too_many_deaths(config: Callable[..., EngineCon
     run(scenario())
 
 
+def test_a_listener_that_raises_keeps_no_engine_from_its_successor(
+    config: Callable[..., EngineConfig],
+) -> None:
+    def broken(event: object) -> None:
+        raise OSError("no space left")
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+        async with running(config(), on_event=broken) as supervisor:
+            pid = supervisor.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: supervisor.state == "restarting")
+            await supervisor.wait_ready(20)
+            assert "died" in kinds(supervisor)
+
+    said: list[dict[str, Any]] = []
+    run(scenario())
+    assert len(said) > 3 and "no space left" in str(said[0]["exception"])
+
+
 def test_the_queue_has_an_end(config: Callable[..., EngineConfig]) -> None:
     async def scenario() -> None:
         async with running(config(slots=1), bounds=QueueBounds(waiting_requests=2)) as supervisor:
