@@ -208,6 +208,8 @@ class Worker:
         """The compiler's thread: of each request the matcher, or why there is none."""
         while True:
             submit = self._to_compile.get()
+            if submit.id not in self._compiling:
+                continue  # cancelled meanwhile
             found: Matcher | None | Unsupported
             try:
                 found = self._grammars.open(submit.request.sampling)

@@ -27,7 +27,7 @@ from serving.http.wire.requests import (
 )
 from serving.http.wire.sse import encode
 from serving.registry.model import Facts
-from serving.sampling.grammar import check as check_grammar
+from serving.sampling.grammar import text_of
 from serving.sampling.types import GREEDY_BELOW, Sampling
 
 _SMALLEST_TOP_P = 1e-6  # top_p 0 means "the best token only", and a nucleus must hold one
@@ -170,7 +170,7 @@ def seeded(sampling: Sampling, choice: int) -> Sampling:
 
 
 def _grammar(request: Generation) -> tuple[str | None, str | None]:
-    """(GBNF, JSON schema) that the output must follow; at most one of them."""
+    """(GBNF, JSON schema) that the output must follow; at most one. The engine reads them."""
     schema: str | None = None
     match request.response_format:
         case JsonObjectFormat():
@@ -183,7 +183,7 @@ def _grammar(request: Generation) -> tuple[str | None, str | None]:
     if request.grammar is not None and schema is not None:
         raise invalid("grammar: not together with response_format", "grammar")
     try:
-        check_grammar(Sampling(grammar=request.grammar, json_schema=schema))
+        text_of(Sampling(grammar=request.grammar, json_schema=schema))
     except Unsupported as problem:
         raise invalid(str(problem), problem.parameter, "unsupported_parameter") from None
     return request.grammar, schema

@@ -10,11 +10,11 @@ once it runs.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import time
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 65_536
 MAX_RULES = 500  # of a GBNF grammar; the converter takes time by their square
-QUICK_CHARACTERS = 4_096  # what compiles within a few milliseconds, or 0.1 s at the very worst
-MASK_CPU_SECONDS = 0.25  # a mask over 152k tokens takes 1 ms
+KEPT = 8  # texts whose matcher, or why there is none, is known: a request's answers share theirs
+MASK_CPU_SECONDS = 0.25  # of one mask, and of a text in excess of
+TOKEN_CPU_SECONDS = 0.005  # a token; a mask over 152k tokens takes 1 ms
 GBNF_PART = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\])|(?P<comment>\#[^\r\n]*)"""
     r"""|(?P<name>[\w-]+)|(?P<close>(?<=[*+?}])\s*\)(?=(?:[\s)]|\#[^\r\n]*+)*+[*+?{]))"""
@@ -51,19 +52,6 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def check(sampling: Sampling) -> None:
-    """Raise Unsupported where no engine can use the request's grammar or schema. Long ones are
-    left to the engine, which compiles beside its step loop."""
-    text = _text(sampling)
-    if text is not None and len(text) <= QUICK_CHARACTERS:
-        _bytes_only().open(sampling)
-
-
-@cache
-def _bytes_only() -> Grammars:
-    return Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))
-
-
 class Grammars:
     """Opens matchers for one vocabulary.
 
@@ -74,6 +62,7 @@ class Grammars:
         self._tokens = tokens
         self._ends = sorted(ends)
         self._tokenizer: LLTokenizer | None = None
+        self._known: dict[tuple[str | None, str | None], Matcher | ServingError] = {}
 
     def prepare(self) -> None:
         """Read the vocabulary: 0.1 s for 49,152 tokens and 0.5 s for 152,064, with the GIL held.
@@ -92,13 +81,24 @@ class Grammars:
         """The matcher of a request; None where it asks for no grammar. Raises Unsupported."""
         if not sampling.is_constrained:
             return None
+        texts = sampling.grammar, sampling.json_schema
+        found = self._known.pop(texts, None) or self._compiled(sampling)
+        self._known[texts] = found
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        if isinstance(found, Matcher):
+            return found.copy()
+        raise found
+
+    def _compiled(self, sampling: Sampling) -> Matcher | ServingError:
         self.prepare()
         if self._tokenizer is None:
-            raise _refused(sampling, "the model names no token that ends a text")
-        matcher = Matcher(self._tokenizer, sampling, self._ends)
-        if (problem := matcher.refusal()) is not None:
-            raise problem
-        return matcher
+            return _refused(sampling, "the model names no token that ends a text")
+        try:
+            matcher = Matcher(self._tokenizer, sampling, self._ends)
+        except Unsupported as problem:
+            return problem
+        return matcher.refusal() or matcher
 
 
 class Matcher:
@@ -118,6 +118,15 @@ class Matcher:
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
         self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+        self._cpu_left = MASK_CPU_SECONDS
+
+    def copy(self) -> Matcher:
+        """Another one at the same place."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._bits = self._bits.copy()
+        other._cpu_left = MASK_CPU_SECONDS
+        return other
 
     def refusal(self) -> ServingError | None:
         """Why the grammar cannot be used, before the first token; None where it can."""
@@ -144,6 +153,7 @@ class Matcher:
                 self.error = ServingError(f"token {token} was drawn, which the grammar forbids")
                 return
             started = time.thread_time()
+            self._cpu_left += TOKEN_CPU_SECONDS
             if not self._matcher.consume_token(token):
                 self._give_up(_shortened(self._matcher.get_error()))
             self._bound(started)
@@ -169,7 +179,8 @@ class Matcher:
         return word < len(self._bits) and bool(self._bits[word] >> token % 32 & 1)
 
     def _bound(self, started: float) -> None:
-        if time.thread_time() - started > MASK_CPU_SECONDS:
+        self._cpu_left -= time.thread_time() - started
+        if self._cpu_left < 0:
             self._give_up("matching it takes too long")
 
     def _give_up(self, reason: str) -> None:
@@ -191,8 +202,8 @@ class _Vocabulary:
         return []
 
 
-def _text(sampling: Sampling) -> str | None:
-    """The grammar or schema, within the limits of size."""
+def text_of(sampling: Sampling) -> str | None:
+    """The grammar or schema, within the limits of size. Raises Unsupported."""
     if sampling.grammar is not None and sampling.json_schema is not None:
         reason = "a request can have a grammar or a JSON schema, not both"
         raise Unsupported(reason, "grammar")
@@ -211,7 +222,7 @@ def _compiled(sampling: Sampling) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    text = _text(sampling) or ""
+    text = text_of(sampling) or ""
     try:
         if sampling.grammar is not None:
             lark = gbnf_to_lark(_convertible(text)).removeprefix("%llguidance {}")

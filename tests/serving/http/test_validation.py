@@ -112,35 +112,18 @@ def test_json_formats_become_a_schema() -> None:
     "fields",
     [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"$ref": "http://10.0.0.1/"}},
-            }
-        },
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"type": "colour"}},
-            }
-        },
-        {"grammar": "root ::= root"},
+        {"grammar": "root ::= x\n" + "x ::= x\n" * 500},
+        {"grammar": "x" * 65_537},
         {"grammar": 'root ::= "a"', "response_format": {"type": "json_object"}},
     ],
 )
-def test_schemas_and_grammars_are_checked_before_an_engine_sees_them(
+def test_schemas_and_grammars_have_limits_before_an_engine_sees_them(
     fields: dict[str, Any],
 ) -> None:
     with pytest.raises(ApiError) as caught:
         sampling(**fields)
     assert caught.value.status == 400
     assert str(caught.value.param).partition(".")[0] in fields
-
-
-def test_a_grammar_is_refused_by_the_code_that_the_engine_uses() -> None:
-    with pytest.raises(ApiError, match="nothing matches it") as caught:
-        sampling(grammar="root ::= root")
-    assert caught.value.code == "unsupported_parameter"
 
 
 @pytest.mark.parametrize(

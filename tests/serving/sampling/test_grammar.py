@@ -14,9 +14,11 @@ import pytest
 from models.tokenization.tokenizer import load_tokenizer, shipped_files
 from serving.errors import ServingError, Unsupported
 from serving.sampling import grammar as module
-from serving.sampling.grammar import Grammars, Matcher, check
+from serving.sampling.grammar import Grammars, Matcher
 from serving.sampling.types import Sampling
 from tests.shapes import TINY_LLAMA
+
+BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))
 
 GOOD = [
     'root ::= "yes" | "no"',
@@ -31,7 +33,7 @@ GOOD = [
 
 @pytest.mark.parametrize("text", GOOD)
 def test_good_grammars_pass(text: str) -> None:
-    check(Sampling(grammar=text))
+    BYTES.open(Sampling(grammar=text))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_good_grammars_pass(text: str) -> None:
 )
 def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
     with pytest.raises(Unsupported, match="the grammar cannot be used") as caught:
-        check(Sampling(grammar=text))
+        BYTES.open(Sampling(grammar=text))
     assert words in str(caught.value) and "start:" not in str(caught.value)
     assert caught.value.parameter == "grammar"
 
@@ -86,7 +88,7 @@ def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
 )
 def test_schemas_that_cannot_be_held_to_are_refused(schema: str, words: str) -> None:
     with pytest.raises(Unsupported, match="the JSON schema cannot be used") as caught:
-        check(Sampling(json_schema=schema))
+        BYTES.open(Sampling(json_schema=schema))
     assert words in str(caught.value)
     assert caught.value.parameter == "response_format"
     for ours in ("guidance", "no_forcing", "start:", "at 2", "%json", "  ", "coerce", "registry"):
@@ -95,7 +97,7 @@ def test_schemas_that_cannot_be_held_to_are_refused(schema: str, words: str) -> 
 
 def test_a_request_has_one_of_both_and_a_model_an_end() -> None:
     with pytest.raises(Unsupported, match="not both"):
-        check(Sampling(grammar='root ::= "a"', json_schema="{}"))
+        BYTES.open(Sampling(grammar='root ::= "a"', json_schema="{}"))
     with pytest.raises(Unsupported, match="no token that ends a text"):
         Grammars([b"a"], frozenset()).open(Sampling(grammar='root ::= "a"'))
 
@@ -174,7 +176,7 @@ def test_a_matcher_follows_its_grammar(grammars: Grammars) -> None:
 )
 def test_gbnf_means_what_llama_cpp_says(text: str, example: str) -> None:
     """What llguidance's converter alone refuses."""
-    matcher = opened(module._bytes_only(), text)
+    matcher = opened(BYTES, text)
     for byte in example.encode():
         logits = np.zeros(257, np.float32)
         matcher.mask(logits)
@@ -269,10 +271,42 @@ def test_a_grammar_that_takes_too_long_is_given_up(
 ) -> None:
     matcher = opened(grammars, "root ::= [0-9]+")
     monkeypatch.setattr(module, "MASK_CPU_SECONDS", -1.0)
-    assert allowed(matcher) == ENDS
-    assert isinstance(matcher.error, Unsupported) and "takes too long" in str(matcher.error)
     with pytest.raises(Unsupported, match="too long"):
-        opened(grammars, "root ::= [0-9]+")
+        opened(grammars, "root ::= [0-8]+")
+    monkeypatch.setattr(module, "MASK_CPU_SECONDS", 1e-3)  # of a whole text
+    monkeypatch.setattr(module, "TOKEN_CPU_SECONDS", 0.0)
+    matcher, masks = matcher.copy(), 0
+    while allowed(matcher) != ENDS:
+        matcher.accept(next(token for token in allowed(matcher) if token not in ENDS))
+        masks += 1
+    assert isinstance(matcher.error, Unsupported) and "takes too long" in str(matcher.error)
+    assert 0 < masks < 1000
+
+
+def test_the_answers_of_a_request_share_one_compilation(
+    table: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str | None] = []
+
+    def counted(sampling: Sampling) -> str:
+        texts.append(sampling.grammar)
+        return compiled(sampling)
+
+    compiled = module._compiled
+    monkeypatch.setattr(module, "_compiled", counted)
+    grammars = Grammars(table, frozenset(ENDS))
+    first, second = (opened(grammars, 'root ::= "ab"') for _ in range(2))
+    first.accept(next(token for token in allowed(first) if table[token] == b"a"))
+    assert [table[token] for token in allowed(first)] == [b"b"]
+    assert [table[token] for token in allowed(second)] == [b"a"]
+    for _ in range(3):
+        with pytest.raises(Unsupported, match="nothing matches"):
+            opened(grammars, "root ::= root")
+    assert texts == ['root ::= "ab"', "root ::= root"]
+    for number in range(module.KEPT):
+        opened(grammars, f'root ::= "{number}"')
+    opened(grammars, 'root ::= "ab"')
+    assert texts[-1] == 'root ::= "ab"' and len(texts) == module.KEPT + 3
 
 
 LETTERS = "root ::= " + " ".join(["[a-z]{1,1000}"] * 40)
@@ -292,7 +326,7 @@ MANY_PARTS = {
 def test_a_grammar_that_outgrows_its_limits_is_refused_by_its_parameter(
     sampling: Sampling, parameter: str
 ) -> None:
-    matcher = module._bytes_only().open(sampling)
+    matcher = BYTES.open(sampling)
     assert matcher is not None
     for _ in range(100):
         logits = np.zeros(257, np.float32)
