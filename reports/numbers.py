@@ -41,6 +41,7 @@ class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
     rate_per_second: float | None  # None: closed loop
     concurrency: int | None
+    start: int | None = None  # which start of the server; None: not on record
     summary: Summary
     cut_short: str | None = None  # why the level ended before its time
     answers: tuple[Answer, ...]  # of each request due in the window, in order of due time

@@ -162,6 +162,7 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
         purpose=said.purpose,
         rate_per_second=said.rate_per_second,
         concurrency=said.concurrency,
+        start=said.start,
         cut_short=level.finished.cut_short,
         summary=with_disturbance(summary, level.finished.disturbance),
         answers=tuple(_answer(record) for record in inside),
@@ -282,7 +283,7 @@ def capacity_of(
 ) -> journal.Capacity | None:
     """The capacity that these levels show together; None where none was measured to its end."""
     seen = [
-        level_of(one.summary, is_whole=one.cut_short is None)
+        level_of(one.summary, one.cut_short is None, one.start)
         for one in counting(levels, slo, slos_of(manifest))
     ]
     return estimate_of(levels, seen, slo, search_config(manifest))

@@ -28,6 +28,7 @@ from reports.numbers import CellNumbers, LevelNumbers, RunNumbers
 NOTE, WARNING, SERIOUS = Severity.NOTE, Severity.WARNING, Severity.SERIOUS
 
 OTHERS_CORES = 0.25  # cores' worth of work by processes that are not part of the test
+STARTS_APART = 1.15  # ratio of median TPOT at one rate, on two starts
 BAD_SAMPLES_SHARE = 0.05
 MEMORY_ERROR = 0.05
 RESUME = "go on with `crossover campaign resume`"
@@ -158,6 +159,28 @@ def wide_interval(evidence: Evidence) -> Iterator[NamedWarning]:
         text = f"Some intervals are wider than the campaign asked for: {each}."
         advice = "Give the campaign more time: more levels, and longer ones."
         yield NamedWarning("WideInterval", NOTE, text, advice, tuple(wide))
+
+
+def starts_differ(evidence: Evidence) -> Iterator[NamedWarning]:
+    """By a rate that was measured on two starts."""
+    for cell in evidence.numbers.cells:
+        by_rate: dict[float, list[LevelNumbers]] = {}
+        for level in cell.levels:
+            if level.rate_per_second and level.summary.is_valid and level.start is not None:
+                by_rate.setdefault(level.rate_per_second, []).append(level)
+        for rate, seen in by_rate.items():
+            first, last = seen[0], seen[-1]
+            before, after = (lv.summary.latencies.tpot.median_or_mean for lv in (first, last))
+            if first.start == last.start or not before or not after:
+                continue
+            if max(after / before, before / after) > STARTS_APART:
+                text = (
+                    f"{{name}} at {formatting.requests(rate)}: TPOT {formatting.seconds(before)} "
+                    f"on start {first.start}, {formatting.seconds(after)} on start {last.start}."
+                )
+                advice = "The machine drifted, or its starts differ; the interval has it in."
+                yield _about(cell, "StartsDiffer", WARNING, text, advice)
+                break
 
 
 def cell_unfinished(evidence: Evidence) -> Iterator[NamedWarning]:
@@ -319,7 +342,7 @@ def memory_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
 WARNINGS: tuple[Callable[[Evidence], Iterable[NamedWarning]], ...] = (
     *(of_levels, interrupted, levels_abandoned, not_finished, cut_off_line),
     *(shared_cores, endpoint_lacks, engine_restarted),
-    *(wide_interval, cell_unfinished, open_ended, alone_only),
+    *(wide_interval, starts_differ, cell_unfinished, open_ended, alone_only),
     *(machine_busy, unresolved, contradiction),
     *(lower_target, random_weights, one_machine),
     *(noisy_machine, virtualised, bad_samples, memory_prediction),

@@ -1,12 +1,12 @@
 """Plans a cell: whether it can run here, on which cores, and its share of the budget.
 
 why_not(cell, campaign, facts)          # None, or the reason with its arithmetic
-shares(cells, 600.0)                    # {cell key: seconds}
+shares({cell: 1 for cell in cells}, 600.0)     # {cell key: seconds}
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -91,8 +91,10 @@ def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
 
 
-def shares(cells: Sequence[Cell], seconds: float) -> dict[str, float]:
+def shares(cells: Mapping[Cell, float], seconds: float) -> dict[str, float]:
     """The seconds of each cell, by its key, that make all intervals together narrowest.
+
+    `cells`: how many parts each is still to have.
 
     Measured for T seconds, a capacity of r requests/s is known to about 1/sqrt(r T) of itself. The
     sum of these widths is smallest for T in proportion to r ** (-1/3), and r is about the inverse
@@ -105,7 +107,10 @@ def shares(cells: Sequence[Cell], seconds: float) -> dict[str, float]:
     ]
     known = [size ** (1 / 3) for size in sizes if size is not None]
     usual = sum(known) / len(known) if known else 1.0
-    weights = [usual if size is None else size ** (1 / 3) for size in sizes]
+    weights = [
+        parts * (usual if size is None else size ** (1 / 3))
+        for parts, size in zip(cells.values(), sizes, strict=True)
+    ]
     return {
         cell.key: seconds * weight / sum(weights)
         for cell, weight in zip(cells, weights, strict=True)

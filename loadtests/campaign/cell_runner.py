@@ -1,6 +1,6 @@
 """Measures one cell: single-stream requests, calibration, then the levels of a search.
 
-    capacities = run_cell(state, open_bench, budget_seconds, progress, clock)
+    capacities = run_cell(state, open_bench, part, progress, clock)     # None: on, in a later block
 
 A Bench measures on a server that is ready; this module decides what is measured. Everything it
 needs to go on after a kill is in `state`, which is read from the run folder.
@@ -21,7 +21,7 @@ from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.capacity.estimate import estimate, never_quiet
-from loadtests.capacity.search import Measure, next_step
+from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
 from loadtests.metrics.disturbance import in_words, is_quiet, is_slow, slow_in_words, who_of
@@ -29,6 +29,7 @@ from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
     Calibrated,
     Capacity,
+    CellStarted,
     Interrupted,
     LevelAbandoned,
     NeverQuiet,
@@ -93,13 +94,20 @@ OpenBench = Callable[[CellState], AbstractContextManager[Bench]]
 
 @dataclass
 class _Run:
-    """A cell in one sitting, on one bench."""
+    """A cell's part of a block in one sitting, on one bench."""
 
     state: CellState
+    part: CellStarted
     bench: Bench
     progress: Progress
     clock: Callable[[], float]
-    patience_seconds: float  # for disturbed levels and waiting, besides the budget
+
+    @property
+    def patience_seconds(self) -> float:
+        """For disturbed levels and waiting since the first block, besides the budget."""
+        state = self.state
+        most = min(state.campaign.wait_seconds, budget_of(state, self.part))
+        return most * self.part.block / state.blocks
 
 
 class PatienceUsedUp(Exception):
@@ -109,19 +117,18 @@ class PatienceUsedUp(Exception):
 def run_cell(
     state: CellState,
     open_bench: OpenBench,
-    budget_seconds: float,
+    part: CellStarted,
     progress: Progress,
     clock: Callable[[], float],
-) -> dict[str, Capacity]:
-    """The capacity under each SLO, by its name; a server that is lost is started again.
+) -> dict[str, Capacity] | None:
+    """The capacity under each SLO, by its name; None where a later block goes on with the search.
 
-    Raises ServerFailed, LevelFailed, LoadError.
+    A server that is lost is started again. Raises ServerFailed, LevelFailed, LoadError.
     """
-    patience = min(state.campaign.wait_seconds, budget_seconds)
     for number in range(1, MOST_SERVERS + 1):
         try:
             with open_bench(state) as bench:
-                return _search(_Run(state, bench, progress, clock, patience), budget_seconds)
+                return _search(_Run(state, part, bench, progress, clock))
         except ServerLost as problem:
             state.run.event(Interrupted(cell=state.key, reason=str(problem)))
             progress.say(f"  {problem}", style="yellow")
@@ -132,24 +139,53 @@ def run_cell(
     raise AssertionError("not reached")
 
 
-def _search(run: _Run, budget_seconds: float) -> dict[str, Capacity]:
+def already_decided(state: CellState, budget_seconds: float) -> dict[str, Capacity] | None:
+    """The capacities of a cell on which nothing is left to measure; None where something is."""
+    found: dict[str, Capacity] = {}
+    for slo in state.campaign.all_slos:
+        config = _aimed(state, slo, budget_seconds)
+        step = next_step(state.levels(slo), config, slo, state.spent_seconds, _start_of(state))
+        if not isinstance(step, Finished):
+            return None
+        found[slo.name] = step.capacity
+    return found
+
+
+def _start_of(state: CellState) -> int | None:
+    return state.starts if state.blocks > 1 else None
+
+
+def budget_of(state: CellState, part: CellStarted) -> float:
+    """Seconds of measuring, of all parts of the cell."""
+    return part.budget_seconds or state.campaign.search.budget_seconds
+
+
+def _search(run: _Run) -> dict[str, Capacity] | None:
     """Levels for one SLO after the other; the next ones have what one leaves of its share."""
-    state = run.state
+    state, part = run.state, run.part
     slos = state.campaign.all_slos
+    is_last = part.block >= state.blocks
     found: dict[str, Capacity] = {}
     by: str | None = None
     for position, slo in enumerate(slos):
-        spent = state.spent_seconds
-        until = spent + max(0.0, budget_seconds - spent) / (len(slos) - position)
+        spent, to_come = state.spent_seconds, len(slos) - position
+        budget = budget_of(state, part)
+        until = budget if part.until_seconds is None else part.until_seconds
+        until = spent + max(0.0, until - spent) / to_come
+        whole = spent + max(0.0, budget - spent) / (to_come if is_last else len(slos))
         try:
-            found[slo.name] = _one_slo(run, slo, max(until, 1e-3))
+            ended = _one_slo(run, slo, max(whole, 1e-3), until)
         except PatienceUsedUp as problem:
             by = str(problem)
             break
-    unfinished = [slo.name for slo in slos[len(found) :]]
+        if ended is not None:
+            found[slo.name] = ended
+    unfinished = [slo.name for slo in slos if slo.name not in found]
+    if unfinished and not is_last:
+        return None
     if len(slos) > 1 or unfinished:  # levels of later SLOs say something about the earlier ones
         for slo in slos:
-            config = aimed(_config(state, slo), state.prediction, slo)
+            config = _aimed(state, slo)
             found[slo.name] = estimate(state.levels(slo), config, slo)
     if by is not None:
         state.run.event(NeverQuiet(cell=state.key, reason=by, slos=unfinished))
@@ -157,20 +193,28 @@ def _search(run: _Run, budget_seconds: float) -> dict[str, Capacity]:
     return found
 
 
-def _config(state: CellState, slo: Slo) -> SearchConfig:
-    return state.campaign.of(state.cell, slo).search
+def _aimed(state: CellState, slo: Slo, budget_seconds: float | None = None) -> SearchConfig:
+    """The search for one SLO, from the predicted rate on where there is one."""
+    config = state.campaign.of(state.cell, slo).search
+    if budget_seconds is not None:
+        config = msgspec.structs.replace(config, budget_seconds=budget_seconds)
+    return aimed(config, state.prediction, slo)
 
 
-def _one_slo(run: _Run, slo: Slo, budget_seconds: float) -> Capacity:
+def _one_slo(run: _Run, slo: Slo, budget_seconds: float, until_seconds: float) -> Capacity | None:
+    """Levels until the search has ended; None where this start is over before."""
     state = run.state
-    own = msgspec.structs.replace(_config(state, slo), budget_seconds=budget_seconds)
-    config = aimed(own, state.prediction, slo)
+    config = _aimed(state, slo, budget_seconds)
+    start = _start_of(state)
+    is_last = run.part.block >= state.blocks
     is_asked = state.campaign.repeats is not None
     while isinstance(
-        step := next_step(state.levels(slo), config, slo, state.spent_seconds), Measure
+        step := next_step(state.levels(slo), config, slo, state.spent_seconds, start), Measure
     ):
         if step.rate is not None and state.campaign.repeats is not None and not config.rates:
             return estimate(state.levels(slo), config, slo)  # only single-stream is repeated
+        if not is_last and state.spent_seconds >= until_seconds:
+            return None
         is_first = not any(level.rate is not None for level in state.levels(slo))
         wants = step.rate is not None and not config.rates and state.prediction is None
         if wants and is_first and not is_asked:
@@ -178,10 +222,10 @@ def _one_slo(run: _Run, slo: Slo, budget_seconds: float) -> Capacity:
             config = aimed(config, _calibrate(run, config), slo)
             continue
         measured = _level(run, step, state.campaign.of(state.cell, slo))
-        run.progress.say(f"  {level_in_words(measured)}")
+        run.progress.say(f"  {measured.in_words}")
         if measured.gave_up:
             run.bench.settle()
-    return step.capacity
+    return step.capacity if is_last or isinstance(step, Finished) else None
 
 
 def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
@@ -196,7 +240,7 @@ def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
         found = measured.disturbance
         if found is None or not found.is_disturbed or found.counts:
             return measured
-        run.progress.say(f"  {level_in_words(measured)}", style="yellow")
+        run.progress.say(f"  {measured.in_words}", style="yellow")
         if measured.gave_up:
             run.bench.settle()
         waits += 1
@@ -340,19 +384,3 @@ def aimed(config: SearchConfig, made: calibrate.Prediction | None, slo: Slo) -> 
     if predicted is None or not predicted.rate or config.rates or config.start_rate:
         return config
     return msgspec.structs.replace(config, start_rate=predicted.rate)
-
-
-def level_in_words(measured: Measured) -> str:
-    """A level for people."""
-    summary, level = measured.summary, measured.level
-    load = "single-stream requests" if level.rate is None else formatting.requests(level.rate, 3)
-    typical = summary.latencies.ttft.median_or_mean
-    ttft = f", TTFT {formatting.seconds(typical)}" if typical is not None else ""
-    each = summary.latencies.tpot.median_or_mean
-    tpot = f", TPOT {formatting.seconds(each, 3)}" if each is not None else ""
-    warnings = ", ".join(warning.code for warning in summary.warnings if warning.is_serious)
-    word = f"not valid: {warnings}" if warnings else summary.verdict
-    short = ", cut short" if measured.cut_short else ""
-    return (
-        f"{load}: {summary.counts.good} of {summary.counts.due} good{ttft}{tpot} -> {word}{short}"
-    )

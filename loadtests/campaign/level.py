@@ -41,6 +41,7 @@ from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from loadtests.simulation.calibration import Burst
 from loadtests.workload.arrivals import process_of
 from loadtests.workload.requests import Ask, Workload
+from models import formatting
 
 MOST_SINGLE_STREAM_SECONDS = 60.0
 
@@ -55,6 +56,21 @@ class Measured:
     cut_short: str | None = None
     gave_up: int = 0  # requests that the client ended: the server may still be at work on them
     disturbance: Disturbance | None = None
+
+    @property
+    def in_words(self) -> str:
+        """For people."""
+        summary, rate = self.summary, self.level.rate
+        load = "single-stream requests" if rate is None else formatting.requests(rate, 3)
+        typical = summary.latencies.ttft.median_or_mean
+        ttft = f", TTFT {formatting.seconds(typical)}" if typical is not None else ""
+        each = summary.latencies.tpot.median_or_mean
+        tpot = f", TPOT {formatting.seconds(each, 3)}" if each is not None else ""
+        warnings = ", ".join(warning.code for warning in summary.warnings if warning.is_serious)
+        word = f"not valid: {warnings}" if warnings else summary.verdict
+        short = ", cut short" if self.cut_short else ""
+        counts = f"{summary.counts.good} of {summary.counts.due} good"
+        return f"{load}: {counts}{ttft}{tpot} -> {word}{short}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +107,7 @@ def judge(
         arrivals=process_of(started.arrivals),
     )
     summary = with_disturbance(summary, disturbance)
-    return summary, level_of(summary, is_whole=cut_short is None)
+    return summary, level_of(summary, cut_short is None, started.start)
 
 
 def single_stream_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:
@@ -355,6 +371,7 @@ def _started(
         window_seconds=plan.window_seconds,
         seed=plan.seed,
         attempt=attempt,
+        start=site.start,
         started_unix_seconds=unix_seconds,
         target=site.campaign.slo.target,
         probe_seconds=site.probe.seconds if site.probe is not None else None,

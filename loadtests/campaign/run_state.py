@@ -21,6 +21,7 @@ from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
     Calibrated,
     CellFinished,
+    CellReady,
     CellSkipped,
     CellStarted,
     Event,
@@ -56,10 +57,21 @@ class CellState:
         return bool(ended or of_kind(self.run.events, CellSkipped, self.key))
 
     @property
-    def budget_seconds(self) -> float | None:
-        """As it was said when the cell was first begun; None before."""
+    def blocks(self) -> int:
+        """Server starts that the cell is measured on; 1 where there is no search or no server."""
+        is_searched = self.cell.url is None and self.campaign.repeats is None
+        search = self.campaign.search
+        return search.starts if is_searched and not search.rates else 1
+
+    def part(self, block: int) -> CellStarted | None:
+        """What was said of its part of a block when that was begun; None before."""
         begun = of_kind(self.run.events, CellStarted, self.key)
-        return begun[0].budget_seconds if begun else None
+        return next((one for one in begun if one.block == block), None)
+
+    @property
+    def starts(self) -> int:
+        """Servers that were ready so far, the one that serves now included."""
+        return len(of_kind(self.run.events, CellReady, self.key))
 
     @property
     def spent_seconds(self) -> float:

@@ -6,11 +6,16 @@
 
 All state is the run folder, which is read once, at resume. A level that was not finished is
 abandoned, and measured again under another name. Whatever this process starts ends with it.
+
+Cells are measured in blocks: in each block every cell gets a server of its own, in an order drawn
+anew, and its part of the budget. So a drift of the machine is no difference between cells, and an
+interval holds what differs from start to start.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +28,7 @@ import msgspec
 from loadtests.campaign.bench import open_bench
 from loadtests.campaign.campaign_file import Campaign, Plan
 from loadtests.campaign.cell_planning import layout_of, shares, why_not
-from loadtests.campaign.cell_runner import OpenBench, run_cell
+from loadtests.campaign.cell_runner import OpenBench, already_decided, budget_of, run_cell
 from loadtests.campaign.cells import Cell, cell_of_target
 from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
@@ -181,12 +186,14 @@ class _Sitting:
         self._progress = progress
         self._clock = world.clock
         self._open_bench = world.open_bench or (lambda state: open_bench(state, progress))
+        self._given_up: set[str] = set()  # in this sitting
         self.states = [CellState(opened, campaign, cell) for cell in cells]
 
     def go(self) -> None:
         with signals_interrupt():
             try:
-                missing = [state.key for state in self.states if not self._cell(state)]
+                for block in range(1, max(state.blocks for state in self.states) + 1):
+                    self._block(block)
             except KeyboardInterrupt:
                 self._interrupted("stopped by the user")
                 again = f"crossover campaign resume {self._run.folder}"
@@ -196,6 +203,7 @@ class _Sitting:
             except BaseException as problem:
                 self._interrupted(f"{type(problem).__name__}: {problem}")
                 raise
+        missing = [state.key for state in self.states if not state.is_done]
         if missing:
             raise Incomplete(
                 f"{len(missing)} of {len(self.states)} cells could not be measured: "
@@ -210,22 +218,34 @@ class _Sitting:
         _close_open_level(self._run, reason)
         self._run.event(Interrupted(reason=reason))
 
-    def _cell(self, state: CellState) -> bool:
-        """True when the cell is done: measured, or skipped for a reason that will stay."""
-        if state.is_done:
-            return True
-        place = f"cell {self.states.index(state) + 1} of {len(self.states)}, {state.key}"
+    def _block(self, block: int) -> None:
+        """Each cell that is not done, on a server of its own; first those that are decided."""
+        order = [state for state in self.states if block <= state.blocks]
+        if max(state.blocks for state in order) > 1:
+            random.Random(f"{self._campaign.seed}/{block}").shuffle(order)
+        for state in order:
+            if state.is_done or not state.finished:
+                continue
+            found = already_decided(state, self._budget(state, block))
+            if found is not None:
+                self._finish(state, found, self._place(state))
+        for state in order:
+            if not state.is_done and state.key not in self._given_up:
+                self._part(state, block)
+
+    def _part(self, state: CellState, block: int) -> None:
+        """A cell in one block: measured to its end, or as far as the block goes, or skipped."""
+        place = self._place(state)
         why = why_not(state.cell, self._campaign, self._facts)
         if why is not None:
             return self._skip(state, why.cause, why.reason, place)
-        budget = self._budget(state)
-        self._run.event(CellStarted(cell=state.key, budget_seconds=budget))
-        self._progress.say(f"{place}: at most {formatting.duration(budget)} of measuring")
-        layout = layout_of(state.cell, allowed_cores())
-        for line in layout.shared if layout is not None else ():
-            self._progress.say(f"  note: {line}")
+        part = state.part(block)
+        if part is None:
+            part = self._begin(state, block, place)
+        elif block < state.blocks and state.spent_seconds >= (part.until_seconds or 0.0):
+            return None
         try:
-            found = run_cell(state, self._open_bench, budget, self._progress, self._clock)
+            found = run_cell(state, self._open_bench, part, self._progress, self._clock)
         except OverMemory as problem:
             return self._skip(state, SkipCause.MEMORY, str(problem), place)
         except ServerFailed as problem:
@@ -235,16 +255,37 @@ class _Sitting:
         except LoadError as problem:
             if isinstance(problem, EndpointRefuses) and state.cell.url is None:
                 return self._skip(state, SkipCause.ENDPOINT, str(problem), place)
+            self._given_up.add(state.key)
             self._run.event(Interrupted(cell=state.key, reason=str(problem)))
             self._progress.say(f"{place}: given up for now, {problem}", style="red")
-            return False
-        self._finish(state, found, place)
-        return True
+            return None
+        if found is not None:
+            self._finish(state, found, place)
+        return None
 
-    def _skip(self, state: CellState, cause: SkipCause, reason: str, place: str) -> bool:
+    def _begin(self, state: CellState, block: int, place: str) -> CellStarted:
+        """The cell's part of this block, on record."""
+        blocks = state.blocks
+        budget = self._budget(state, block)
+        spent = state.spent_seconds
+        until = spent + (budget - spent) / (blocks - block + 1)
+        part = CellStarted(cell=state.key, budget_seconds=budget, block=block, until_seconds=until)
+        self._run.event(part)
+        which = f", start {block} of {blocks}" if blocks > 1 else ""
+        said = formatting.duration(until - spent)
+        self._progress.say(f"{place}{which}: at most {said} of measuring")
+        if block == 1:
+            layout = layout_of(state.cell, allowed_cores())
+            for line in layout.shared if layout is not None else ():
+                self._progress.say(f"  note: {line}")
+        return part
+
+    def _place(self, state: CellState) -> str:
+        return f"cell {self.states.index(state) + 1} of {len(self.states)}, {state.key}"
+
+    def _skip(self, state: CellState, cause: SkipCause, reason: str, place: str) -> None:
         self._run.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
         self._progress.say(f"{place}: skipped, {reason}", style="red")
-        return True
 
     def _finish(self, state: CellState, found: dict[str, Capacity], place: str) -> None:
         self._run.event(CellFinished(cell=state.key, capacities=found))
@@ -256,17 +297,20 @@ class _Sitting:
                 words += f"; {predicted_beside(made, found[one.name])}"
             self._progress.say(f"{place}{name}: {words}", style="bold")
 
-    def _budget(self, state: CellState) -> float:
-        """Seconds of measuring: those first given, else the cell's share of what is left."""
-        said = state.budget_seconds
-        if said is not None:
-            return said
-        if self._campaign.budget_seconds is None:
+    def _budget(self, state: CellState, block: int) -> float:
+        """Seconds of measuring, what is spent included: the cell's share of what is left.
+
+        A cell counts as often as there are blocks for it to come, this one included.
+        """
+        if (part := state.part(block)) is not None:
+            return budget_of(state, part)
+        whole = self._campaign.budget_seconds
+        if whole is None:
             return self._campaign.search.budget_seconds
-        spent = sum(one.spent_seconds for one in self.states)
-        left = [
-            one.cell
+        left = max(0.0, whole - sum(one.spent_seconds for one in self.states))
+        to_come = {
+            one.cell: max(0, one.blocks - block + (one.part(block) is None))
             for one in self.states
             if not one.is_done and why_not(one.cell, self._campaign, self._facts) is None
-        ]
-        return max(0.0, shares(left, self._campaign.budget_seconds - spent)[state.key])
+        }
+        return state.spent_seconds + shares(to_come, left)[state.key]

@@ -44,6 +44,7 @@ class Site:
     sampler: Sampler = field(init=False)  # set once it runs
     spare: GeneratorProcess | None = None  # running already, for the next level that wants one
     samples: list[ResourceSample] = field(default_factory=list)  # of the level that runs now
+    start: int | None = None  # which start of the cell's server this is, from 1
     memory_bytes: int | None = None  # a cap on server and engine that only we hold
     over_memory: str | None = None  # how they broke it
     probe: Probe | None = None  # the one before the level

@@ -9,7 +9,9 @@ First single-stream requests on an idle server: where they fail the SLO, no rate
 load, up or down from the hint (a prediction, or what one stream suggests) until one rate holds and
 one does not; then where a measurement says most about the capacity, until the interval is as narrow
 as asked. A part of the budget is kept for the end: a level that runs at the low end of the interval
-long enough to confirm it. Only what was run and held is a capacity.
+long enough to confirm it. Only what was run and held is a capacity. The levels are of several
+starts of the server: a narrow interval of one start says nothing of the next. The last one begins
+with a rate that was measured before: the confirmed one, or the first.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo, requests_to_hold
 from loadtests.records.events import Capacity
 
-Purpose = Literal["single_stream", "bracket", "narrow", "confirm", "fixed"]
+Purpose = Literal["single_stream", "bracket", "narrow", "confirm", "repeat", "fixed"]
 
 PLAINLY = 4.0  # times the odds of a bad request that the SLO allows: surely above the capacity
 MOST_INVALID = 3  # levels in a row, after which the search ends
@@ -45,6 +47,7 @@ CONFIRMED_ENOUGH = 0.9  # of the low end of the interval
 NEARLY_ALONE = 0.15  # of the rate of one stream
 LEAST_LEVELS = 3  # before a search gives up
 HOPELESS = 2.0  # times what is left that confirming would take
+REPEAT_SHARE = 0.15  # of the budget, that a check of drift may take
 LOWEST_RATE = 1 / 200  # of the rate of one stream: requests hardly ever meet below it
 
 
@@ -62,10 +65,23 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     capacity: Capacity
 
 
+class Restart(msgspec.Struct, frozen=True, tag="restart"):
+    """This start of the server says no more: start it again, and ask again."""
+
+    capacity: Capacity
+
+
 def next_step(
-    levels: Sequence[Level], config: SearchConfig, slo: Slo, elapsed_seconds: float
-) -> Measure | Finished:
-    """What to do after these levels, with `elapsed_seconds` of the budget used."""
+    levels: Sequence[Level],
+    config: SearchConfig,
+    slo: Slo,
+    elapsed_seconds: float,
+    start: int | None = None,
+) -> Measure | Finished | Restart:
+    """What to do after these levels, with `elapsed_seconds` of the budget used.
+
+    `start`: which start of the server this is, from 1; None: it cannot be started again.
+    """
     seen = Evidence(levels, config, slo)
     if config.rates:
         return _next_fixed(seen)
@@ -77,7 +93,9 @@ def next_step(
     if sum(not level.is_valid for level in levels[-MOST_INVALID:]) == MOST_INVALID:
         return _finished(seen, "the last three levels were not valid")
     if _is_done(seen):
-        return Finished(seen.capacity)
+        return _on_other_starts(seen, start) or Finished(seen.capacity)
+    if (again := _again_on_last_start(seen, start, left)) is not None:
+        return again
     if not seen.loaded and seen.is_doubtful_alone:
         more = _more_single_stream(seen, min(left, 0.25 * config.budget_seconds))
         if more is not None:
@@ -111,6 +129,36 @@ def _is_done(seen: Evidence) -> bool:
         return False
     at_limit = found.held >= 0.999 * seen.config.max_rate
     return at_limit or (found.is_narrow and found.held >= CONFIRMED_ENOUGH * (found.low or 0.0))
+
+
+def _on_other_starts(seen: Evidence, start: int | None) -> Measure | Restart | None:
+    """More of a capacity that is known on too few starts; None where they are enough."""
+    measured = {level.start for level in seen.loaded}
+    if start is None or len(measured) >= seen.config.starts:
+        return None
+    return Restart(seen.capacity) if start in measured else _repeat(seen)
+
+
+def _again_on_last_start(seen: Evidence, start: int | None, left_seconds: float) -> Measure | None:
+    """The rate that another start has confirmed; else the first level, where that costs little."""
+    config = seen.config
+    if start is None or start < config.starts or not seen.loaded:
+        return None
+    if any(level.start == start for level in seen.loaded):
+        return None
+    most = min(
+        left_seconds - _kept_seconds(seen, left_seconds), REPEAT_SHARE * config.budget_seconds
+    )
+    again = _repeat(seen)
+    if seen.confirmed is not None:
+        seconds = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
+        again, most = _measure(seen, seen.confirmed, seconds, "repeat"), left_seconds
+    return again if again.duration_seconds * (1 + config.overhead) <= most else None
+
+
+def _repeat(seen: Evidence) -> Measure:
+    rate = seen.loaded[0].rate or 0.0
+    return _measure(seen, rate, seen.config.level_seconds(rate), "repeat")
 
 
 def _kept_seconds(seen: Evidence, left_seconds: float) -> float:

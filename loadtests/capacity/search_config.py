@@ -31,6 +31,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     single_stream_seconds: float = 120.0  # after this no further single-stream request is begun
     batching_gain: float = 2.0  # first guess without a prediction: times one stream's rate
     confidence: float = 0.95  # confidence of each side of the interval
+    starts: int = 3  # server starts that a cell's levels are spread over, in blocks of all cells
     confirming_share: float = 0.35  # share of the budget kept for the level that confirms
     overhead: float = 0.25  # warm-up and draining of a level, as a share of its duration
 
@@ -50,6 +51,8 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         if self.level_requests_min < 1 or self.single_stream_requests < 1:
             raise ValueError("level_requests_min and single_stream_requests must be at least 1")
+        if self.starts < 1:
+            raise ValueError(f"starts must be at least 1, got {self.starts}")
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
         if not self.batching_gain >= 1:

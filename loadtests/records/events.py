@@ -139,8 +139,12 @@ class Interrupted(Event, frozen=True, kw_only=True):
 
 
 class CellStarted(Event, frozen=True, kw_only=True):
+    """A cell's part of a block is begun. Seconds are of measuring, since the cell's first part."""
+
     cell: str
-    budget_seconds: float | None = None  # None: one level of `crossover load`
+    budget_seconds: float | None = None  # of all its parts; None: one level of `crossover load`
+    block: int = 1
+    until_seconds: float | None = None  # its budget up to the end of this part
 
 
 class CellReady(Event, frozen=True, kw_only=True):
@@ -212,6 +216,7 @@ class LevelStarted(Event, frozen=True, kw_only=True):
     window_seconds: float  # requests due in [warmup_seconds, warmup_seconds + window_seconds) count
     seed: int
     attempt: int  # 1..: how often this level was tried, this time included
+    start: int | None = None  # 1..: which start of the cell's server; None: not known
     started_unix_seconds: float  # the moment that RequestRecord's times count from
     target: float | None = None  # share of good requests that the search asked for
     probe_seconds: float | None = None  # of a short request before it; None: too slow, or not ours

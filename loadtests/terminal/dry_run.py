@@ -39,7 +39,7 @@ def show_plan(plan: Plan) -> None:
     whole = each * len(can)
     if settings.budget_seconds is not None:
         whole = settings.budget_seconds
-        seconds = shares(can, whole) if can else {}
+        seconds = shares(dict.fromkeys(can, 1), whole) if can else {}
     for cell in plan.cells:
         _show_cell(cell, settings, facts, seconds.get(cell.key, 0.0))
     typer.echo(

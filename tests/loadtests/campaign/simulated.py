@@ -148,6 +148,7 @@ class Bench:
             cell=self.state.key,
             level=level.name,
             purpose=LevelPurpose.SINGLE_STREAM if is_alone else LevelPurpose.SEARCH,
+            start=self.state.starts,
             rate_per_second=step.rate,
             concurrency=1 if is_alone else None,
             arrivals={"kind": "closed"} if is_alone else {"kind": "poisson"},

@@ -398,7 +398,7 @@ def test_axes_that_cannot_be_are_refused(text: str, message: str) -> None:
 
 def test_time_goes_where_it_narrows_most() -> None:
     cells = parse_campaign('name = "x"\nmodels = ["135m", "1b", "8b"]').cells
-    found = shares(cells, 900.0)
+    found = shares(dict.fromkeys(cells, 1), 900.0)
     assert sum(found.values()) == pytest.approx(900.0)
     small, middle, big = (found[cell.key] for cell in cells)
     assert small < middle < big
@@ -415,9 +415,9 @@ def test_time_goes_where_it_narrows_most() -> None:
         for a, b in ((20, 0), (-20, 0), (0, 20), (0, -20), (20, -20))
     )
     outside = parse_campaign('name = "x"\ncells = [{ model = "a/b" }, { model = "135m" }]').cells
-    assert shares(outside, 10.0) == pytest.approx({outside[0].key: 5.0, outside[1].key: 5.0}), (
-        "unknown counts as usual"
-    )
+    assert shares(dict.fromkeys(outside, 1), 10.0) == pytest.approx(
+        {outside[0].key: 5.0, outside[1].key: 5.0}
+    ), "unknown counts as usual"
 
 
 # Any file is a plan, or refused with a sentence.

@@ -54,6 +54,7 @@ from loadtests.records.run_folder import (
     read_records,
 )
 from loadtests.simulation.prediction_error import pairs_of
+from reports.run import read_run
 from reports.write import Asked, write_report
 from tests.loadtests.campaign.checks import check_folder, kinds
 from tests.loadtests.campaign.simulated import (
@@ -72,6 +73,7 @@ budget_seconds = {budget}
 workload = {{ prompt_tokens = 16, output_tokens = 8 }}
 {more}
 [search]
+starts = {starts}
 calibration_seconds = 0
 level_seconds_min = 10
 level_seconds_max = 20
@@ -82,21 +84,21 @@ single_stream_requests = 3
 SLO = "[slo]\nttft_seconds = 0.3\ntpot_seconds = 0.1\ntarget = 0.9"
 
 
-def campaign(budget: float = 120, more: str = SLO, search: str = "") -> Plan:
-    return parse_campaign(CAMPAIGN.format(budget=budget, more=more, search=search))
+def campaign(budget: float = 120, more: str = SLO, search: str = "", starts: int = 1) -> Plan:
+    return parse_campaign(CAMPAIGN.format(budget=budget, more=more, search=search, starts=starts))
 
 
-def two_cells(budget: float = 60) -> Plan:
-    text = CAMPAIGN.format(budget=budget, more=SLO, search="")
+def two_cells(budget: float = 60, starts: int = 1) -> Plan:
+    text = CAMPAIGN.format(budget=budget, more=SLO, search="", starts=starts)
     return parse_campaign(text.replace('["135m"]', '["135m", "360m"]'))
 
 
-def starts(folder: Path) -> list[LevelStarted]:
+def started(folder: Path) -> list[LevelStarted]:
     return of_kind(read_events(folder).records, LevelStarted)
 
 
 def rates(folder: Path) -> list[float | None]:
-    return [event.rate_per_second for event in starts(folder)]
+    return [event.rate_per_second for event in started(folder)]
 
 
 def test_it_finds_the_capacity_of_a_known_server(tmp_path: Path) -> None:
@@ -148,6 +150,80 @@ def test_cells_share_the_budget_and_the_later_have_what_is_left(tmp_path: Path) 
     assert second.budget_seconds == pytest.approx(max(0.0, 100 - spent))
 
 
+def test_cells_are_measured_in_blocks_each_on_a_server_of_its_own(tmp_path: Path) -> None:
+    """Three blocks of two cells; the last start of each begins with a rate measured before."""
+    world = Simulated()
+    folder = world.run(two_cells(budget=1200, starts=3), tmp_path)
+    check_folder(folder)
+    parts = of_kind(read_events(folder).records, CellStarted)
+    cells = {one.cell for one in parts}
+    assert [one.block for one in parts] == [1, 1, 2, 2, 3, 3] and len(cells) == 2
+    assert world.opened == [one.cell for one in parts]
+    assert all({one.cell for one in parts[at : at + 2]} == cells for at in (0, 2, 4))
+    for cell in cells:
+        own = [one for one in started(folder) if one.cell == cell and one.rate_per_second]
+        assert {one.start for one in own} == {1, 2, 3}
+        assert [one.start for one in own] == sorted(one.start or 0 for one in own)
+        on_last = next(one for one in own if one.start == 3)
+        before = {one.rate_per_second for one in own if one.start != 3}
+        assert on_last.rate_per_second in before, "a check of drift"
+        (ended,) = of_kind(read_events(folder).records, CellFinished, cell)
+        assert ended.capacity is not None and ended.capacity.starts == 3
+        assert ended.capacity.status is CapacityStatus.CONFIRMED
+        single = [one for one in started(folder) if one.cell == cell and not one.rate_per_second]
+        assert len(single) == 1, "one single-stream level is enough"
+
+
+def test_the_order_of_a_block_is_drawn_by_the_seed(tmp_path: Path) -> None:
+    orders = set()
+    for seed in range(6):
+        plan = two_cells(budget=60, starts=3)
+        plan = msgspec.structs.replace(
+            plan, campaign=msgspec.structs.replace(plan.campaign, seed=seed)
+        )
+        folder = Simulated().run(plan, tmp_path / str(seed))
+        parts = of_kind(read_events(folder).records, CellStarted)
+        orders.add(tuple(one.cell for one in parts[:2]))
+    assert len(orders) == 2
+
+
+def test_starts_of_different_speed_are_named_and_widen_the_interval(tmp_path: Path) -> None:
+    def slower(state: CellState) -> None:
+        world.service_seconds = 0.14 if state.starts == 2 else 0.1
+
+    world = Simulated(opening=slower)
+    same = Simulated().run(campaign(budget=600, starts=3), tmp_path / "same")
+    folder = world.run(campaign(budget=600, starts=3), tmp_path / "slower")
+    warned = {one.code: one.text for one in read_run(folder).warnings}
+    assert "TPOT 7.1 ms on start" in warned["StartsDiffer"]
+    assert "13 ms on start 3" in warned["StartsDiffer"]
+    assert "StartsDiffer" not in {one.code for one in read_run(same).warnings}
+    (wide,) = of_kind(read_events(folder).records, CellFinished)
+    (narrow,) = of_kind(read_events(same).records, CellFinished)
+    assert wide.capacity is not None and narrow.capacity is not None
+    assert wide.capacity.low is not None and narrow.capacity.low is not None
+    assert wide.capacity.low < 0.9 * narrow.capacity.low
+    assert "3 starts" in world.said.getvalue()
+
+
+def test_a_cell_that_is_decided_early_leaves_its_time_to_the_others(tmp_path: Path) -> None:
+    """A cell that holds at no rate ends in the first block: the other one has its budget."""
+
+    def slow(state: CellState, level: Level) -> None:
+        world.service_seconds = 5.0 if "360m" in state.key else 0.1
+
+    world = Simulated(fate=slow)
+    folder = world.run(two_cells(budget=600, starts=3), tmp_path)
+    check_folder(folder)
+    events = read_events(folder).records
+    assert len(of_kind(events, CellStarted, "smollm2-360m-fake")) == 1
+    parts = of_kind(events, CellStarted, "smollm2-135m-fake")
+    assert len(parts) == 3
+    other = of_kind(events, LevelFinished, "smollm2-360m-fake")
+    left = 600 - sum(one.spent_seconds for one in other)
+    assert parts[-1].budget_seconds == pytest.approx(left)
+
+
 def test_every_level_serves_both_slos(tmp_path: Path) -> None:
     more = (
         'slos = [{ name = "quick", ttft_seconds = 0.1, tpot_seconds = 0.1, target = 0.8 },'
@@ -169,7 +245,7 @@ def test_given_rates_are_measured_and_no_others(tmp_path: Path) -> None:
     folder = world.run(campaign(search=asked), tmp_path)
     check_folder(folder)
     assert rates(folder) == [None, 5.0, 40.0, 5.0]
-    assert [one.window_seconds for one in starts(folder)[1:]] == [10.0, 10.0, 12.0]
+    assert [one.window_seconds for one in started(folder)[1:]] == [10.0, 10.0, 12.0]
     assert world.settled == 1, "after the level that left requests behind"
 
 
@@ -179,7 +255,9 @@ def test_given_rates_are_measured_and_no_others(tmp_path: Path) -> None:
 def calibrated(tmp_path: Path, world: Simulated) -> Path:
     search = "calibration_seconds = 20"
     plan = parse_campaign(
-        CAMPAIGN.format(budget=300, more=SLO, search="").replace("calibration_seconds = 0", search)
+        CAMPAIGN.format(budget=300, more=SLO, search="", starts=1).replace(
+            "calibration_seconds = 0", search
+        )
     )
     return world.run(plan, tmp_path)
 
@@ -203,7 +281,9 @@ def test_the_search_starts_at_the_prediction(tmp_path: Path) -> None:
 
 def test_a_later_cell_is_predicted_with_the_errors_of_the_earlier_ones(tmp_path: Path) -> None:
     """In one sitting: the journal in memory is as the one that is read again."""
-    text = CAMPAIGN.format(budget=300, more=SLO, search="").replace('["135m"]', '["135m", "360m"]')
+    text = CAMPAIGN.format(budget=300, more=SLO, search="", starts=1).replace(
+        '["135m"]', '["135m", "360m"]'
+    )
     plan = parse_campaign(text.replace("calibration_seconds = 0", "calibration_seconds = 20"))
     folder = Simulated(slots=4).run(plan, tmp_path)
     check_folder(folder)
@@ -236,7 +316,7 @@ def test_an_interrupted_level_is_measured_again_under_another_name(tmp_path: Pat
     check_folder(folder)
     (abandoned,) = of_kind(read_events(folder).records, LevelAbandoned)
     assert abandoned.level.endswith("#2.1") and abandoned.spent_seconds
-    names = {one.level.partition("#")[2]: one for one in starts(folder)}
+    names = {one.level.partition("#")[2]: one for one in started(folder)}
     assert names["2.2"].attempt == 2 and names["2.2"].seed != names["2.1"].seed
     counted = {level.name for level in read_records(folder).levels()}
     assert abandoned.level not in counted
@@ -259,8 +339,8 @@ def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(
     world.fate = lambda state, level: None
     world.resume(folder)
     check_folder(folder)
-    assert starts(folder)[-1].cell == "smollm2-135m-fake"
-    assert any(one.level.endswith(f"#2.{MOST_ATTEMPTS + 1}") for one in starts(folder))
+    assert started(folder)[-1].cell == "smollm2-135m-fake"
+    assert any(one.level.endswith(f"#2.{MOST_ATTEMPTS + 1}") for one in started(folder))
 
 
 def test_a_lost_server_is_started_again_and_the_third_loss_skips_the_cell(tmp_path: Path) -> None:
@@ -319,7 +399,9 @@ def test_an_endpoint_that_does_not_answer_costs_its_cell_for_now(tmp_path: Path)
 
 
 def test_a_cell_over_its_memory_budget_is_not_even_started(tmp_path: Path) -> None:
-    text = CAMPAIGN.format(budget=60, more=SLO + "\n[[hardware]]\nmemory_gib = 1.0", search="")
+    text = CAMPAIGN.format(
+        budget=60, more=SLO + "\n[[hardware]]\nmemory_gib = 1.0", search="", starts=1
+    )
     plan = parse_campaign(text.replace('["135m"]', '["8b"]').replace('"fake"', '"llama_cpp"'))
     world = Simulated()
     folder = world.run(plan, tmp_path)
@@ -405,7 +487,7 @@ def test_repeats_in_turns_are_what_compare_wants(tmp_path: Path, new_seeds: bool
     """With their seeds, and with new ones that no two runs share."""
     slower = Simulated(service_seconds=0.13)
     arms = in_turns(tmp_path, slower, times=3, new_seeds=new_seeds)
-    drawn = [[one.seed for one in starts(folder)] for arm in arms for folder in arm]
+    drawn = [[one.seed for one in started(folder)] for arm in arms for folder in arm]
     repeats = drawn[1:4] + drawn[5:]
     assert len({tuple(seeds) for seeds in drawn}) == (7 if new_seeds else 1)
     assert len({seed for seeds in repeats for seed in seeds}) == (18 if new_seeds else 3)
