@@ -118,6 +118,14 @@ def repeat_campaign(
         bool,
         typer.Option("--new-seeds", help="Draw arrivals, lengths and prompts anew each time."),
     ] = False,
+    held: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="The confirmed rate of each cell alone, for so long, with new seeds.",
+        ),
+    ] = None,
     out: Out = Path("runs"),
     beside_others: Beside = False,
 ) -> None:
@@ -136,9 +144,12 @@ def repeat_campaign(
             times,
             new_seeds,
             lambda plan: run(plan, out, progress, beside_others=beside_others),
+            held,
         )
     for arm in arms:
         show(arm[-1])
+    if held is not None:
+        return
     first, *others = [" ".join(str(folder) for folder in arm) for arm in arms]
     for other in others:
         typer.echo(f"\nTo compare: crossover compare {first} -- {other}")

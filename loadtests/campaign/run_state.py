@@ -157,16 +157,20 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
         ) from problem
 
 
-def repeat_of(folder: Path) -> Plan:
+def repeat_of(folder: Path, held_seconds: float | None = None) -> Plan:
     """A plan that measures the finished levels of a run again: same cells, rates, seconds, seeds.
 
-    What two such runs differ in is the machine's noise. Raises BadRunFolder.
+    What two such runs differ in is the machine's noise. With `held_seconds`: the confirmed rate of
+    each cell alone, for so long, with seeds of its own. Raises BadRunFolder.
     """
     run = read_records(folder)
     manifest = run.manifest
     campaign, cells = campaign_of(manifest)
     levels: dict[str, tuple[RepeatedLevel, ...]] = {}
-    for level in run.levels():
+    for ended in of_kind(run.events, CellFinished) if held_seconds is not None else ():
+        if ended.cell is not None and ended.capacity is not None and ended.capacity.holds:
+            levels[ended.cell] = (RepeatedLevel(ended.capacity.held, held_seconds or 0.0),)
+    for level in run.levels() if held_seconds is None else ():
         if level.finished.is_set_aside:
             continue
         start = level.started
@@ -174,7 +178,10 @@ def repeat_of(folder: Path) -> Plan:
         levels[level.cell] = (*levels.get(level.cell, ()), one)
     done = [cell for cell in cells if cell.key in levels]
     if not done:
-        raise BadRunFolder(f"{folder} has no finished level to repeat")
+        what = (
+            "finished level to repeat" if held_seconds is None else "confirmed rate to hold again"
+        )
+        raise BadRunFolder(f"{folder} has no {what}")
     again = msgspec.structs.replace(
         campaign,
         repeats=manifest.run_id,
@@ -195,13 +202,18 @@ def with_new_seeds(plan: Plan) -> Plan:
 
 
 def repeat_in_turns(
-    folders: Sequence[Path], times: int, new_seeds: bool, measure: Callable[[Plan], Path]
+    folders: Sequence[Path],
+    times: int,
+    new_seeds: bool,
+    measure: Callable[[Plan], Path],
+    held_seconds: float | None = None,
 ) -> list[list[Path]]:
     """Each run and its repeats, measured A B A B: a drift of the machine is none between them.
 
     Raises BadRunFolder, before anything is measured.
     """
-    plans = [repeat_of(folder) for folder in folders]
+    plans = [repeat_of(folder, held_seconds) for folder in folders]
+    new_seeds = new_seeds or held_seconds is not None
     arms = [[folder] for folder in folders]
     for _ in range(times):
         for arm, plan in zip(arms, plans, strict=True):

@@ -224,6 +224,24 @@ def test_a_cell_that_is_decided_early_leaves_its_time_to_the_others(tmp_path: Pa
     assert parts[-1].budget_seconds == pytest.approx(left)
 
 
+def test_a_confirmed_rate_is_held_again_for_longer(tmp_path: Path) -> None:
+    folder = Simulated().run(two_cells(budget=600), tmp_path / "first")
+    ended = of_kind(read_events(folder).records, CellFinished)
+    held = {one.cell: one.capacity.held for one in ended if one.capacity is not None}
+    ((_, again),) = repeat_in_turns(
+        [folder], 1, False, lambda plan: Simulated().run(plan, tmp_path / "again"), 300.0
+    )
+    check_folder(again)
+    for cell, rate in held.items():
+        own = [one for one in started(again) if one.cell == cell and one.rate_per_second]
+        assert [(one.rate_per_second, one.window_seconds) for one in own] == [(rate, 300.0)]
+    seeds = {one.seed for one in started(folder)}
+    assert not seeds & {one.seed for one in started(again)}, "other requests"
+    nothing = Simulated().run(campaign(more="[slo]\nttft_seconds = 0.01"), tmp_path / "none")
+    with pytest.raises(BadRunFolder, match="no confirmed rate to hold again"):
+        repeat_of(nothing, 300.0)
+
+
 def test_every_level_serves_both_slos(tmp_path: Path) -> None:
     more = (
         'slos = [{ name = "quick", ttft_seconds = 0.1, tpot_seconds = 0.1, target = 0.8 },'
