@@ -15,7 +15,8 @@ from models.tokenization.tokenizer import load_tokenizer, shipped_files
 from serving.errors import ServingError, Unsupported
 from serving.sampling import grammar as module
 from serving.sampling.grammar import Grammars, Matcher
-from serving.sampling.types import Sampling
+from serving.sampling.sampler import sample
+from serving.sampling.types import Row, Sampling
 from tests.shapes import TINY_LLAMA
 
 BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))
@@ -248,6 +249,33 @@ def test_every_walk_through_a_schema_is_a_document_of_it(
             matcher.accept(token)
             text += table[token]
         jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [('{"type":"object"}', dict), ('{"type":"array","minItems":2}', list), ("{}", object)],
+)
+def test_every_json_answer_of_a_random_model_parses(
+    grammars: Grammars, table: list[bytes], schema: str, kind: type
+) -> None:
+    """Raw control characters, half characters and open escapes in strings are what breaks."""
+    closing = [token for token in range(len(table)) if table[token] in (b'"', b"}", b"]")]
+    closing += ENDS
+    for seed in range(40):
+        sampling = Sampling(temperature=1.0, seed=seed, json_schema=schema)
+        row = Row(0, np.zeros(1, np.int32), 0, True, sampling, state=grammars.open(sampling))
+        chance = np.random.default_rng(seed)
+        text = b""
+        for position in range(400):
+            logits = chance.normal(0.0, 4.0, TINY_LLAMA.vocabulary).astype(np.float32)
+            logits[closing] += position / 4  # a random model would never come to an end
+            row.start = position
+            (drawn,) = sample(logits[None], [row])
+            if drawn.token in ENDS:
+                break
+            text += table[drawn.token]
+        assert drawn.token in ENDS, text
+        assert isinstance(json.loads(text.decode()), kind)
 
 
 @pytest.mark.parametrize("text", [DOUBLING, NESTING, 'root ::= ((("a"?){99}){99})'])
