@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from serving.errors import ServingError
 from serving.http import status
 from serving.http.auth import check_head, key_bytes
-from serving.http.chat import chat_completions
+from serving.http.chat.route import chat_completions
 from serving.http.completions import completions
 from serving.http.exchange import ClientGone, Exchange
 from serving.http.limits import Limits
