@@ -253,6 +253,9 @@ class ServerMetrics(Collector):
         self.rejected = self._counter(
             "request_rejected", "Requests answered with an error, by its code", "model_name reason"
         )
+        self.ignored = self._counter(
+            "request_ignored_fields", "Unknown keys of requests that were left out", ""
+        )
         self.responses = self._counter(
             "http_responses", "Answers by route and status", "route status"
         )

@@ -19,6 +19,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -78,7 +79,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         cpu_seconds: float = CPU_SECONDS,
-        **variables: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt for messages with role and content. Raises BadChat, SlowTemplate."""
         leash = _Leashed.leash
@@ -86,12 +87,18 @@ class ChatTemplate:
         leash.cpu_seconds = cpu_seconds
         leash.until = time.thread_time() + cpu_seconds
         size = sum(len(str(value)) for message in messages for value in message.values())
+        size += sum(len(str(value)) for value in variables.values())
         leash.text = BASE_TEXT + TEXT_PER_CHARACTER * size
         try:
             return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None, "documents": None, **self._special_tokens, **variables},
+                {
+                    "tools": None,
+                    "documents": None,
+                    **self._special_tokens,
+                    **variables,
+                    "messages": list(messages),
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except SlowTemplate:
             raise

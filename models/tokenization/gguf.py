@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from models.errors import BadChat, BrokenWeights, UnsupportedModel
@@ -86,6 +87,7 @@ class GgufTokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         cpu_seconds: float = CPU_SECONDS,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         if self.chat_template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
@@ -93,7 +95,7 @@ class GgufTokenizer:
             self._template = ChatTemplate(
                 self.chat_template, {"bos_token": self._text("bos"), "eos_token": self._text("eos")}
             )
-        return self._template.render(messages, add_generation_prompt, cpu_seconds)
+        return self._template.render(messages, add_generation_prompt, cpu_seconds, variables)
 
     def _piece(self, index: int, buffer: Any) -> bytes:
         """The bytes of one token; control tokens have none."""

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as HfFile
@@ -69,8 +70,10 @@ class Tokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         cpu_seconds: float = CPU_SECONDS,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The prompt of chat messages, for `parse_special=True`. Raises BadChat, SlowTemplate."""
+        """The prompt of chat messages, for `parse_special=True`. `variables`: more that the
+        template may read. Raises BadChat, SlowTemplate."""
         ...
 
 
@@ -161,6 +164,7 @@ class HfTokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         cpu_seconds: float = CPU_SECONDS,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         if self.chat_template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
@@ -170,7 +174,7 @@ class HfTokenizer:
             self._template = ChatTemplate(
                 self.chat_template, {name: text for name, text in texts.items() if text is not None}
             )
-        return self._template.render(messages, add_generation_prompt, cpu_seconds)
+        return self._template.render(messages, add_generation_prompt, cpu_seconds, variables)
 
     def named_id(self, name: str) -> int | None:
         """The id of a token that tokenizer_config.json names ("eos_token"), or None."""

@@ -168,6 +168,7 @@ class App:
         gone = exchange.gone or exchange.status is None
         code = CLIENT_GONE if gone or exchange.status is None else exchange.status
         route = self._route(exchange.scope)
+        counts.ignored.inc(len(exchange.ignored))
         counts.responses.labels(route, str(code)).inc()
         if exchange.release is not None:
             exchange.release()
@@ -257,6 +258,8 @@ def _log_line(exchange: Exchange, code: int) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - exchange.began, 6),
         "backend": exchange.backend().decode(),
     }
+    if exchange.ignored:
+        line["ignored"] = sorted(key[:80] for key in exchange.ignored)[:16]
     if exchange.served_model is not None:
         line["model"] = exchange.served_model.served_name
     if exchange.error is not None:

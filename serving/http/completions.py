@@ -14,7 +14,7 @@ from serving.http.exchange import Exchange
 from serving.http.generate import answer
 from serving.http.prompts import COMPLETION_TOKENS, prompts_of, token_limit
 from serving.http.validation import validate
-from serving.http.wire.decoding import COMPLETION, decode
+from serving.http.wire.decoding import COMPLETION
 from serving.http.wire.responses import (
     Completion,
     CompletionChoice,
@@ -30,7 +30,7 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 async def completions(router: ModelRouter, exchange: Exchange) -> None:
-    request = decode(COMPLETION, await exchange.body())
+    request = await exchange.read(COMPLETION)
     served_model = await exchange.acquire(router, request.model)
     facts = served_model.facts()
     valid = validate(request, facts, exchange.limits)

@@ -7,16 +7,19 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from serving.http.auth import CLOSE, header
 from serving.http.limits import Limits
+from serving.http.wire.decoding import decode
 from serving.http.wire.errors import ApiError
 from serving.http.wire.sse import encode, event
 from serving.registry.model import ModelRouter, ServedModel
 
+T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
@@ -34,7 +37,7 @@ class Exchange:
     __slots__ = (
         *("scope", "limits", "serial", "request_id", "began", "backend", "status", "error"),
         *("started", "ended", "gone", "served_model", "release", "call", "choices", "trace_id"),
-        *("_receive", "_send"),
+        *("ignored", "_receive", "_send"),
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -54,6 +57,7 @@ class Exchange:
         self.call: Any = None  # the generate.Call, for traces and the log
         self.choices: Sequence[Any] = ()
         self.trace_id: str | None = None
+        self.ignored: set[str] = set()  # keys of the request that are not known
 
     async def acquire(self, router: ModelRouter, model: str | None) -> ServedModel:
         """The model, held until the exchange ends and loaded where it may be."""
@@ -66,6 +70,11 @@ class Exchange:
         served_model = router.named(model)
         self.served_model = served_model
         return served_model
+
+    async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as its type. Raises ApiError, ClientGone."""
+        lenient = self.limits.ignore_unknown_fields
+        return decode(decoder, await self.body(), self.ignored if lenient else None)
 
     async def body(self) -> bytes:
         """The whole body. Raises ApiError (415, 413, 408); ClientGone where it is cut off."""

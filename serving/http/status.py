@@ -10,7 +10,7 @@ from serving.errors import EngineState
 from serving.http.exchange import Exchange
 from serving.http.placement import view
 from serving.http.prompts import chat_ids, check_ids
-from serving.http.wire.decoding import DETOKENIZE, TOKENIZE, decode
+from serving.http.wire.decoding import DETOKENIZE, TOKENIZE
 from serving.http.wire.errors import as_answer, invalid, scrubbed
 from serving.http.wire.responses import (
     Detokenized,
@@ -25,14 +25,13 @@ from serving.registry.model import ModelRouter, ServedModel
 
 
 async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
-    request = decode(TOKENIZE, await exchange.body())
+    request = await exchange.read(TOKENIZE)
     served_model = exchange.look_at(router, request.model)
     most = served_model.known_facts().context_tokens
     if (request.prompt is None) == (request.messages is None):
         raise invalid("exactly one of prompt and messages is needed", "prompt")
     if request.messages is not None:
-        generation = request.add_generation_prompt is not False
-        ids = await chat_ids(served_model, request.messages, exchange.limits, generation, most)
+        ids = await chat_ids(served_model, request, request.messages, exchange.limits, most)
     else:
         bos = request.add_special_tokens is not False
         ids = await served_model.tokens(request.prompt or "", "prompt", bos=bos)
@@ -40,7 +39,7 @@ async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
 
 
 async def detokenize(router: ModelRouter, exchange: Exchange) -> None:
-    request = decode(DETOKENIZE, await exchange.body())
+    request = await exchange.read(DETOKENIZE)
     served_model = exchange.look_at(router, request.model)
     if request.tokens:
         check_ids(request.tokens, served_model.known_facts(), "tokens")

@@ -117,9 +117,7 @@ def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
         seed=secrets.randbits(63) if request.seed is None else request.seed & _SEED_MASK,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0
-        if request.repetition_penalty is None
-        else request.repetition_penalty,
+        repetition_penalty=_repetition_penalty(request),
         logit_bias=_logit_bias(request.logit_bias or {}, facts, limits),
         logprobs=None if logprobs is None else min(logprobs, facts.vocabulary),
         prompt_logprobs=min(logprobs, facts.vocabulary)
@@ -148,6 +146,16 @@ def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
         if asked:
             _need(capability, param, facts)
     return sampling
+
+
+def _repetition_penalty(request: Generation) -> float:
+    """Under either of its names; 1.0: none."""
+    ours, theirs = request.repetition_penalty, request.repeat_penalty
+    if ours is not None and theirs not in (None, ours):
+        text = "repetition_penalty and repeat_penalty differ; send one of them"
+        raise invalid(text, "repeat_penalty")
+    found = theirs if ours is None else ours
+    return 1.0 if found is None else found
 
 
 def wanted_logprobs(request: Generation) -> int | None:

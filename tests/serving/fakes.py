@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import uvicorn
@@ -89,10 +90,11 @@ class ByteTokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         cpu_seconds: float = CPU_SECONDS,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         if self._template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        return self._template.render(messages, add_generation_prompt, cpu_seconds)
+        return self._template.render(messages, add_generation_prompt, cpu_seconds, variables)
 
 
 class FakeSupervisor:

@@ -12,7 +12,7 @@ from serving.http.exchange import Exchange
 from serving.http.generate import answer
 from serving.http.prompts import chat_ids, check_sequences, token_limit
 from serving.http.validation import validate
-from serving.http.wire.decoding import CHAT, decode
+from serving.http.wire.decoding import CHAT
 from serving.http.wire.responses import (
     AssistantMessage,
     ChatChoice,
@@ -33,15 +33,14 @@ from serving.registry.model import ModelRouter
 
 
 async def chat_completions(router: ModelRouter, exchange: Exchange) -> None:
-    request = decode(CHAT, await exchange.body())
+    request = await exchange.read(CHAT)
     check_sequences(1, request.n or 1, exchange.limits)
     served_model = await exchange.acquire(router, request.model)
     facts = served_model.facts()
     valid = validate(request, facts, exchange.limits)
     served_model.supervisor.check_room()  # before a long prompt is tokenised
-    generation = request.add_generation_prompt is not False
     most = facts.context_tokens
-    ids = await chat_ids(served_model, request.messages, exchange.limits, generation, most)
+    ids = await chat_ids(served_model, request, request.messages, exchange.limits, most)
     prompt = Prompt(ids, token_limit(request, len(ids), facts, None))
     await answer(ChatCall(served_model, exchange, request, valid), [prompt])
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from serving.http.wire.errors import ApiError, invalid
+from serving.http.wire.pruning import pruned
 from serving.http.wire.requests import (
     ChatRequest,
     CompletionRequest,
@@ -33,7 +34,6 @@ REFUSED: dict[str, str] = {
     "modalities": "modalities: only text is supported",
     "audio": "audio is not supported; only text is",
     "prediction": "prediction: predicted outputs are not supported",
-    "reasoning_effort": "reasoning_effort is not supported",
     "verbosity": "verbosity is not supported",
     "web_search_options": "web_search_options: this server opens no connections",
     "service_tier": "service_tier: only 'auto' and 'default' are there",
@@ -45,10 +45,19 @@ _UNKNOWN = re.compile(r"unknown field `(.*)`")
 _MISSING = re.compile(r"missing required field `(.*)`")
 
 
-def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The body as its type. Raises ApiError 400 that names the key."""
+def decode(decoder: msgspec.json.Decoder[T], body: bytes, ignored: set[str] | None = None) -> T:
+    """The body as its type. Raises ApiError 400 that names the key.
+
+    `ignored`: leave unknown keys out, and name them there.
+    """
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
+            if ignored is None:
+                raise
+            kind = msgspec.inspect.type_info(decoder.type)
+            return msgspec.convert(pruned(msgspec.json.decode(body), kind, ignored), decoder.type)
     except msgspec.ValidationError as problem:
         raise _explained(str(problem)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:

@@ -86,6 +86,23 @@ Deadline = Annotated[
     float, _about("From arrival; past it the answer is an error.", ge=0.001, le=86400)
 ]
 Grammar = Annotated[str, _about("GBNF, where the backend can.")]
+ContinueFinal = Annotated[
+    bool,
+    _about(
+        "Go on with the last message, which is the assistant's. Left out: where it has text and "
+        "add_generation_prompt is left out too."
+    ),
+]
+TemplateVariables = Annotated[
+    dict[str, Any], _about("Variables of the model's chat template, such as enable_thinking.")
+]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    _about("Where the model's chat template knows reasoning_effort or enable_thinking."),
+]
+RepeatPenalty = Annotated[float, _about("llama.cpp's name of repetition_penalty.", ge=0.01, le=100)]
+CachePrompt = Annotated[bool, _about("No effect: an answer does not depend on what is reused.")]
+SlotId = Annotated[int, _about("No effect: a prompt gets the slot that holds most of it.", ge=-1)]
 Echo = Annotated[
     bool, _about("The prompt before the answer; with `logprobs`, those of its tokens too.")
 ]
@@ -96,7 +113,7 @@ AssistantHead = Annotated[
 
 
 class Generation(Wire, kw_only=True, frozen=True):
-    """What chat and completions have in common. The last six keys have no effect."""
+    """What chat and completions have in common. The last eight keys have no effect."""
 
     model: ModelName | None = None
     max_tokens: MaxTokens | None = None
@@ -110,6 +127,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
+    repeat_penalty: RepeatPenalty | None = None
     logit_bias: dict[int, Bias] | None = None
     n: Choices | None = None
     stop: str | list[str] | None = None
@@ -127,6 +145,8 @@ class Generation(Wire, kw_only=True, frozen=True):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_prompt: CachePrompt | None = None
+    id_slot: SlotId | None = None
 
 
 class CompletionRequest(Generation, kw_only=True, frozen=True):
@@ -152,6 +172,8 @@ class Message(Wire, kw_only=True, frozen=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     annotations: Nothing | None = None
     audio: None = None
@@ -166,6 +188,9 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     add_generation_prompt: AssistantHead | None = None
+    continue_final_message: ContinueFinal | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    reasoning_effort: Effort | None = None
     tools: Nothing | None = None
     functions: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -174,7 +199,6 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     prediction: None = None
-    reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
 
@@ -186,7 +210,10 @@ class TokenizeRequest(Wire, kw_only=True, frozen=True):
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: AssistantHead | None = None
+    continue_final_message: ContinueFinal | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    reasoning_effort: Effort | None = None
 
 
 class DetokenizeRequest(Wire, kw_only=True, frozen=True):

@@ -87,7 +87,6 @@ def test_numbers_that_are_none_are_refused(number: bytes) -> None:
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
         ("prediction", {"type": "content"}),
-        ("reasoning_effort", "high"),
         ("service_tier", "flex"),
     ],
 )
