@@ -40,6 +40,7 @@ from serving.http.connections import (
 )
 from serving.http.limits import Limits
 from serving.http.tracing import make_tracer
+from serving.http.wire.cors import Cors, origins_of
 from serving.metrics import ServerMetrics
 from serving.placement.plan import Placement, explain
 from serving.registry.model import ModelRouter
@@ -63,6 +64,7 @@ class Listening(NamedTuple):
     port: socket.socket
     certificate: str | None = None
     key: str | None = None
+    origins: tuple[str, ...] = ()  # of pages that may read the answers
 
 
 def launch(options: ServeOptions) -> int:
@@ -76,6 +78,7 @@ def launch(options: ServeOptions) -> int:
     memory_limit = None
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
+    origins = origins_of(options.allowed_origins) if options.allowed_origins is not None else ()
     models = models_of(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
@@ -106,7 +109,7 @@ def launch(options: ServeOptions) -> int:
             registry.add(one)
         narrator.on_lost = registry.router.metrics.lost_lines.inc
         app = _app(options, registry.router, narrator, (api_key, admin_key))
-        served = [Listening(app, listener, options.tls_certificate, options.tls_key)]
+        served = [Listening(app, listener, options.tls_certificate, options.tls_key, origins)]
         if admin is not None:
             served.append(_admin(admin, app, admin_key, narrator))
         return _run(_serve(options, registry, served, narrator))
@@ -139,7 +142,7 @@ def _app(
     here = options.admin_port is None and admin_key is not None
     return app_of(
         router,
-        _limits(narrator),
+        _limits(options, narrator),
         api_key,
         admin=ADMIN_ROUTES if here else (),
         admin_key=admin_key if here else None,
@@ -155,9 +158,9 @@ def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -
     return Listening(LoopbackOnly(App(app.router, app.limits, encoded, ADMIN_ROUTES)), port)
 
 
-def _limits(narrator: Narrator) -> Limits:
+def _limits(options: ServeOptions, narrator: Narrator) -> Limits:
     """The limits of requests and connections; fewer connections where the system allows fewer."""
-    limits = Limits()
+    limits = Limits(ignore_unknown_fields=options.ignore_unknown_fields)
     connections = room_for_connections(limits.connections)
     if connections < limits.connections:
         narrator.say(
@@ -189,7 +192,7 @@ def _supervisor(
 def _server(served: Listening, limits: Limits) -> uvicorn.Server:
     server = uvicorn.Server(
         uvicorn.Config(
-            served.app,
+            Cors(served.app, served.origins) if served.origins else served.app,
             ssl_certfile=served.certificate,
             ssl_keyfile=served.key,
             timeout_graceful_shutdown=5,

@@ -199,6 +199,10 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     served_name: Annotated[
         str | None, option(HTTP, "The model's name in requests. Default: its own.")
     ] = None
+    allowed_origins: Annotated[
+        str | None,
+        option(HTTP, "Web pages that may read answers (CORS): origins, or *.", "", "ORIGIN,..."),
+    ] = None
     api_key_env: Annotated[
         str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
     ] = None
@@ -217,6 +221,9 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             HTTP, "Written (JSON: url, pid, engine_pid) each time an engine is ready.", "", "FILE"
         ),
     ] = None
+    ignore_unknown_fields: Annotated[
+        bool, option(HTTP, "Leave unknown keys of requests out; without it they are a 400.")
+    ] = False
     log_requests: Annotated[bool, option(HTTP, "Log every request as one JSON object a line.")] = (
         False
     )
