@@ -6,7 +6,8 @@
 A rate or a concurrency is sent by a Locust child, single-stream requests by this process. A level
 is whole or it does not count: LevelInterrupted is raised when the engine was restarted within it,
 or when the load generator ended early or lost requests. A level that is decided before its time
-is over (level_tally.py) is cut short, and its window with it.
+is over (level_tally.py) is cut short, and its window with it. The load goes on after the window,
+uncounted, until the last counted request has its answer or is past its limits.
 """
 
 from __future__ import annotations
@@ -292,6 +293,7 @@ def _plan(
     """Of `step`: a rate, `concurrency` users, or else single-stream requests."""
     campaign = site.campaign
     is_single_stream = step.rate is None and concurrency is None
+    drain = 0.0 if is_single_stream else drain_seconds(campaign)
     return LoadPlan(
         target=site.server.target,
         workload=campaign.workload,
@@ -300,7 +302,8 @@ def _plan(
         concurrency=(concurrency or 1) if step.rate is None else None,
         warmup_seconds=step.warmup_seconds,
         window_seconds=step.duration_seconds,
-        drain_seconds=0.0 if is_single_stream else drain_seconds(campaign),
+        drain_seconds=drain,
+        follow_seconds=drain / 2,
         seed=seed,
         cell=site.cell.key,
         level=name,

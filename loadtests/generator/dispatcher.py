@@ -2,14 +2,17 @@
 
 Open loop: one greenlet sends each request at its due time, whether or not earlier ones have ended.
 Closed loop: each Locust user calls `send` for one request after the other (locust_users.py).
+Load goes on after the window where the plan says so, that the last requests of the window do not
+finish in a server that empties: these requests do not count, and are ended once those that do have.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gevent
@@ -29,6 +32,8 @@ from loadtests.records.schema import RequestRecord
 
 log = logging.getLogger("crossover")
 LATE_EVERY_SECONDS = 0.25
+FOLLOW_EVERY_SECONDS = 0.02
+END_SECONDS = 10.0  # that requests may take to end once they are given up
 YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
 
 
@@ -62,6 +67,7 @@ class Dispatcher:
         self._idle = gevent.event.Event()
         self._idle.set()
         self._running: set[Any] = set()  # greenlets with a request on its way
+        self._counted: set[int] = set()  # requests on their way that were due before the end
         self._waiting: dict[int, float] = {}  # index -> due seconds, until the first token
         self._answers: dict[str, dict[int, str]] = {}  # session -> turn -> the server's words
         self._alarm = Alarm()
@@ -75,9 +81,14 @@ class Dispatcher:
         cpu_seconds = time.process_time()
         watcher = gevent.spawn(self._tell_late)
         self.began.set()
-        if self.plan.is_open:
-            self._dispatch()
-        self.over.wait(max(0.0, self.origin + self.plan.duration_seconds - clock()))
+        end_seconds = self.plan.duration_seconds
+        counted = [one for one in self.scheduled if one.due_seconds < end_seconds]
+        self._dispatch(counted)
+        self.over.wait(max(0.0, self.origin + end_seconds - clock()))
+        if self.plan.follow_seconds:
+            gevent.spawn(self._end_following)
+            self._dispatch(self.scheduled[len(counted) :])
+            self.over.wait()
         self.over.set()
         self._drain()
         watcher.kill()
@@ -100,11 +111,18 @@ class Dispatcher:
         self.over.set()
         self._alarm.set(clock())
 
+    def takes(self, due_seconds: float) -> bool:
+        """Whether a request of a closed loop may be sent now."""
+        is_time = due_seconds < self.plan.duration_seconds or self.plan.follow_seconds > 0
+        return is_time and not self.over.is_set()
+
     def send(self, request: Request, due_seconds: float) -> None:
         """One request from now to its end."""
         me = gevent.getcurrent()
         self._running.add(me)
-        self._idle.clear()
+        if due_seconds < self.plan.duration_seconds:
+            self._counted.add(request.index)
+            self._idle.clear()
         self.account.due += 1
         if self.live is not None:
             self.live.due(due_seconds)
@@ -127,6 +145,7 @@ class Dispatcher:
             record = msgspec.structs.replace(record, stand_in=True)
         answered()
         self._running.discard(me)
+        self._counted.discard(request.index)
         if request.session is not None and record.error is None:
             words = "".join(answer.text or ())
             self._answers.setdefault(request.session, {})[request.turn or 0] = words
@@ -135,7 +154,7 @@ class Dispatcher:
         if self.live is not None:
             self.live.add(record)
         self._ended(record)
-        if not self._running:
+        if not self._counted:
             self._idle.set()
 
     def _wire(self, request: Request) -> tuple[bytes, bool]:
@@ -148,12 +167,12 @@ class Dispatcher:
             return request.wire, True
         return self.factory.with_answers(request, before), False
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, requests: Sequence[Request]) -> None:
         """Send each request at its due time, on a kernel timer: gevent's own is 1 ms late."""
         hub = gevent.get_hub()
         rung = hub.loop.io(self._alarm.fd, 1)
         try:
-            for position, request in enumerate(self.scheduled):
+            for position, request in enumerate(requests):
                 moment = self.origin + request.due_seconds
                 if moment > clock():
                     self._alarm.set(moment)
@@ -165,6 +184,20 @@ class Dispatcher:
                 gevent.spawn(self.send, request, request.due_seconds)
         finally:
             rung.close()
+
+    def _end_following(self) -> None:
+        """Nothing more is sent once every counted request has ended or broken every TTFT limit."""
+        until = self.origin + self.plan.duration_seconds + self.plan.follow_seconds
+        gevent.sleep(0)  # requests that were due last have not begun yet
+        while self._is_open() and clock() < until and not self.over.wait(FOLLOW_EVERY_SECONDS):
+            pass
+        self.stop()
+
+    def _is_open(self) -> bool:
+        """Whether a counted request on its way may still be good."""
+        late = self.plan.late_seconds
+        past = -math.inf if late is None else clock() - self.origin - late
+        return any(self._waiting.get(index, math.inf) >= past for index in self._counted)
 
     def _tell_late(self) -> None:
         """Tell the runner, once each, of requests that wait too long for their first token."""
@@ -178,14 +211,21 @@ class Dispatcher:
                 self._tell(Late(sorted(late)))
 
     def _drain(self) -> None:
-        """Wait for the answers on their way; end those that are late, on record as timeouts."""
+        """Wait for the answers that count; end what is late or does not count, as a timeout."""
         gevent.sleep(0)  # requests that were due last have not begun yet
         patience = self.plan.drain_seconds
-        gevent.wait([self._idle, self._decided], timeout=patience, count=1)
+        end = self.origin + self.plan.duration_seconds + patience
+        timeout = max(0.0, min(patience, end - clock()))
+        gevent.wait([self._idle, self._decided], timeout=timeout, count=1)
         late = list(self._running)
         if late:
             self.account.gave_up = len(late)
             why = f"no end {patience:g} s after the last was due"
             if self._decided.is_set():
                 why = "the level was decided"
-            gevent.killall(late, exception=GaveUp(why), block=True, timeout=10)
+            elif not self._counted:
+                why = "it was due after the window: every answer that counts is there"
+            gevent.killall(late, exception=GaveUp(why), block=False)
+            until = clock() + END_SECONDS  # a user's greenlet goes on: only its request ends
+            while self._running and clock() < until:
+                gevent.sleep(0.001)

@@ -37,6 +37,7 @@ class LoadPlan(
     warmup_seconds: float = 0.0
     window_seconds: float = 30.0
     drain_seconds: float = 60.0  # how long requests may go on after the last one was due
+    follow_seconds: float = 0.0  # how long others may come after it: they do not count
     seed: int = 1
     cell: str = "load"
     level: str = "load"
@@ -55,7 +56,7 @@ class LoadPlan(
             value = getattr(self, name)
             if value is not None and not (value > 0 and isfinite(value)):
                 raise LoadError(f"{name} must be above 0, got {value}")
-        for name in ("warmup_seconds", "drain_seconds"):
+        for name in ("warmup_seconds", "drain_seconds", "follow_seconds"):
             value = getattr(self, name)
             if not (value >= 0 and isfinite(value)):
                 raise LoadError(f"{name} must be 0 or more, got {value}")
@@ -66,7 +67,7 @@ class LoadPlan(
 
     @property
     def duration_seconds(self) -> float:
-        """How long requests become due."""
+        """How long requests become due, those of `follow_seconds` left out."""
         return self.warmup_seconds + self.window_seconds
 
     @property

@@ -84,7 +84,7 @@ class Traffic(User):  # type: ignore[misc]  # Locust is untyped
                 if request.think_seconds > 0:
                     gevent.sleep(request.think_seconds)
                 now = clock() - dispatcher.origin
-                if now >= dispatcher.plan.duration_seconds or dispatcher.over.is_set():
+                if not dispatcher.takes(now):
                     return
                 dispatcher.send(request, now)
 

@@ -86,7 +86,8 @@ class RequestFactory:
         plan = self._plan
         if plan.rate_per_second is None:
             raise LoadError("a level without a rate has no due times")
-        due = due_times(plan.arrivals, plan.rate_per_second, plan.duration_seconds, plan.seed)
+        window = plan.duration_seconds
+        due = due_times(plan.arrivals, plan.rate_per_second, window, plan.seed, plan.follow_seconds)
         asks = workloads.draw(plan.workload, len(due), plan.seed, due_seconds=due.tolist())
         if plan.workload.turns > 1:
             mine = [ask for ask in asks if self._is_mine(ask)]

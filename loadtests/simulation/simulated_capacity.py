@@ -34,6 +34,7 @@ CYCLES = 8  # of on/off or stepped arrivals that a run holds, where it may be so
 LEAST_RUNS = 4  # before a small error ends it
 PRECISION = 0.01  # error of ln(rate) that ends it
 WARM_UP = 0.1  # of a run's duration; its requests do not count
+COOL_DOWN = 0.05  # of it, nor do these: they end in a server that empties
 STEP = 0.04  # of ln(rate), from one rate of the last search to the next
 MOST_STEPS = 12  # that the coarse answer may be off
 FAR = 0.2  # of ln(rate), that a line is trusted beyond the two rates it goes through
@@ -106,11 +107,12 @@ class _Server:
         return self._played[key]
 
     def share(self, rate: float, runs: Sequence[int], count: int, slo: Slo) -> Array:
-        """Share of good requests after the warm-up in each run: float64 [runs]."""
+        """Share of good requests between warm-up and cool-down of each run: float64 [runs]."""
         shares = []
         for run in runs:
             played = self.play(rate, run, count)
-            counts = played.due >= WARM_UP * count / rate
+            part = played.due * rate / count
+            counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
             shares.append(float(played.good(slo)[counts].mean()) if counts.any() else 1.0)
         return np.array(shares)
 

@@ -142,18 +142,29 @@ def due_times(
     rate: float,
     duration_seconds: float,
     seed: int,
+    follow_seconds: float = 0.0,
     *,
     stamps: Sequence[float] | None = None,
 ) -> Times:
     """Ascending times in [0, duration_seconds) at which requests are due: float64 [n], seconds.
 
-    `rate`: mean, requests per second. `stamps`: a trace's times in seconds (else read from its
-    path). A longer duration only adds times at the end (but for Ramp). Raises LoadError for a rate
-    or duration that is not above 0, and for a trace with fewer than two stamps.
+    `rate`: mean, requests per second. `follow_seconds`: so much longer, without a change to the
+    times before; a ramp goes on at the rate of its end. `stamps`: a trace's times in seconds (else
+    read from its path). A longer duration only adds times at the end (but for Ramp).
+    Raises LoadError for a rate or duration that is not above 0, and for a trace with fewer than
+    two stamps.
     """
     for name, value in (("rate", rate), ("duration_seconds", duration_seconds)):
         if not (math.isfinite(value) and value > 0):
             raise LoadError(f"{name} must be above 0, got {value}")
+    if isinstance(arrivals, Ramp):
+        at_end = rate * 2 * arrivals.end / (arrivals.start + arrivals.end)
+        if at_end * follow_seconds > 0:
+            ramp = due_times(arrivals, rate, duration_seconds, seed)
+            later = due_times(Poisson(), at_end, follow_seconds, seed + 1)
+            return np.concatenate([ramp, duration_seconds + later])
+    else:
+        duration_seconds += follow_seconds
     rng = generator(seed, _STREAM)
     match arrivals:
         case Constant():

@@ -38,3 +38,27 @@ def test_a_hopeless_level_is_cut_short_and_the_next_waits_for_an_idle_server(
     assert first.first_content_seconds is not None
     waited = first.first_content_seconds - first.due_seconds
     assert waited < 1.0, "an idle server takes 0.15 s; what was given up keeps it busy for seconds"
+
+
+def test_the_last_requests_of_a_level_do_not_end_in_an_empty_server(
+    truth_server: Start, tmp_path: Path
+) -> None:
+    """Arrivals go on until the last answer that counts; they are on record for what they are."""
+    url = truth_server(slots=99, ttft=0.5, case="follow")
+    plan = parse_campaign(
+        'name = "follow"\nworkload = { prompt_tokens = 16, output_tokens = 4 }\n'
+        f'[slo]\npreset = "chat"\n[target]\nurl = "{url}"\n'
+        "[search]\nrates = [30.0]\nrate_seconds = [1.0]\nsingle_stream_requests = 1\n"
+    )
+    folder = run(plan, tmp_path, Progress(StringIO()), beside_others=True)
+    check_folder(folder)
+    level = read_records(folder).levels()[-1]
+    end = level.started.warmup_seconds + 1.0
+    counted = [record for record in level.requests if record.due_seconds < end]
+    last = max(record.ended_seconds or 0.0 for record in counted)
+    later = [record for record in level.requests if end <= record.due_seconds]
+    assert sum(record.due_seconds < last for record in later) > 5
+    assert level.finished.cut_short is None and level.finished.window_seconds == 1.0
+    assert level.finished.failed == 0 and level.finished.gave_up > 5
+    inside = [record for record in counted if record.due_seconds >= level.started.warmup_seconds]
+    assert level.finished.window_due == len(inside) == level.finished.good

@@ -265,6 +265,53 @@ def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Star
     assert max(record.due_seconds for record in records) < 2.0
 
 
+@pytest.mark.parametrize("load", [{"rate_per_second": 20.0}, {"concurrency": USERS}])
+def test_load_goes_on_until_the_last_answer_that_counts(
+    alone: LoadGenerator, truth_server: Start, load: dict[str, Any]
+) -> None:
+    """The last requests of the window end among as many others as the first did."""
+    records, account, _ = level(
+        alone,
+        truth_server(slots=99, ttft=0.5, case="follow"),
+        **(load | {"arrivals": Constant(), "window_seconds": 1.2, "follow_seconds": 20.0}),
+    )
+    counted = [record for record in records if record.due_seconds < 1.2]
+    later = [record for record in records if record.due_seconds >= 1.2]
+    assert all(record.error is None for record in counted)
+    last = max(record.ended_seconds or math.inf for record in counted)
+    beside = [r for r in later if r.due_seconds < last < (r.ended_seconds or 0.0) + 0.1]
+    if "concurrency" in load:
+        assert len(beside) >= USERS - 1 and len(later) <= 2 * USERS
+        return
+    assert sorted(record.index for record in counted) == list(range(24))
+    assert len(beside) >= 8 and abs(len(later) - 20 * (last - 1.2)) <= 4
+    unanswered = [record for record in later if record.error is not None]
+    assert len(unanswered) == account.gave_up > 5
+    assert all("every answer that counts is there" in (r.error_message or "") for r in unanswered)
+
+
+def test_load_goes_on_for_no_request_that_is_bad_already(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    """All hang: once they are late nothing more is sent, and they get the drain time as ever."""
+    target = Target(url=truth_server(case="late"), extra_body={"truth": {"fail": "hang"}})
+    records, account, _ = level(
+        alone,
+        target.url,
+        target=target,
+        facts=probe(Target(url=target.url)),
+        rate_per_second=20.0,
+        arrivals=Constant(),
+        window_seconds=1.0,
+        drain_seconds=2.0,
+        follow_seconds=20.0,
+        late_seconds=0.2,
+    )
+    later = [record for record in records if record.due_seconds >= 1.0]
+    assert 2 <= len(later) <= 20 and account.gave_up == len(records)
+    assert all("2 s after the last was due" in (r.error_message or "") for r in records)
+
+
 def test_failures_are_records_and_the_level_still_ends_well(
     alone: LoadGenerator, truth_server: Start
 ) -> None:

@@ -65,6 +65,20 @@ def test_the_arrivals_are_of_the_process_at_the_rate_that_is_asked_for(rate: flo
     assert rate == 1.0 or own != pytest.approx(dispersion(sped_up, 20.0), rel=0.3)
 
 
+def test_the_last_requests_do_not_end_in_an_empty_server() -> None:
+    """Near saturation: the last of a run wait for nobody who comes after them, and have no say."""
+    pairs = np.tile([16, 100], (600, 1))
+    server = _Server(LAWS[0], Policy(slots=64), pairs, None, Poisson(), 1)
+    rate, runs = 0.9 * server.saturated_rate(), range(10)
+    tpot = np.concatenate([server.play(rate, run, 600).tpot_seconds[60:540] for run in runs])
+    slo = Slo("x", None, float(np.median(tpot)), target=0.9)
+    good = [server.play(rate, run, 600).good(slo) for run in runs]
+    emptying = float(np.mean([each[60:].mean() for each in good]))
+    last = float(np.mean([each[-15:].mean() for each in good]))
+    share = float(server.share(rate, runs, 600, slo).mean())
+    assert last > 0.7 > 0.55 > emptying > share + 0.008
+
+
 def test_the_rate_moves_the_same_arrivals() -> None:
     """Common random numbers: a Poisson process at twice the rate is the same one, twice as fast."""
     pairs = np.tile([16, 8], (2_000, 1))

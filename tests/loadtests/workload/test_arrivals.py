@@ -49,6 +49,17 @@ def test_a_longer_level_starts_like_a_shorter_one(process):
     assert np.allclose(short, long[: len(short)]) and long[len(short)] >= 60.0
 
 
+@pytest.mark.parametrize("process", KINDS, ids=kind)
+def test_what_follows_a_level_changes_nothing_in_it_and_keeps_the_rate(process):
+    level, followed = (due_times(process, RATE, 60.0, 3, more) for more in (0.0, 60.0))
+    assert np.allclose(level, followed[: len(level)])
+    later = followed[len(level) :]
+    assert np.all(np.diff(followed) >= 0) and 60.0 <= later[0] and later[-1] < 120.0
+    if isinstance(process, Ramp):
+        at_end = RATE * 2 * process.end / (process.start + process.end)
+        assert len(later) == pytest.approx(60.0 * at_end, rel=0.1)
+
+
 @pytest.mark.parametrize("workers", [2, 4, 7])
 def test_dealt_out_to_workers_it_is_the_same_process(workers):
     times = due_times(Poisson(), RATE, 600.0, 1)
