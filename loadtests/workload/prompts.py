@@ -73,7 +73,7 @@ class PromptMaker:
         self._shared_seed = shared_seed
         self._exact_in_a_row = 0
         self._words = WORDS
-        self._fixed_tokens = 0  # what the server adds to every prompt: BOS, chat template
+        self._fixed_tokens = 0  # BOS, chat template, and what the first word costs as the first
         self.calls = 0
         if count_tokens is not None:
             self._calibrate()
@@ -102,6 +102,8 @@ class PromptMaker:
                 words = [*words, *self._stream(ask, len(words) + wanted - counted)[len(words) :]]
             elif len(words) - (counted - wanted) >= 1:
                 words = words[: len(words) - (counted - wanted)]
+            elif words[0] != self._words[0]:  # at the start of a text it is several tokens
+                words = [self._words[0], *self._stream(ask, wanted - self._fixed_tokens)[1:]]
             else:
                 break
         raise LoadError(

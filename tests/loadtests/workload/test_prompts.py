@@ -73,16 +73,42 @@ def test_a_count_that_cannot_be_met_is_an_error():
         maker.make(Ask(0, 50, 5))
 
 
-def test_the_shipped_tokenizer_is_met_exactly():
+def counted_by(vocabulary):
+    """A token count by the shipped tokenizer, or by a smaller one that is made here."""
     from importlib import resources
 
     from models.tokenization.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(resources.files("models").joinpath("data", "tokenizer.json"))
-    maker = PromptMaker(lambda text: len(tokenizer.encode(text)), seed=3)
+    data = resources.files("models").joinpath("data")
+    if vocabulary == "shipped":
+        shipped = load_tokenizer(data.joinpath("tokenizer.json"))
+        return lambda text: len(shipped.encode(text))
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    small = Tokenizer(models.BPE())
+    small.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=2500, show_progress=False)
+    small.train_from_iterator([data.joinpath("corpus.txt").read_text()], trainer)
+    return lambda text: len(small.encode(text).ids)
+
+
+def test_the_shipped_tokenizer_is_met_exactly():
+    count = counted_by("shipped")
+    maker = PromptMaker(count, seed=3)
     for index, tokens in enumerate((64, 300, 500, 33, 128, 256, 90, 77, 64, 250, 512)):
-        prompt = maker.make(Ask(index, tokens, 5))
-        assert len(tokenizer.encode(prompt.text)) == tokens
+        assert count(maker.make(Ask(index, tokens, 5)).text) == tokens
+
+
+@pytest.mark.parametrize("vocabulary", ["shipped", "small"])
+def test_the_shortest_prompts_can_always_be_made(vocabulary):
+    """A word that begins a text may be four tokens there, more than the whole prompt."""
+    count = counted_by(vocabulary)
+    for seed in range(40):
+        maker = PromptMaker(count, seed=seed)
+        assert maker.minimum_tokens == 3
+        for index in range(6):
+            prompt = maker.make(Ask(index, 2 + index % 3, 5))
+            assert count(prompt.text) == prompt.tokens == max(3, prompt.asked_tokens)
 
 
 def test_the_words_stay_the_same_so_that_seeds_repeat_across_versions():
