@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from loadtests.capacity.estimate import estimate, never_quiet
-from loadtests.capacity.levels import Level, level_of
+from loadtests.capacity.levels import Level, judge, level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
-from loadtests.metrics.level import summarise, with_disturbance
-from loadtests.metrics.level_summary import Window
 from loadtests.metrics.level_warnings import longest_send_lag
 from loadtests.metrics.request_metrics import (
     first_chunk_tokens,
@@ -37,7 +35,6 @@ from loadtests.records import run_folder
 from loadtests.records.events import Event, of_kind
 from loadtests.records.run_folder import LevelRecords, RunRecords
 from loadtests.records.schema import RequestRecord, ResourceSample, RunManifest
-from loadtests.workload.arrivals import process_of
 from models.errors import UnknownModel
 from models.ladder import rung
 from models.spec import ModelSpec
@@ -144,18 +141,11 @@ def _cells(run: RunRecords, slo: Slo) -> Iterator[CellNumbers]:
 
 def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
     """One finished level; its window is as long as it came out."""
-    said = level.started
-    window = Window(said.warmup_seconds, said.warmup_seconds + level.finished.window_seconds)
-    inside = window.due(level.requests)
-    summary = summarise(
-        level.requests,
-        level.samples,
-        window,
-        slo,
-        rate=said.rate_per_second,
-        started_unix_seconds=said.started_unix_seconds,
-        arrivals=process_of(said.arrivals),
+    said, end = level.started, level.finished
+    summary, _ = judge(
+        *(level.requests, level.samples, said, end.window_seconds, slo), end.disturbance
     )
+    inside = summary.window.due(level.requests)
     return LevelNumbers(
         cell=said.cell,
         level=said.level,
@@ -163,11 +153,11 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
         rate_per_second=said.rate_per_second,
         concurrency=said.concurrency,
         start=said.start,
-        cut_short=level.finished.cut_short,
-        summary=with_disturbance(summary, level.finished.disturbance),
+        cut_short=end.cut_short,
+        summary=summary,
         answers=tuple(_answer(record) for record in inside),
         send_lag_seconds=longest_send_lag(inside),
-        queue_grows=grows(*in_flight_at_ends(level.requests, window)),
+        queue_grows=grows(*in_flight_at_ends(level.requests, summary.window)),
     )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import gevent
@@ -23,7 +22,7 @@ import msgspec
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.level_tally import Cut, LevelTally
 from loadtests.campaign.site import START_SECONDS, Guard, Site
-from loadtests.capacity.levels import Level, level_of
+from loadtests.capacity.levels import Level, judge
 from loadtests.capacity.search import Measure
 from loadtests.errors import LevelInterrupted
 from loadtests.generator.channel import LoadGenerator
@@ -33,14 +32,11 @@ from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import Ended, Late, Recorded, Started, Stop
 from loadtests.generator.request_factory import Request, RequestFactory, Share
 from loadtests.generator.sse_request import stream
-from loadtests.metrics.level import summarise, with_disturbance
-from loadtests.metrics.level_summary import Summary, Window
-from loadtests.metrics.slo import Slo
+from loadtests.metrics.level_summary import Summary
 from loadtests.records.events import LevelFinished, LevelPurpose, LevelStarted
 from loadtests.records.run_folder import LevelRecords
-from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
+from loadtests.records.schema import Disturbance, RequestRecord
 from loadtests.simulation.calibration import Burst
-from loadtests.workload.arrivals import process_of
 from loadtests.workload.requests import Ask, Workload
 from models import formatting
 
@@ -82,33 +78,6 @@ class _Records:
     window_seconds: float
     cut_short: str | None
     gave_up: int = 0
-
-
-def judge(
-    records: Sequence[RequestRecord],
-    samples: Sequence[ResourceSample],
-    started: LevelStarted,
-    window_seconds: float,
-    slo: Slo,
-    disturbance: Disturbance | None = None,
-    cut_short: str | None = None,
-) -> tuple[Summary, Level]:
-    """The summary of a level and its search result, the same from memory and from disk.
-
-    `disturbance` is that of LevelFinished.
-    """
-    window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
-    summary = summarise(
-        records,
-        samples,
-        window,
-        slo,
-        rate=started.rate_per_second,
-        started_unix_seconds=started.started_unix_seconds,
-        arrivals=process_of(started.arrivals),
-    )
-    summary = with_disturbance(summary, disturbance)
-    return summary, level_of(summary, cut_short is None, started.start)
 
 
 def single_stream_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:

@@ -14,8 +14,7 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Plan, RepeatedLevel
 from loadtests.campaign.cells import Cell
-from loadtests.campaign.level import judge
-from loadtests.capacity.levels import Level
+from loadtests.capacity.levels import Level, judge
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import (

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.metrics.level_summary import Summary
+from loadtests.metrics.level import summarise, with_disturbance
+from loadtests.metrics.level_summary import Summary, Window
+from loadtests.metrics.slo import Slo
+from loadtests.records.events import LevelStarted
+from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
+from loadtests.workload.arrivals import process_of
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +30,33 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     is_steady: bool | None = None  # None: too few requests to tell
     is_whole: bool = True  # False: cut short once it was decided
     start: int | None = None  # which start of the server it ran on; None: not on record
+
+
+def judge(
+    records: Sequence[RequestRecord],
+    samples: Sequence[ResourceSample],
+    started: LevelStarted,
+    window_seconds: float,
+    slo: Slo,
+    disturbance: Disturbance | None = None,
+    cut_short: str | None = None,
+) -> tuple[Summary, Level]:
+    """The summary of a level and its search result, the same from memory and from disk.
+
+    `disturbance` is that of LevelFinished.
+    """
+    window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
+    summary = summarise(
+        records,
+        samples,
+        window,
+        slo,
+        rate=started.rate_per_second,
+        started_unix_seconds=started.started_unix_seconds,
+        arrivals=process_of(started.arrivals),
+    )
+    summary = with_disturbance(summary, disturbance)
+    return summary, level_of(summary, cut_short is None, started.start)
 
 
 def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) -> Level:

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from loadtests.campaign.level import judge
 from loadtests.capacity.estimate import estimate
-from loadtests.capacity.levels import Level
+from loadtests.capacity.levels import Level, judge
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.capacity.words import in_short
 from loadtests.comparison.welch import LEAST_ERROR

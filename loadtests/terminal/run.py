@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.campaign.level import judge
 from loadtests.campaign.run_state import campaign_of, prediction_on_record
+from loadtests.capacity.levels import judge
 from loadtests.capacity.words import in_words
 from loadtests.records.events import (
     CellFinished,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadtests.campaign.level import judge
 from loadtests.campaign.run_state import campaign_of
+from loadtests.capacity.levels import judge
 from loadtests.records.events import (
     LevelAbandoned,
     LevelFinished,

@@ -22,10 +22,11 @@ import pytest
 
 from loadtests.campaign.campaign_file import Plan
 from loadtests.campaign.cell_runner import Level
-from loadtests.campaign.level import Measured, judge
+from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.runner import World, resume, run
+from loadtests.capacity.levels import judge
 from loadtests.errors import LevelInterrupted
 from loadtests.metrics.disturbance import disturbance_of
 from loadtests.records.events import CellReady, Event, LevelFinished, LevelPurpose, LevelStarted
