@@ -15,6 +15,9 @@ generator: a matter of the layout, not of the machine. `stalled` is the delay of
 reading, the one that waited longest, and `work` the CPU time of the busiest: engines compute in
 step, so one late thread delays all. S is the cores' busy time less that of all our processes, so
 it includes processes that lived too briefly to be seen or that a container hides.
+
+Steal that is the same all the time is no disturbance: it is the machine that there is. It can only
+be told under load, as nothing is stolen from an idle core.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from loadtests.records.schema import CoresSample, Disturbance, Probe, Stranger
 from models import formatting
@@ -40,6 +44,10 @@ PROBE_SHARE = 0.03  # of the shortest level, that a probe may take
 PROBE_REQUESTS = 3
 LEAST_PROBES = 3  # before a median is one
 MOST_STRANGERS = 3  # that are named
+STEADY_PARTS = 6  # of equal CPU time, that a level is cut into
+STEADY_SECONDS = 0.5  # of CPU time in each: the kernel counts by 0.01 s
+STEADY_BAND = 0.02  # around the mean, that the share of each part is in
+STEADY_WITHIN = 1 / 3  # or so much of the mean
 
 Subject = Literal["engine", "load generator"]
 
@@ -72,6 +80,9 @@ def disturbance_of(
     share = None
     if taken is not None and found.work_seconds is not None:
         share = taken / (found.work_seconds + taken) if taken else 0.0
+    steady = None
+    if steal and is_steady_steal(parts):
+        steady = steal / ((found.work_seconds or 0.0) + steal)
     found = msgspec.structs.replace(
         found,
         by_strangers_seconds=_rounded(by_strangers),
@@ -79,6 +90,7 @@ def disturbance_of(
         steal_seconds=_rounded(steal),
         taken_seconds=_rounded(taken),
         share=_rounded(share),
+        steady_steal_share=_rounded(steady),
         probe=probe,
         counts=counts,
     )
@@ -112,17 +124,52 @@ def is_too_much(found: Disturbance, quiet_seconds: float = 0.0) -> bool:
     """Whether too much was taken, also if the engine computes undisturbed for `quiet_seconds`."""
     if found.taken_seconds is None or found.work_seconds is None:
         return False
-    return found.taken_seconds > max(
-        MOST_TAKEN_SHARE * (found.work_seconds + found.taken_seconds + quiet_seconds),
+    taken = found.taken_seconds
+    if found.steady_steal_share is not None:
+        taken -= found.steal_seconds or 0.0
+    return taken > max(
+        MOST_TAKEN_SHARE * (found.work_seconds + taken + quiet_seconds),
         LEAST_TAKEN_SHARE * (found.seconds + quiet_seconds),
         LEAST_TAKEN_SECONDS * (found.turns or 0),
     )
 
 
 def is_lost(parts: Sequence[CoresSample], left_seconds: float) -> bool:
-    """Whether a running level will be disturbed even if all that is left of it is quiet."""
+    """Whether a running level will be disturbed even if all that is left of it is quiet.
+
+    Steal that may turn out to be steady has no say before that can be told.
+    """
     found = disturbance_of(parts, "engine")
+    if found is not None and (found.work_seconds or 0.0) < STEADY_PARTS * STEADY_SECONDS:
+        parts = [msgspec.structs.replace(part, steal_seconds=0.0) for part in parts]
+        found = disturbance_of(parts, "engine")
     return found is not None and is_too_much(found, left_seconds)
+
+
+def is_steady_steal(parts: Sequence[CoresSample]) -> bool:
+    """Whether the host takes the same share, steal / (work + steal), at all times.
+
+    In STEADY_PARTS parts of equal CPU time; False also where it is no more than MOST_TAKEN_SHARE
+    and where there is too little work to tell.
+    """
+    looks = [(part.steal_seconds or 0.0, part.work_seconds or 0.0) for part in parts]
+    wanted = np.cumsum([0.0, *(steal + work for steal, work in looks)])
+    stolen = np.cumsum([0.0, *(steal for steal, _ in looks)])
+    if wanted[-1] < STEADY_PARTS * STEADY_SECONDS:
+        return False
+    edges = np.interp(np.linspace(0.0, wanted[-1], STEADY_PARTS + 1), wanted, stolen)
+    shares = np.diff(edges) / (wanted[-1] / STEADY_PARTS)
+    mean = float(shares.mean())
+    band = max(STEADY_BAND, STEADY_WITHIN * mean)
+    return bool(mean > MOST_TAKEN_SHARE and np.ptp(shares) <= 2 * band)
+
+
+def steadily_in_words(share: float) -> str:
+    """What a steady steal means for the capacity."""
+    return (
+        f"the host takes {share:.0%} of this machine's time steadily; "
+        "the capacity is of this machine with that"
+    )
 
 
 class Probes:

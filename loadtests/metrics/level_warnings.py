@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from loadtests.metrics.disturbance import in_words
+from loadtests.metrics.disturbance import in_words, steadily_in_words
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.request_metrics import outcome, send_lag_seconds
@@ -341,9 +341,18 @@ WARNINGS: tuple[Callable[[Evidence], NamedWarning | None], ...] = (
 
 
 def disturbed(found: Disturbance | None) -> NamedWarning | None:
-    """Serious, unless the campaign takes the machine as it is."""
-    if found is None or not found.is_disturbed:
+    """Serious, unless the campaign takes the machine as it is. Steady steal is of the machine."""
+    if found is None:
         return None
+    if not found.is_disturbed:
+        if found.steady_steal_share is None:
+            return None
+        return NamedWarning(
+            "SteadySteal",
+            WARNING,
+            steadily_in_words(found.steady_steal_share),
+            "for the capacity of the whole cores use a host that is not shared",
+        )
     return NamedWarning(
         "Disturbed",
         WARNING if found.counts else SERIOUS,

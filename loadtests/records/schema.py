@@ -127,6 +127,7 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     queued_seconds: float | None = None  # that it waited behind itself or our other processes
     steal_seconds: float | None = None  # its part of what the hypervisor took
     throttled_seconds: float | None = None
+    steady_steal_share: float | None = None  # of what it wanted; None: unsteady, little, not known
     clock_hertz: float | None = None  # mean
     strangers: list[Stranger] = []
     taken_seconds: float | None = None  # by strangers, steal and quota together

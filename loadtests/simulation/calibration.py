@@ -77,7 +77,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why there is no law
 
 
-Ask = Callable[[Burst], list[RequestRecord]]  # sends a burst; returns once all have ended
+Ask = Callable[[Burst], list[RequestRecord]]  # sends a burst; [] where its times tell nothing
 Clock = Callable[[], float]
 
 
@@ -150,6 +150,8 @@ class _Plan:
             if 2 * self._cost((streams,), STEPS[1]) > self._until - self._clock():
                 break
             records = self._burst((tokens,) * streams)
+            if not records:
+                break
             at_once = most_at_once(records)
             served = max(served or 1, at_once)
             if at_once < streams:
@@ -202,7 +204,12 @@ def prediction(
     `known_error`: standard deviation of ln(predicted / measured) before this one; None: that of the
     pairs that come with the package.
     """
-    seen = list(observations)
+    seen = [one for one in observations if one.seconds > 0]
+    if len(seen) < len(observations) / 2:
+        return Prediction(
+            observations=list(observations),
+            reason="the engine's steps take no time that the client can see",
+        )
     before = error_scale(packaged_pairs()) if known_error is None else known_error
     try:
         law = fit(seen)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
 from loadtests.metrics.disturbance import (
@@ -12,8 +15,10 @@ from loadtests.metrics.disturbance import (
     is_lost,
     is_quiet,
     is_slow,
+    is_steady_steal,
     who,
 )
+from loadtests.metrics.level_warnings import disturbed
 from loadtests.records.schema import CoresSample, Probe, Stranger
 
 
@@ -55,7 +60,7 @@ def part(**figures: object) -> CoresSample:
         ({"stalled_seconds": 0.6, "strangers_seconds": 0.01}, 0.01, 0.59, False),
         # Tick counters may be a little off in both directions.
         ({"stalled_seconds": 0.2, "strangers_seconds": -0.02}, 0.0, 0.2, False),
-        ({"steal_seconds": 0.1}, 0.1, 0.0, True),
+        ({"steal_seconds": 0.1}, 0.1, 0.0, False),  # the same in all parts: it is of the machine
         # Steal on a core of which the engine had a quarter.
         (
             {
@@ -64,7 +69,7 @@ def part(**figures: object) -> CoresSample:
                 "strangers_seconds": 0.6,
                 "steal_seconds": 0.2,
             },
-            *(0.05, 0.0, True),
+            *(0.05, 0.0, False),
         ),
         ({"throttled_seconds": 0.2}, 0.2, 0.0, True),
         # Above 3 % of what little it wanted, but nothing that delays a request.
@@ -74,7 +79,9 @@ def part(**figures: object) -> CoresSample:
         ),
         # 3 % is the limit.
         ({"steal_seconds": 0.02}, 0.02, 0.0, False),
-        ({"steal_seconds": 0.04}, 0.04, 0.0, True),
+        ({"steal_seconds": 0.04}, 0.04, 0.0, False),
+        ({"throttled_seconds": 0.02}, 0.02, 0.0, False),
+        ({"throttled_seconds": 0.04}, 0.04, 0.0, True),
     ],
 )
 def test_what_is_taken_and_by_whom(
@@ -93,6 +100,50 @@ def test_what_is_taken_and_by_whom(
     elsewhere = disturbance_of(parts, "load generator")
     assert elsewhere is not None and elsewhere.share == found.share
     assert not elsewhere.is_disturbed, "an endpoint's engine is not watched"
+
+
+def stolen(shares: Sequence[float], work_seconds: float = 0.9) -> list[CoresSample]:
+    """A reading for each share of what the engine wanted."""
+    return [
+        part(work_seconds=work_seconds, steal_seconds=work_seconds * share / (1 - share))
+        for share in shares
+    ]
+
+
+def test_a_steal_that_is_always_the_same_is_the_machine_that_there_is() -> None:
+    ticks = np.random.default_rng(1).poisson(6, 60) / 100
+    for shares in ([0.06] * 60, ticks.tolist(), [0.05, 0.07] * 30):
+        found = disturbance_of(stolen(shares), "engine")
+        assert found is not None and not found.is_disturbed
+        assert found.steady_steal_share == pytest.approx(0.06, abs=0.005)
+        assert not is_lost(stolen(shares)[:2], 0.0), "too early to tell"
+        warning = disturbed(found)
+        assert warning is not None and warning.code == "SteadySteal" and not warning.is_serious
+        assert warning.text == (
+            "the host takes 6% of this machine's time steadily; "
+            "the capacity is of this machine with that"
+        )
+
+
+@pytest.mark.parametrize(
+    "shares", [[0.0] * 40 + [0.2] * 20, [0.02] * 30 + [0.12] * 30, [0.0] * 54 + [0.5] * 6]
+)
+def test_a_steal_that_comes_and_goes_is_a_disturbance(shares: list[float]) -> None:
+    found = disturbance_of(stolen(shares), "engine")
+    assert found is not None and found.is_disturbed and found.steady_steal_share is None
+    assert is_lost(stolen(shares), 0.0)
+    warning = disturbed(found)
+    assert warning is not None and warning.code == "Disturbed" and warning.is_serious
+
+
+def test_a_steady_steal_excuses_no_stranger_and_needs_work_to_be_told() -> None:
+    assert not is_steady_steal(stolen([0.06] * 60, work_seconds=0.04))
+    assert not is_steady_steal(stolen([0.01] * 60)), "too little to speak of"
+    beside = [
+        part(steal_seconds=0.06, stalled_seconds=0.1, strangers_seconds=0.1) for _ in range(60)
+    ]
+    found = disturbance_of(beside, "engine")
+    assert found is not None and found.steady_steal_share is not None and found.is_disturbed
 
 
 def test_the_seconds_of_a_stranger_in_the_middle_are_those_of_the_whole_level() -> None:

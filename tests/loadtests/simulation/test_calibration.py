@@ -26,7 +26,7 @@ from loadtests.simulation.step_observations import (
     observations_of_burst,
 )
 from loadtests.simulation.step_replay import Residuals
-from loadtests.simulation.step_time import StepLaw, fit
+from loadtests.simulation.step_time import StepLaw, StepObservation, fit
 from loadtests.workload.arrivals import Poisson
 from loadtests.workload.requests import Workload, draw
 from tests.loadtests.simulation.simulated_server import Server, Skewed, staircase
@@ -198,6 +198,10 @@ def test_bursts_end_within_the_time_on_the_clock(seconds: float, rows: set[int])
 
 
 def test_no_prediction_has_its_reason() -> None:
+    at_once = [StepObservation(rows, 0, 8, 0.0) for rows in (1, 2, 4, 8)]
+    made = prediction(at_once, Policy(), WORKLOAD, Poisson(), [CHAT], 1)
+    assert made.law is None and made.rates == {} and made.observations == at_once
+    assert made.reason == "the engine's steps take no time that the client can see"
     made = prediction([], Policy(), WORKLOAD, Poisson(), [CHAT], 1)
     assert isinstance(made, Prediction) and made.law is None and "too few to fit" in made.reason
     engine = Engine(LAW, 4)
