@@ -44,12 +44,14 @@ class _Choice(msgspec.Struct, gc=False):
 
 class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
 
 
 class Chunk(msgspec.Struct, gc=False):
@@ -88,6 +90,7 @@ class Answer:
         "error",
         "error_message",
         "finish_reason",
+        "first_answer",
         "first_chunk_tokens",
         "on_first",
         "request_id",
@@ -95,12 +98,15 @@ class Answer:
         "text",
         "usage",
         "_received",
+        "_has_reasoning",
         "_rest",
     )
 
     def __init__(self, on_first: Callable[[], None] | None = None, keep_text: bool = False) -> None:
         self.status: int | None = None
         self.contents: list[float] = []  # on `clock`
+        self.first_answer: float | None = None  # after reasoning
+        self._has_reasoning = False
         self.first_chunk_tokens: int | None = None
         self.counted = 0
         self.usage: Usage | None = None
@@ -195,8 +201,12 @@ class Answer:
                 self.finish_reason = choice.finish_reason
             piece, delta = choice.text, choice.delta
             if delta is not None:
-                piece = delta.content or delta.reasoning_content or delta.reasoning
+                piece = delta.content
                 is_content = is_content or delta.tool_calls is not None
+                if self._has_reasoning and self.first_answer is None and (piece or is_content):
+                    self.first_answer = received
+                if not piece and (piece := delta.reasoning_content or delta.reasoning):
+                    self._has_reasoning = True
             if piece:
                 is_content = True
                 if self.text is not None:
@@ -262,6 +272,9 @@ def _record(
         sent_seconds=round(sent_seconds, 6),
         first_content_seconds=contents[0] if contents else None,
         last_content_seconds=contents[-1] if contents else None,
+        first_answer_seconds=None
+        if seen.first_answer is None
+        else round(seen.first_answer - origin, 6),
         ended_seconds=round(ended_seconds, 6),
         content_seconds=contents,
         first_chunk_tokens=seen.first_chunk_tokens,
@@ -272,6 +285,9 @@ def _record(
         if usage.prompt_tokens_details is not None
         else None,
         output_tokens=usage.completion_tokens,
+        reasoning_tokens=usage.completion_tokens_details.reasoning_tokens
+        if usage.completion_tokens_details is not None
+        else None,
         status=seen.status,
         error=seen.error,
         error_message=seen.error_message,

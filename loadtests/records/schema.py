@@ -27,6 +27,8 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     due_seconds: float
     sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
     first_content_seconds: float | None = None
+    # of content that is no reasoning, where reasoning came before it; it counts as content too
+    first_answer_seconds: float | None = None
     last_content_seconds: float | None = None
     ended_seconds: float | None = None
     content_seconds: list[float] = []  # when each content chunk arrived, first and last included
@@ -36,6 +38,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tru
     prompt_tokens: int | None = None  # as the server's usage counted
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    reasoning_tokens: int | None = None  # of these, where the server says so
     status: int | None = None  # HTTP status; None: no answer
     error: str | None = None  # refused, http_500, timeout, connection, cut_off, stream_error ...
     error_message: str | None = None

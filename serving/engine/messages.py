@@ -33,6 +33,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     deadline_seconds: float | None = None  # from arrival
     include_stop: bool = False
     whole: bool = False  # the reader wants one Delta at the end (an answer that is not streamed)
+    thought_end: int | None = None  # the token that ends the model's reasoning
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -81,6 +82,7 @@ class Delta(msgspec.Struct, array_like=True):
     The first delta of a sequence has `cached_tokens` (prompt tokens whose KV was reused),
     `queue_seconds` (arrival to first scheduled), `prefill_seconds` (first scheduled to first token)
     and, where asked for, `prompt_details` (of the prompt's tokens from the second on).
+    `reasoning_tokens`: output tokens up to the request's `thought_end`, once it is drawn.
     """
 
     id: int
@@ -94,6 +96,7 @@ class Delta(msgspec.Struct, array_like=True):
     prefill_seconds: float | None = None
     prompt_details: list[TokenDetail] | None = None
     parameter: str | None = None  # of the request, that `error` is about
+    reasoning_tokens: int | None = None
 
 
 class StepStats(msgspec.Struct, array_like=True):

@@ -15,6 +15,9 @@ def token_delta(sequence: Sequence, drawn: Sampled, now: float) -> Delta:
     sequence.length += 1
     text, finish = _text_and_finish(sequence, token)
     delta = Delta(sequence.id, 1, text, finish)
+    if token == sequence.thought_end:
+        sequence.thought_end = None  # the first one counts
+        delta.reasoning_tokens = sequence.length - sequence.prompt_length
     if drawn.logprobs is not None:
         delta.details = [detail(token, drawn.logprobs)]
     if sequence.first_token is None:

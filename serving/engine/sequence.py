@@ -33,6 +33,7 @@ class Sequence:
         self.stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             self.stop_ids |= end_ids
+        self.thought_end = request.thought_end
         self.prompt_length = len(request.prompt)
         self.length = self.prompt_length
         self.limit = min(self.prompt_length + request.max_tokens, context)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serving.engine.messages import Delta, FinishReason, TokenDetail
+from serving.http.chat.parts import Splitter
 from serving.http.exchange import Exchange
 from serving.http.validation import ValidRequest
 from serving.http.wire.requests import Generation
@@ -100,6 +101,9 @@ class Choice:
     opened: bool = False
     frame: tuple[bytes, bytes] | None = None
     written: int = 0  # characters, for text_offset
+    reasoning_tokens: int | None = None  # of `tokens`, where known
+    splitter: Splitter | None = None  # where there is more in the text than content
+    calls: int = 0  # of tools, written
 
     def __post_init__(self) -> None:
         self.written = len(self.prompt.text)
@@ -121,6 +125,8 @@ class Choice:
             self.details += delta.details
         if delta.prompt_details is not None:
             self.scores = delta.prompt_details
+        if delta.reasoning_tokens is not None:
+            self.reasoning_tokens = delta.reasoning_tokens
         if not delta.tokens:
             return
         now = time.perf_counter()
@@ -202,27 +208,40 @@ class Call(ABC):
     def body(self, choices: Sequence[Choice], usage: Usage) -> ChatCompletion | Completion:
         """The whole answer."""
 
+    def parameter(self, refused: Delta) -> str | None:
+        """The key of the request that an engine has refused."""
+        return refused.parameter
+
     def usage_in(self, choice: Choice) -> Usage | None | UnsetType:
         """The `usage` of a chunk that is not the last: the count so far, null, or not there."""
         if self.usage_always:
             return choice.usage
         return None if self.wants_usage else UNSET
 
+    def opened(self, choice: Choice) -> bytes:
+        """The events before a choice's first content; none once they are written."""
+        if choice.opened:
+            return b""
+        choice.opened = True
+        return self.opening(choice)
+
+    def content(self, choice: Choice, text: str) -> bytes:
+        """The event of some text."""
+        if self.usage_always or self.valid.shows_logprobs:
+            data = event(self.chunk(choice, text, None))
+        else:
+            if choice.frame is None:
+                choice.frame = content_frame(self.chunk(choice, MARK, None))
+            head, tail = choice.frame
+            data = head + encode(text) + tail
+        choice.written += len(text)
+        return data
+
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """The events that one delta becomes; none where its text is still held back."""
-        data = b""
-        if not choice.opened:
-            choice.opened = True
-            data = self.opening(choice)
+        data = self.opened(choice)
         if delta.text:
-            if self.usage_always or self.valid.shows_logprobs:
-                data += event(self.chunk(choice, delta.text, None))
-            else:
-                if choice.frame is None:
-                    choice.frame = content_frame(self.chunk(choice, MARK, None))
-                head, tail = choice.frame
-                data += head + encode(delta.text) + tail
-            choice.written += len(delta.text)
+            data += self.content(choice, delta.text)
         if choice.finish is not None:
             data += event(self.chunk(choice, None, choice.finish))
         return data

@@ -220,7 +220,7 @@ def _failure(call: Call, delta: Delta) -> Exception:
     if delta.parameter is None:  # else it quotes the request, and nothing of ours
         text = scrubbed(text)
     if delta.finish == FinishReason.REFUSED:
-        return ApiError(400, text, code="unsupported_parameter", param=delta.parameter)
+        return ApiError(400, text, code="unsupported_parameter", param=call.parameter(delta))
     if supervisor.state != EngineState.ready:
         return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
     return ApiError(500, text, code="engine_failed")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.errors import BadChat, SlowTemplate
 from models.tokenization.chat_template import CPU_SECONDS
+from models.tokenization.tokenizer import Tokenizer
 from serving.errors import ContextOverflow
+from serving.http.chat.template import is_continued, template_variables, turns
+from serving.http.chat.tools import offered, spelled_out, tool_of
 from serving.http.limits import Limits
 from serving.http.wire.errors import invalid, scrubbed
 from serving.http.wire.requests import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    Message,
     TokenizeRequest,
 )
 from serving.registry.model import INLINE_CHARACTERS, Facts, ServedModel
@@ -23,7 +25,6 @@ from serving.registry.text_work import TEXT_WORK
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 INLINE_SECONDS = 0.01  # of CPU; a template that needs more is rendered in a thread
-_OURS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools"})
 _END = "<|end of the message that is continued|>"  # found again in what the template made
 _TURN_CHARACTERS = 64  # a turn's own work, as so many characters of text
 
@@ -109,92 +110,55 @@ def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
             raise invalid(f"{param}: token id {token} is out of range; {range_}", param)
 
 
-async def chat_ids(
-    served_model: ServedModel,
-    request: ChatRequest | TokenizeRequest,
-    messages: Sequence[Message],
-    limits: Limits,
-    most: int,
-) -> list[int]:
-    """Token ids of a chat, at most `most`. Raises ApiError 400, ContextOverflow."""
+class ChatPrompt(NamedTuple):
+    """`opens_reasoning`: the answer begins inside of the model's reasoning."""
+
+    ids: list[int]
+    opens_reasoning: bool
+
+
+async def chat_prompt(
+    served_model: ServedModel, request: ChatRequest | TokenizeRequest, limits: Limits, most: int
+) -> ChatPrompt:
+    """A chat as token ids, at most `most`. Raises ApiError 400, ContextOverflow."""
+    messages = request.messages or []
     told = turns(messages, limits)
+    tools = [tool_of(tool) for tool in offered(request)]
     variables = template_variables(request, served_model.tokenizer.chat_template or "")
     continued = is_continued(request, messages[-1])
     generation = request.add_generation_prompt is not False and not continued
     if continued:
         told[-1]["content"] += _END
     size = sum(len(turn["content"]) + _TURN_CHARACTERS for turn in told)
-    render = served_model.tokenizer.render_chat
+    rendering = (served_model.tokenizer, told, tools, generation, variables)
     text = None
     try:  # a template is a program, and not ours
-        if size <= INLINE_CHARACTERS:
+        if size <= INLINE_CHARACTERS and not tools:
             with suppress(SlowTemplate):
-                text = render(told, generation, INLINE_SECONDS, variables)
+                text = _rendered(*rendering, INLINE_SECONDS)
         if text is None:
-            text = await TEXT_WORK.run(size, render, told, generation, CPU_SECONDS, variables)
+            text = await TEXT_WORK.run(size, _rendered, *rendering)
     except BadChat as problem:
         raise invalid(scrubbed(str(problem)), "messages") from None
+    except RecursionError:
+        raise invalid("tools: nested too deeply", "tools", "nested_too_deeply") from None
     if continued:
         text, found, _ = text.rpartition(_END)
         if not found:
             key = "continue_final_message"
             raise invalid(f"{key}: the model's chat template does not show the last message", key)
-    return await served_model.tokens(text, "messages", most=most, parse_special=True)
+    ids = await served_model.tokens(text, "messages", most=most, parse_special=True)
+    return ChatPrompt(ids, text.rstrip().endswith("<think>"))
 
 
-def template_variables(request: ChatRequest | TokenizeRequest, template: str) -> dict[str, Any]:
-    """What the chat template may read beside the messages. Raises ApiError 400."""
-    found = dict(request.chat_template_kwargs or {})
-    for name in sorted(_OURS & found.keys()):
-        key = f"chat_template_kwargs.{name}"
-        raise invalid(f"{key}: the request has a key of its own for it", key)
-    effort = request.reasoning_effort
-    if effort is None:
-        return found
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort} | found
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none"} | found
-    if effort != "none" or "</think>" in template:
-        text = f"the model's chat template has no such thing; {effort!r} would change nothing"
-        raise invalid(f"reasoning_effort: {text}", "reasoning_effort", "unsupported_parameter")
-    return found
-
-
-def is_continued(request: ChatRequest | TokenizeRequest, last: Message) -> bool:
-    """Whether the answer goes on with the last message. Raises ApiError 400."""
-    asked, generation = request.continue_final_message, request.add_generation_prompt
-    may_be = last.role == "assistant" and bool(last.content)
-    if not asked:
-        return may_be and asked is None and generation is None
-    key = "continue_final_message"
-    if generation:
-        raise invalid(f"{key}: not together with add_generation_prompt", key)
-    if not may_be:
-        raise invalid(f"{key}: the last message must be the assistant's, with text", key)
-    return True
-
-
-def turns(messages: Sequence[Message], limits: Limits) -> list[dict[str, Any]]:
-    """The messages as a chat template wants them: parts joined, `developer` as `system`."""
-    if len(messages) > limits.messages:
-        text = f"messages: {len(messages)} of them; {limits.messages} are allowed"
-        raise invalid(text, "messages")
-    found: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        content = message.content
-        if content is None:
-            if message.role != "assistant":
-                key = f"messages[{index}].content"
-                raise invalid(f"{key}: null; a text is needed", key)
-            content = ""
-        elif isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        role = "system" if message.role == "developer" else message.role
-        turn = {"role": role, "content": content}
-        if message.name is not None:
-            turn["name"] = message.name
-        if (reasoning := message.reasoning_content or message.reasoning) is not None:
-            turn["reasoning_content"] = reasoning
-        found.append(turn)
-    return found
+def _rendered(
+    tokenizer: Tokenizer,
+    told: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    generation: bool,
+    variables: dict[str, Any],
+    cpu_seconds: float = CPU_SECONDS,
+) -> str:
+    told = spelled_out(told, tools, tokenizer.chat_template or "")
+    given = {"tools": tools or None, **variables}
+    return tokenizer.render_chat(told, generation, cpu_seconds, given)

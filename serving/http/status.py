@@ -9,7 +9,7 @@ import msgspec
 from serving.errors import EngineState
 from serving.http.exchange import Exchange
 from serving.http.placement import view
-from serving.http.prompts import chat_ids, check_ids
+from serving.http.prompts import chat_prompt, check_ids
 from serving.http.wire.decoding import DETOKENIZE, TOKENIZE
 from serving.http.wire.errors import as_answer, invalid, scrubbed
 from serving.http.wire.responses import (
@@ -31,7 +31,7 @@ async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
     if (request.prompt is None) == (request.messages is None):
         raise invalid("exactly one of prompt and messages is needed", "prompt")
     if request.messages is not None:
-        ids = await chat_ids(served_model, request, request.messages, exchange.limits, most)
+        ids = (await chat_prompt(served_model, request, exchange.limits, most)).ids
     else:
         bos = request.add_special_tokens is not False
         ids = await served_model.tokens(request.prompt or "", "prompt", bos=bos)

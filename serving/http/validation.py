@@ -15,6 +15,7 @@ import msgspec
 
 from serving.engine.messages import GenerationRequest
 from serving.errors import Unsupported
+from serving.http.chat.tools import must_call, schema_of
 from serving.http.limits import Limits
 from serving.http.prompts import check_ids
 from serving.http.wire.errors import invalid
@@ -51,6 +52,12 @@ class ValidRequest(msgspec.Struct, frozen=True):
             max_tokens=max_tokens,
             sampling=seeded(self.generation.sampling, choice),
         )
+
+    def ends_reasoning(self, mark: list[int]) -> ValidRequest:
+        """The same, with its reasoning counted up to this mark; only a single token can be."""
+        end = mark[0] if len(mark) == 1 else None
+        generation = msgspec.structs.replace(self.generation, thought_end=end)
+        return msgspec.structs.replace(self, generation=generation)
 
 
 def validate(request: Generation, facts: Facts, limits: Limits) -> ValidRequest:
@@ -126,6 +133,7 @@ def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
         grammar=grammar,
         json_schema=schema,
     )
+    constrained_by = "tool_choice" if request.response_format is None else "response_format"
     drawn = temperature > 0  # greedy decoding is the same whatever the first five say
     needs = (
         ("temperature", "temperature", drawn),
@@ -138,7 +146,7 @@ def sampling_of(request: Generation, facts: Facts, limits: Limits) -> Sampling:
         ("penalties", "repetition_penalty", sampling.repetition_penalty != 1),
         ("logit_bias", "logit_bias", bool(sampling.logit_bias)),
         ("grammar", "grammar", grammar is not None),
-        ("json_schema", "response_format", schema is not None),
+        ("json_schema", constrained_by, schema is not None),
         ("logprobs", "logprobs", logprobs is not None),
         ("prompt_logprobs", "logprobs together with echo", sampling.prompt_logprobs is not None),
     )
@@ -180,6 +188,10 @@ def seeded(sampling: Sampling, choice: int) -> Sampling:
 def _grammar(request: Generation) -> tuple[str | None, str | None]:
     """(GBNF, JSON schema) that the output must follow; at most one. The engine reads them."""
     schema: str | None = None
+    is_call = False
+    if isinstance(request, ChatRequest) and must_call(request):
+        is_call = True
+        schema = encode(schema_of(request)).decode()
     match request.response_format:
         case JsonObjectFormat():
             schema = '{"type":"object"}'
@@ -193,7 +205,8 @@ def _grammar(request: Generation) -> tuple[str | None, str | None]:
     try:
         text_of(Sampling(grammar=request.grammar, json_schema=schema))
     except Unsupported as problem:
-        raise invalid(str(problem), problem.parameter, "unsupported_parameter") from None
+        about = "tools" if is_call else problem.parameter
+        raise invalid(str(problem), about, "unsupported_parameter") from None
     return request.grammar, schema
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from serving.engine.messages import Delta, GenerationRequest
 
 # Of a Delta: known once in a sequence.
-_ONCE = ("cached_tokens", "queue_seconds", "prefill_seconds", "prompt_details")
+_ONCE = ("cached_tokens", "queue_seconds", "prefill_seconds", "prompt_details", "reasoning_tokens")
 
 
 class Stream:

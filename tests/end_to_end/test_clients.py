@@ -123,8 +123,7 @@ def test_langchain_runs_unchanged(url: str) -> None:
     assert found["text"][0] == found["text"][1] != ""
     assert [len(group) for group in found["best"]] == [2, 2] and found["best_usage"] == 2 * 4 * 8
     assert (
-        "BadRequestError" in found["refused"]
-        and "function calling is not supported" in found["refused"][-1]
+        "BadRequestError" in found["refused"] and "Hermes and Qwen format" in found["refused"][-1]
     )
 
 

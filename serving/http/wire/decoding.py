@@ -25,11 +25,9 @@ DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 # What clients send and this server cannot do, in words instead of msgspec's.
 REFUSED: dict[str, str] = {
-    "tools": "tools: function calling is not supported",
-    "functions": "functions: function calling is not supported",
-    "tool_choice": "tool_choice: no function calling; only 'none' and 'auto' are taken",
-    "function_call": "function_call: function calling is not supported",
-    "tool_calls": "tool_calls: function calling is not supported, also in a message",
+    "functions": "functions: the older form of tools; send tools",
+    "function_call": "function_call: the older form of tool_choice and tool_calls; send those",
+    "tool_choice": "tool_choice: none, auto, required or {type: function, function: {name}}",
     "suffix": "suffix: insertion is not supported",
     "modalities": "modalities: only text is supported",
     "audio": "audio is not supported; only text is",
@@ -89,7 +87,7 @@ def _explained(message: str) -> ApiError:
     if not path:
         return invalid(f"the body: {what}")
     if last == "role":
-        what = f"system, developer, user and assistant are taken; {what}"
+        what = f"system, developer, user, assistant and tool are taken; {what}"
     elif last == "type" and ".content[" in path:
         what = f"only parts of type 'text' are supported; {what}"
     return invalid(f"{path}: {what}", path)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 MOST_CHOICES = 128
+MOST_TOOLS = 128
 MOST_LOGPROBS = 20  # alternatives at one position
 _INT31 = 2**31 - 1
 _INT64 = 2**63
@@ -166,10 +167,26 @@ class TextPart(Wire, kw_only=True, frozen=True):
     text: str
 
 
+class CalledFunction(Wire, kw_only=True, frozen=True):
+    """`arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class CallMade(Wire, kw_only=True, frozen=True):
+    """A call in an assistant's turn, as it came in an answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class Message(Wire, kw_only=True, frozen=True):
     """One turn; the empty fields of an assistant's turn are taken as clients send them back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -177,8 +194,38 @@ class Message(Wire, kw_only=True, frozen=True):
     refusal: None = None
     annotations: Nothing | None = None
     audio: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: list[CallMade] | None = None
+    tool_call_id: str | None = None
     function_call: None = None
+
+
+class Function(Wire, kw_only=True, frozen=True):
+    """`parameters`: a JSON schema. `strict` has no effect: calls that must come always keep it."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire, kw_only=True, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Wire, kw_only=True, frozen=True):
+    name: str
+
+
+class Named(Wire, kw_only=True, frozen=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MOST_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | Named
 
 
 class ChatRequest(Generation, kw_only=True, frozen=True):
@@ -191,9 +238,9 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
     reasoning_effort: Effort | None = None
-    tools: Nothing | None = None
+    tools: Tools | None = None
     functions: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
     function_call: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -214,6 +261,8 @@ class TokenizeRequest(Wire, kw_only=True, frozen=True):
     continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
     reasoning_effort: Effort | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
 
 
 class DetokenizeRequest(Wire, kw_only=True, frozen=True):

@@ -14,7 +14,7 @@ from serving.errors import EngineState
 from serving.http.wire.errors import ErrorDetail
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 def finite(logprob: float) -> float:
@@ -26,13 +26,19 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
-    """`prompt_tokens_details`: the prompt tokens that were found in the KV cache, where known."""
+    """`prompt_tokens_details`: the prompt tokens that were found in the KV cache, where known.
+    `completion_tokens_details`: of a model that reasons, where known."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -62,10 +68,30 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """`arguments`: JSON as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """`index`: in a chunk, which of the answer's calls this is. A call comes in one chunk."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
+    """`content`: null where the answer consists of calls."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -88,6 +114,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 class ChatDelta(msgspec.Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

@@ -114,6 +114,27 @@ def test_any_cut_of_the_bytes_into_pieces_reads_as_the_whole(cuts: list[int], en
     assert read(SSE)[0] == [*(f"w{i} " for i in range(6)), "é"] and read(SSE)[4] is None
 
 
+@pytest.mark.parametrize(
+    ("first", "answered"), [("reasoning_content", 2.0), ("reasoning", 2.0), ("content", None)]
+)
+def test_the_first_token_of_an_answer_is_apart_from_that_of_the_reasoning(
+    first: str, answered: float | None
+) -> None:
+    answer = Answer()
+    answer.head(200, [])
+    usage = {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
+    events = [
+        {"choices": [{"delta": {first: "hm"}}]},
+        {"choices": [{"delta": {"content": "Four"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": usage},
+    ]
+    for moment, event in enumerate(events, 1):
+        answer.body(b"data: " + json.dumps(event).encode() + b"\n\n", float(moment))
+    assert answer.contents == [1.0, 2.0] and answer.first_answer == answered
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 4
+
+
 def test_a_stall_is_seen_where_it_was(truth_server: Start) -> None:
     record, _, _ = _ask(truth_server(), 12, stall_at=7, stall=0.3, gap=0.002)
     gaps = [b - a for a, b in zip(record.content_seconds, record.content_seconds[1:], strict=False)]

@@ -276,6 +276,15 @@ def test_stop_token_eos_and_min_tokens() -> None:
     assert out[2][-1].finish == "length" and len(out[2]) == 200
 
 
+def test_reasoning_is_counted_up_to_the_first_token_that_ends_it() -> None:
+    prompt = [5, 6, 7]
+    drawn = continuation(prompt, 6, VOCABULARY)
+    scheduler, _ = make()
+    scheduler.add(request(1, prompt, 6, thought_end=drawn[3]))
+    counts = [delta.reasoning_tokens for delta in run(scheduler)[1]]
+    assert counts == [None, None, None, 4, None, None]
+
+
 def test_a_stop_string_ends_the_sequence_and_frees_its_slot() -> None:
     prompt = [3, 4, 5]
     truth = continuation(prompt, 20, VOCABULARY)

@@ -237,7 +237,7 @@ def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
     body: Any = caught.value.body
     assert body["n_ctx"] == CONTEXT and body["n_prompt_tokens"] > CONTEXT
-    with pytest.raises(openai.BadRequestError, match="function calling"):
+    with pytest.raises(openai.BadRequestError, match="Hermes and Qwen format"):
         client.chat.completions.create(
             model="m", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
         )

@@ -80,9 +80,8 @@ def test_numbers_that_are_none_are_refused(number: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
         ("functions", [{}]),
-        ("tool_choice", "required"),
+        ("tool_choice", "any"),
         ("function_call", {"name": "f"}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
@@ -105,11 +104,11 @@ def test_no_answer_at_all_can_be_asked_of_completions_only() -> None:
 
 
 def test_a_role_that_is_not_there_is_told_which_are() -> None:
-    problem = refusal(CHAT, {"messages": [{"role": "tool", "content": "x"}]})
+    problem = refusal(CHAT, {"messages": [{"role": "function", "content": "x"}]})
     assert (
         problem.param == "messages[0].role"
         and "user" in problem.message
-        and "'tool'" in problem.message
+        and "'function'" in problem.message
     )
 
 

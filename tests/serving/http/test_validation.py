@@ -11,8 +11,9 @@ import pytest
 
 from serving.backends.base import CAPABILITIES
 from serving.errors import ContextOverflow
+from serving.http.chat.template import turns
 from serving.http.limits import Limits
-from serving.http.prompts import prompts_of, token_limit, turns
+from serving.http.prompts import prompts_of, token_limit
 from serving.http.validation import seeded, validate
 from serving.http.wire.errors import ApiError, as_answer
 from serving.http.wire.requests import ChatRequest, CompletionRequest, Message, TextPart
