@@ -160,7 +160,10 @@ def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -
 
 def _limits(options: ServeOptions, narrator: Narrator) -> Limits:
     """The limits of requests and connections; fewer connections where the system allows fewer."""
-    limits = Limits(ignore_unknown_fields=options.ignore_unknown_fields)
+    limits = Limits(
+        ignore_unknown_fields=options.ignore_unknown_fields,
+        strict_max_tokens=options.strict_max_tokens,
+    )
     connections = room_for_connections(limits.connections)
     if connections < limits.connections:
         narrator.say(

@@ -6,7 +6,7 @@ import asyncio
 import codecs
 from collections.abc import Sequence
 
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
 from serving.engine.messages import TokenDetail
 from serving.http.call import Call, Choice, Prompt
@@ -43,7 +43,7 @@ async def completions(router: ModelRouter, exchange: Exchange) -> None:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
         if isinstance(ids, str):
             ids = await served_model.tokens(ids, "prompt", most=facts.context_tokens, bos=bos)
-        limit = token_limit(request, len(ids), facts, COMPLETION_TOKENS)
+        limit = token_limit(request, len(ids), facts, exchange.limits, COMPLETION_TOKENS)
         prompts.append(Prompt(ids, limit, _text(served_model, given) if request.echo else ""))
     await answer(CompletionCall(served_model, exchange, request, valid), prompts)
 
@@ -106,13 +106,13 @@ class CompletionCall(Call):
         return offsets
 
     def _completion(
-        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType, whole: bool = False
+        self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
     ) -> Completion:
         return Completion(
             id=self.id,
             created=self.created,
             model=self.served_model.served_name,
-            system_fingerprint=self.fingerprint() if whole else UNSET,
+            system_fingerprint=self.fingerprint(),
             choices=choices,
             usage=usage,
         )
@@ -138,7 +138,7 @@ class CompletionCall(Call):
             )
             for c in choices
         ]
-        return self._completion(shown, usage, whole=True)
+        return self._completion(shown, usage)
 
     def _all_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
         before = self._prompt_logprobs(choice)

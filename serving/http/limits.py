@@ -22,4 +22,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stop_token_ids: int = 256
     logit_bias_keys: int = 1024
     ignore_unknown_fields: bool = False  # of a request, instead of a 400 that names the first
+    strict_max_tokens: bool = False  # refuse what the context has no room for, instead of cutting
     deadline_seconds: float | None = None  # of every request; one may ask for a shorter deadline

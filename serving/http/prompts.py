@@ -23,16 +23,20 @@ from serving.http.wire.requests import (
 from serving.registry.model import INLINE_CHARACTERS, Facts, ServedModel
 from serving.registry.text_work import TEXT_WORK
 
+ALL_TOKENS = -1  # as max_tokens: all that the context leaves
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 INLINE_SECONDS = 0.01  # of CPU; a template that needs more is rendered in a thread
 _END = "<|end of the message that is continued|>"  # found again in what the template made
 _TURN_CHARACTERS = 64  # a turn's own work, as so many characters of text
 
 
-def token_limit(request: Generation, prompt_tokens: int, facts: Facts, default: int | None) -> int:
+def token_limit(
+    request: Generation, prompt_tokens: int, facts: Facts, limits: Limits, default: int | None
+) -> int:
     """Most output tokens after a prompt; `default` None: what the context leaves.
 
-    0 where max_tokens is 0. Raises ApiError 400 for an empty prompt, ContextOverflow.
+    0 where max_tokens is 0; more than the context leaves is cut, or with `strict_max_tokens`
+    refused. Raises ApiError 400 for an empty prompt, ContextOverflow.
     """
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     asked, asked_by = _asked_tokens(request)
@@ -42,11 +46,11 @@ def token_limit(request: Generation, prompt_tokens: int, facts: Facts, default: 
     # To score a prompt takes a sequence, which generates one token at least.
     completion = request if isinstance(request, CompletionRequest) else None
     scored = completion is not None and completion.echo and completion.logprobs is not None
-    if room < (1 if asked is None or scored else 0) or room < (asked or 0):
+    is_long = asked is not None and asked > room and limits.strict_max_tokens
+    if is_long or room < (0 if asked == 0 and not scored else 1):
         raise ContextOverflow(prompt_tokens, asked, facts.context_tokens, param)
-    limit = room if default is None else min(default, room)
-    if asked is not None:
-        limit = asked
+    wanted = default if asked is None else asked
+    limit = room if wanted is None or wanted == ALL_TOKENS else min(wanted, room)
     if (request.min_tokens or 0) > limit:
         text = f"{request.min_tokens} is more than the {limit} that {asked_by} allows"
         raise invalid(f"min_tokens: {text}", "min_tokens")

@@ -1,7 +1,7 @@
 """From a decoded request to the GenerationRequest that the engine is sent.
 
     valid = validate(request, facts, limits)               # shared by its sequences
-    room = token_limit(request, len(prompt), facts, 16)    # serving.http.prompts
+    room = token_limit(request, len(prompt), facts, limits, 16)    # serving.http.prompts
     [valid.sequence(prompt, room, choice) for choice in range(valid.choices)]
 
 Pure functions. What a backend cannot do is a 400 that names the parameter.

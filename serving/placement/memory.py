@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -10,6 +10,9 @@ from models.formats import weight_bytes as format_bytes
 from models.spec import ModelSpec
 from serving.backends import spec_of
 from serving.backends.spec import KvRequest
+
+LEAST_CONTEXT = 2048  # where nobody says one and memory is short
+KV_SHARE = 0.25  # of the free memory, where nobody says how long a context may be
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -46,6 +49,22 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
     kv_bytes = sizes.kv_tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0
     overhead = overhead_bytes(backend, device, weight_format, weights, model, sizes.slots)
     return Forecast(weights, kv_bytes, kv_dtype, overhead)
+
+
+def default_context(most: int, kv_shares: Callable[[int], Mapping[str, float]]) -> int:
+    """Tokens of a context where nobody says how many: `most`, the model's own, halved until every
+    engine's KV cache takes at most KV_SHARE of its free memory.
+
+    `kv_shares(context)`: that share, for each device where the model fits with this context.
+    """
+    context = most
+    usable = kv_shares(min(most, LEAST_CONTEXT)).keys()
+    while context > LEAST_CONTEXT:
+        shares = kv_shares(context)
+        if shares.keys() == usable and all(share <= KV_SHARE for share in shares.values()):
+            break
+        context = max(LEAST_CONTEXT, context // 2)
+    return context
 
 
 def overhead_bytes(

@@ -21,7 +21,7 @@ from serving.backends import BACKENDS, DEFAULTS, format_of, spec_of
 from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.facts import HardwareFacts
-from serving.placement.memory import Sizes, forecast
+from serving.placement.memory import LEAST_CONTEXT, Sizes, default_context, forecast
 from serving.placement.policy import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with
@@ -129,14 +129,12 @@ def plan(
     """
     check(request)
     model, asked = request.model, request.context_tokens
-    context = min(asked or 2048, model.context)
     if request.kv_dtype not in KV_ELEMENT_BYTES:
         known = ", ".join(KV_ELEMENT_BYTES)
         raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")
+    context = _context(request, facts, obstacles)
     pool = request.kv_tokens if request.kv_tokens is not None else request.slots * context
-    sizes = Sizes(
-        model, request.slots, pool, request.kv_dtype, request.weight_bytes, frozenset(facts.isa)
-    )
+    sizes = _sizes(request, pool, facts)
     found = list(candidates(request, sizes, facts, obstacles))
     attempts = tuple(one.attempt for one in found if one.attempt is not None)
     reasons = [one.reason for one in found if one.reason is not None]
@@ -168,6 +166,28 @@ def plan(
         attempts=attempts,
         **_chosen(attempts[0]),
     )
+
+
+def _sizes(request: PlacementRequest, kv_tokens: int, facts: HardwareFacts) -> Sizes:
+    isa = frozenset(facts.isa)
+    weights = request.weight_bytes
+    return Sizes(request.model, request.slots, kv_tokens, request.kv_dtype, weights, isa)
+
+
+def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
+    """Most tokens of one sequence: as asked for, or the model's own as far as memory allows."""
+    most = request.model.context
+    if request.context_tokens is not None:
+        return min(request.context_tokens, most)
+    if request.kv_tokens is not None:
+        return min(LEAST_CONTEXT, most)
+
+    def kv_shares(context: int) -> dict[str, float]:
+        sizes = _sizes(request, request.slots * context, facts)
+        tried = [one.attempt for one in candidates(request, sizes, facts, obstacles)]
+        return {one.device: one.kv_bytes / (one.free_bytes or 1) for one in tried if one}
+
+    return default_context(most, kv_shares)
 
 
 def candidates(

@@ -91,8 +91,14 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ""
     slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
     context_tokens: Annotated[
-        Count, option(ENGINE, "Most tokens of one sequence, prompt and output.", "context")
-    ] = 2048
+        Count | None,
+        option(
+            ENGINE,
+            "Most tokens of one sequence, prompt and output. Default: the model's own, as far as "
+            "the KV cache of all slots takes a quarter of the free memory.",
+            "context",
+        ),
+    ] = None
     kv_tokens: Annotated[
         Count | None,
         option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
@@ -223,6 +229,9 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = None
     ignore_unknown_fields: Annotated[
         bool, option(HTTP, "Leave unknown keys of requests out; without it they are a 400.")
+    ] = False
+    strict_max_tokens: Annotated[
+        bool, option(HTTP, "Refuse a max_tokens beyond the context; without it, it is cut.")
     ] = False
     log_requests: Annotated[bool, option(HTTP, "Log every request as one JSON object a line.")] = (
         False

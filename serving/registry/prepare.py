@@ -121,6 +121,9 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     found = _find(model, machine)
     spec = found.spec
     placement = place(found, machine, facts or machine.facts())
+    # Placed again, it keeps the context that it has now.
+    model = msgspec.structs.replace(found.model, context_tokens=placement.context_tokens)
+    found = msgspec.structs.replace(found, model=model)
     split = machine.split(model.cores, model.threads)
     configs = _configs(found, placement, split, machine)
     tokenizer_path = next((one.tokenizer_path for one in configs if one.tokenizer_path), "")

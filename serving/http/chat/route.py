@@ -65,7 +65,7 @@ async def prepared(
         valid = valid.ends_reasoning(served_model.tokenizer.encode(THOUGHT, parse_special=True))
     call = kind(served_model, exchange, request, valid)
     call.form = AnswerForm(reasoning, calls, names)
-    return call, Prompt(told.ids, token_limit(request, len(told.ids), facts, None))
+    return call, Prompt(told.ids, token_limit(request, len(told.ids), facts, exchange.limits, None))
 
 
 class ChatCall(Call):
@@ -127,6 +127,7 @@ class ChatCall(Call):
             id=self.id,
             created=self.created,
             model=self.served_model.served_name,
+            system_fingerprint=self.fingerprint(),
             choices=choices,
             usage=usage,
         )

@@ -66,11 +66,16 @@ Empty = Annotated[Literal[""], _about("not supported: must be empty")]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 ModelName = Annotated[str, _about("As /v1/models names it; left out: the model that is served.")]
-MaxTokens = Annotated[int, _about("Left out: what the context leaves.", ge=1, le=_INT31)]
-NewMaxTokens = Annotated[int, _about("OpenAI's newer name of max_tokens.", ge=1, le=_INT31)]
-ZeroMaxTokens = Annotated[
-    int, _about("Left out: 16. 0: no answer; with `echo` the prompt comes back.", ge=0, le=_INT31)
+MaxTokens = Annotated[
+    int,
+    _about(
+        "More than the context leaves is cut. -1: all that it leaves, as where it is left out "
+        "(completions: 16). 0: no answer; with `echo` the prompt comes back.",
+        ge=-1,
+        le=_INT31,
+    ),
 ]
+NewMaxTokens = Annotated[int, _about("OpenAI's newer name of max_tokens.", ge=-1, le=_INT31)]
 MinTokens = Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)]
 Temperature = Annotated[float, _about("0 is greedy. Left out: 1.0.", ge=0, le=2)]
 TopK = Annotated[int, _about("-1 or 0: all tokens.", ge=-1, le=_INT31)]
@@ -104,6 +109,7 @@ Effort = Annotated[
 RepeatPenalty = Annotated[float, _about("llama.cpp's name of repetition_penalty.", ge=0.01, le=100)]
 CachePrompt = Annotated[bool, _about("No effect: an answer does not depend on what is reused.")]
 SlotId = Annotated[int, _about("No effect: a prompt gets the slot that holds most of it.", ge=-1)]
+SkipSpecial = Annotated[bool, _about("false: control tokens as their text; default true.")]
 Echo = Annotated[
     bool, _about("The prompt before the answer; with `logprobs`, those of its tokens too.")
 ]
@@ -154,7 +160,6 @@ class CompletionRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: ZeroMaxTokens | None = None
     echo: Echo | None = None
     logprobs: Alternatives | None = None
     add_special_tokens: SpecialTokens | None = None
@@ -251,12 +256,14 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
 
 
 class TokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /tokenize: exactly one of `prompt` and `messages`."""
+    """POST /tokenize: exactly one of `prompt` and `messages`. `return_token_strs`: each token as
+    the vocabulary writes it too."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
     add_generation_prompt: AssistantHead | None = None
     continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -270,3 +277,4 @@ class DetokenizeRequest(Wire, kw_only=True, frozen=True):
 
     model: str | None = None
     tokens: list[TokenId]
+    skip_special_tokens: SkipSpecial | None = None

@@ -130,6 +130,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | None | UnsetType = UNSET
 
@@ -148,7 +149,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    system_fingerprint: str | None | UnsetType = UNSET
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage | None | UnsetType = UNSET
 
@@ -174,6 +175,7 @@ class Tokenized(msgspec.Struct, frozen=True):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
 
 
 class Detokenized(msgspec.Struct, frozen=True):

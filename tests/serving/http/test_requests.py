@@ -98,9 +98,18 @@ def test_a_suffix_is_refused_unless_it_changes_nothing() -> None:
     assert decode(COMPLETION, b'{"prompt": "x", "best_of": 1, "suffix": null}').suffix is None
 
 
-def test_no_answer_at_all_can_be_asked_of_completions_only() -> None:
-    assert decode(COMPLETION, b'{"prompt": "x", "max_tokens": 0}').max_tokens == 0
-    assert refusal(CHAT, {"messages": [TURN], "max_tokens": 0}).param == "max_tokens"
+@pytest.mark.parametrize(
+    ("biases", "words"),
+    [
+        ({"5": 1, "one": 1}, "'one' is no token id"),
+        ({"5": 1, "-1": 1}, "'-1' is no token id"),
+        ({"5": 1, "6": 101}, "of '6', not a number from -100 to 100"),
+        ({"6": None}, "of '6', not a number"),
+    ],
+)
+def test_a_wrong_bias_is_named(biases: dict[str, Any], words: str) -> None:
+    problem = refusal(COMPLETION, {"prompt": "x", "logit_bias": biases})
+    assert problem.param == "logit_bias" and words in problem.message
 
 
 def test_a_role_that_is_not_there_is_told_which_are() -> None:

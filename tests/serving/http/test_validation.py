@@ -215,19 +215,30 @@ def test_the_shorter_deadline_holds() -> None:
 
 
 def test_max_tokens_defaults_to_16_for_completions_and_to_the_rest_for_chat() -> None:
-    assert token_limit(completion(), 100, ALL, 16) == 16
-    assert token_limit(completion(), 250, ALL, 16) == 6
-    assert token_limit(chat(), 100, ALL, None) == 156
-    assert token_limit(chat(max_completion_tokens=5), 100, ALL, None) == 5
-    assert token_limit(chat(max_completion_tokens=5, max_tokens=5), 100, ALL, None) == 5
+    assert token_limit(completion(), 100, ALL, LIMITS, 16) == 16
+    assert token_limit(completion(), 250, ALL, LIMITS, 16) == 6
+    assert token_limit(chat(), 100, ALL, LIMITS, None) == 156
+    assert token_limit(chat(max_completion_tokens=5), 100, ALL, LIMITS, None) == 5
+    assert token_limit(chat(max_completion_tokens=5, max_tokens=5), 100, ALL, LIMITS, None) == 5
+    assert token_limit(completion(max_tokens=-1), 100, ALL, LIMITS, 16) == 156
+
+
+def test_max_tokens_beyond_the_room_is_cut_or_on_request_refused() -> None:
+    asked, strict = chat(max_tokens=2**31 - 1), Limits(strict_max_tokens=True)
+    assert token_limit(asked, 250, ALL, LIMITS, None) == 6
+    with pytest.raises(ContextOverflow, match="maximum context length"):
+        token_limit(asked, 250, ALL, strict, None)
+    assert token_limit(chat(max_tokens=-1), 250, ALL, strict, None) == 6
+    with pytest.raises(ApiError, match="min_tokens"):
+        token_limit(completion(max_tokens=9, min_tokens=7), 250, ALL, LIMITS, 16)
 
 
 @pytest.mark.parametrize(
-    ("prompt_tokens", "max_tokens"), [(256, None), (1000, None), (250, 7), (1, 2**31 - 1)]
+    ("prompt_tokens", "max_tokens"), [(256, None), (1000, None), (256, 7), (256, -1)]
 )
 def test_a_context_overflow_says_both_numbers(prompt_tokens: int, max_tokens: int | None) -> None:
     with pytest.raises(ContextOverflow) as caught:
-        token_limit(chat(max_tokens=max_tokens), prompt_tokens, ALL, None)
+        token_limit(chat(max_tokens=max_tokens), prompt_tokens, ALL, LIMITS, None)
     answer = as_answer(caught.value)
     assert answer is not None and answer.status == 400
     error = answer.body.error
@@ -241,19 +252,19 @@ def test_a_context_overflow_says_both_numbers(prompt_tokens: int, max_tokens: in
 
 
 def test_for_no_answer_the_prompt_may_fill_the_context_unless_it_is_scored() -> None:
-    assert token_limit(completion(max_tokens=0), 256, ALL, 16) == 0
+    assert token_limit(completion(max_tokens=0), 256, ALL, LIMITS, 16) == 0
     for prompt_tokens, fields in ((257, {}), (256, {"echo": True, "logprobs": 0})):
         with pytest.raises(ContextOverflow, match="maximum context length"):
-            token_limit(completion(max_tokens=0, **fields), prompt_tokens, ALL, 16)
+            token_limit(completion(max_tokens=0, **fields), prompt_tokens, ALL, LIMITS, 16)
 
 
 def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ApiError, match="differ"):
-        token_limit(chat(max_completion_tokens=5, max_tokens=6), 100, ALL, None)
+        token_limit(chat(max_completion_tokens=5, max_tokens=6), 100, ALL, LIMITS, None)
     with pytest.raises(ApiError, match="min_tokens"):
-        token_limit(completion(min_tokens=17), 100, ALL, 16)
+        token_limit(completion(min_tokens=17), 100, ALL, LIMITS, 16)
     with pytest.raises(ApiError, match="no tokens"):
-        token_limit(completion(), 0, ALL, 16)
+        token_limit(completion(), 0, ALL, LIMITS, 16)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def planned(
     gpu_trouble: dict[str, tuple[Cause, str]] | None = None,
     **asked: Any,
 ) -> Placement:
-    request = PlacementRequest(model=spec, policy=policy, **asked)
+    request = PlacementRequest(model=spec, policy=policy, **{"context_tokens": 2048, **asked})
     return plan(request, facts, Obstacles(missing or {}, gpu_trouble or {}))
 
 
@@ -110,6 +110,27 @@ def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
     )
     assert planned(EIGHT, machine(), weight_bytes=5 * GIB).weight_bytes == 5 * GIB
     assert planned(EIGHT, machine(), kv_dtype="q8_0").kv_bytes < planned(EIGHT, machine()).kv_bytes
+
+
+@pytest.mark.parametrize("memory_gib", [12, 24, 100, 4000])
+@pytest.mark.parametrize("spec", [SMALL, EIGHT])
+def test_where_nobody_says_it_the_context_is_the_models_own_as_far_as_memory_allows(
+    spec: ModelSpec, memory_gib: float
+) -> None:
+    placement = planned(spec, machine(memory_gib), weight_format="Q4_0", context_tokens=None)
+    assert placement.free_bytes is not None
+    share = placement.kv_bytes / placement.free_bytes
+    if placement.context_tokens > 2048:
+        assert share <= 0.25
+    if placement.context_tokens < spec.context:
+        assert 2 * share > 0.25 and placement.context_tokens >= 2048
+    if memory_gib == 4000:
+        assert placement.context_tokens == spec.context
+
+
+def test_a_gpu_that_a_long_context_would_lose_has_a_shorter_one() -> None:
+    placement = planned(EIGHT, with_gpu(24), context_tokens=None)
+    assert placement.device == "gpu" and placement.context_tokens < EIGHT.context
 
 
 @pytest.mark.parametrize(
