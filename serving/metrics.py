@@ -85,11 +85,12 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "request_params_n": (_CHOICES, "Answers asked for by one request"),
     "step_seconds": (_STEP, "One scheduler step of the engine"),
     "step_backend_seconds": (_STEP, "The backend's share of one step"),
-    "iteration_tokens": (_COUNTS, "Tokens of one step, prompt and output"),
+    "iteration_tokens_total": (_COUNTS, "Tokens of one step, prompt and output"),
 }
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of sequences that got a token",
     "generation_tokens": "Output tokens",
+    "merged_events": "Events of a stream with several tokens, since loop or reader were behind",
     "prefix_cache_queries": "Prompt tokens looked up in earlier sequences' KV",
     "prefix_cache_hits": "Prompt tokens taken from an earlier sequence's KV",
 }
@@ -193,10 +194,11 @@ class Metrics:
         self.asked_choices = histograms["request_params_n"]
         self.step = histograms["step_seconds"]
         self.step_backend = histograms["step_backend_seconds"]
-        self.step_tokens = histograms["iteration_tokens"]
+        self.step_tokens = histograms["iteration_tokens_total"]
         counters = {name: family.labels(model) for name, family in server.counters.items()}
         self.prompt_tokens = counters["prompt_tokens"]
         self.generation_tokens = counters["generation_tokens"]
+        self.merged_events = counters["merged_events"]
         self.cache_queries = counters["prefix_cache_queries"]
         self.cache_hits = counters["prefix_cache_hits"]
         labelled = {

@@ -94,6 +94,7 @@ class ChatTemplate:
                 {
                     "tools": None,
                     "documents": None,
+                    "date_string": _strftime_now("%d %b %Y"),  # Llama 3 would say July 2024
                     **self._special_tokens,
                     **variables,
                     "messages": list(messages),

@@ -82,6 +82,12 @@ class GgufTokenizer:
         buffer = ctypes.create_string_buffer(_PIECE_BYTES)
         return [self._piece(index, buffer) for index in range(self.vocabulary)]
 
+    def token_text(self, token: int) -> str:
+        if not 0 <= token < self.vocabulary:
+            return ""
+        text = self._llama.llama_vocab_get_text(self._vocab, token)
+        return text.decode(errors="replace") if text else ""
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -65,6 +65,10 @@ class Tokenizer(Protocol):
         """Bytes of each id; b"" for control tokens and unused ids."""
         ...
 
+    def token_text(self, token: int) -> str:
+        """The token as the vocabulary writes it ("Ġthe", "<s>"); "" for unused ids."""
+        ...
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -158,6 +162,9 @@ class HfTokenizer:
         for index, added in self._special_parsing.get_added_tokens_decoder().items():
             table[index] = b"" if added.special else added.content.encode()
         return table
+
+    def token_text(self, token: int) -> str:
+        return self._special_parsing.id_to_token(token) or ""
 
     def render_chat(
         self,

@@ -133,10 +133,15 @@ class App:
         self._key = key
         self._admin_key = admin_key
         self._routes = routes
-        self._paths = frozenset(route.path for route in routes)
-        endpoints = [
-            routing.Route(route.path, _Endpoint(router, route.handler), methods=[route.method])
+        self._labels = {
+            path: route.path
             for route in routes
+            for path in (route.path, *_without_version(route.path))
+        }
+        endpoints = [
+            routing.Route(path, _Endpoint(router, route.handler), methods=[route.method])
+            for route in routes
+            for path in (route.path, *_without_version(route.path))
         ]
         self._router = routing.Router(endpoints, redirect_slashes=False)
         self._documents: dict[tuple[str, ...], bytes] = {}
@@ -193,8 +198,7 @@ class App:
 
     def _route(self, scope: Scope) -> str:
         """The route's path as a label: never what a stranger typed."""
-        path = getattr(scope.get("route"), "path", None)
-        return path if path in self._paths else "other"
+        return self._labels.get(getattr(scope.get("route"), "path", ""), "other")
 
     def document(self) -> bytes:
         """/openapi.json, made once for these models."""
@@ -244,6 +248,11 @@ def _of_starlette(problem: HTTPException, scope: Scope) -> ApiError:
         return ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
     text = f"there is no {path} here; /openapi.json lists what there is"
     return ApiError(problem.status_code, text, code="not_found")
+
+
+def _without_version(path: str) -> tuple[str, ...]:
+    """The other path of a route below /v1."""
+    return (path.removeprefix("/v1"),) if path.startswith("/v1/") else ()
 
 
 def _log_line(exchange: Exchange, code: int) -> dict[str, Any]:

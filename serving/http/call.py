@@ -131,6 +131,8 @@ class Choice:
             return
         now = time.perf_counter()
         metrics.generation_tokens.inc(delta.tokens)
+        if delta.tokens > 1 and not self.whole:
+            metrics.merged_events.inc()
         if self.tokens:
             metrics.inter_token.observe(now - self.times.last)
         else:

@@ -35,7 +35,11 @@ async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
     else:
         bos = request.add_special_tokens is not False
         ids = await served_model.tokens(request.prompt or "", "prompt", bos=bos)
-    await exchange.answer(Tokenized(ids, len(ids), most))
+    found = Tokenized(ids, len(ids), most)
+    if request.return_token_strs:
+        shown = [served_model.tokenizer.token_text(token) for token in ids]
+        found = msgspec.structs.replace(found, token_strs=shown)
+    await exchange.answer(found)
 
 
 async def detokenize(router: ModelRouter, exchange: Exchange) -> None:
@@ -43,7 +47,8 @@ async def detokenize(router: ModelRouter, exchange: Exchange) -> None:
     served_model = exchange.look_at(router, request.model)
     if request.tokens:
         check_ids(request.tokens, served_model.known_facts(), "tokens")
-    await exchange.answer(Detokenized(served_model.text_of(request.tokens)))
+    skip = request.skip_special_tokens is not False
+    await exchange.answer(Detokenized(served_model.text_of(request.tokens, skip)))
 
 
 async def models(router: ModelRouter, exchange: Exchange) -> None:

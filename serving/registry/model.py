@@ -174,9 +174,15 @@ class ServedModel:
     def bytes_of(self, token: int) -> bytes:
         return self.table[token] if token < len(self.table) else b""
 
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """Text of token ids; control tokens have none, a character that is cut is U+FFFD."""
-        return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
+    def text_of(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids; a character that is cut is U+FFFD. `skip_special`: control tokens have
+        no text."""
+        data = [self.bytes_of(token) for token in tokens]
+        if not skip_special:
+            for place, token in enumerate(tokens):
+                if token in self.tokenizer.special_ids:
+                    data[place] = self.tokenizer.token_text(token).encode()
+        return b"".join(data).decode("utf-8", "replace")
 
 
 class ModelRouter:

@@ -85,6 +85,10 @@ class ByteTokenizer:
     def token_bytes(self) -> list[bytes]:
         return [bytes([byte]) for byte in range(256)] + [b"", b"", b""]
 
+    def token_text(self, token: int) -> str:
+        marks = {number: mark for mark, number in self._marks.items()} | {256: "<|end|>"}
+        return marks.get(token, chr(token))
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

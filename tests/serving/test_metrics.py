@@ -169,7 +169,7 @@ def test_every_step_is_in_the_step_histogram(supervisor: FakeSupervisor) -> None
     found = scraped(exposition(server))
     assert found["step_seconds_count",] == 2 and found["step_seconds_sum",] == pytest.approx(0.03)
     assert found["step_backend_seconds_sum",] == pytest.approx(0.015)
-    assert found["iteration_tokens_sum",] == 14
+    assert found["iteration_tokens_total_sum",] == 14
 
 
 def test_the_app_hears_of_the_steps(port: int, supervisor: FakeSupervisor) -> None:
@@ -300,7 +300,7 @@ def test_every_metric_that_vllm_has_for_such_a_server_is_there_in_its_own_terms(
             "request_generation_tokens_count",
             "request_params_n_count",
             "request_params_max_tokens_count",
-            "iteration_tokens_count",
+            "iteration_tokens_total_count",
         ),
     }
     server = ServerMetrics()

@@ -175,7 +175,7 @@ class Tokenized(msgspec.Struct, frozen=True):
     tokens: list[int]
     count: int
     max_model_len: int
-    token_strs: list[str] | None = None
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class Detokenized(msgspec.Struct, frozen=True):

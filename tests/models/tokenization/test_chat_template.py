@@ -1,3 +1,4 @@
+import datetime
 import time
 
 import pytest
@@ -35,6 +36,15 @@ def test_renders_as_transformers_does(source: str, add: bool) -> None:
         [MESSAGES], chat_template=source, add_generation_prompt=add, bos_token="<s>"
     )
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES, add) == want
+
+
+def test_llama_3_is_told_the_day_and_a_request_may_tell_another() -> None:
+    template = ChatTemplate(
+        "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
+        "{{ date_string }}"
+    )
+    assert template.render([]) == datetime.date.today().strftime("%d %b %Y")
+    assert template.render([], variables={"date_string": "1 May 2031"}) == "1 May 2031"
 
 
 def test_the_templates_own_complaint_reaches_the_caller() -> None:

@@ -115,6 +115,13 @@ def test_control_tokens_in_text_are_text_unless_asked_for(
         assert decode(tokenizer, plain) == "<|im_end|>"
 
 
+def test_a_token_is_written_as_the_vocabulary_has_it(pair: tuple[Tokenizer, Tokenizer]) -> None:
+    for one in pair:
+        texts = [one.token_text(token) for token in one.encode("of the")]
+        assert texts == ["of", "Ġthe"] and one.token_text(0) == "<|endoftext|>"
+        assert one.token_text(10**6) == ""
+
+
 @pytest.mark.parametrize("vocabulary", [512, 640, 3000, 49152, 152064])
 def test_every_vocabulary_is_filled(vocabulary: int, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_files(tmp_path, {"tokenizer.json": shipped(vocabulary)}))

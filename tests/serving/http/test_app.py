@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from serving.registry.model import LONGEST_TEXT
 from serving.registry.text_work import TextWork
 from serving.supervisor.status import Event
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat, complete, served
+from tests.serving.test_metrics import scraped
 
 
 def test_a_chat_is_answered_whole(port: int, supervisor: FakeSupervisor) -> None:
@@ -65,6 +67,32 @@ def test_a_chat_is_streamed_in_openais_order(port: int, supervisor: FakeSupervis
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 3
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert not supervisor.submitted[0].whole
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/models", "/models/m", "/placement"])
+def test_routes_are_there_without_their_version_too(port: int, path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else None
+    found = ask(port, "POST" if body else "GET", path, body)
+    assert found.status == 200
+    counted = scraped(ask(port, "GET", "/metrics").body)
+    route = "/v1/models/{name:path}" if path == "/models/m" else f"/v1{path}"
+    assert counted["http_responses_total", route, "200"] == 1
+
+
+def test_chunks_say_what_decides_the_numerics(port: int) -> None:
+    whole = chat(port).json["system_fingerprint"]
+    for answer in (chat(port, stream=True), complete(port, stream=True)):
+        assert {chunk["system_fingerprint"] for chunk in answer.events[:-1]} == {whole}
+
+
+def test_events_of_several_tokens_are_counted() -> None:
+    supervisor = FakeSupervisor(by_hand=True)
+    with served(app_on(supervisor)) as port, ThreadPoolExecutor() as threads:
+        answer = threads.submit(chat, port, stream=True)
+        supervisor.push_soon(1, "a", None, 1)
+        supervisor.push_soon(1, "bc", "stop", 2)  # what the engine says in one
+        answer.result(10)
+        assert scraped(ask(port, "GET", "/metrics").body)["merged_events_total",] == 1
 
 
 def test_without_asking_there_is_no_usage_in_a_stream(port: int) -> None:
@@ -371,6 +399,10 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     found = ask(port, "POST", "/tokenize", {"prompt": "hé"}).json
     assert found == {"tokens": [*"hé".encode()], "count": 3, "max_model_len": 256}
     assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
+    shown = {"prompt": "hé", "return_token_strs": True}
+    assert ask(port, "POST", "/tokenize", shown).json["token_strs"] == ["h", "Ã", "©"]
+    marked = {"tokens": [257, 104, 256], "skip_special_tokens": False}
+    assert ask(port, "POST", "/detokenize", marked).json == {"prompt": "<|im_start|>h<|end|>"}
     messages = [{"role": "user", "content": "hi"}]
     assert (
         ask(port, "POST", "/tokenize", {"messages": messages}).json["count"]

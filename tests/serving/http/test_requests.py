@@ -50,7 +50,7 @@ def test_an_unknown_field_is_refused_by_its_name() -> None:
         ("n", 0),
         ("n", 10**9),
         ("n", 10**40),
-        ("max_tokens", -1),
+        ("max_tokens", -2),
         ("max_tokens", 2**31),
         ("min_tokens", -1),
         ("logprobs", -1),
@@ -102,7 +102,7 @@ def test_a_suffix_is_refused_unless_it_changes_nothing() -> None:
     ("biases", "words"),
     [
         ({"5": 1, "one": 1}, "'one' is no token id"),
-        ({"5": 1, "-1": 1}, "'-1' is no token id"),
+        ({"5": 1, "1.5": 1}, "'1.5' is no token id"),
         ({"5": 1, "6": 101}, "of '6', not a number from -100 to 100"),
         ({"6": None}, "of '6', not a number"),
     ],
