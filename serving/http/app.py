@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from serving.errors import ServingError
 from serving.http import status
 from serving.http.auth import check_head, key_bytes
+from serving.http.chat.responses_api import responses
 from serving.http.chat.route import chat_completions
 from serving.http.completions import completions
 from serving.http.exchange import ClientGone, Exchange
@@ -46,6 +47,7 @@ from serving.http.wire.responses import (
     Readiness,
     Tokenized,
 )
+from serving.http.wire.responses_api import Response, ResponseRequest
 from serving.http.wire.sse import encode
 from serving.registry.model import ModelRouter
 
@@ -74,6 +76,13 @@ ROUTES = (
         body=CompletionRequest,
         answer=Completion,
         chunk=Completion,
+        errors=_GENERATES,
+    ),
+    Route(
+        *("POST", "/v1/responses", responses, "Answer a chat, in OpenAI's newer interface"),
+        body=ResponseRequest,
+        answer=Response,
+        chunk=dict[str, Any],
         errors=_GENERATES,
     ),
     Route("GET", "/health", status.health, "The process lives", Health, keyed=False),

@@ -26,7 +26,7 @@ from serving.http.wire.responses import (
     Usage,
     usage_of,
 )
-from serving.http.wire.sse import MARK, content_frame, encode, event
+from serving.http.wire.sse import DONE, MARK, content_frame, encode, event
 from serving.metrics import Metrics
 from serving.registry.model import ServedModel, StreamLike
 
@@ -205,6 +205,10 @@ class Call(ABC):
     @abstractmethod
     def last_chunk(self, usage: Usage) -> ChatChunk | Completion:
         """The chunk without choices that holds the usage."""
+
+    def last(self, usage: Usage) -> bytes:
+        """The events at the end of a stream."""
+        return (event(self.last_chunk(usage)) if self.wants_usage else b"") + DONE
 
     @abstractmethod
     def body(self, choices: Sequence[Choice], usage: Usage) -> ChatCompletion | Completion:

@@ -22,7 +22,6 @@ from serving.http.call import Call, Choice, Prompt
 from serving.http.exchange import ClientGone, Exchange
 from serving.http.wire.errors import ApiError, scrubbed, try_again
 from serving.http.wire.responses import Usage, usage_of
-from serving.http.wire.sse import DONE, event
 from serving.registry.model import StreamLike
 
 
@@ -160,8 +159,7 @@ async def _streamed(
         if exchange.gone:
             raise ClientGone
     _check_ended(choices)
-    last = event(call.last_chunk(_total(choices))) if call.wants_usage else b""
-    await exchange.close_stream(last + DONE)
+    await exchange.close_stream(call.last(_total(choices)))
 
 
 async def _whole(

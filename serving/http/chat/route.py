@@ -148,10 +148,12 @@ class ChatCall(Call):
         return event(self._chunk([ChatChunkChoice(choice.index, role)], usage))
 
     def last_chunk(self, usage: Usage) -> ChatChunk:
-        return self._chunk([], self._counted(usage))
+        return self._chunk([], self.counted(usage))
 
     def parts(self, choice: Choice, text: str) -> list[Part]:
         """The parts that some text adds to the answer; with the last one, what was held back."""
+        if self.form.is_plain:
+            return [Part("content", text)] if text else []
         if choice.splitter is None:
             choice.splitter = Splitter(self.form)
         splitter = choice.splitter
@@ -164,7 +166,7 @@ class ChatCall(Call):
             parts += splitter.finish()
         return parts
 
-    def _counted(self, usage: Usage) -> Usage:
+    def counted(self, usage: Usage) -> Usage:
         """With the tokens of reasoning, where they are known of every answer."""
         counts = [choice.reasoning_tokens for choice in self.exchange.choices]
         known = [count for count in counts if count is not None]
@@ -174,8 +176,7 @@ class ChatCall(Call):
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     def _whole(self, choice: Choice) -> ChatChoice:
-        text = "".join(choice.pieces)
-        parts = [Part("content", text)] if self.form.is_plain else self.parts(choice, text)
+        parts = self.parts(choice, "".join(choice.pieces))
         content, reasoning = (
             "".join(part.text for part in parts if part.kind == kind)
             for kind in ("content", "reasoning")
@@ -200,5 +201,5 @@ class ChatCall(Call):
             model=self.served_model.served_name,
             system_fingerprint=self.fingerprint(),
             choices=shown,
-            usage=self._counted(usage),
+            usage=self.counted(usage),
         )
