@@ -23,7 +23,7 @@ from loadtests.campaign.run_state import CellState
 from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
-from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
+from loadtests.errors import BurstDisturbed, LevelFailed, LevelInterrupted, ServerFailed, ServerLost
 from loadtests.metrics.disturbance import in_words, is_quiet, is_slow, slow_in_words, who_of
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
@@ -49,6 +49,7 @@ LOOK_SECONDS = 1.0  # between two looks at the cores while waiting
 QUIET_LOOKS = 2  # in a row
 LEAST_WAIT_SECONDS = 1.0  # then twice as long each time: not all that disturbs can be seen
 MOST_WAIT_SECONDS = 30.0  # until a level is tried again
+BURST_TRIES = 2
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
 
 
@@ -71,7 +72,8 @@ class Bench(Protocol):
     def measure(self, level: Level) -> Measured:
         """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
 
-    def burst(self, burst: calibrate.Burst, number: int, seed: int) -> list[RequestRecord]: ...
+    def burst(self, burst: calibrate.Burst, number: int, seed: int) -> list[RequestRecord]:
+        """Raises BurstDisturbed, LevelInterrupted."""
 
     def settle(self) -> None:
         """Waits until the server is idle. Raises LevelInterrupted."""
@@ -340,10 +342,18 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
     numbers = iter(range(1, 1000))
 
     def ask(burst: calibrate.Burst) -> list[RequestRecord]:
-        number = next(numbers)
-        run.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
-        seed = seed_of(campaign.seed, state.cell, f"{state.key}#calibration.{number}")
-        return run.bench.burst(burst, number, seed)
+        """A burst that is disturbed is sent again once, then left out: []."""
+        for _ in range(BURST_TRIES):
+            number = next(numbers)
+            run.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
+            seed = seed_of(campaign.seed, state.cell, f"{state.key}#calibration.{number}")
+            try:
+                return run.bench.burst(burst, number, seed)
+            except BurstDisturbed as problem:
+                reason = f"calibration, {burst.streams} streams at once: {problem}"
+                state.run.event(Interrupted(cell=state.key, reason=reason))
+                run.progress.say(f"  disturbed: {reason}", style="yellow")
+        return []
 
     run.progress.tick(f"{state.key}: calibrating for at most {formatting.duration(seconds)}")
     try:

@@ -24,7 +24,7 @@ from loadtests.campaign.level_tally import Cut, LevelTally
 from loadtests.campaign.site import START_SECONDS, Guard, Site
 from loadtests.capacity.levels import Level, judge
 from loadtests.capacity.search import Measure
-from loadtests.errors import LevelInterrupted
+from loadtests.errors import BurstDisturbed, LevelInterrupted
 from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.connection import clock
 from loadtests.generator.launcher import GeneratorProcess
@@ -32,6 +32,7 @@ from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import Ended, Late, Recorded, Started, Stop
 from loadtests.generator.request_factory import Request, RequestFactory, Share
 from loadtests.generator.sse_request import stream
+from loadtests.metrics.disturbance import in_words
 from loadtests.metrics.level_summary import Summary
 from loadtests.records.events import LevelFinished, LevelPurpose, LevelStarted
 from loadtests.records.run_folder import LevelRecords
@@ -304,6 +305,7 @@ def send_burst(site: Site, burst: Burst, number: int, seed: int) -> list[Request
     """Send the streams of a burst at one moment; their records once all have ended.
 
     They are on record under a level that never finishes, so only the prediction uses them.
+    Raises BurstDisturbed.
     """
     workload = Workload(prompt_tokens=burst.prompt_tokens, output_tokens=max(burst.output_tokens))
     shaped = replace(site, campaign=msgspec.structs.replace(site.campaign, workload=workload))
@@ -320,12 +322,20 @@ def send_burst(site: Site, burst: Burst, number: int, seed: int) -> list[Request
         ask = request.ask(plan, 0.0)
         return stream(site.pool, request.wire, ask, origin=origin, timeout_seconds=timeout)
 
-    tasks = [gevent.spawn(send, request) for request in requests]
-    gevent.joinall(tasks, raise_error=True)
+    site.probe = None  # the one on record was before another level
+    site.sampler.level = plan.level
+    try:
+        tasks = [gevent.spawn(send, request) for request in requests]
+        gevent.joinall(tasks, raise_error=True)
+    finally:
+        site.sampler.level = None
     records: list[RequestRecord] = [task.value for task in tasks]
     for record in records:
         site.run.request(record)
     site.check()
+    found = site.disturbance()
+    if found is not None and found.is_disturbed and not found.counts:
+        raise BurstDisturbed(in_words(found))
     return records
 
 

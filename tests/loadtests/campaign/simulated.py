@@ -27,8 +27,8 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.runner import World, resume, run
 from loadtests.capacity.levels import judge
-from loadtests.errors import LevelInterrupted
-from loadtests.metrics.disturbance import disturbance_of
+from loadtests.errors import BurstDisturbed, LevelInterrupted
+from loadtests.metrics.disturbance import disturbance_of, in_words
 from loadtests.records.events import CellReady, Event, LevelFinished, LevelPurpose, LevelStarted
 from loadtests.records.run_folder import LevelRecords, RunFolder
 from loadtests.records.schema import CoresSample, Probe, RequestRecord, Stranger
@@ -207,7 +207,11 @@ class Bench:
         ]
         for record in moved:
             self.state.run.request(record)
+        began = self.server.now
         self.server.now += max(record.ended_seconds or 0.0 for record in moved)
+        found = disturbance_of([self.server.cores(began, self.server.now)], "engine")
+        if found is not None and found.is_disturbed:
+            raise BurstDisturbed(in_words(found))
         return moved
 
     def look(self) -> CoresSample | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -53,6 +54,7 @@ from loadtests.records.run_folder import (
     read_manifest,
     read_records,
 )
+from loadtests.records.schema import RequestRecord
 from loadtests.simulation.prediction_error import pairs_of
 from reports.run import read_run
 from reports.write import Asked, write_report
@@ -308,6 +310,34 @@ def test_a_later_cell_is_predicted_with_the_errors_of_the_earlier_ones(tmp_path:
     made = of_kind(read_events(folder).records, Calibrated)
     assert len(made) == 2 and all(rate.low for one in made for rate in one.rates.values())
     assert len(pairs_of(folder)) == 2
+
+
+@pytest.mark.parametrize("disturbed", [1, 99])
+def test_a_burst_that_is_disturbed_is_sent_again_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbed: int
+) -> None:
+    sent = Bench.burst
+
+    def burst(self: Bench, *asked: Any) -> list[RequestRecord]:
+        is_disturbed = self.server.bursts < disturbed
+        self.server.hog = (self.server.now, self.server.now + (5.0 if is_disturbed else 0.0))
+        try:
+            return sent(self, *asked)
+        finally:
+            self.server.hog = (0.0, 0.0)
+
+    monkeypatch.setattr(Bench, "burst", burst)
+    world = Simulated(slots=4)
+    folder = calibrated(tmp_path, world)
+    check_folder(folder)
+    said = of_kind(read_events(folder).records, Interrupted)
+    assert all("calibration, " in one.reason and "`hog` (pid 7" in one.reason for one in said)
+    (made,) = of_kind(read_events(folder).records, Calibrated)
+    if disturbed == 1:
+        assert len(said) == 1 and made.rates
+    else:
+        assert len(said) == world.bursts >= 2 and made.slots is None
+        assert all("burst" not in one for one in made.observations)
 
 
 def test_an_interrupted_calibration_is_given_up_and_the_search_goes_on(
