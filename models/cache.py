@@ -102,8 +102,13 @@ def synthetic(spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
 
 def converted(folder: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
     """Somebody's folder of safetensors in another format, made if it is not there yet."""
-    path = wish.cache / "converted" / _fingerprint(folder) / wish.file_name(folder.name)
+    path = converted_path(folder, wish)
     return path, _convert(folder, path, spec, wish)
+
+
+def converted_path(folder: Path, wish: Wish) -> Path:
+    """Where the conversion of somebody's folder lies in the cache."""
+    return wish.cache / "converted" / _fingerprint(folder) / wish.file_name(folder.name)
 
 
 def delete_synthetic(spec: ModelSpec, wish: Wish) -> bool:

@@ -17,7 +17,15 @@ from pathlib import Path
 
 import msgspec
 
-from models.cache import Wish, cache_dir, converted, synthetic, tokenizer_folder
+from models.cache import (
+    Wish,
+    cache_dir,
+    converted,
+    converted_path,
+    synthetic,
+    synthetic_path,
+    tokenizer_folder,
+)
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
 from models.isolated import run_python
@@ -43,7 +51,7 @@ _HUB_TEXTS = [
     "chat_template.jinja",
 ]
 
-__all__ = ["ResolvedModel", "cache_dir", "resolve", "weight_format_of"]
+__all__ = ["ResolvedModel", "cache_dir", "is_made", "resolve", "weight_format_of"]
 
 
 class ResolvedModel(msgspec.Struct, frozen=True):
@@ -117,6 +125,19 @@ def resolve(
     return msgspec.structs.replace(
         found, name=called, spec=msgspec.structs.replace(found.spec, name=called)
     )
+
+
+def is_made(name: str, *, kind: str, weight_format: str, cache: str | Path | None = None) -> bool:
+    """Whether `resolve` finds the files of a rung or a local folder without making any."""
+    wish = Wish(kind, weight_format, cache_dir(cache))
+    if is_rung(name):
+        return synthetic_path(rung(name).spec, wish).exists()
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return False
+    if kind == "hf" and not wish.is_converted:
+        return True
+    return converted_path(folder.absolute(), wish).exists()
 
 
 def _fake(name: str, wish: Wish) -> ResolvedModel:

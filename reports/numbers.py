@@ -14,7 +14,13 @@ from loadtests.metrics.distribution import Distribution
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.named_warning import NamedWarning
 from loadtests.metrics.slo import Slo, Verdict
-from loadtests.records.events import Capacity, CapacityStatus, PredictedRate, SkipCause
+from loadtests.records.events import (
+    Capacity,
+    CapacityStatus,
+    EngineChosen,
+    PredictedRate,
+    SkipCause,
+)
 from loadtests.records.schema import RunManifest
 from loadtests.simulation.calibration import prediction_ratio
 from models.spec import ModelSpec
@@ -115,6 +121,7 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     quality_kl_nats: float | None = None  # KL of the format to the float model
     load_seconds: float | None = None
     threads: int | None = None  # of the engine; None: not known
+    choice: EngineChosen | None = None  # of its engine among several; None: it was named
     busy: str = ""  # by whom the machine was disturbed until the search gave up; "": it did not
     busy_slos: tuple[str, ...] = ()  # ... and which SLOs were not searched to the end
 

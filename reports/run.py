@@ -185,6 +185,10 @@ def _cell(
     context = info.context_tokens or cell.get("context_tokens")
     whole = slots * context if slots and context else None
     skipped = of_kind(events, journal.CellSkipped)
+    chosen = next(reversed(of_kind(events, journal.EngineChosen)), None)
+    if chosen is not None:
+        engine = {"backend": chosen.backend, "weight_format": chosen.weight_format}
+        cell = {**cell, **engine}
     weight_format = str(info.weight_format or cell.get("weight_format") or "")
     state, reason = _state(events, levels)
     return CellNumbers(
@@ -210,6 +214,7 @@ def _cell(
         load_seconds=ready.load_seconds,
         threads=info.threads or (ready.layout or {}).get("engine_threads"),
         quality_kl_nats=info.quality_kl_nats,
+        choice=chosen,
     )
 
 

@@ -17,6 +17,7 @@ from loadtests.generator.endpoint import Target
 from loadtests.generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.requests import Workload
+from serving.placement.best_engine import BEST
 from serving.registry.options import Standby
 
 OnDisturbance = Literal["wait", "ignore"]
@@ -75,7 +76,9 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     name: str  # name of the run folder
     models: list[str] = []  # x formats x backends x hardware budgets x workloads: cells
     formats: list[str] = []  # empty: the default of each backend
-    backends: list[str] = msgspec.field(default_factory=lambda: ["llama_cpp"])  # engines
+    backends: list[str] = msgspec.field(
+        default_factory=lambda: ["llama_cpp"]
+    )  # engines; best: of the CPU's, the one that serves most requests here, measured in seconds
     hardware: list[Hardware] = msgspec.field(default_factory=lambda: [Hardware()])  # cores, RAM
     cells: list[OneCell] = []  # combinations beside the product
     target: Target | None = None  # an endpoint that runs already, in place of models
@@ -185,6 +188,25 @@ def _values(file: CampaignFile) -> list[Rule]:
             for value in [getattr(file.server, name)]
         ],
         (file.server.policy not in POLICIES, "$.server.policy", policy),
+        *_of_best(file),
+    ]
+
+
+def _of_best(file: CampaignFile) -> list[Rule]:
+    """The best engine is one of the CPU's, and options are of one engine."""
+    is_wanted = BEST in (*file.backends, *(cell.backend for cell in file.cells))
+    server = file.server
+    return [
+        (
+            is_wanted and server.policy == "gpu-only",
+            "$.server.policy",
+            f"backend {BEST!r} chooses among the CPU's engines, and the policy is 'gpu-only'",
+        ),
+        (
+            is_wanted and bool(server.options),
+            "$.server.options",
+            f"options are of one engine, and backend {BEST!r} chooses among several",
+        ),
     ]
 
 

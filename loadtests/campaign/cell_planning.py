@@ -1,26 +1,36 @@
 """Plans a cell: whether it can run here, on which cores, and its share of the budget.
 
 why_not(cell, campaign, facts)          # None, or the reason with its arithmetic
+settle(state, facts, progress)          # the CPU's best engine, where the cell asks for it
 shares({cell: 1 for cell in cells}, 600.0)     # {cell key: seconds}
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cells import Cell
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import CellState, with_engine
 from loadtests.errors import BadCampaign
 from loadtests.host.processes import Layout, divide_cores
-from loadtests.records.events import SkipCause
+from loadtests.records.events import EngineChosen, EngineRating, SkipCause, of_kind
+from loadtests.workload.requests import draw
 from models import formatting
-from models.formats import weight_bytes
+from models.errors import CrossoverError
+from models.formats import DEFAULT_FORMATS, weight_bytes
 from models.ladder import OVERHEAD_BYTES, is_rung, rung
+from models.resolve import resolve
 from serving.backends import BACKENDS
 from serving.errors import Cause, ServingError
-from serving.hardware.facts import HardwareFacts
+from serving.hardware.facts import HardwareFacts, allowed_cores
+from serving.placement.best_engine import BEST, Question, best_engine, choice_lines
+from serving.placement.engine_choice import EngineCandidate, EngineChoice, Work
 from serving.placement.plan import NoPlacement, PlacementRequest, plan
 from serving.placement.policy import Policy
 
@@ -81,6 +91,99 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     return None
 
 
+def settle(state: CellState, facts: HardwareFacts, progress: Progress) -> WhyNot | None:
+    """Gives a cell whose backend is `best` its engine: the one on record, else one chosen now.
+
+    Returns why there is none.
+    """
+    cell, campaign = state.cell, state.campaign.of(state.cell)
+    if cell.backend != BEST:
+        return None
+    if not of_kind(state.run.events, EngineChosen, cell.key):
+        began = time.monotonic()
+        try:
+            choice = _best_of(cell, campaign, facts, progress)
+        except CrossoverError as problem:
+            return WhyNot(SkipCause.SETTINGS, str(problem))
+        first, *more = choice_lines(choice)
+        progress.say(f"{cell.key}: {first}")
+        for line in more:
+            progress.say(f"  {line}")
+        event = EngineChosen(
+            cell=cell.key,
+            backend=choice.backend,
+            weight_format=choice.weight_format,
+            reason=choice.reason,
+            engines=[_rating(one, choice) for one in choice.candidates],
+            spent_seconds=round(time.monotonic() - began, 3),
+        )
+        state.run.event(event)
+    state.cell = with_engine(cell, state.run.events)
+    return why_not(state.cell, campaign, facts)
+
+
+def _best_of(
+    cell: Cell, campaign: Campaign, facts: HardwareFacts, progress: Progress
+) -> EngineChoice:
+    """Raises CrossoverError where no engine can run the cell."""
+    server = campaign.server
+    layout = layout_of(cell, allowed_cores())
+    assert layout is not None
+    limit = cell.hardware.memory_gib
+    if limit is not None:
+        most = min(facts.usable_memory_bytes, int(limit * 2**30))
+        facts = msgspec.structs.replace(facts, cgroup_memory_bytes=most)
+    if is_rung(cell.model):
+        spec = rung(cell.model).spec
+    else:
+        spec = resolve(cell.model, kind="hf", cache=server.cache).spec
+    lengths = [(ask.prompt_tokens, ask.output_tokens) for ask in draw(campaign.workload, 1000, 1)]
+    prompts, outputs = (sum(part) / len(lengths) for part in zip(*lengths, strict=True))
+    question = Question(
+        source=cell.model,
+        request=PlacementRequest(
+            model=spec,
+            slots=server.slots,
+            context_tokens=server.context_tokens,
+            kv_tokens=server.kv_tokens,
+            kv_dtype=server.kv_dtype,
+            check_memory=server.check_memory,
+        ),
+        work=Work(prompts, outputs, server.slots),
+        threads=cell.hardware.threads or layout.engine_threads,
+        cores=layout.engine,
+        formats=cell.formats,
+        cache=server.cache,
+        may_convert=True,
+    )
+
+    def tick(what: str, fraction: float | None) -> None:
+        progress.tick(f"{cell.key}: {what}", fraction=fraction)
+
+    return best_engine(question, facts, lambda line: progress.say(f"  {line}"), tick)
+
+
+def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:
+    times = one.times
+    rates: dict[str, Any] = {}
+    if times is not None:
+        rates = {
+            "slots": times.slots,
+            "prompt_tokens_per_second": times.prompt_tokens_per_second,
+            "decode_tokens_per_second": 1 / times.decode_seconds,
+            "decode_slots_tokens_per_second": times.slots / times.decode_slots_seconds,
+        }
+    return EngineRating(
+        backend=one.backend,
+        weight_format=one.weight_format,
+        is_chosen=(one.backend, one.weight_format) == (choice.backend, choice.weight_format),
+        why_not=one.why_not,
+        measured_on=one.measured_on,
+        requests_per_second=one.requests_per_second,
+        **rates,
+    )
+
+
 def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
     """The cores of a cell; None for an endpoint. Raises BadCampaign for more than there are."""
     if cell.url is not None:
@@ -101,10 +204,7 @@ def shares(cells: Mapping[Cell, float], seconds: float) -> dict[str, float]:
     of the bytes that a token reads: a model of eight times the size gets twice the time. A model
     that the ladder does not know counts as the mean of the others.
     """
-    sizes = [
-        weight_bytes(rung(cell.model).spec, cell.weight_format) if _is_known(cell) else None
-        for cell in cells
-    ]
+    sizes = [_weight_bytes(cell) for cell in cells]
     known = [size ** (1 / 3) for size in sizes if size is not None]
     usual = sum(known) / len(known) if known else 1.0
     weights = [
@@ -117,10 +217,12 @@ def shares(cells: Mapping[Cell, float], seconds: float) -> dict[str, float]:
     }
 
 
-def _is_known(cell: Cell) -> bool:
+def _weight_bytes(cell: Cell) -> int | None:
+    """Of a rung; an engine that is still to be chosen counts with the usual format."""
     if cell.url is not None or not is_rung(cell.model):
-        return False
+        return None
+    weight_format = cell.weight_format or (DEFAULT_FORMATS["gguf"] if cell.is_best else "")
     try:
-        return weight_bytes(rung(cell.model).spec, cell.weight_format) > 0
+        return weight_bytes(rung(cell.model).spec, weight_format) or None
     except KeyError:
-        return False
+        return None

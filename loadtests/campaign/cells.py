@@ -14,6 +14,7 @@ from models.errors import CrossoverError
 from models.formats import DEFAULT_FORMATS
 from models.ladder import is_rung, rung
 from serving.backends import weights_of
+from serving.placement.best_engine import BEST
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None  # the endpoint, where the runner starts none
     workload: str = ""  # its name, where the campaign has several
+    is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
+    formats: tuple[str, ...] = ()  # ... among these formats; none: the usual ones
 
 
 def cells_of(file: CampaignFile) -> list[Cell]:
@@ -46,7 +49,11 @@ def cells_of(file: CampaignFile) -> list[Cell]:
         for model in file.models
         for weight_format in (*file.formats, *(() if file.formats else (None,)))
         for backend in file.backends
-    ] + file.cells
+        if backend != BEST
+    ]
+    # The best engine is one cell for all formats: they limit what it is chosen from.
+    best = [OneCell(model=model, backend=BEST) for model in file.models if BEST in file.backends]
+    wanted += best + file.cells
     cells = [
         _cell(one, hardware, file, name)
         for one in wanted
@@ -84,7 +91,8 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
         # A file, a folder or a hub id.
         is_elsewhere = any(mark in one.model for mark in ("/", ".gguf"))
         model = one.model if is_elsewhere and not known else rung(one.model).spec.name
-        kind, weight_format = weights_of(one.backend, one.format)
+        is_best = one.backend == BEST
+        kind, weight_format = ("none", "") if is_best else weights_of(one.backend, one.format)
     except CrossoverError as problem:
         raise BadCampaign(f"{problem} - at `$.models`, `$.formats` or `$.backends`") from problem
     name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace(
@@ -92,6 +100,7 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
     )
     key = _plain("-".join(part for part in (name, hardware.name, workload) if part))
     server = file.server
+    formats = (one.format,) if one.format else tuple(file.formats)
     return Cell(
         key=key,
         model=model,
@@ -104,6 +113,8 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
         kv_dtype=server.kv_dtype,
         synthetic=True if known else None,
         workload=workload,
+        is_best=is_best,
+        formats=formats if is_best else (),
     )
 
 

@@ -23,6 +23,7 @@ from loadtests.records.events import (
     CellReady,
     CellSkipped,
     CellStarted,
+    EngineChosen,
     Event,
     LevelAbandoned,
     LevelFinished,
@@ -34,6 +35,7 @@ from loadtests.records.events import (
 from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
 from loadtests.records.schema import RequestRecord, RunManifest
 from loadtests.simulation.calibration import Prediction
+from serving.placement.best_engine import BEST
 
 
 @dataclass
@@ -175,7 +177,7 @@ def repeat_of(folder: Path, held_seconds: float | None = None) -> Plan:
         start = level.started
         one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
         levels[level.cell] = (*levels.get(level.cell, ()), one)
-    done = [cell for cell in cells if cell.key in levels]
+    done = [with_engine(cell, run.events) for cell in cells if cell.key in levels]
     if not done:
         what = (
             "finished level to repeat" if held_seconds is None else "confirmed rate to hold again"
@@ -188,6 +190,15 @@ def repeat_of(folder: Path, held_seconds: float | None = None) -> Plan:
         cell_levels={cell.key: levels[cell.key] for cell in done},
     )
     return Plan(again, done, manifest.campaign_text)
+
+
+def with_engine(cell: Cell, events: Iterable[Event]) -> Cell:
+    """The cell with the engine that was chosen for it; as it is where none was."""
+    chosen = of_kind(events, EngineChosen, cell.key)
+    if cell.backend != BEST or not chosen:
+        return cell
+    last = chosen[-1]
+    return msgspec.structs.replace(cell, backend=last.backend, weight_format=last.weight_format)
 
 
 def with_new_seeds(plan: Plan) -> Plan:

@@ -27,7 +27,7 @@ import msgspec
 
 from loadtests.campaign.bench import open_bench
 from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.cell_planning import layout_of, shares, why_not
+from loadtests.campaign.cell_planning import layout_of, settle, shares, why_not
 from loadtests.campaign.cell_runner import OpenBench, already_decided, budget_of, run_cell
 from loadtests.campaign.cells import Cell, cell_of_target
 from loadtests.campaign.manifest import manifest_of, new_folder
@@ -237,6 +237,7 @@ class _Sitting:
         """A cell in one block: measured to its end, or as far as the block goes, or skipped."""
         place = self._place(state)
         why = why_not(state.cell, self._campaign, self._facts)
+        why = why or settle(state, self._facts, self._progress)
         if why is not None:
             return self._skip(state, why.cause, why.reason, place)
         part = state.part(block)

@@ -255,6 +255,8 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
     server = msgspec.structs.asdict(campaign.server)
     server["step_seconds_target"] = server.pop("step_seconds")
     del server["ready_seconds"]
+    if cell.is_best:  # it was chosen for the CPU
+        server["policy"] = "cpu-only"
     given = {
         "backend": cell.backend,
         "weight_format": cell.weight_format or None,

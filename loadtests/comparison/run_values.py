@@ -24,7 +24,7 @@ from loadtests.comparison.welch import LEAST_ERROR
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.slo import Slo
-from loadtests.records.events import LevelStarted
+from loadtests.records.events import EngineChosen, LevelStarted, of_kind
 from loadtests.records.run_folder import MANIFEST, LevelRecords, read_records
 from loadtests.records.schema import RunManifest
 from models import formatting
@@ -100,6 +100,9 @@ def read(folder: Path) -> RunValues:
         raise BadRunFolder(f"{folder} has no finished level to compare")
     cells = []
     for cell in manifest.cells:
+        for chosen in of_kind(run.events, EngineChosen, str(cell["key"])):
+            engine = {"backend": chosen.backend, "weight_format": chosen.weight_format}
+            cell = {**cell, **engine}
         own = [level for level in finished if level.cell == cell["key"]]
         if own:
             cells.append(_cell(cell, own, manifest))

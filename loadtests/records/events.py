@@ -174,6 +174,32 @@ class CellReady(Event, frozen=True, kw_only=True):
         return list((self.target or {}).get("notes") or ())
 
 
+class EngineRating(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An engine that was looked at for a cell; tokens/s, None where it was not measured."""
+
+    backend: str
+    weight_format: str
+    is_chosen: bool = False
+    why_not: str = ""  # why it cannot be chosen; "": it can
+    measured_on: str = ""  # the model measured, where that is another one; the rates are scaled
+    slots: int | None = None
+    prompt_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None  # of one stream
+    decode_slots_tokens_per_second: float | None = None  # of all slots together
+    requests_per_second: float | None = None  # under the cell's workload, all slots busy
+
+
+class EngineChosen(Event, frozen=True, kw_only=True):
+    """The engine of a cell whose backend is `best`, chosen when the cell started."""
+
+    cell: str
+    backend: str
+    weight_format: str
+    reason: str
+    engines: list[EngineRating]
+    spent_seconds: float  # measuring and making weights for that; not of the budget
+
+
 class Calibrated(Event, frozen=True, kw_only=True):
     """The fields of loadtests.simulation.calibration.Prediction."""
 
@@ -278,6 +304,7 @@ AnyEvent = (
     | Interrupted
     | CellStarted
     | CellReady
+    | EngineChosen
     | Calibrated
     | CellSkipped
     | CellFinished

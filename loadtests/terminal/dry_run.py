@@ -80,6 +80,8 @@ def _weights(cell: Cell, cache: str | None) -> str:
     """Whether they are there, and how much must be made first."""
     if not is_rung(cell.model):
         return "a file or folder of one's own, or the hub's"
+    if cell.is_best:
+        return "of the best engine, which is chosen when the cell starts"
     spec = rung(cell.model).spec
     kind, weight_format = weights_of(cell.backend, cell.weight_format or None)
     if kind == "none":

@@ -13,6 +13,7 @@ from loadtests.capacity.words import in_words
 from loadtests.records.events import (
     CellFinished,
     CellSkipped,
+    EngineChosen,
     Event,
     Interrupted,
     LevelAbandoned,
@@ -53,6 +54,8 @@ def show_run(folder: Path, console: Console | None = None) -> None:
         )
     for cell in cells:
         console.print(f"\n{cell.key}: {cell_state(cell.key, events)}", style="bold", markup=False)
+        for choice in of_kind(events, EngineChosen, cell.key):
+            console.print(f"best engine: {choice.reason}", style="dim", markup=False)
         table = Table(*COLUMNS, box=None, pad_edge=False)
         for level in finished:
             if level.cell == cell.key:

@@ -11,7 +11,7 @@ from models import formatting
 from reports.charts.figures import Figure
 from reports.findings import Crossover
 from reports.numbers import RunNumbers
-from reports.render import facts, tables
+from reports.render import engines, facts, tables
 from reports.render.page import has_quality
 from reports.sentences import headline, sentences, slo_source
 
@@ -31,6 +31,7 @@ def markdown(
         "## Capacity (measured here)",
         table_text(tables.capacity_table(run, found)),
         tables.QUALITY_WORDS if has_quality(run) else "",
+        *_engines(run),
         *(_drawn(figure, (images or {})[figure.slug]) for figure in drawn),
         "## Memory (predicted, and measured here)",
         table_text(tables.memory_table(found)),
@@ -70,6 +71,14 @@ def _slo(run: RunNumbers) -> str:
     source = slo_source(run.slo)
     where = f" ({source})" if source else ""
     return f"Judged by the **{run.slo.name}** SLO{where}: a request that meets it is good."
+
+
+def _engines(run: RunNumbers) -> Iterator[str]:
+    table = engines.engine_table(run)
+    if table.rows:
+        yield "### The engines that were chosen from (measured here)"
+        yield engines.ENGINE_WORDS
+        yield table_text(table)
 
 
 def _gpus(found: Crossover) -> Iterator[str]:

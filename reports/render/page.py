@@ -31,7 +31,7 @@ from reports.charts.figures import Figure, vl_convert
 from reports.charts.style import dark_rules
 from reports.findings import Crossover, Takeover
 from reports.numbers import RunNumbers
-from reports.render import facts, lattice, tables
+from reports.render import engines, facts, lattice, tables
 from reports.run import search_config
 
 GROUPS = ("crossover", "alone", "latency", "throughput", "attainment", "memory")
@@ -71,6 +71,7 @@ def page(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> str:
         svgs={figure.slug: Markup(_still(figure)) for figure in drawn},
         tables={
             "capacity": tables.capacity_table(run, found),
+            "engines": engines.engine_table(run),
             "levels": tables.level_table(run),
             "memory": tables.memory_table(found),
             "gpu": tables.gpu_table(found),
@@ -158,6 +159,7 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
         "created": facts.day(manifest.created),
         "slo_name": slo.name,
         "slo_source": words.slo_source(slo),
+        "engines": engines.ENGINE_WORDS,
         "quality": tables.QUALITY_WORDS if has_quality(run) else "",
         "confidence": formatting.share(search_config(manifest).confidence),
         "contents": [one for one in CONTENTS.items() if one[0] != "gpu" or found.takeovers],

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import msgspec
 
@@ -21,6 +22,9 @@ from serving.backends.spec import BackendProbe
 from serving.errors import Cause
 from serving.hardware.cores import cores_text
 from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
+from serving.placement.best_engine import times_words
+from serving.placement.engine_choice import EngineTimes
+from serving.placement.times_table import read_table, table_path
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
@@ -50,6 +54,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
     cache: str
     cache_free_bytes: int
     warnings: tuple[RunWarning, ...]
+    engine_times: tuple[EngineTimes, ...] = ()  # kept of this machine
+    engine_times_note: str = ""  # why a table that is there is void
 
 
 def examine(
@@ -62,6 +68,7 @@ def examine(
         probes = list(pool.map(lambda name: _probe(name, probe_timeout_seconds), probed()))
     folder = cache_dir(cache)
     free = disk_free_bytes(folder)
+    table, note = read_table(cache, facts)
     return Diagnosis(
         facts=facts,
         backends=tuple(BackendReport(probe, advice(probe, facts, compiler)) for probe in probes),
@@ -69,6 +76,8 @@ def examine(
         cache=str(folder),
         cache_free_bytes=free,
         warnings=tuple(warnings_of(facts, probes, free)),
+        engine_times=table.rows,
+        engine_times_note=note,
     )
 
 
@@ -215,6 +224,8 @@ def show(diagnosis: Diagnosis) -> None:
         if spec.probe is None:
             table.add_row(name, _mark(True), _mark(False), "-", spec.about)
     console.print(table)
+    for line in times_lines(diagnosis):
+        console.print(escape(line))
     console.print()
     if not diagnosis.warnings:
         console.print("[green]No warnings.[/]")
@@ -222,6 +233,20 @@ def show(diagnosis: Diagnosis) -> None:
         console.print(
             f"[yellow]{warning.name}[/]: {escape(warning.text)}\n  -> {escape(warning.advice)}"
         )
+
+
+def times_lines(diagnosis: Diagnosis) -> list[str]:
+    """The kept step times of this machine's engines, and how to have them measured anew."""
+    path = table_path(diagnosis.cache)
+    if not diagnosis.engine_times:
+        note = diagnosis.engine_times_note or 'crossover serve and backends = ["best"] measure them'
+        return ["", f"Engines' times: none kept; {note}"]
+    rows = [
+        f"  {one.model}, {one.backend} {one.weight_format}, {one.threads} threads: "
+        f"{times_words(one)}; {datetime.fromtimestamp(one.unix_seconds):%Y-%m-%d}"
+        for one in diagnosis.engine_times
+    ]
+    return ["", f"Engines' times, kept in {path}; delete it to have them measured anew", *rows]
 
 
 def machine_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:

@@ -92,6 +92,7 @@ def launch(options: ServeOptions) -> int:
             admin = stack.enter_context(listen("127.0.0.1", options.admin_port))
         machine = Machine(options.cache, options.api_cores, narrator.say, narrator.progress)
         prepared = _prepared(models, machine, narrator)
+        machine.is_serving = True
         os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
         registry = Registry(
             ModelRouter(ServerMetrics()),

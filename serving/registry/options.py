@@ -80,6 +80,14 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ENGINE, "Weight format, e.g. Q4_0, Q8_0, int4, bf16. Default: by backend.", "format"
         ),
     ] = None
+    calibration: Annotated[
+        bool,
+        option(
+            ENGINE,
+            "Where no backend is named and several could serve on the CPU, measure them for "
+            "seconds, once a machine, and take the best.",
+        ),
+    ] = True
     policy: Annotated[Policy, option(MACHINE, "auto: the GPU where it can, else the CPU.")] = (
         Policy.auto
     )

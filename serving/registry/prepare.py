@@ -24,11 +24,23 @@ from serving.backends.probing import probe_backend
 from serving.errors import Cause
 from serving.hardware.cores import CoreSplit, parse_cores, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.plan import Obstacles, Placement, PlacementRequest, plan
+from serving.placement.best_engine import Question, best_engine, choice_lines
+from serving.placement.engine_choice import EngineChoice, Work
+from serving.placement.plan import (
+    NoPlacement,
+    Obstacles,
+    Placement,
+    PlacementRequest,
+    Reason,
+    narrowed,
+    plan,
+)
 from serving.placement.policy import Policy
 from serving.registry.options import ModelOptions
 
 Progress = Callable[[str, float | None], None]  # what is under way, and its fraction 0..1 or None
+# Nobody says what a server will be asked: the mean lengths of the workload chat, all slots busy.
+USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
 # Options that an engine's configuration takes as they are.
 _OF_AN_ENGINE = (
     *("slots", "kv_tokens", "kv_dtype", "prefill_tokens", "step_seconds_target", "prefix_reuse"),
@@ -44,6 +56,11 @@ class FoundModel(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelOptions
     spec: ModelSpec
     size_bytes: int | None
+
+    def with_engine(self, backend: str, weight_format: str) -> FoundModel:
+        """The model with its engine decided."""
+        model = msgspec.structs.replace(self.model, backend=backend, weight_format=weight_format)
+        return msgspec.structs.replace(self, model=model)
 
 
 class Prepared(FoundModel, frozen=True, kw_only=True):
@@ -75,6 +92,7 @@ class Machine:
         self.cache = cache
         self.say = say
         self.progress = progress
+        self.is_serving = False  # measuring engines would then disturb requests, and be disturbed
         self._api_cores = api_cores
         self._allowed = allowed_cores()
         # Backend -> why it cannot use the GPU; asked once, since it takes seconds.
@@ -118,13 +136,20 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     Raises ModelError for a model that cannot be had, NoPlacement where it can run nowhere,
     ServingError for options that cannot be.
     """
-    found = _find(model, machine)
+    found = find_model(model, machine)
     spec = found.spec
-    placement = place(found, machine, facts or machine.facts())
+    facts = facts or machine.facts()
+    placement = place(found, machine, facts)
     # Placed again, it keeps the context that it has now.
     model = msgspec.structs.replace(found.model, context_tokens=placement.context_tokens)
     found = msgspec.structs.replace(found, model=model)
     split = machine.split(model.cores, model.threads)
+    choice = best_for(found, placement, split, machine, facts)
+    if choice is not None:
+        found = found.with_engine(choice.backend, choice.weight_format)
+        reason = Reason(None, "; ".join(line.strip() for line in choice_lines(choice)))
+        placement = place(found, machine, facts)
+        placement = narrowed(placement, placement.attempts, reason)
     configs = _configs(found, placement, split, machine)
     tokenizer_path = next((one.tokenizer_path for one in configs if one.tokenizer_path), "")
     if spec.name != "fake" and not _made_here(Path(tokenizer_path)):
@@ -140,6 +165,36 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         tokenizer_path=tokenizer_path,
         note=split.note,
     )
+
+
+def best_for(
+    found: FoundModel,
+    placement: Placement,
+    split: CoreSplit,
+    machine: Machine,
+    facts: HardwareFacts,
+) -> EngineChoice | None:
+    """The CPU's best engine for a rung whose backend is not named; None: it is not asked for."""
+    model = found.model
+    is_open = model.backend is None and not model.options and is_rung(model.source)
+    if not (model.calibration and is_open and placement.device == "cpu"):
+        return None
+    question = Question(
+        source=model.source,
+        request=_request(found),
+        work=Work(USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS, model.slots),
+        threads=split.threads,
+        cores=split.engine,
+        formats=(model.weight_format,) if model.weight_format else (),
+        cache=machine.cache,
+        usual=(placement.backend, placement.weight_format),
+        may_measure=not machine.is_serving,
+    )
+    try:
+        return best_engine(question, facts, machine.say, machine.progress)
+    except NoPlacement as problem:
+        machine.say(f"no best engine, so the usual one: {problem}")
+        return None
 
 
 def _configs(
@@ -192,7 +247,16 @@ def place(
 ) -> Placement:
     """Where the model runs. `check_memory`: None as its options say. Raises NoPlacement."""
     model = found.model
-    request = PlacementRequest(
+    request = _request(found)
+    if check_memory is not None:
+        request = msgspec.structs.replace(request, check_memory=check_memory)
+    gpu = machine.gpu_trouble(facts, model.policy, model.backend)
+    return plan(request, facts, Obstacles(missing_backends(), gpu))
+
+
+def _request(found: FoundModel) -> PlacementRequest:
+    model = found.model
+    return PlacementRequest(
         model=found.spec,
         policy=model.policy,
         backend=model.backend,
@@ -202,13 +266,11 @@ def place(
         kv_tokens=model.kv_tokens,
         kv_dtype=model.kv_dtype,
         weight_bytes=found.size_bytes,
-        check_memory=model.check_memory if check_memory is None else check_memory,
+        check_memory=model.check_memory,
     )
-    gpu = machine.gpu_trouble(facts, model.policy, model.backend)
-    return plan(request, facts, Obstacles(missing_backends(), gpu))
 
 
-def _find(model: ModelOptions, machine: Machine) -> FoundModel:
+def find_model(model: ModelOptions, machine: Machine) -> FoundModel:
     """Shape and size of a model, and the backend and format that follow from what it is."""
     if is_rung(model.source):
         return FoundModel(model=model, spec=rung(model.source).spec, size_bytes=None)

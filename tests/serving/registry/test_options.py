@@ -31,7 +31,9 @@ from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
 
 # Options of a cell that a campaign says elsewhere: in the cell, in its hardware, or not at all.
-NOT_IN_A_CAMPAIGN = {"backend", "weight_format", "threads", "cores", "idle_unload_seconds"}
+NOT_IN_A_CAMPAIGN = {
+    *("backend", "weight_format", "threads", "cores", "idle_unload_seconds", "calibration"),
+}
 
 
 def another(field: msgspec.structs.FieldInfo) -> Any:
