@@ -122,6 +122,9 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float | None = None
     threads: int | None = None  # of the engine; None: not known
     choice: EngineChosen | None = None  # of its engine among several; None: it was named
+    engine_cores: int | None = None  # that it may run on; None: not known
+    shares_cores: bool = False  # with HTTP and the load generator
+    nice: int = 0  # of the engine; above 0: these go before it
     busy: str = ""  # by whom the machine was disturbed until the search gave up; "": it did not
     busy_slos: tuple[str, ...] = ()  # ... and which SLOs were not searched to the end
 

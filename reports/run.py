@@ -184,6 +184,7 @@ def _cell(
     slots = info.slots or cell.get("slots")
     context = info.context_tokens or cell.get("context_tokens")
     whole = slots * context if slots and context else None
+    layout = ready.layout or {}
     skipped = of_kind(events, journal.CellSkipped)
     chosen = next(reversed(of_kind(events, journal.EngineChosen)), None)
     if chosen is not None:
@@ -212,7 +213,10 @@ def _cell(
         capacity=None,
         random_weights=ready.synthetic if cell.get("synthetic") is None else cell["synthetic"],
         load_seconds=ready.load_seconds,
-        threads=info.threads or (ready.layout or {}).get("engine_threads"),
+        threads=info.threads or layout.get("engine_threads"),
+        engine_cores=len(layout.get("engine") or ()) or None,
+        shares_cores=bool({*layout.get("engine", ())} & {*layout.get("client", ())}),
+        nice=info.nice or 0,
         quality_kl_nats=info.quality_kl_nats,
         choice=chosen,
     )

@@ -282,16 +282,22 @@ def machine_words(facts: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def engine_words(cell: CellNumbers | None, facts: Mapping[str, Any]) -> str:
-    """`engine on 1 thread of 2 cores`; "" where the threads are not known."""
+def thread_words(cell: CellNumbers | None, facts: Mapping[str, Any]) -> str:
+    """`llama_cpp, 2 threads on 2 of 2 cores, shared with HTTP and the load generator at a higher
+    priority`; "" where the threads are not known."""
     if cell is None or not cell.threads or not is_on_cpu(cell):
         return ""
     allowed = facts.get("allowed_cores")
     cores = len(allowed) if allowed else facts.get("logical_cores")
-    threads = "1 thread" if cell.threads == 1 else f"{cell.threads} threads"
-    if not cores:
-        return f"engine on {threads}"
-    return f"engine on {threads} of {cores} core{'' if cores == 1 else 's'}"
+    words = f"{cell.backend}, {cell.threads} thread{'' if cell.threads == 1 else 's'}"
+    counts = [count for count in (cell.engine_cores, cores) if count]
+    if counts:
+        where = " of ".join(map(str, counts))
+        words += f" on {where} core{'' if counts[-1] == 1 else 's'}"
+    if not cell.shares_cores:
+        return words
+    first = " at a higher priority" if cell.nice else ""
+    return f"{words}, shared with HTTP and the load generator{first}"
 
 
 def place_words(run: RunNumbers, cell: CellNumbers | None = None) -> str:
@@ -300,7 +306,7 @@ def place_words(run: RunNumbers, cell: CellNumbers | None = None) -> str:
     if urls and all(one.url for one in run.cells):
         return f"At {formatting.listing(urls)}"
     shown = cell or next((one for one in run.cells if one.threads), None)
-    parts = [machine_words(run.facts), engine_words(shown, run.facts)]
+    parts = [machine_words(run.facts), thread_words(shown, run.facts)]
     words = "; ".join(part for part in parts if part)
     return f"On this machine ({words})" if words else "On this machine"
 

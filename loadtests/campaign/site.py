@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-import msgspec
-
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cells import Cell
 from loadtests.campaign.level_tally import LevelTally
@@ -51,9 +49,6 @@ class Site:
     _looked_at: int = 0  # readings of the cores
 
     def keep_sample(self, sample: ResourceSample) -> None:
-        layout = self.server.layout
-        if layout is not None and set(layout.api) & set(layout.client):
-            sample = msgspec.structs.replace(sample, api_with_client=True)
         self.run.sample(sample)
         if sample.level is not None:
             self.samples.append(sample)

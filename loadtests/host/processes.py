@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from models.isolated import start_python
+from serving.hardware.cores import SHARED_CORES
 
 PARENT_BOUND = Path(__file__).with_name("parent_bound.py")
 
@@ -34,18 +35,19 @@ class Layout(msgspec.Struct, frozen=True):
 def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> Layout:
     """Cores for engine, API and client. `engine_cores` are physical ones; None: all that are left.
 
-    The engine's threads spin, so nobody else runs on its cores. With four physical cores API and
-    client get one each, with two or three they share one, a single core holds everyone.
-    Hyper-threads of a core stay together. Raises ValueError when the engine asks for too many.
+    With four physical cores API and client get one each, with two or three they share one. Up to
+    SHARED_CORES an engine may ask for those too: API and client then have all cores and go before
+    it. Hyper-threads of a core stay together. Raises ValueError when it asks for too many.
     """
     physical = _physical_cores(usable)
-    spare = 2 if len(physical) >= 4 else min(1, len(physical) - 1)
-    most = max(1, len(physical) - spare)
+    spare = 2 if len(physical) >= 4 else 1
+    apart = max(1, len(physical) - spare)
+    most = len(physical) if len(usable) <= SHARED_CORES else apart
     if engine_cores is not None and not 1 <= engine_cores <= most:
         raise ValueError(
             f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
         )
-    count = engine_cores or most
+    count = engine_cores or apart
     engine = tuple(core for group in physical[:count] for core in group)
     if len(physical) == 1:
         threads = physical[0]
@@ -59,6 +61,8 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
             1,
             ("engine and client share one physical core", "API and client share a core"),
         )
+    if count > apart:
+        return Layout(engine, usable, usable, count)
     api = physical[-spare]
     client = physical[-1]
     return Layout(

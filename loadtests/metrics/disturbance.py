@@ -11,7 +11,8 @@ shared out by the CPU time that strangers (S) and our other processes (O) had on
     share        = taken / (work + taken)                 taken = by_strangers + steal + throttled
 
 The rest of the delay (`queued_seconds`) is the engine behind itself or behind our API and load
-generator: a matter of the layout, not of the machine. `stalled` is the delay of one thread in each
+generator, which go before it where they share its cores: a matter of the layout, not of the
+machine. `stalled` is the delay of one thread in each
 reading, the one that waited longest, and `work` the CPU time of the busiest: engines compute in
 step, so one late thread delays all. S is the cores' busy time less that of all our processes, so
 it includes processes that lived too briefly to be seen or that a container hides.

@@ -98,7 +98,6 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     """Processes during the window. CPU is a share of one core, mean over the window."""
 
     client_cpu_share: float | None
-    api_cpu_share: float | None  # where it has the same cores as the client
     engine_cpu_share: float | None
     engine_rss_bytes: int | None  # highest seen
 
@@ -188,9 +187,6 @@ def resources_of(samples: Sequence[ResourceSample]) -> Resources:
     engines = [s.engine for s in samples if s.engine is not None]
     return Resources(
         client_cpu_share=_mean(s.client.cpu_share for s in samples if s.client is not None),
-        api_cpu_share=_mean(
-            s.api.cpu_share for s in samples if s.api is not None and s.api_with_client
-        ),
         engine_cpu_share=_mean(engine.cpu_share for engine in engines),
         engine_rss_bytes=max(
             (engine.rss_bytes for engine in engines if engine.rss_bytes is not None), default=None

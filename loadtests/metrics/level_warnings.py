@@ -66,21 +66,19 @@ def too_few_samples(level: Evidence) -> NamedWarning | None:
 
 
 def generator_busy(level: Evidence) -> NamedWarning | None:
-    """The API counts where it is bound to the load generator's cores."""
+    """A process that computes most of the time reads answers late; late_sends judges the rest."""
     resources = level.summary.resources
     processes = level.client_processes
     if resources.client_cpu_share is None:
         return None
-    share = resources.client_cpu_share + (resources.api_cpu_share or 0.0)
+    share = resources.client_cpu_share
     if share <= CLIENT_BUSY_SHARE * processes:
         return None
-    who = "the load generator"
-    if resources.api_cpu_share is not None:
-        who = "the load generator, and the API on the same cores,"
     return NamedWarning(
         "GeneratorBusy",
         SERIOUS,
-        f"{who} used {share:.2f} cores of its {processes}: more than {CLIENT_BUSY_SHARE:.0%}",
+        f"the load generator used {share:.2f} cores of its {processes}: "
+        f"more than {CLIENT_BUSY_SHARE:.0%}",
         "give it more processes or cores, or a machine of its own",
     )
 

@@ -96,6 +96,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_tokens: int | None = None
     kv_tokens: int | None = None
     threads: int | None = None
+    cores: list[int] | None = None  # that it may run on; []: all
+    nice: int | None = None  # above 0: HTTP goes before it
     predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
     measured: dict[str, Any] | None = None
     details: dict[str, Any] | None = None

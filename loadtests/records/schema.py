@@ -167,7 +167,6 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     cpu_clock_hertz: float | None = None  # mean of all cores
     steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others
     quota_share: float | None = None  # of the time, held back by the control group's CPU quota
-    api_with_client: bool = False  # API and load generator are bound to the same cores
     remote: RemoteSample | None = None
     cores: CoresSample | None = None
     valid: bool = True

@@ -19,7 +19,7 @@ A backend may also have
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -94,6 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str = "fp16"
     threads: Count | None = None  # None: as many as cores it may run on
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
+    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # by how much it goes behind HTTP
     prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
     step_seconds_target: PositiveSeconds = 0.3  # of a step while someone decodes
     prefix_reuse: bool = True

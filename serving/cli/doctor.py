@@ -20,7 +20,7 @@ from serving.backends import BACKENDS, missing_backends, probed, spec_of
 from serving.backends.probing import probe_backend
 from serving.backends.spec import BackendProbe
 from serving.errors import Cause
-from serving.hardware.cores import cores_text
+from serving.hardware.cores import cores_text, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
 from serving.placement.best_engine import times_words
 from serving.placement.engine_choice import EngineTimes
@@ -259,11 +259,13 @@ def machine_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     size = formatting.size
     if facts.cgroup_cores is not None:
         cores += f", {facts.cgroup_cores:g} cores' time by its control group"
+    split = split_cores(facts.allowed_cores, siblings=physical_of(facts.allowed_cores))
     bandwidth = facts.bandwidth_bytes_per_second
     rows = [
         ("CPU", f"{facts.cpu_model} ({facts.architecture})"),
         ("instructions", " ".join(facts.isa) or "none of those that matter"),
         ("cores", cores),
+        ("a server", split.note),
         ("caches", f"L2 {_size(facts.l2_bytes)} a core, L3 {_size(facts.l3_bytes)}"),
         ("NUMA nodes", str(facts.numa_nodes or "not known")),
         (

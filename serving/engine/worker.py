@@ -48,6 +48,7 @@ from serving.engine.output import failed_delta
 from serving.engine.scheduler import Scheduler
 from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
 from serving.hardware.memory import peak_resident_bytes, resident_bytes
+from serving.hardware.priority import lower_priority
 from serving.sampling.draw import uniforms
 from serving.sampling.grammar import Grammars, Matcher
 
@@ -65,6 +66,8 @@ def main() -> int:
     _prefer_for_oom_kill()
     if config.cores:
         os.sched_setaffinity(0, config.cores)
+    if config.nice and (problem := lower_priority(config.nice)) is not None:
+        print(f"engine: {problem}", file=sys.stderr)
     worker = Worker(config, Link(socket.socket(fileno=int(os.environ[SOCKET_VARIABLE]))))
     try:
         worker.load()

@@ -1,7 +1,9 @@
 """Which cores the engine gets and which HTTP gets: pure decisions over core numbers.
 
-An engine's threads spin while they wait for each other: one more busy process on a core makes a
-step several times slower. From two cores on, the last one is kept for HTTP.
+An engine's threads wait for each other at every operator: whoever takes one's core stops all. From
+two cores on, the last one is kept for HTTP. An engine that is given that one too (`--cores`) goes
+behind HTTP (`nice`), which needs a few hundredths of a core: 1.6 to 2.3 x the tokens/s on a quiet
+machine with two, and a tenth or less beside other work (tests/bench/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -15,14 +17,20 @@ from models.machine import ROOT
 from serving.errors import ServingError
 
 _MOST_CORE = 1 << 16
+SHARED_CORES = 8  # up to so many a campaign may share among engine, HTTP and load generator
+SHARED_NICE = 3  # of an engine that shares a core with HTTP: half of HTTP's weight
 
 
 class CoreSplit(msgspec.Struct, frozen=True):
-    """Core numbers of the engine and of the HTTP process, the engine's threads, and why."""
+    """Core numbers of the engine and of the HTTP process, the engine's threads, and why.
+
+    `nice`: of the engine, where it shares cores with HTTP.
+    """
 
     engine: tuple[int, ...]
     api: tuple[int, ...]
     threads: int
+    nice: int
     note: str
 
 
@@ -50,11 +58,12 @@ def split_cores(
     count = threads if threads is not None else physical
     if count < 1:
         raise ServingError(f"--threads must be at least 1, got {count}")
+    nice = SHARED_NICE if set(engine) & set(api) else 0
     note = (
-        f"engine on {_many(engine)} with {count} thread{'' if count == 1 else 's'}, "
-        f"HTTP on {_many(api)} ({why})"
+        f"engine on {_many(engine)} with {count} thread{'' if count == 1 else 's'}"
+        f"{f' at nice {nice}' if nice else ''}, HTTP on {_many(api)} ({why})"
     )
-    return CoreSplit(engine, api, count, note)
+    return CoreSplit(engine, api, count, nice, note)
 
 
 def _divided(
@@ -71,8 +80,7 @@ def _divided(
     if len(allowed) >= 2:
         why = "one core kept for HTTP; --cores and --api-cores change that"
         return allowed[:-1], allowed[-1:], why
-    why = "one core for everything: times will be worse than the engine's own"
-    return allowed, allowed, why
+    return allowed, allowed, "one core for everything: times will be worse than the engine's own"
 
 
 def parse_cores(text: str, option: str = "") -> tuple[int, ...]:

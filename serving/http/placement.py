@@ -18,7 +18,8 @@ from serving.registry.model import EngineLike
 # Of an EngineConfig: no paths of the server's machine.
 _SHOWN = (
     *("backend", "device", "weight_format", "quality_kl_nats", "slots", "context_tokens"),
-    *("kv_tokens", "kv_dtype", "threads", "prefix_reuse", "prefill_tokens", "step_seconds_target"),
+    *("kv_tokens", "kv_dtype", "threads", "cores", "nice"),
+    *("prefix_reuse", "prefill_tokens", "step_seconds_target"),
 )
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
 

@@ -250,7 +250,10 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         option(HTTP, "Send traces to this OpenTelemetry collector (OTLP over HTTP).", "", "URL"),
     ] = None
     api_cores: Annotated[
-        str, option(MACHINE, "Cores of the HTTP process. Default: what is left.")
+        str,
+        option(
+            MACHINE, "Cores of the HTTP process. Default: those left; without any, the engine's."
+        ),
     ] = ""
     cache: Annotated[
         str | None,

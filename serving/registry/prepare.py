@@ -224,6 +224,7 @@ def _configs(
                 context_tokens=placement.context_tokens,
                 threads=split.threads,
                 cores=split.engine,
+                nice=split.nice if attempt.device == "cpu" else 0,  # a GPU waits for its host
                 quality_kl_nats=files.quality_kl_nats,
                 options=known | model.options,
                 **{name: getattr(model, name) for name in _OF_AN_ENGINE},

@@ -361,8 +361,8 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
     samples = [sample for sample in read_samples(folder).records if sample.level in finished]
     assert all(sample.engine is not None and sample.engine.rss_bytes for sample in samples)
     assert any(sample.api is not None and sample.api.cpu_share is not None for sample in samples)
-    is_shared = bool(set(ready.layout["api"]) & set(ready.layout["client"]))
-    assert {sample.api_with_client for sample in samples} == {is_shared}
+    is_shared = bool(set(ready.layout["engine"]) & set(ready.layout["api"]))
+    assert ready.info.cores == ready.layout["engine"] and bool(ready.info.nice) == is_shared
     shown = subprocess.run(
         [sys.executable, "-m", "crossover", "campaign", "show", str(folder)],
         cwd=ROOT,

@@ -18,7 +18,7 @@ from reports.numbers import RunNumbers
 from reports.render.page import cards
 from reports.render.tables import cell_records, engine_words, state_words
 from reports.run import read_run
-from reports.sentences import headline, machine_words, sentences
+from reports.sentences import headline, machine_words, sentences, thread_words
 from tests.reports.example_run import FACTS, RUNGS, SLO, Law, cell_key, write_example_run
 
 SMALL = {"smollm2-135m": (RUNGS["smollm2-135m"][0], (1.6, 3.2))}
@@ -42,8 +42,9 @@ def test_the_sentence(run: RunNumbers) -> None:
     assert by is not None and by.levels == 1 and by.requests == cell.loaded[0].summary.counts.due
     words = headline(run, found)
     assert words.startswith(
-        "On this machine (AMD EPYC 7B13, 2 cores, 8 GiB of memory; engine on 1 thread of 2 cores), "
-        "Llama-3.2-1B Q4_0 holds up to 0.15 requests/s "
+        "On this machine (AMD EPYC 7B13, 2 cores, 8 GiB of memory; "
+        "llama_cpp, 2 threads on 2 of 2 cores, shared with HTTP and the load generator at a "
+        "higher priority), Llama-3.2-1B Q4_0 holds up to 0.15 requests/s "
         f"(confirmed: a level of 6.7 min, {by.requests} requests; capacity "
     )
     assert " by the levels), for requests of on average 161 prompt and 40 output tokens. " in words
@@ -53,6 +54,23 @@ def test_the_sentence(run: RunNumbers) -> None:
     ) in words
     assert found.largest is cell and found.between == ()
     assert found.first_not is not None and found.first_not.model == "llama-3.2-3b"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "2 threads on 2 of 2 cores, shared with HTTP and the load generator at a higher pri"),
+        ({"nice": 0}, "2 threads on 2 of 2 cores, shared with HTTP and the load generator"),
+        ({"threads": 1, "engine_cores": 1, "shares_cores": False}, "1 thread on 1 of 2 cores"),
+        ({"engine_cores": None, "shares_cores": False}, "2 threads on 2 cores"),
+        ({"threads": None}, ""),
+    ],
+)
+def test_on_how_many_threads_of_how_many_cores(
+    run: RunNumbers, changes: dict[str, Any], words: str
+) -> None:
+    said = thread_words(msgspec.structs.replace(run.cells[0], **changes), run.facts)
+    assert said.startswith(f"llama_cpp, {words}") if words else said == ""
 
 
 @pytest.mark.parametrize(
@@ -307,7 +325,8 @@ def test_unknown_model_and_missing_facts_are_no_crash(tmp_path: Path) -> None:
     run = read_run(folder)
     found = crossover(run)
     assert headline(run, found).startswith(
-        "On this machine (engine on 1 thread), somebody/elses-model Q4_0 holds up to"
+        "On this machine (llama_cpp, 2 threads on 2 cores, shared with HTTP and the load "
+        "generator at a higher priority), somebody/elses-model Q4_0 holds up to"
     )
     assert run.cells[0].memory.predicted_bytes is None and found.takeovers == ()
 

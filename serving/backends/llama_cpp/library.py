@@ -106,6 +106,7 @@ def library(wait_policy: str = "default", must: bool = True) -> Any:
                 "wait_policy",
             )
         os.environ["OMP_WAIT_POLICY"] = wait_policy
+        os.environ.pop("GOMP_SPINCOUNT", None)  # it would win
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as problem:  # RuntimeError: of its shared library

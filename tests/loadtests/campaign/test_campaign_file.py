@@ -248,22 +248,47 @@ def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
         assert part in text, part
 
 
-@pytest.mark.parametrize("cores", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), tuple(range(16))])
-def test_nobody_sits_on_the_engines_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("cores", "asked", "engine", "api", "client"),
+    [
+        (1, None, 1, (0,), (0,)),
+        (2, None, 1, (1,), (1,)),
+        (2, 2, 2, (0, 1), (0, 1)),
+        (2, 1, 1, (1,), (1,)),
+        (4, 2, 2, (2,), (3,)),
+        (4, 3, 3, (0, 1, 2, 3), (0, 1, 2, 3)),
+        (8, None, 6, (6,), (7,)),
+        (8, 8, 8, tuple(range(8)), tuple(range(8))),
+        (9, None, 7, (7,), (8,)),
+        (16, 3, 3, (14,), (15,)),
+    ],
+)
+def test_nobody_sits_on_the_engines_cores_unless_it_asks_for_all_of_up_to_eight(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    asked: int | None,
+    engine: int,
+    api: tuple[int, ...],
+    client: tuple[int, ...],
 ) -> None:
     monkeypatch.setattr(
         "loadtests.host.processes._physical_cores", lambda usable: [(core,) for core in usable]
     )
-    layout = divide_cores(cores)
-    apart = not set(layout.engine) & {*layout.api, *layout.client}
-    assert apart == (len(cores) > 1)
-    assert (
-        layout.engine_threads
-        == len(layout.engine)
-        == max(1, len(cores) - (2 if len(cores) >= 4 else 1))
+    layout = divide_cores(tuple(range(cores)), asked)
+    assert layout.engine == tuple(range(engine)) and layout.engine_threads == engine
+    assert (layout.api, layout.client) == (api, client)
+    assert bool(layout.shared) == (cores == 1 or api == client == (1,)), "what is narrow is said"
+
+
+@pytest.mark.parametrize(("cores", "asked", "most"), [(2, 3, 2), (8, 9, 8), (9, 8, 7)])
+def test_more_cores_than_an_engine_can_have_are_refused(
+    monkeypatch: pytest.MonkeyPatch, cores: int, asked: int, most: int
+) -> None:
+    monkeypatch.setattr(
+        "loadtests.host.processes._physical_cores", lambda usable: [(core,) for core in usable]
     )
-    assert bool(layout.shared) == (len(cores) < 4), "what shares a core is said"
+    with pytest.raises(ValueError, match=f"{asked} cores for the engine.*1 to {most}$"):
+        divide_cores(tuple(range(cores)), asked)
 
 
 def test_threads_of_one_core_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,14 +149,12 @@ def test_generators_are_busy_above_four_fifths_of_their_processes():
     assert found(1.59, 2) is None and "1.61 cores of its 2" in found(1.61, 2).text
 
 
-def test_the_api_counts_where_it_has_the_cores_of_the_load_generator():
-    def found(is_shared):
-        shares = [ProcessSample(cpu_share=share) for share in (0.5, 0.4)]
-        both = sample(0.0, client=shares[0], api=shares[1], api_with_client=is_shared)
-        return generator_busy(evidence(requests(60, worker=0), [both]))
-
-    assert found(False) is None
-    assert found(True).is_serious and "the API on the same cores, used 0.90" in found(True).text
+def test_an_api_on_the_same_cores_is_judged_by_the_send_lag():
+    both = sample(0.0, client=ProcessSample(cpu_share=0.5), api=ProcessSample(cpu_share=0.9))
+    on_time, late = requests(100, worker=0), requests(100, 2, lag=0.5, worker=0)
+    assert generator_busy(evidence(on_time, [both])) is None
+    assert late_sends(evidence(on_time, [both])) is None
+    assert late_sends(evidence(late, [both])).is_serious
 
 
 def test_later_turns_without_the_answer_they_continue_are_said():

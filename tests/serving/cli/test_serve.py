@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from serving.hardware.cores import SHARED_NICE
 from tests.serving.fakes import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -254,6 +255,21 @@ def test_cores_are_given_to_whom_they_belong(tmp_path: Path) -> None:
         about = one.wait_ready()
         assert os.sched_getaffinity(about["engine_pid"]) == {allowed[1]}
         assert os.sched_getaffinity(about["pid"]) == {allowed[0]}
+        mine, engine = (
+            os.getpriority(os.PRIO_PROCESS, about[key]) for key in ("pid", "engine_pid")
+        )
+        assert mine == engine
+
+
+def test_an_engine_that_shares_its_cores_goes_behind_http(tmp_path: Path) -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    with server(tmp_path, "--cores", core, "--api-cores", core) as one:
+        about = one.wait_ready()
+        engine = get(f"{about['url']}/v1/placement")[1]["engine"]
+        assert (engine["cores"], engine["nice"]) == ([int(core)], SHARED_NICE)
+        mine = os.getpriority(os.PRIO_PROCESS, about["pid"])
+        for task in Path(f"/proc/{about['engine_pid']}/task").iterdir():
+            assert os.getpriority(os.PRIO_PROCESS, int(task.name)) == mine + SHARED_NICE
 
 
 def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(

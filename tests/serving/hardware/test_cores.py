@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.errors import ServingError
-from serving.hardware.cores import cores_text, parse_cores, physical_of, split_cores
+from serving.hardware.cores import (
+    SHARED_NICE,
+    cores_text,
+    parse_cores,
+    physical_of,
+    split_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,6 +21,7 @@ from serving.hardware.cores import cores_text, parse_cores, physical_of, split_c
     [
         ((0, 1, 2, 3), (), (), (0, 1, 2), (3,)),
         ((4, 6), (), (), (4,), (6,)),
+        ((4, 6), (4, 6), (), (4, 6), (4, 6)),
         ((0,), (), (), (0,), (0,)),
         ((0, 1, 2, 3), (0, 1), (), (0, 1), (2, 3)),
         ((0, 1), (0, 1), (), (0, 1), (0, 1)),
@@ -33,6 +40,9 @@ def test_cores_are_divided(
     split = split_cores(allowed, engine, api)
     assert (split.engine, split.api) == (expected_engine, expected_api)
     assert split.threads == len(expected_engine) and cores_text(expected_engine) in split.note
+    is_shared = bool(set(split.engine) & set(split.api))
+    assert split.nice == (SHARED_NICE if is_shared else 0)
+    assert (f"at nice {SHARED_NICE}" in split.note) == is_shared
 
 
 def test_one_thread_for_each_physical_core_unless_told_otherwise() -> None:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from serving.backends import BACKENDS
-from serving.supervisor.process import allocator
+from serving.backends.base import EngineConfig
+from serving.supervisor.process import SHORT_SPINS, allocator, environment
 
 GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HOLD = """
@@ -53,3 +55,15 @@ def test_what_the_user_said_to_the_allocator_stays(monkeypatch: pytest.MonkeyPat
 
 def test_torch_keeps_the_allocator_that_it_was_measured_with() -> None:
     assert allocator("torch") == {}
+
+
+def test_an_engine_that_shares_cores_spins_briefly_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    alone = EngineConfig(backend="fake", model_path="", model_name="fake")
+    shares = msgspec.structs.replace(alone, nice=3)
+    assert "GOMP_SPINCOUNT" not in environment(alone, 3)
+    assert environment(shares, 3)["GOMP_SPINCOUNT"] == SHORT_SPINS
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert environment(shares, 3)["GOMP_SPINCOUNT"] == "7"
