@@ -70,21 +70,21 @@ def single_level(
         )
         manifest = manifest_of(Plan(settings, [cell], ""), folder.name, hardware_facts(), ())
         run = stack.enter_context(RunFolder.create(folder, manifest))
-        run.event(RunStarted(cells=1))
-        run.event(CellStarted(cell=cell.key))
-        told = msgspec.to_builtins(facts)
-        run.event(CellReady(cell=cell.key, url=plan.target.url, target=told))
-        site = Site(run, cell, settings, External(plan.target), facts, pool, progress)
-        site.spare = spare
-        sampler = Sampler(
-            cell.key,
-            site.keep_sample,
-            metrics_url=plan.target.url,
-            api_key_env=plan.target.api_key_env,
-            verify_tls=plan.target.verify_tls,
-        )
-        site.sampler = stack.enter_context(sampler)
         try:
+            run.event(RunStarted(cells=1))
+            run.event(CellStarted(cell=cell.key))
+            told = msgspec.to_builtins(facts)
+            run.event(CellReady(cell=cell.key, url=plan.target.url, target=told))
+            site = Site(run, cell, settings, External(plan.target), facts, pool, progress)
+            site.spare = spare
+            sampler = Sampler(
+                cell.key,
+                site.keep_sample,
+                metrics_url=plan.target.url,
+                api_key_env=plan.target.api_key_env,
+                verify_tls=plan.target.verify_tls,
+            )
+            site.sampler = stack.enter_context(sampler)
             measured = loaded_level(
                 site,
                 Measure(plan.rate_per_second, plan.window_seconds, "bracket"),
