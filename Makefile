@@ -17,7 +17,7 @@ STAMP = $(VENV)/.installed
 help:
 	@echo "make demo   the main job: models, campaign, report (at most 15 minutes on 2 cores, after the installation)"
 	@echo "make test   the tests (4 minutes three at a time, 1 to 1.5 alone, on 2 cores)"
-	@echo "make clients  LangChain, LlamaIndex, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
+	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make lint   ruff, mypy and the rules of the house"
 
 demo: $(STAMP)

@@ -1,9 +1,10 @@
 """Clients written for OpenAI's servers and for vLLM's, unchanged, against `crossover serve`.
 
-LangChain and LlamaIndex ask in every way they know. GuideLLM, AIPerf and `vllm bench serve` drive
-the server for a few seconds, and what they count (requests, output tokens) is what the server
-counts at /metrics. None of them is a dependency: `make clients` installs each into an environment
-of its own and runs these tests; without it they are skipped.
+LangChain, LlamaIndex, LiteLLM, OpenAI's JavaScript client and the AI SDK ask in every way they
+know. GuideLLM, AIPerf and `vllm bench serve` drive the server for a few seconds, and what they
+count (requests, output tokens) is what the server counts at /metrics. None of them is a dependency:
+`make clients` installs each into an environment of its own and runs these tests; without it they
+are skipped.
 """
 
 from __future__ import annotations
@@ -127,23 +128,42 @@ def test_langchain_runs_unchanged(url: str) -> None:
     )
 
 
-def test_langchain_gets_a_structured_answer_from_llama_cpp(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with a model that can be held to a form."""
+    folder = tmp_path_factory.mktemp("real")
+    write_gguf(TINY_LLAMA, folder / "tiny.gguf", "F16", seed=4)
+    options = ("--served-name", NAME, "--context", "512", "--slots", "2")
+    with server(folder, *options, model=str(folder / "tiny.gguf")) as one:
+        yield one.wait_ready()["url"]
+
+
+def test_langchain_gets_a_structured_answer_from_llama_cpp(real: str) -> None:
     python = program("frameworks-1", "python")
-    write_gguf(TINY_LLAMA, tmp_path / "tiny.gguf", "F16", seed=4)
-    with server(
-        tmp_path,
-        "--served-name",
-        NAME,
-        "--context",
-        "512",
-        "--slots",
-        "2",
-        model=str(tmp_path / "tiny.gguf"),
-    ) as one:
-        found = json.loads(
-            ran(python, "clients/langchain_client.py", one.wait_ready()["url"], NAME, "structured")
-        )
+    found = json.loads(ran(python, "clients/langchain_client.py", real, NAME, "structured"))
     assert found["size"] in ("s", "l")
+
+
+def test_litellm_runs_unchanged(real: str) -> None:
+    python = program("litellm-1", "python")
+    local = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    found = json.loads(ran(python, "clients/litellm_client.py", real, NAME, **local))
+    assert found["text"][0] == found["text"][1] != "" and found["usage"] == found["after"] == 8
+    assert json.loads(found["call"])["size"] in ("s", "l") and found["finish"] == "tool_calls"
+
+
+def test_openais_javascript_client_and_the_ai_sdk_run_unchanged(real: str) -> None:
+    node = program("js-1", "node")
+    place = str(Path(node).parent.parent)
+    found = json.loads(ran(node, "clients/js_clients.cjs", real, NAME, place))
+    for one in found.values():
+        assert one["text"][0] == one["text"][1] != "" and one["usage"] == 8
+        assert one["shaped"]["size"] in ("s", "l")
+    openai, sdk = found["openai"], found["aiSdk"]
+    assert openai["call"]["name"] == "order" and openai["finish"] == "tool_calls"
+    assert openai["newer"] == openai["text"][0] and openai["events"] > 8
+    assert sdk["call"]["size"] in ("s", "l") and sdk["streamed"] == [sdk["call"]]
+    assert sdk["finish"] == "tool-calls"
 
 
 def test_llama_index_runs_unchanged(url: str) -> None:

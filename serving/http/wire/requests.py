@@ -202,6 +202,7 @@ class Message(Wire, kw_only=True, frozen=True):
     tool_calls: list[CallMade] | None = None
     tool_call_id: str | None = None
     function_call: None = None
+    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's, in what it sends back
 
 
 class Function(Wire, kw_only=True, frozen=True):

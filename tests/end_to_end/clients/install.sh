@@ -2,8 +2,9 @@
 # Makes the environments of the clients that tests/end_to_end/test_clients.py drives a server with: what is written against OpenAI's
 # interface, and what is written to measure it. None of their dependencies is ours, so each has an environment of its own.
 #
-#   tests/end_to_end/clients/install.sh              # LangChain and LlamaIndex (350 MB), and vLLM's benchmark client (1.9 GB)
-#   tests/end_to_end/clients/install.sh frameworks   # only the first
+#   tests/end_to_end/clients/install.sh              # LangChain and LlamaIndex (350 MB), LiteLLM (200 MB), OpenAI's JavaScript client and
+#                                                    # the AI SDK (40 MB, by npm), and vLLM's benchmark client (1.9 GB)
+#   tests/end_to_end/clients/install.sh frameworks   # all but the last
 #
 # GuideLLM and AIPerf are installed by tests/bench/driver_peers/install.sh. Everything lies in $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or
 # ~/.cache/crossover, under peers/. A second call installs nothing. vLLM is installed without the packages that its GPU engine needs:
@@ -35,7 +36,25 @@ install() {  # name, then the arguments of one pip install each, in order
     touch "$place/.complete"
 }
 
+javascript() {  # name, then packages of npm
+    local place=$PEERS/$1
+    shift
+    [[ -e $place/.complete ]] && return 0
+    command -v npm >/dev/null || { echo "no npm here: the clients in JavaScript are left out" >&2; return 0; }
+    rm -rf "$place"
+    mkdir -p "$place/bin"
+    nice -n 19 npm install --prefix "$place" --no-audit --no-fund --silent "$@" >"$place/install.log" 2>&1 || {
+        echo "npm install $* failed; the end of $place/install.log:" >&2
+        tail -n 20 "$place/install.log" >&2
+        exit 1
+    }
+    ln -s "$(command -v node)" "$place/bin/node"
+    touch "$place/.complete"
+}
+
 install frameworks-1 "langchain-openai==1.7.3 llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1"
+install litellm-1 "litellm==1.106.2 mcp==2.3.0"
+javascript js-1 openai@6.30.1 ai@6.0.322 @ai-sdk/openai-compatible@2.0.87
 [[ $WHAT == frameworks ]] || install vllm-bench-0.33.0 \
     "torch==2.13.0 numpy" \
     "--no-deps vllm==0.33.0 llguidance==1.7.6 outlines_core==0.2.14 xgrammar==0.2.8 compressed-tensors==0.17.0 depyf==0.20.0 lm-format-enforcer==0.11.3" \

@@ -151,6 +151,7 @@ def test_an_assistant_turn_is_taken_as_clients_send_it_back() -> None:
         "audio": None,
         "tool_calls": None,
         "function_call": None,
+        "provider_specific_fields": {"refusal": None},
     }
     assert decode(CHAT, json.dumps({"messages": [TURN, said]}).encode()).messages[1].content == "Hi"
 
