@@ -67,6 +67,7 @@ def turns(messages: Sequence[Message], limits: Limits) -> list[dict[str, Any]]:
         text = f"messages: {len(messages)} of them; {limits.messages} are allowed"
         raise invalid(text, "messages")
     found: list[dict[str, Any]] = []
+    called: dict[str | None, str] = {}  # id of a call -> name of its function
     for index, message in enumerate(messages):
         content = message.content
         if content is None:
@@ -83,12 +84,15 @@ def turns(messages: Sequence[Message], limits: Limits) -> list[dict[str, Any]]:
         if (reasoning := message.reasoning_content or message.reasoning) is not None:
             turn["reasoning_content"] = reasoning
         if message.tool_calls:
+            called |= {made.id: made.function.name for made in message.tool_calls}
             turn["tool_calls"] = [
                 _call(made, f"messages[{index}].tool_calls[{place}]")
                 for place, made in enumerate(message.tool_calls)
             ]
         if message.tool_call_id is not None:
             turn["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in called:
+                turn.setdefault("name", called[message.tool_call_id])
         found.append(turn)
     return found
 

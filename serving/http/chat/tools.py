@@ -16,8 +16,6 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from serving.http.wire.errors import invalid
 from serving.http.wire.requests import ChatRequest, Named, TokenizeRequest, Tool
 from serving.http.wire.responses import FunctionCall, ToolCall
@@ -39,9 +37,11 @@ def must_call(request: ChatRequest | TokenizeRequest) -> bool:
 
 
 def tool_of(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates want it."""
-    said = msgspec.structs.asdict(tool.function)
-    return {"type": "function", "function": {k: v for k, v in said.items() if v is not None}}
+    """A tool as chat templates want it: some fail without description or parameters."""
+    said = tool.function
+    function = {"name": said.name, "description": said.description or ""}
+    parameters = said.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def format_of(request: ChatRequest, template: str) -> Format | None:
@@ -63,9 +63,10 @@ def format_of(request: ChatRequest, template: str) -> Format | None:
         raise invalid(text, constrained)
     if must_call(request):
         return "list"
-    if "<tool_call>" in template and '"arguments"' in template and "<function=" not in template:
+    plain = template.replace('\\"', '"')
+    if "<tool_call>" in plain and '"arguments"' in plain and "<function=" not in plain:
         return "hermes"
-    if '"parameters"' in template and "<|start_header_id|>" in template:
+    if "<|start_header_id|>" in plain and '"parameters"' in plain and "<TOOLCALL>" not in plain:
         return "llama3"
     text = (
         "tools: this model's chat template has neither the Hermes and Qwen format of calls "

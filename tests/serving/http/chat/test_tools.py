@@ -21,7 +21,8 @@ from tests.serving.http.test_app_engine import serving
 from tests.shapes import TINY_LLAMA
 
 QWEN = (
-    "{% if tools %}tools:{{ tools | tojson }}\n{% endif %}{% for m in messages %}|{{ m.role }}:"
+    "{% if tools %}tools:{{ tools | tojson }}\n{% endif %}{% for m in messages %}|"
+    "{{ m.role }}{{ ' ' + m.name if m.name }}:"
     "{{ m.content }}{% for c in m.tool_calls %}<tool_call>"
     '{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>'
     "{% endfor %}{% endfor %}"
@@ -61,9 +62,10 @@ def test_a_template_that_knows_tools_gets_tools_calls_and_results() -> None:
     with asked(QWEN) as (port, supervisor):
         assert chat(port, messages=HISTORY, tools=[NOW]).status == 200
         assert prompt_of(supervisor) == (
-            'tools:[{"type": "function", "function": {"name": "now", "description": "the time"}}]\n'
+            'tools:[{"type": "function", "function": {"name": "now", "description": "the time", '
+            '"parameters": {"type": "object", "properties": {}}}}]\n'
             '|user:hi|assistant:<tool_call>{"name": "now", "arguments": {"z": 1}}</tool_call>'
-            "|tool:noon"
+            "|tool now:noon"
         )
         assert chat(port, tools=[NOW], tool_choice="none").status == 200
         assert prompt_of(supervisor) == "|user:hi"
@@ -73,7 +75,7 @@ def test_one_that_does_not_gets_them_as_text() -> None:
     with asked(CHATML) as (port, supervisor):
         assert chat(port, messages=HISTORY, tools=[NOW], tool_choice="required").status == 200
         said = prompt_of(supervisor)
-        assert '{"name": "now", "description": "the time"}' in said
+        assert '{"name": "now", "description": "the time", ' in said
         assert (
             'assistant\n<tool_call>\n{"name": "now", "arguments": {"z": 1}}\n</tool_call>' in said
         )
