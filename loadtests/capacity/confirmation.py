@@ -76,13 +76,18 @@ def _long_and_steady(levels: Sequence[Level], slo: Slo) -> list[Level]:
     ]
 
 
-def confirmed_rate(levels: Sequence[Level], slo: Slo, clump: float) -> float | None:
-    """The highest confirmed rate below every rate that failed; None: no rate is confirmed."""
+def confirmed_rate(
+    levels: Sequence[Level], slo: Slo, clump: float, low: float = math.inf
+) -> float | None:
+    """The highest confirmed rate up to `low`, else the lowest; None: no rate is confirmed.
+
+    Below every rate that failed. Above `low`, the interval's end, a rate may hold by chance.
+    """
     found = verdicts(levels, slo, clump)
     broken = min((rate for rate, word in found.items() if word == "fails"), default=math.inf)
-    return max(
-        (rate for rate, word in found.items() if word == "holds" and rate < broken), default=None
-    )
+    holding = [rate for rate, word in found.items() if word == "holds" and rate < broken]
+    sure = [rate for rate in holding if rate <= low]
+    return max(sure) if sure else min(holding, default=None)
 
 
 def seconds_to_confirm(

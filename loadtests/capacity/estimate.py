@@ -9,13 +9,14 @@ prediction has no part in it. Invalid levels do not count.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from loadtests.capacity.confirmation import confirmation, confirmed_rate
-from loadtests.capacity.levels import Level, pooled
+from loadtests.capacity.levels import Level, hidden_overload, pooled
 from loadtests.capacity.posterior import Observation, Posterior, posterior
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.clustering import clumping, dispersion
@@ -64,7 +65,14 @@ class Evidence:
     @functools.cached_property
     def belief(self) -> Posterior:
         seen = [
-            Observation(lv.due / lv.duration_seconds, lv.good, lv.due, lv.runs, lv.start)
+            Observation(
+                lv.due / lv.duration_seconds,
+                lv.good,
+                lv.due,
+                lv.runs,
+                lv.start,
+                hidden_overload(lv, self.slo),
+            )
             for lv in self.loaded
         ]
         return _posterior(tuple(seen), self.config.min_rate, self.config.max_rate, self.slo.target)
@@ -100,17 +108,27 @@ class Evidence:
 
     @functools.cached_property
     def confirmed(self) -> float | None:
-        """The highest confirmed rate, requests/s.
+        """The highest rate that is confirmed, and is not above the interval, requests/s.
 
         All that was asked below the middle of the capacity must reach the target together: of many
         levels that are just too bad, one holds by chance.
         """
-        rate = confirmed_rate(self.levels, self.slo, self.clump)
+        rate = confirmed_rate(self.levels, self.slo, self.clump, self._low)
         if rate is None:
             return None
         good, due = self._up_to(max(rate, self.belief.quantile(0.5)))
         good, due = good + self.single_stream_counts[0], due + self.single_stream_counts[1]
         return rate if good >= self.slo.target * due else None
+
+    @property
+    def is_surely_confirmed(self) -> bool:
+        """The confirmed rate is not above the low end of the interval."""
+        return self.confirmed is not None and self.confirmed <= self._low
+
+    @property
+    def _low(self) -> float:
+        """The low end of the interval; infinite where no rate broke the SLO."""
+        return self.belief.quantile(1 - self.config.confidence) if self.broken else math.inf
 
     def _up_to(self, rate: float) -> tuple[int, int]:
         """(good, due) of levels at most at this rate."""

@@ -13,6 +13,8 @@ from loadtests.records.events import LevelStarted
 from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from loadtests.workload.arrivals import process_of
 
+STEADY_WINDOWS = 3.0  # that TTFT may grow for until it breaks the limit
+
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
     """One finished level. `runs` shows how far neighbouring requests share their fate.
@@ -24,6 +26,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     due: int
     good: int
     duration_seconds: float
+    warmup_seconds: float = 0.0  # of load before the window
     runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... in order of due time
     mean_e2e_seconds: float | None = None
     is_valid: bool = True  # False: on record, not counted
@@ -66,6 +69,7 @@ def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) 
         due=summary.counts.due,
         good=summary.counts.good,
         duration_seconds=summary.window.seconds,
+        warmup_seconds=summary.window.start_seconds,
         runs=summary.counts.runs,
         mean_e2e_seconds=summary.latencies.e2e.mean,
         is_valid=summary.is_valid,
@@ -73,6 +77,18 @@ def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) 
         is_whole=is_whole,
         start=start,
     )
+
+
+def hidden_overload(level: Level, slo: Slo) -> float:
+    """The greatest share of the arrivals beyond saturation that the level does not show.
+
+    At (1 + e) times saturation TTFT grows by e / (1 + e) seconds per second from the level's begin,
+    and requests are good until it is at the limit. A level called steady had three windows' growth
+    in hand (`is_steady`).
+    """
+    seconds = level.warmup_seconds + level.duration_seconds
+    windows = STEADY_WINDOWS if level.is_steady else 1.0
+    return min(1.0, (slo.ttft_seconds or 0.0) / windows / seconds)
 
 
 def single_stream_seconds(levels: Sequence[Level]) -> float | None:

@@ -10,6 +10,9 @@ requests seldom meet (a slow model). A level near the target (in log odds) count
 far from it only by the order. The posterior is computed on a grid, flat in ln(capacity) and broad
 in the slope: no fit fails with three levels or with none bad. Only measured levels enter.
 
+A queue that grows meets the SLO until TTFT is at the limit. So in a level of T seconds a good share
+of up to limit / T / (1 - capacity / rate) is evidence of nothing, whatever the long-run share is.
+
 Requests of one level share their fate, so the likelihood is divided by the dispersion, var / mean
 of the count of bad ones over a binomial's (quasi-likelihood, McCullagh & Nelder 1989, 4.5), from
 the clusters of bad requests. A machine is not the same from level to level, and a server not from
@@ -56,6 +59,7 @@ class Observation(msgspec.Struct, frozen=True):
     due: int
     runs: tuple[int, ...] = ()
     start: int | None = None
+    hidden: float = 0.0  # overload that it does not show (levels.hidden_overload)
 
 
 class Posterior:
@@ -97,10 +101,13 @@ class Posterior:
         good = share_good(rate, self.capacities[:, None], SLOPES[None, :], self.target)
         return float((self.weights * good).sum())
 
-    def most_telling_rate(self, seconds: float, low: float, high: float) -> float:
+    def most_telling_rate(
+        self, seconds: float, low: float, high: float, hidden: float = 0.0
+    ) -> float:
         """The rate from low to high whose outcome the capacity explains most of (its variance).
 
-        Far below the capacity no request fails, far above all do, whatever the capacity is.
+        Of a level of so many seconds, which hides such an overload. Far below the capacity no
+        request fails, far above all do, whatever the capacity is.
         """
         low, high = sorted((low, high))
         best = min(max(self.quantile(0.5), low), high)
@@ -114,6 +121,7 @@ class Posterior:
         marginal = by_capacity[held]
         for rate in np.geomspace(low, high, 25):
             good = share_good(float(rate), capacities, SLOPES[None, :], self.target)
+            good = np.maximum(good, _unseen(float(rate), capacities, hidden, self.target))
             mean = float((weights * good).sum())
             given = (weights * good).sum(axis=1) / marginal
             explained = float((marginal * (given - mean) ** 2).sum())
@@ -139,7 +147,13 @@ def posterior(
     capacities = np.geomspace(min(rates) / REACH, max(rates) * REACH, CAPACITY_POINTS)
     by_slope = -0.5 * ((np.log(SLOPES) - math.log(SLOPE_MEDIAN)) / SLOPE_SPREAD) ** 2
     prior = np.tile(by_slope, (len(capacities), 1))
-    shares = [share_good(o.rate, capacities[:, None], SLOPES[None, :], target, o.due) for o in seen]
+    shares = [
+        np.maximum(
+            share_good(o.rate, capacities[:, None], SLOPES[None, :], target, o.due),
+            _unseen(o.rate, capacities, o.hidden, target)[:, None],
+        )
+        for o in seen
+    ]
     by_curve = [_log_likelihood(o, share) for o, share in zip(seen, shares, strict=True)]
     by_order = [_by_order(o, capacities, target)[:, None] for o in seen]
     clump = clumping([(o.due - o.good, o.due, o.runs) for o in seen])
@@ -217,6 +231,13 @@ def share_good(
     return np.maximum(share, LAPSE)
 
 
+def _unseen(rate: float, capacity: Array, hidden: float, target: float) -> Array:
+    """The share of good requests until an overload shows; never sure, as no queue grows evenly."""
+    overload = np.maximum(1.0 - capacity / rate, 1e-9)
+    early: Array = np.minimum(hidden / overload, 1.0 - (1.0 - target) / 3.0)
+    return np.where(capacity < rate, early, 0.0)
+
+
 def nearness(bad_share: float, target: float) -> float:
     """Weight of the curve for a level, by its distance from the target in log odds."""
     share = min(max(bad_share, LAPSE), 1 - LAPSE)
@@ -234,5 +255,6 @@ def _by_order(o: Observation, capacities: Array, target: float) -> Array:
     share = o.good / o.due
     below = _log_likelihood(o, np.array([max(share, target)]))[0]
     above = _log_likelihood(o, np.array([max(min(share, target), 1e-12)]))[0]
-    by_order: Array = np.where(capacities >= o.rate, below, above)
+    at = o.rate * (1.0 - o.hidden) if share >= target else o.rate
+    by_order: Array = np.where(capacities >= at, below, above)
     return by_order

@@ -29,7 +29,7 @@ from loadtests.capacity.confirmation import (
     seconds_to_confirm,
 )
 from loadtests.capacity.estimate import Evidence
-from loadtests.capacity.levels import Level, single_stream_seconds
+from loadtests.capacity.levels import STEADY_WINDOWS, Level, single_stream_seconds
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo, requests_to_hold
 from loadtests.records.events import Capacity
@@ -45,9 +45,8 @@ WARMUP_ANSWERS = 2.0  # E2E times of a single-stream request
 LOWEST_CONFIRMED = 0.25  # of the low end of the interval: below it a level says too little
 CONFIRMED_ENOUGH = 0.9  # of the low end of the interval
 NEARLY_ALONE = 0.15  # of the rate of one stream
-LEAST_LEVELS = 3  # before a search gives up
-HOPELESS = 2.0  # times what is left that confirming would take
 REPEAT_SHARE = 0.15  # of the budget, that a check of drift may take
+NARROW_SHARE = 0.25  # of what is left, for a level as long as one that confirms
 LOWEST_RATE = 1 / 200  # of the rate of one stream: requests hardly ever meet below it
 
 
@@ -104,8 +103,6 @@ def next_step(
         more = _more_single_stream(seen, min(left, 0.5 * config.budget_seconds))
         if more is not None:
             return more
-    if (hopeless := _cannot_confirm(seen, left)) is not None:
-        return _finished(seen, hopeless)
     kept = _kept_seconds(seen, left)
     step = _explore(seen, left - kept)
     if step is None and seen.single_stream_verdict == "unresolved":
@@ -163,7 +160,7 @@ def _repeat(seen: Evidence) -> Measure:
 
 def _kept_seconds(seen: Evidence, left_seconds: float) -> float:
     """Seconds kept for the level that confirms; 0.0 where one is confirmed or cannot be paid."""
-    if seen.confirmed is not None:
+    if seen.is_surely_confirmed:
         return 0.0
     config = seen.config
     least = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
@@ -176,12 +173,19 @@ def _explore(seen: Evidence, left_seconds: float) -> Measure | None:
     """The next level that brackets or narrows; None where nothing is to gain, or to pay with."""
     if seen.broken and seen.held and seen.capacity.is_narrow:
         return None
-    wanted = _next_rate(seen)
+    wanted = _next_rate(seen, left_seconds)
     if wanted is None:
         return None
     rate, purpose = wanted
-    seconds = _duration(rate, purpose, seen.config, left_seconds)
+    wanted_seconds = _narrow_seconds(seen, left_seconds) if purpose == "narrow" else 0.0
+    seconds = _duration(rate, wanted_seconds, seen.config, left_seconds)
     return None if seconds is None else _measure(seen, rate, seconds, purpose)
+
+
+def _narrow_seconds(seen: Evidence, left_seconds: float) -> float:
+    """As long as a level that confirms, where that is no large part of what is left."""
+    least = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
+    return max(seen.config.level_seconds_max, min(least, NARROW_SHARE * left_seconds))
 
 
 def _measure(seen: Evidence, rate: float, seconds: float, purpose: Purpose) -> Measure:
@@ -199,7 +203,9 @@ def _confirm(seen: Evidence, left_seconds: float) -> Measure | None:
     if not seen.broken:
         low = max(seen.held)
     measured = candidates(seen.levels, slo)
-    floor = max(seen.confirmed or 0.0, config.min_rate) * 1.02
+    floor = config.min_rate
+    if seen.is_surely_confirmed:
+        floor = max(floor, 1.02 * (seen.confirmed or 0.0))
     fresh = np.geomspace(low, low * LOWEST_CONFIRMED, 15).tolist()
     again = [rate for rate in measured if rate <= low]
     rates = [r for r in sorted({*fresh, *again}, reverse=True) if floor <= r <= config.max_rate]
@@ -218,28 +224,21 @@ def _is_nearly_alone(seen: Evidence) -> bool:
     return rate is not None and not seen.held and rate <= NEARLY_ALONE * _single_stream_rate(seen)
 
 
-def _cannot_confirm(seen: Evidence, left_seconds: float) -> str | None:
-    """Why no rate can be confirmed with what is left, by a wide margin; None where one may be."""
-    is_bracketed = bool(seen.held and seen.broken) and len(seen.loaded) >= LEAST_LEVELS
-    if seen.confirmed is not None or not is_bracketed:
-        return None
+def _to_confirm(seen: Evidence) -> str:
+    """What a confirming level would take; "" where one is confirmed, or none is to be expected."""
+    if seen.confirmed is not None or not seen.held:
+        return ""
     low = min(seen.belief.quantile(1 - seen.config.confidence), max(seen.held))
     least = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
     needed = [
-        (max(least, seconds), float(rate))
+        (max(least, seconds) * (1 + seen.config.overhead), float(rate))
         for rate in np.geomspace(low, low * LOWEST_CONFIRMED, 8)
         if (seconds := seconds_to_confirm(float(rate), seen.belief, seen.slo, luck=0.0)) is not None
     ]
     if not needed:
-        return None
+        return ""
     seconds, rate = min(needed)
-    seconds *= 1 + seen.config.overhead
-    if seconds <= HOPELESS * left_seconds:
-        return None
-    return (
-        f"about {seconds:.0f} s at {rate:.2g} requests/s would be needed to confirm a rate, "
-        f"{left_seconds:.0f} s were left"
-    )
+    return f"; to confirm {rate:.2g} requests/s would take about {seconds:.0f} s"
 
 
 def _finished(seen: Evidence, why: str) -> Finished:
@@ -248,7 +247,8 @@ def _finished(seen: Evidence, why: str) -> Finished:
 
 
 def _out_of_budget(seen: Evidence) -> Finished:
-    return _finished(seen, f"the budget of {seen.config.budget_seconds:.0f} s is used up")
+    used = f"the budget of {seen.config.budget_seconds:.0f} s is used up"
+    return _finished(seen, used + _to_confirm(seen))
 
 
 def _single_stream(config: SearchConfig) -> Measure:
@@ -278,7 +278,7 @@ def _next_fixed(seen: Evidence) -> Measure | Finished:
     return _measure(seen, rate, seconds, "fixed")
 
 
-def _next_rate(seen: Evidence) -> tuple[float, Purpose] | None:
+def _next_rate(seen: Evidence, left_seconds: float) -> tuple[float, Purpose] | None:
     """The rate to measure; None: only an idle server is left to ask."""
     if not seen.held and not seen.broken:
         return _within(_hint(seen), seen.config), "bracket"
@@ -293,7 +293,9 @@ def _next_rate(seen: Evidence) -> tuple[float, Purpose] | None:
     odds = (due - good + 0.5) / (good + 0.5)
     plainly = odds > PLAINLY * (1 - seen.slo.target) / seen.slo.target
     top = high if plainly else high * 1.25
-    rate = seen.belief.most_telling_rate(seen.config.level_seconds_max, low / 1.25, top)
+    seconds = _narrow_seconds(seen, left_seconds)
+    hidden = (seen.slo.ttft_seconds or 0.0) / STEADY_WINDOWS / seconds
+    rate = seen.belief.most_telling_rate(seconds, low / 1.25, top, hidden)
     return _within(rate, seen.config), "narrow"
 
 
@@ -352,12 +354,10 @@ def _more_single_stream(seen: Evidence, left_seconds: float) -> Measure | None:
 
 
 def _duration(
-    rate: float, purpose: Purpose, config: SearchConfig, left_seconds: float
+    rate: float, least_seconds: float, config: SearchConfig, left_seconds: float
 ) -> float | None:
     """Seconds to measure at this rate; None: what is left does not pay for the shortest level."""
-    wanted = config.level_seconds(rate)
-    if purpose == "narrow":
-        wanted = max(wanted, config.level_seconds_max)
+    wanted = max(config.level_seconds(rate), least_seconds)
     affordable = left_seconds / (1 + config.overhead)
     if affordable >= wanted + config.level_seconds_min:
         return wanted

@@ -17,6 +17,7 @@ from loadtests.metrics.level_summary import (
     arrivals_of,
     backends_of,
     counts_of,
+    is_one_at_a_time,
     latencies_of,
     resources_of,
     throughput_of,
@@ -55,7 +56,7 @@ def summarise(
         for s in samples
         if started_unix_seconds is None or window.holds(s.unix_seconds - started_unix_seconds)
     ]
-    counts = counts_of(inside, slo)
+    counts = counts_of(inside, slo, rate is None and is_one_at_a_time(inside))
     steady = None if rate is None else _is_steady(records, inside, window, slo)
     summary = Summary(
         window=window,

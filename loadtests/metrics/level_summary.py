@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -124,11 +125,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return not any(warning.is_serious for warning in self.warnings)
 
 
-def counts_of(inside: Sequence[RequestRecord], slo: Slo) -> Counts:
-    """`inside` are the records due in the window, in order of due time."""
+def counts_of(inside: Sequence[RequestRecord], slo: Slo, is_alone: bool = False) -> Counts:
+    """`inside` are the records due in the window, in order of due time.
+
+    `is_alone`: one at a time, so none shares its fate with another.
+    """
     good = [is_good(r, slo) for r in inside]
     runs = runs_of(good)
-    together = counted_as_one(sum(good), len(good), runs)
+    together = 1.0 if is_alone else counted_as_one(sum(good), len(good), runs)
     low, high = wilson(sum(good) / together, len(good) / together, slo.confidence)
     failed = Counter(kind for r in inside if (kind := failure_kind(r)) is not None)
     return Counts(
@@ -141,6 +145,14 @@ def counts_of(inside: Sequence[RequestRecord], slo: Slo) -> Counts:
         attainment_high=high,
         dispersion=together,
         runs=runs,
+    )
+
+
+def is_one_at_a_time(inside: Sequence[RequestRecord]) -> bool:
+    """No request met another."""
+    return all(
+        one.ended_seconds is not None and one.ended_seconds <= after.due_seconds
+        for one, after in pairwise(inside)
     )
 
 

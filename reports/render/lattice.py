@@ -258,5 +258,5 @@ def _letter(
     if marked([level], cell.capacity)[0].confirms:
         return "h"
     one = judged(level, slo)
-    together = counted_as_one(one.good, one.due, one.runs)
+    together = 1.0 if level.is_single_stream else counted_as_one(one.good, one.due, one.runs)
     return level_verdict(one.good, one.due, together, slo, one.is_steady)[0]

@@ -105,7 +105,8 @@ def test_verdicts_follow_from_wilsons_bounds(folder: Path, written: Path) -> Non
     for row in table(written / "levels.csv"):
         due, p = int(row["due"]), int(row["good"]) / int(row["due"])
         runs = plain_runs(starts[row["level"]], requests)
-        n = due / counted_as_one(int(row["good"]), due, runs)
+        together = counted_as_one(int(row["good"]), due, runs) if row["rate_per_second"] else 1.0
+        n = due / together
         root = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
         low, high = (
             (p + z * z / (2 * n) - root) / (1 + z * z / n),

@@ -301,6 +301,7 @@ def measure(
         due=len(counted),
         good=int(good.sum()),
         duration_seconds=max(end - warm, 1e-3),
+        warmup_seconds=warm,
         runs=runs_of(good.tolist()),
         mean_e2e_seconds=float((played.ends - due)[counted].mean()) if len(counted) else None,
         is_steady=is_steady(due[counted], played.ttft[counted], warm, end, world.slo.ttft_seconds),

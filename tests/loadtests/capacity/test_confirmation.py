@@ -50,6 +50,12 @@ def test_levels_at_one_rate_count_together():
     assert candidates([one, one], NINE) == {2.0: (44, 44)}
 
 
+def test_a_rate_above_the_interval_is_confirmed_only_where_no_lower_one_is():
+    seen = [level(rate, 400, 400) for rate in (1.0, 2.0, 3.0)]
+    found = [confirmed_rate(seen, NINE, CLUMP, low) for low in (0.5, 1.0, 2.5, 9.0)]
+    assert found == [1.0, 1.0, 2.0, 3.0]
+
+
 def test_a_rate_above_one_that_failed_is_not_confirmed():
     seen = [level(1.0, 100, 100), level(2.0, 60, 100), level(3.0, 100, 100)]
     assert confirmed_rate(seen, NINE, CLUMP) == 1.0

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.capacity.estimate import estimate
-from loadtests.capacity.levels import Level, level_of, pooled
+from loadtests.capacity.levels import Level, hidden_overload, level_of, pooled
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import CapacityStatus
@@ -65,6 +65,16 @@ def test_a_rate_that_ran_long_enough_and_held_is_confirmed():
     assert (unbroken.status, unbroken.held, unbroken.high) == (CapacityStatus.AT_LEAST, 4.0, None)
     growing = [msgspec.structs.replace(one, is_steady=False) for one in levels]
     assert estimate(growing, SearchConfig(), NINE).held is None
+
+
+def test_a_level_hides_an_overload_until_ttft_is_at_the_limit():
+    patient = Slo("patient", 30.0, None, target=0.9)
+    long = level(4.0, 400, 400, 100.0, warmup_seconds=20.0)
+    assert hidden_overload(long, patient) == 0.25
+    steady = msgspec.structs.replace(long, is_steady=True)
+    assert hidden_overload(steady, patient) == pytest.approx(0.25 / 3)
+    assert hidden_overload(level(4.0, 40, 40, 10.0), patient) == 1.0
+    assert hidden_overload(long, Slo("none", None, 0.1, target=0.9)) == 0.0
 
 
 def test_the_number_of_server_starts_stands_with_the_capacity():

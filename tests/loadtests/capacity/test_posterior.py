@@ -113,6 +113,21 @@ def test_levels_that_contradict_each_other_widen_the_interval():
     assert width(apart) > 1.3 * width(alike)
 
 
+def test_a_good_share_says_nothing_of_an_overload_that_the_level_hides():
+    """A queue that grows is good until TTFT is at the limit."""
+
+    def interval(hidden):
+        seen = [Observation(6.0, 597, 600, hidden=hidden), Observation(9.0, 90, 900, hidden=0.05)]
+        found = posterior([Observation(3.0, 898, 900), *seen], 0.01, 1000.0, 0.9)
+        return found.quantile(0.05)
+
+    shown, hides, blind = interval(0.0), interval(0.25), interval(1.0)
+    assert 6.0 * 0.75 * 0.9 < hides < 0.9 * shown and 3.0 < blind < 0.8 * hides
+    # A bad share is evidence all the same.
+    bad = posterior([Observation(6.0, 200, 600, hidden=0.05)], 0.01, 1000.0, 0.9)
+    assert bad.quantile(0.95) < 6.3
+
+
 def test_what_differs_from_start_to_start_widens_the_interval_of_the_next():
     """Levels of one start agree among each other, and say little of the next start."""
 

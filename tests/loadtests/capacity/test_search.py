@@ -45,6 +45,7 @@ def assert_sane(found: Capacity):
         ("4 slots of 0.51 s", 5.9, 6.3, 900.0, 2.0),
         ("135M on a CPU", 2.6, 2.9, 900.0, 0.5),
         ("half speed 10 % of the time", 0.3, 0.5, 3600.0, None),
+        ("TTFT limit 30 s", 1.6, 1.9, 3600.0, 0.5),
     ],
 )
 def test_intervals_cover_the_capacity_and_what_is_said_to_hold_does(name, low, high, budget, aim):
@@ -100,6 +101,29 @@ def test_the_end_of_the_budget_is_kept_for_a_level_that_confirms():
     assert found.capacity.status is CapacityStatus.CONFIRMED and elapsed <= 630.0
     held = [one for one in levels if one.rate == found.capacity.held]
     assert sum(one.duration_seconds for one in held) >= 59.0 and all(one.is_whole for one in held)
+
+
+def test_what_cannot_be_confirmed_is_narrowed_to_the_end_of_the_budget():
+    """Confirming would take hours at this rate; the interval is worth having all the same."""
+    slow = msgspec.structs.replace(SINGLE_STREAM, mean_e2e_seconds=10.0)
+    levels = [slow, level(0.02, 20, 20), level(0.04, 27, 30), level(0.08, 5, 30)]
+    config = SearchConfig(budget_seconds=900.0)
+    step = next_step(levels, config, NINE, 500.0)
+    assert isinstance(step, Measure) and step.purpose == "narrow"
+    end = next_step(levels, config, NINE, 899.0)
+    assert isinstance(end, Finished) and "to confirm 0.0" in end.capacity.reason
+
+
+def test_a_level_that_narrows_is_as_long_as_the_limit_asks():
+    patient = Slo("patient", 10.0, None, target=0.9)
+    levels = [SINGLE_STREAM, level(4.0, 400, 400), level(8.0, 100, 800)]
+    config = SearchConfig(budget_seconds=4000.0)
+    for slo, seconds in ((NINE, 120.0), (patient, 300.0)):
+        step = next_step(levels, config, slo, 0.0)
+        assert isinstance(step, Measure) and (step.purpose, step.duration_seconds) == (
+            "narrow",
+            seconds,
+        )
 
 
 def test_the_first_thing_asked_is_an_idle_server():

@@ -62,6 +62,16 @@ def test_a_level_in_numbers():
     assert level.is_valid
 
 
+def test_single_stream_requests_are_independent():
+    """40 of 40 good are enough at 90 %, and would not be of requests that share their fate."""
+    alone = [request(i, due=2.0 * i) for i in range(40)]
+    level = summarise(alone, [], Window(0.0, 80.0), SLO)
+    assert (level.counts.dispersion, level.verdict) == (1.0, "holds")
+    two_users = [request(i, due=1.0 * (i // 2)) for i in range(40)]
+    assert summarise(two_users, [], Window(0.0, 20.0), SLO).verdict == "unresolved"
+    assert summarise(alone, [], Window(0.0, 80.0), SLO, rate=0.5).verdict == "unresolved"
+
+
 def test_a_stall_shows_in_itl_and_not_only_in_means():
     steady = [request(i, due=float(i), tokens=21) for i in range(20)]
     stamps = [2.5 + 0.05 * k + (2.0 if k > 10 else 0.0) for k in range(21)]
