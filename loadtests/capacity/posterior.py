@@ -147,14 +147,12 @@ def posterior(
     capacities = np.geomspace(min(rates) / REACH, max(rates) * REACH, CAPACITY_POINTS)
     by_slope = -0.5 * ((np.log(SLOPES) - math.log(SLOPE_MEDIAN)) / SLOPE_SPREAD) ** 2
     prior = np.tile(by_slope, (len(capacities), 1))
-    shares = [
-        np.maximum(
-            share_good(o.rate, capacities[:, None], SLOPES[None, :], target, o.due),
-            _unseen(o.rate, capacities, o.hidden, target)[:, None],
-        )
-        for o in seen
+    shares = [share_good(o.rate, capacities[:, None], SLOPES[None, :], target, o.due) for o in seen]
+    unseen = [_unseen(o.rate, capacities, o.hidden, target)[:, None] for o in seen]
+    by_curve = [
+        _log_likelihood(o, share, early)
+        for o, share, early in zip(seen, shares, unseen, strict=True)
     ]
-    by_curve = [_log_likelihood(o, share) for o, share in zip(seen, shares, strict=True)]
     by_order = [_by_order(o, capacities, target)[:, None] for o in seen]
     clump = clumping([(o.due - o.good, o.due, o.runs) for o in seen])
     bad = [(o.due - o.good + 0.5) / (o.due + 1.0) for o in seen]
@@ -245,9 +243,12 @@ def nearness(bad_share: float, target: float) -> float:
     return 1.0 / (1.0 + (distance / NEAR) ** 2)
 
 
-def _log_likelihood(o: Observation, share: Array) -> Array:
+def _log_likelihood(o: Observation, share: Array, early: Array | float = 0.0) -> Array:
+    """One-sided: at least the share `early` may be good whatever the capacity is; a bad request
+    counts in full.
+    """
     bad: Array = (o.due - o.good) * np.log1p(-np.minimum(share, 1 - 1e-12))
-    return o.good * np.log(share) + bad
+    return o.good * np.log(np.maximum(share, early)) + bad
 
 
 def _by_order(o: Observation, capacities: Array, target: float) -> Array:
