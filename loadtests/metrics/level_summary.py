@@ -151,7 +151,7 @@ def counts_of(inside: Sequence[RequestRecord], slo: Slo, is_alone: bool = False)
 def is_one_at_a_time(inside: Sequence[RequestRecord]) -> bool:
     """No request met another."""
     return all(
-        one.ended_seconds is not None and one.ended_seconds <= after.due_seconds
+        one.ended_seconds is not None and one.ended_seconds <= after.due_seconds + LATE_SECONDS
         for one, after in pairwise(inside)
     )
 

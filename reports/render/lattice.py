@@ -110,6 +110,7 @@ class Rejudged:
             due=len(good),
             good=sum(good),
             duration_seconds=level.summary.window.seconds,
+            warmup_seconds=level.summary.window.start_seconds,
             runs=runs_of(good),
             mean_e2e_seconds=level.summary.latencies.e2e.mean,
             is_valid=_is_valid(level, slo),
