@@ -19,7 +19,7 @@ from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, Memor
 from serving.backends.options import parse_options
 from serving.errors import BackendUnavailable, EngineFailed, KvFull, OutOfMemory, Unsupported
 from serving.sampling.sampler import sample
-from serving.sampling.types import Row, Sampled
+from serving.sampling.types import NO_TOKEN, Row, Sampled
 
 _MULTIPLIER, _MASK = 6364136223846793005, (1 << 64) - 1
 _LOAD_FAILURES: dict[str, type[Exception]] = {
@@ -73,8 +73,9 @@ class FakeOptions(msgspec.Struct, frozen=True):
     eos_token: int = 0
     eos_every: int | None = None  # draw `eos_token` where the hash is a multiple; None: never
     # load_oom, load_failed, backend_missing, unsupported;
-    # runtime_oom, engine_died, abort, exit, hang
+    # runtime_oom, engine_died, abort, exit, hang, nan (of the step's logits)
     fail_cause: str | None = None
+    fail_token: int | None = None  # a running failure strikes only where a row holds it
     fail_after_steps: int = 0  # when a running failure strikes
     fail_once_file: str | None = None  # fail only if this file does not exist, and make it
 
@@ -114,7 +115,8 @@ class FakeBackend:
     def step(self, rows: list[Row]) -> list[Sampled]:
         options = self._options
         is_due = self._steps >= options.fail_after_steps
-        if self._failure is not None and self._failure not in _LOAD_FAILURES and is_due:
+        poison = [r.slot for r in rows if options.fail_token in (None, *r.tokens.tolist())]
+        if self._failure is not None and self._failure not in _LOAD_FAILURES and is_due and poison:
             self._fail()
         self._steps += 1
         held = sum(len(states) - 1 for states in self._kv)
@@ -137,7 +139,14 @@ class FakeBackend:
             count = len(row.tokens)
             seconds += options.row_seconds if count == 1 else options.prompt_token_seconds * count
         _pass(seconds, options.is_busy)
-        return self._draw([row for row in rows if row.wants_token])
+        wanting = [row for row in rows if row.wants_token]
+        drawn = self._draw(wanting)
+        if self._failure == "nan":
+            return [
+                Sampled(NO_TOKEN) if row.slot in poison else found
+                for row, found in zip(wanting, drawn, strict=True)
+            ]
+        return drawn
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         self._kv[target] = self._kv[source][: tokens + 1]
@@ -191,6 +200,8 @@ class FakeBackend:
                 os.abort()
             case "exit":
                 os._exit(3)
+            case "nan":
+                pass
             case "hang":
                 time.sleep(3600)
             case _:

@@ -26,8 +26,10 @@ from serving.engine.output import detail, end_delta, failed_delta, token_delta
 from serving.engine.prefill_budget import PREFILL_MULTIPLE, PrefillBudget
 from serving.engine.sequence import Kind, Sequence
 from serving.engine.slot_pool import SlotPool
-from serving.errors import KvFull, ServingError
-from serving.sampling.types import Row, Sampled
+from serving.errors import EngineFailed, KvFull, NotNumbers, ServingError
+from serving.sampling.types import NO_TOKEN, Row, Sampled
+
+MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
 
 
 class Scheduler:
@@ -62,6 +64,7 @@ class Scheduler:
         self._cancelled: set[int] = set()
         self._serial = 0
         self._with_deadline = 0
+        self._broken = 0  # sequences ended by NaN since a token was drawn
         self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
     @property
@@ -185,6 +188,10 @@ class Scheduler:
             if not row.wants_token:
                 continue
             found = next(drawn)
+            if found.token == NO_TOKEN:
+                deltas.append(self._no_numbers(sequence))
+                continue
+            self._broken = 0
             if row.target is not None:
                 assert found.logprobs is not None
                 sequence.scores.append(detail(row.target, found.logprobs))
@@ -197,6 +204,17 @@ class Scheduler:
             deltas.append(delta)
             if delta.finish is not None:
                 self._release(sequence)
+
+    def _no_numbers(self, sequence: Sequence) -> Delta:
+        """End a sequence whose logits are NaN; its KV is worth nothing. Raises EngineFailed where
+        that is so of one after another."""
+        self._broken += 1
+        if self._broken > MOST_BROKEN:
+            raise EngineFailed("the model's logits are not numbers (NaN), whatever it is asked")
+        sequence.computed = 0
+        self._release(sequence)
+        problem = NotNumbers("this prompt makes the model's logits NaN")
+        return failed_delta(sequence.id, problem, sequence.text.finish())
 
     def _admit(self, now: float) -> None:
         while self.waiting and len(self.running) < self.info.slots:

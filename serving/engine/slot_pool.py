@@ -37,7 +37,7 @@ class SlotPool:
 
     def release(self, slot: int, tokens: Tokens, now: float) -> None:
         """Make the slot idle; `tokens` are in its KV."""
-        if self._reuses:
+        if self._reuses and len(tokens):
             self._held[slot] = tokens
             self._idle_since[slot] = now
         else:

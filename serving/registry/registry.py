@@ -105,7 +105,7 @@ class Registry:
 
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""
-        self._background.keep(self._watch_idle())
+        self._background.keep(self._watch())
         self._background.keep(
             self._load_all([t for t in self.tenants.values() if t.prepared.model.load == "start"])
         )
@@ -384,11 +384,18 @@ class Registry:
         await self._unload(old, "another model was swapped in", "swapped")
         self._retiring.discard(old)
 
-    async def _watch_idle(self) -> None:
-        """Unload models without requests for `idle_unload_seconds`."""
+    async def _watch(self) -> None:
+        """Unload models without requests for `idle_unload_seconds`; after a pause, load those
+        again whose engines kept dying."""
         while True:
             await asyncio.sleep(idle_check_seconds(self.tenants.values()))
             for tenant in list(self.tenants.values()):
+                supervisor = tenant.supervisor
+                if supervisor.state == EngineState.failed and tenant.load is None:
+                    if not tenant.retry_at:
+                        tenant.burnt_out(supervisor.reason or "no reason given")
+                    elif tenant.fuses and time.monotonic() >= tenant.retry_at:
+                        self._load_soon(tenant, evict=False)
                 limit = tenant.prepared.model.idle_unload_seconds
                 idle = time.monotonic() - tenant.used_at
                 is_ready = tenant.supervisor.state == EngineState.ready

@@ -19,6 +19,8 @@ from serving.supervisor.supervisor import Supervisor
 
 RETRY_FIRST_SECONDS = 5.0  # between loads of a model that does not load
 RETRY_LONGEST_SECONDS = 300.0
+FUSE_FIRST_SECONDS = 300.0  # until a model whose engines kept dying is loaded again
+FUSE_LONGEST_SECONDS = 3600.0  # also: after so long it begins with the shortest pause again
 
 
 class Tenant:
@@ -32,7 +34,7 @@ class Tenant:
         self.supervisor = supervisor
         self.placement: Placement = prepared.placement
         self.holders = 0  # requests that are being answered
-        self.used_at = time.monotonic()
+        self.used_at = self.loaded_at = time.monotonic()
         self.used_unix: float | None = None
         self.on_demand = True  # a request may load it
         self.doing: str | None = None  # what a load or swap is at, where no engine says it
@@ -41,6 +43,7 @@ class Tenant:
         self.failures = 0
         self.retry_at = 0.0
         self.problem: str | None = None  # why the last load or swap failed
+        self.fuses = 0  # how often its engines kept dying, lately
 
     @property
     def name(self) -> str:
@@ -97,13 +100,23 @@ class Tenant:
         self.failures = 0
         self.retry_at = 0.0
         self.problem = None
-        self.used_at = time.monotonic()
+        self.used_at = self.loaded_at = time.monotonic()
 
     def load_failed(self, problem: str) -> None:
         """A load has failed: the pause before the next one doubles."""
         pause = min(RETRY_LONGEST_SECONDS, RETRY_FIRST_SECONDS * 2.0**self.failures)
         self.failures += 1
         self.retry_at = time.monotonic() + pause
+        self.problem = problem
+
+    def burnt_out(self, problem: str) -> None:
+        """Its engines kept dying: the pause before it is loaded again doubles."""
+        now = time.monotonic()
+        if now - self.loaded_at > FUSE_LONGEST_SECONDS:
+            self.fuses = 0
+        pause = min(FUSE_LONGEST_SECONDS, FUSE_FIRST_SECONDS * 2.0**self.fuses)
+        self.fuses += 1
+        self.retry_at = now + pause
         self.problem = problem
 
     def give_up_waiting(self) -> None:

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import EngineFailed
+from serving.errors import NotNumbers
 from serving.sampling.types import Logits, Row, Sampling
 
 Ids = npt.NDArray[np.int64]
@@ -90,15 +90,13 @@ def _scratch(vocabulary: int) -> _Scratch:
 
 
 def check_numbers(best: npt.NDArray[np.float32] | np.float32) -> None:
-    """`best`: maxima of logits. Raises EngineFailed where one is no number."""
+    """`best`: maxima of logits. Raises NotNumbers where one is no number."""
     if np.isnan(best).any():
-        raise EngineFailed(
-            "the model's logits are not numbers (NaN): its weights or its KV cache are broken"
-        )
+        raise NotNumbers("the model's logits are not numbers (NaN)")
 
 
 def draw_tokens(works: list[Logits], rows: list[Row]) -> list[int]:
-    """One token a row; temperatures are above 0. Raises EngineFailed for logits that are NaN."""
+    """One token a row; temperatures are above 0. Raises NotNumbers for logits that are NaN."""
     tokens = [-1] * len(rows)
     maxima = np.stack([group_maxima(work) for work in works])
     best = maxima.max(axis=1)

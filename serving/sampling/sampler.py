@@ -14,10 +14,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from serving.errors import Unsupported
+from serving.errors import NotNumbers, Unsupported
 from serving.sampling.draw import Ids, check_numbers, draw_tokens, top_ids
 from serving.sampling.types import (
     GREEDY_BELOW,
+    NO_TOKEN,
     Logits,
     Row,
     Sampled,
@@ -38,12 +39,25 @@ class Constraint(Protocol):
 
 
 def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
-    """One token per row of `logits`, which is not written. Raises EngineFailed for NaN logits,
+    """One token per row of `logits`, which is not written; NO_TOKEN for a row of NaN. Raises
     Unsupported where a row wants a grammar and its `state` is no Constraint."""
     if len(rows) != len(logits):
         raise ValueError(f"{len(logits)} rows of logits for {len(rows)} rows to sample")
     if not rows:
         return []
+    try:
+        return _sample(logits, rows)
+    except NotNumbers:
+        good = np.flatnonzero(~np.isnan(logits).any(axis=1)).tolist()
+        out = [Sampled(NO_TOKEN) for _ in rows]
+        drawn = _sample(logits[good], [rows[index] for index in good]) if good else []
+        for index, found in zip(good, drawn, strict=True):
+            out[index] = found
+        return out
+
+
+def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
+    """The same. Raises NotNumbers before any grammar has gone on."""
     special = [index for index, row in enumerate(rows) if not _is_plain(row)]
     if not special:
         return [Sampled(token) for token in _argmax(logits)]
@@ -61,11 +75,12 @@ def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
     for index in special:
         row = rows[index]
         token = tokens[index] if index in tokens else _argmax(works[index][None])[0]
-        if row.sampling.is_constrained and row.target is None:
-            row.state.accept(token)
         wanted = row.sampling.logprobs
         report = None if wanted is None else _logprobs(logits[index], token, wanted)
         out[index] = Sampled(token, report)
+    for index in special:
+        if rows[index].sampling.is_constrained and rows[index].target is None:
+            rows[index].state.accept(out[index].token)
     return out
 
 

@@ -88,9 +88,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_values: list[float]
 
 
+NO_TOKEN = -1
+
+
 @dataclass(slots=True)
 class Sampled:
-    """One drawn token."""
+    """One drawn token; NO_TOKEN where the row's logits are no numbers (NaN)."""
 
     token: int
     logprobs: TokenLogprobs | None = None

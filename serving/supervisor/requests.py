@@ -19,8 +19,9 @@ from serving.errors import Overloaded
 from serving.supervisor.admission import Ledger, QueueBounds
 from serving.supervisor.process import EngineProcess
 from serving.supervisor.stream import Stream
+from serving.supervisor.suspects import Suspects
 
-MOST_ATTEMPTS = 3  # engines that one sequence is given to: it may be the one that kills them
+MOST_ATTEMPTS = 2  # engines that one sequence is given to: it may be the one that kills them
 _NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -33,6 +34,7 @@ class Requests:
         self._streams: dict[int, Stream] = {}
         self._engines: dict[int, EngineProcess] = {}  # who has it; the others wait for an engine
         self._ids = itertools.count(1)
+        self._suspects = Suspects()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -44,12 +46,14 @@ class Requests:
             raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
 
     def admit(self, request: GenerationRequest) -> Stream:
-        """A new sequence, not yet given to an engine. Raises Overloaded."""
+        """A new sequence, not yet given to an engine. Raises Overloaded, Unavailable."""
         prompt_tokens = len(request.prompt)
-        self.check_room(prompt_tokens, request.max_tokens)
         now = time.monotonic()
+        self._suspects.check(request, now)
+        self.check_room(prompt_tokens, request.max_tokens)
         stream = Stream(next(self._ids), request, self.cancel, now)
         self._streams[stream.id] = stream
+        self._suspects.admitted(stream.id, request)
         self.ledger.admit(stream.id, prompt_tokens, request.max_tokens, now)
         return stream
 
@@ -87,6 +91,7 @@ class Requests:
                 continue
             if delta.tokens:
                 self.ledger.progressed(delta.id, delta.tokens, now)
+                self._suspects.showed(delta.id)
             if delta.finish is None:
                 self._streams[delta.id].push(delta)
             else:
@@ -102,7 +107,10 @@ class Requests:
         """
         for sequence in sorted(engine.sequences):
             stream = self._streams[sequence]
-            if not retry or stream.handed_over or stream.attempts >= MOST_ATTEMPTS:
+            died = not engine.asked_to_end
+            guilty = died and self._suspects.died_with(stream.request, time.monotonic())
+            tried = stream.handed_over or stream.attempts >= MOST_ATTEMPTS
+            if not retry or tried or guilty:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue
             engine.sequences.discard(sequence)
@@ -142,5 +150,7 @@ class Requests:
         engine = self._engines.pop(delta.id, None)
         if engine is not None:
             engine.sequences.discard(delta.id)
-        self.ledger.finished(delta.id, naturally=delta.finish in _NATURAL)
+        naturally = delta.finish in _NATURAL
+        self._suspects.ended(delta.id, naturally)
+        self.ledger.finished(delta.id, naturally)
         stream.push(delta)

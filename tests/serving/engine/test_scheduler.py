@@ -12,7 +12,7 @@ from serving.backends.fake import FakeBackend, continuation
 from serving.engine.messages import Delta, GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.engine.slot_pool import common_prefix
-from serving.errors import ServingError, Unsupported
+from serving.errors import EngineFailed, ServingError, Unsupported
 from serving.sampling.types import Row, Sampled, Sampling
 
 VOCABULARY = 500
@@ -393,6 +393,23 @@ def test_the_end_of_a_grammar_ends_its_own_sequence_and_no_other(
     assert (last.finish, last.error, last.parameter) == (finish, str(problem), parameter)
     assert len(out[1]) == 4
     assert text_of(out[2]) == expected_text([6, 7, 8], 20)
+
+
+def test_logits_that_are_no_numbers_end_their_own_sequence_and_leave_no_kv() -> None:
+    scheduler, backend = make(options={"fail_cause": "nan", "fail_token": 9})
+    scheduler.add(request(1, list(range(10, 50)), 5))
+    scheduler.add(request(2, [*range(10, 50), 9], 5))
+    out = run(scheduler)
+    assert text_of(out[1]) == expected_text(list(range(10, 50)), 5)
+    assert out[2][-1].finish == "error" and "NaN" in str(out[2][-1].error)
+    assert scheduler.stats().kv_used_tokens == 0
+    scheduler.add(request(3, list(range(10, 50)), 1))
+    run(scheduler)
+    assert scheduler.busy is False
+    with pytest.raises(EngineFailed, match="whatever it is asked"):
+        for number in range(10, 20):
+            scheduler.add(request(number, [9], 5))
+            run(scheduler)
 
 
 def test_a_pool_smaller_than_one_context_is_refused() -> None:

@@ -19,6 +19,7 @@ from serving.errors import Busy, LoadFailed, Unavailable
 from serving.http.admin_wire import ModelState
 from serving.metrics import ServerMetrics
 from serving.placement.plan import NoPlacement
+from serving.registry import registry, tenant
 from serving.registry.model import ModelRouter, Vocabulary, read_vocabulary
 from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, prepare
@@ -263,6 +264,31 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
             )
             await until(lambda: registry.states()["a"] == "ready")
             (await registry.hold("a"))()
+
+    run(scenario())
+
+
+def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenant, "FUSE_FIRST_SECONDS", 0.5)
+    monkeypatch.setattr(registry, "idle_check_seconds", lambda tenants: 0.01)
+
+    async def scenario() -> None:
+        async with fleet_of(model("a", fail_cause="exit", fail_token=9)) as fleet:
+            a = fleet.tenants["a"]
+            for tries in (1, 2):
+                await until(lambda: a.supervisor.state == "ready")
+                for token in range(9):
+                    poison = GenerationRequest([token, 9], 1)
+                    if a.supervisor.state == "ready":
+                        stream = a.supervisor.submit(poison)
+                        assert merged([delta async for delta in stream]).finish == "error"
+                    await until(lambda: a.supervisor.state in ("ready", "failed"))
+                await until(lambda: a.retry_at > 0)
+                problem = await refused(fleet, "a")
+                assert "the engine died 5 times" in problem.reason
+                assert 0 < problem.retry_after_seconds < 0.5 * tries
 
     run(scenario())
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.special import log_softmax, softmax
 
-from serving.errors import EngineFailed, Unsupported
+from serving.errors import Unsupported
 from serving.sampling.draw import top_ids, uniforms
 from serving.sampling.sampler import sample
-from serving.sampling.types import Row, Sampled, Sampling
+from serving.sampling.types import NO_TOKEN, Row, Sampled, Sampling
 
 F32 = npt.NDArray[np.float32]
 
@@ -128,13 +128,21 @@ def test_ties_go_to_the_lower_id() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=4)]
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_k=4),
+        Sampling(logprobs=2),
+    ],
 )
-def test_logits_that_are_no_numbers_are_an_engine_failure(sampling: Sampling) -> None:
-    logits = np.zeros((1, 300), np.float32)
-    logits[0, 5] = np.nan
-    with pytest.raises(EngineFailed, match="NaN"):
-        sample(logits, [make_row(sampling)])
+def test_a_row_that_is_no_numbers_draws_nothing_and_harms_no_other(sampling: Sampling) -> None:
+    logits = np.zeros((3, 300), np.float32)
+    logits[:, 7] = 90.0
+    logits[1, 5] = np.nan
+    rows = [make_row(sampling) for _ in range(3)]
+    assert [found.token for found in sample(logits, rows)] == [7, NO_TOKEN, 7]
+    assert [found.token for found in sample(logits[1:2], rows[:1])] == [NO_TOKEN]
 
 
 # --- distributions

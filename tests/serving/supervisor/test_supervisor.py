@@ -18,9 +18,11 @@ import uvloop
 from serving.backends.base import EngineConfig
 from serving.engine.messages import GenerationRequest
 from serving.errors import EngineFailed, Overloaded, Unavailable
+from serving.sampling.types import Sampling
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
+from serving.supervisor.suspects import Suspects
 from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -268,10 +270,59 @@ def test_a_request_that_kills_every_engine_is_given_up_and_the_server_lives(
         async with running(config(fail_cause="abort")) as supervisor:
             result = await collect(supervisor.submit(GenerationRequest([1], 5)))
             assert result.finish == "error" and "SIGABRT" in (result.error or "")
-            assert kinds(supervisor).count("died") == 3
+            assert kinds(supervisor).count("died") == 2
             await supervisor.wait_ready(20)
 
     run(scenario())
+
+
+def test_a_request_that_kills_engines_is_then_refused_and_others_are_served(
+    config: Callable[..., EngineConfig],
+) -> None:
+    poison, good = GenerationRequest([9], 5), GenerationRequest([5], 5)
+
+    async def scenario() -> None:
+        limits = RecoveryLimits(backoff_first_seconds=0.01)
+        one = config(fail_cause="exit", fail_token=9)
+        async with running(one, limits=limits) as supervisor:
+            for deaths in (2, 3):  # twice, then alone
+                assert (await collect(supervisor.submit(poison))).finish == "error"
+                assert kinds(supervisor).count("died") == deaths
+                await supervisor.wait_ready(20)
+                assert (await collect(supervisor.submit(good))).finish == "length"
+            with pytest.raises(Unavailable, match="engines died while") as refused:
+                supervisor.submit(msgspec.structs.replace(poison, sampling=Sampling(seed=3)))
+            assert refused.value.code == "engine_killer"
+            assert 500 < refused.value.retry_after_seconds <= 600
+
+    run(scenario())
+
+
+def test_those_that_were_there_when_engines_died_are_tried_one_at_a_time() -> None:
+    suspects = Suspects()
+    killer, first, second = (GenerationRequest([token], 5) for token in (9, 1, 2))
+    for now in (0.0, 1.0):
+        for request in (killer, first, second):
+            assert not suspects.died_with(request, now)
+    suspects.check(first, 2.0)
+    suspects.admitted(1, first)
+    suspects.check(first, 2.0)  # another answer to it
+    with pytest.raises(Unavailable, match="after another such"):
+        suspects.check(killer, 2.0)
+    suspects.showed(1)
+    suspects.check(killer, 2.0)
+    suspects.admitted(2, killer)
+    assert suspects.died_with(killer, 3.0) and not suspects.died_with(first, 3.0)
+    suspects.ended(2, naturally=False)
+    with pytest.raises(Unavailable, match="4 engines died"):
+        suspects.check(killer, 600.0)
+    suspects.check(killer, 604.0)
+    suspects.check(second, 4.0)
+    suspects.admitted(3, second)
+    suspects.ended(3, naturally=True)
+    suspects.check(first, 4.0)
+    suspects.admitted(4, first)
+    suspects.check(second, 4.0)  # it has been answered since
 
 
 def test_the_breaker_opens_after_too_many_deaths(config: Callable[..., EngineConfig]) -> None:
