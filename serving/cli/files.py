@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 
 from serving.errors import ServingError
+from serving.http.auth import Key, named_keys, only_key
 from serving.registry.options import ServeOptions
 
 
@@ -38,11 +39,19 @@ def check_files(options: ServeOptions) -> None:
             )
 
 
-def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
-    """The API key and the admin key; None where none is asked for. Raises ServingError."""
-    api = read_key(options.api_key_env, options.api_key_file, "--api-key")
+def keys_of(options: ServeOptions) -> tuple[tuple[Key, ...], str | None]:
+    """The API keys and the admin key; none where none is asked for. Raises ServingError."""
+    api = only_key(read_key(options.api_key_env, options.api_key_file, "--api-key"), "API")
+    if options.api_keys_file is not None:
+        if api:
+            raise ServingError("--api-keys-file and a single --api-key-... exclude each other")
+        text = read_key(None, options.api_keys_file, "--api-keys") or ""
+        try:
+            api = named_keys(text)
+        except ValueError as problem:
+            raise ServingError(f"--api-keys-file {options.api_keys_file}: {problem}") from None
     admin = read_key(options.admin_key_env, options.admin_key_file, "--admin-key")
-    if admin is not None and admin == api:
+    if admin is not None and admin.encode() in (key.value for key in api):
         raise ServingError(
             "--admin-key-... is the same key as --api-key-...; "
             "whoever may ask a model may not load and unload them"

@@ -31,6 +31,7 @@ from serving.hardware.gpu import find_gpus
 from serving.http.admin import ROUTES as ADMIN_ROUTES
 from serving.http.admin import LoopbackOnly
 from serving.http.app import App, app_of
+from serving.http.auth import Key, only_key
 from serving.http.connections import (
     is_loopback,
     listen,
@@ -74,7 +75,7 @@ def launch(options: ServeOptions) -> int:
     narrator = Narrator(out, as_json=options.log_format == "json")
     check_files(options)
     narrator.take_logging(options.log_requests)
-    api_key, admin_key = keys_of(options)
+    api_keys, admin_key = keys_of(options)
     memory_limit = None
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
@@ -82,7 +83,7 @@ def launch(options: ServeOptions) -> int:
     models = models_of(options)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
-        if api_key is None and not is_loopback(listener):
+        if not api_keys and not is_loopback(listener):
             narrator.say(
                 f"WARNING: --host {options.host} opens this server to everybody who can reach this "
                 "machine, since it has no key; --api-key-env or --api-key-file gives it one"
@@ -109,7 +110,7 @@ def launch(options: ServeOptions) -> int:
         for one in prepared:
             registry.add(one)
         narrator.on_lost = registry.router.metrics.lost_lines.inc
-        app = _app(options, registry.router, narrator, (api_key, admin_key))
+        app = _app(options, registry.router, narrator, (api_keys, admin_key))
         served = [Listening(app, listener, options.tls_certificate, options.tls_key, origins)]
         if admin is not None:
             served.append(_admin(admin, app, admin_key, narrator))
@@ -136,15 +137,15 @@ def _app(
     options: ServeOptions,
     router: ModelRouter,
     narrator: Narrator,
-    keys: tuple[str | None, str | None],
+    keys: tuple[Sequence[Key], str | None],
 ) -> App:
     """The endpoint, with the admin routes where they have a key and no port of their own."""
-    api_key, admin_key = keys
+    api_keys, admin_key = keys
     here = options.admin_port is None and admin_key is not None
     return app_of(
         router,
         _limits(options, narrator),
-        api_key,
+        api_keys,
         admin=ADMIN_ROUTES if here else (),
         admin_key=admin_key if here else None,
         tracer=make_tracer(options.otlp_endpoint),
@@ -155,8 +156,8 @@ def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -
     """The admin routes on their own port."""
     open_to = "" if key else " (for anybody on this machine: no --admin-key-...)"
     narrator.say(f"admin routes on {url_of(port)}/admin/{open_to}")
-    encoded = None if key is None else key.encode()
-    return Listening(LoopbackOnly(App(app.router, app.limits, encoded, ADMIN_ROUTES)), port)
+    keys = only_key(key, "admin")
+    return Listening(LoopbackOnly(App(app.router, app.limits, keys, ADMIN_ROUTES)), port)
 
 
 def _limits(options: ServeOptions, narrator: Narrator) -> Limits:

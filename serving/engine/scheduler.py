@@ -5,10 +5,12 @@
     while scheduler.busy:
         deltas = scheduler.step()
 
-A step holds decode rows first, one token each, then prompt tokens, oldest sequence first, up to a
-budget (serving.engine.prefill_budget; the backend's whole step where nobody decodes). When the KV
-pool is full, idle prefixes go first, then the youngest sequence returns to the queue with what it
-has generated. Prompt log-probabilities cost one step a token: each is a row that scores the next.
+A free slot goes to the owner with the fewest slots for its share, there to the request with the
+fewest, there to the oldest (`next_of`). A step holds decode rows first, one token each, then prompt
+tokens, oldest sequence first, up to a budget (serving.engine.prefill_budget; the backend's whole
+step where nobody decodes). When the KV pool is full, idle prefixes go first, then the youngest
+sequence returns to the queue with what it has generated. Prompt log-probabilities cost one step a
+token: each is a row that scores the next.
 
 Knows token ids and numpy arrays; no tensors, sockets or HTTP.
 """
@@ -16,8 +18,8 @@ Knows token ids and numpy arrays; no tensors, sockets or HTTP.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 
 from serving.backends.base import Backend, EngineConfig
 from serving.engine.detokenizer import StreamText
@@ -218,13 +220,17 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         while self.waiting and len(self.running) < self.info.slots:
-            sequence = self.waiting[0]
-            wanted = self._used() + sequence.length + len(self.running)
-            if self.running and wanted > self.info.kv_tokens:
+            sequence = next_of(self.waiting, self.running.values())
+            promised = sum(s.length for s in self.running.values())
+            if (
+                self.running
+                and promised + sequence.length + len(self.running) > self.info.kv_tokens
+            ):
                 return  # it would only be preempted again
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             computed = {slot: s.tokens[: s.computed] for slot, s in self.running.items()}
-            sequence.slot, sequence.computed = self._slots.take(sequence.reusable, computed)
+            found = self._slots.take(sequence.reusable, computed, sequence.origin.cache)
+            sequence.slot, sequence.computed = found
             if sequence.scheduled is None:
                 sequence.scheduled = now
                 sequence.cached = sequence.computed
@@ -278,3 +284,18 @@ class Scheduler:
             self._release(sequence)
         self._cancelled.clear()
         return deltas
+
+
+def next_of(waiting: Collection[Sequence], running: Collection[Sequence]) -> Sequence:
+    """Who of those that wait (at least one) gets the next slot. Those who had one come first."""
+    if len(waiting) == 1:
+        return next(iter(waiting))
+    owners = Counter(s.origin.owner for s in running)
+    requests = Counter(s.origin.request for s in running if s.origin.request)
+
+    def place(s: Sequence) -> tuple[bool, float, int, int]:
+        origin = s.origin
+        held = owners[origin.owner] / origin.share, requests[origin.request]
+        return s.scheduled is None, *held, s.serial
+
+    return min(waiting, key=place)

@@ -29,6 +29,7 @@ class Sequence:
         self.id = submit.id
         self.serial = serial
         self.sampling = request.sampling
+        self.origin = request.origin
         self.text = text
         self.stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:

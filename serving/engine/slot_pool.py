@@ -20,6 +20,7 @@ class SlotPool:
         self._backend = backend
         self._reuses = reuses
         self._held: list[Tokens] = [_NOTHING] * backend.info.slots  # of idle slots
+        self._caches = [""] * backend.info.slots  # who may reuse what a slot holds
         self._idle_since = [0.0] * backend.info.slots
 
     @property
@@ -27,10 +28,13 @@ class SlotPool:
         """Tokens in the KV of idle slots."""
         return sum(len(held) for held in self._held)
 
-    def take(self, wanted: Tokens, running: Mapping[int, Tokens]) -> tuple[int, int]:
+    def take(
+        self, wanted: Tokens, running: Mapping[int, Tokens], cache: str = ""
+    ) -> tuple[int, int]:
         """A free slot, and how many tokens of `wanted` its KV holds. `running`: the tokens computed
-        in the slots in use, whose prefixes may be copied."""
-        slot, reused = self._choose(wanted, running)
+        in the slots in use, whose prefixes may be copied. Only slots of this `cache` are reused."""
+        slot, reused = self._choose(wanted, running, cache)
+        self._caches[slot] = cache
         self._held[slot] = _NOTHING
         self._backend.truncate(slot, reused)
         return slot, reused
@@ -53,12 +57,13 @@ class SlotPool:
         self._held[oldest] = _NOTHING
         return True
 
-    def _choose(self, wanted: Tokens, running: Mapping[int, Tokens]) -> tuple[int, int]:
+    def _choose(self, wanted: Tokens, running: Mapping[int, Tokens], cache: str) -> tuple[int, int]:
         free = [slot for slot in range(len(self._held)) if slot not in running]
         if not self._reuses:
             return free[0], 0
         common = [
-            common_prefix(running.get(slot, held), wanted) for slot, held in enumerate(self._held)
+            common_prefix(running.get(slot, held), wanted) if of == cache else 0
+            for slot, (held, of) in enumerate(zip(self._held, self._caches, strict=True))
         ]
         best = max(range(len(common)), key=lambda slot: (common[slot], slot in free, -slot))
         if common[best] < MIN_REUSED_TOKENS:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServingError
 from serving.http import status
-from serving.http.auth import check_head, key_bytes
+from serving.http.auth import Key, check_head, only_key
 from serving.http.chat.responses_api import responses
 from serving.http.chat.route import chat_completions
 from serving.http.completions import completions
@@ -131,16 +131,16 @@ class App:
         self,
         router: ModelRouter,
         limits: Limits,
-        key: bytes | None = None,
+        keys: Sequence[Key] = (),
         routes: Sequence[Route] = ROUTES,
-        admin_key: bytes | None = None,
+        admin_keys: Sequence[Key] = (),
         tracer: Tracer | None = None,
     ) -> None:
         self.router = router
         self.limits = limits
         self.tracer = tracer
-        self._key = key
-        self._admin_key = admin_key
+        self._keys = keys
+        self._admin_keys = admin_keys
         self._routes = routes
         self._labels = {
             path: route.path
@@ -165,8 +165,9 @@ class App:
         scope["exchange"] = exchange
         self.router.metrics.open_requests.inc()
         try:
-            admin = self._admin_key is not None and scope["path"].startswith("/admin/")
-            check_head(scope, self.limits, self._admin_key if admin else self._key)
+            admin = self._admin_keys and scope["path"].startswith("/admin/")
+            keys = self._admin_keys if admin else self._keys
+            exchange.key = check_head(scope, self.limits, keys)
             await self._router(scope, receive, send)
         except ClientGone:
             exchange.status = CLIENT_GONE
@@ -221,19 +222,20 @@ class App:
 def app_of(
     router: ModelRouter,
     limits: Limits,
-    api_key: str | None = None,
+    api_key: str | Sequence[Key] | None = None,
     admin: Sequence[Route] = (),
     admin_key: str | None = None,
     tracer: Tracer | None = None,
 ) -> App:
-    """The HTTP side of a router. `admin`: routes under /admin/, opened by `admin_key` alone.
+    """The HTTP side of a router. `api_key`: the only one, or named ones. `admin`: routes under
+    /admin/, opened by `admin_key` alone.
 
     Raises ValueError for an empty key, and for admin routes without a key.
     """
     if bool(admin) != (admin_key is not None):
         raise ValueError("admin routes and an admin key belong together")
-    key, apart = key_bytes(api_key, "API"), key_bytes(admin_key, "admin")
-    return App(router, limits, key, (*ROUTES, *admin), apart, tracer)
+    keys = only_key(api_key, "API") if isinstance(api_key, str | None) else api_key
+    return App(router, limits, keys, (*ROUTES, *admin), only_key(admin_key, "admin"), tracer)
 
 
 def _answer_to(problem: Exception, exchange: Exchange) -> ApiError:
@@ -280,6 +282,8 @@ def _log_line(exchange: Exchange, code: int) -> dict[str, Any]:
         line["ignored"] = sorted(key[:80] for key in exchange.ignored)[:16]
     if exchange.served_model is not None:
         line["model"] = exchange.served_model.served_name
+    if exchange.key is not None and exchange.key.name:
+        line["key"] = exchange.key.name
     if exchange.error is not None:
         line["error"] = exchange.error
     if exchange.trace_id is not None:

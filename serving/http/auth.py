@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from starlette.types import Scope
 
@@ -18,13 +21,47 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((bytes(value) for found, value in scope["headers"] if found == name), None)
 
 
-def key_bytes(key: str | None, what: str) -> bytes | None:
-    """The key as it is compared. Raises ValueError for an empty one."""
+class Key(NamedTuple):
+    """A key, whose it is, and the part of slots and queue that is theirs where others want it."""
+
+    name: str  # "": the only key, which several people may have
+    value: bytes
+    share: float = 1.0  # of 1
+
+
+def only_key(key: str | None, what: str) -> tuple[Key, ...]:
+    """The one key there is. Raises ValueError for an empty one."""
     if key is None:
-        return None
+        return ()
     if not key.strip():
         raise ValueError(f"the {what} key is empty; leave it out to serve without one")
-    return key.strip().encode()
+    return (Key("", key.strip().encode()),)
+
+
+def named_keys(text: str) -> tuple[Key, ...]:
+    """Keys from lines of `name key [share]`, # begins a comment; shares are relative, default 1.
+
+    Raises ValueError, which names the line and never a key.
+    """
+    found: dict[str, tuple[bytes, float]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            name, key, share = words if len(words) == 3 else (*words, "1")
+            weight = float(share)
+        except ValueError:
+            raise ValueError(f"line {number}: not of the form `name key [share]`") from None
+        if not 0 < weight < math.inf:
+            raise ValueError(f"line {number}: the share must be a number above 0")
+        if name in found or key.encode() in (other for other, _ in found.values()):
+            raise ValueError(f"line {number}: this name or key stands there already")
+        found[name] = key.encode(), weight
+    if not found:
+        raise ValueError("no key in it")
+    total = sum(weight for _, weight in found.values())
+    return tuple(Key(name, key, weight / total) for name, (key, weight) in found.items())
 
 
 def same_key(given: bytes, key: bytes) -> bool:
@@ -32,20 +69,23 @@ def same_key(given: bytes, key: bytes) -> bool:
     return hmac.compare_digest(given, key)
 
 
-def check_head(scope: Scope, limits: Limits, key: bytes | None) -> None:
-    """Raises ApiError for a head that is too large, or without the key where one is set."""
+def check_head(scope: Scope, limits: Limits, keys: Sequence[Key]) -> Key | None:
+    """Whose request it is; None where no key is needed. Raises ApiError for a head that is too
+    large, or without a key where some are set."""
     fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     size = len(scope["raw_path"]) + len(scope["query_string"]) + fields
     if size > limits.header_bytes:
         text = f"the headers have {size} bytes; {limits.header_bytes} are allowed"
         raise ApiError(431, text, code="headers_too_large", headers=CLOSE)
-    if key is None or scope["path"] in OPEN_ROUTES:
-        return
+    if not keys or scope["path"] in OPEN_ROUTES:
+        return None
     scheme, _, given = (header(scope, b"authorization") or b"").partition(b" ")
-    if scheme.lower() != b"bearer" or not same_key(given.strip(), key):
+    who = [key for key in keys if same_key(given.strip(), key.value)]  # all of them, always
+    if scheme.lower() != b"bearer" or not who:
         raise ApiError(
             401,
             "an API key is needed: Authorization: Bearer <key>",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    return who[0]

@@ -5,6 +5,7 @@ A content event costs one JSON string and one concatenation: its constant parts 
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from serving.engine.messages import Delta, FinishReason, TokenDetail
+from serving.engine.messages import Delta, FinishReason, Origin, TokenDetail
+from serving.http.auth import Key
 from serving.http.chat.parts import Splitter
 from serving.http.exchange import Exchange
 from serving.http.validation import ValidRequest
@@ -31,6 +33,7 @@ from serving.metrics import Metrics
 from serving.registry.model import ServedModel, StreamLike
 
 _FINISHES: dict[str, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+SHARED_GRAIN = 64  # tokens
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -91,6 +94,7 @@ class Choice:
     first_of_prompt: bool
     stream: StreamLike
     whole: bool  # one delta at the end
+    cached_grain: int = 1  # cached tokens are told in multiples of it
     times: Timings = field(default_factory=_now)
     tokens: int = 0
     cached: int | None = None
@@ -120,7 +124,7 @@ class Choice:
     def took(self, delta: Delta, began: float, metrics: Metrics) -> None:
         """Account for one delta."""
         if delta.cached_tokens is not None:
-            self.cached = delta.cached_tokens
+            self.cached = delta.cached_tokens // self.cached_grain * self.cached_grain
         if delta.details:
             self.details += delta.details
         if delta.prompt_details is not None:
@@ -183,7 +187,15 @@ class Call(ABC):
         self.served_model = served_model
         self.exchange = exchange
         self.request = request
-        self.valid = valid
+        key, salt = exchange.key, request.cache_salt
+        # Whoever shares a key could read another's prompt by the count of its cached tokens.
+        self.cached_grain = SHARED_GRAIN if key is not None and not key.name and not salt else 1
+        who = key or Key("", b"")
+        origin = Origin(
+            who.name, who.share, 1 + secrets.randbits(62), "\0".join((who.name, salt or ""))
+        )
+        generation = msgspec.structs.replace(valid.generation, origin=origin)
+        self.valid = msgspec.structs.replace(valid, generation=generation)
         self.id = f"{self.prefix}-{exchange.serial}"
         self.created = int(time.time())
         self.streamed = bool(request.stream)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from serving.http.auth import CLOSE, header
+from serving.http.auth import CLOSE, Key, header
 from serving.http.limits import Limits
 from serving.http.wire.decoding import decode
 from serving.http.wire.errors import ApiError
@@ -36,7 +36,17 @@ class Exchange:
 
     __slots__ = (
         *("scope", "limits", "serial", "request_id", "began", "backend", "status", "error"),
-        *("started", "ended", "gone", "served_model", "release", "call", "choices", "trace_id"),
+        *(
+            "started",
+            "ended",
+            "gone",
+            "served_model",
+            "release",
+            "call",
+            "choices",
+            "trace_id",
+            "key",
+        ),
         *("ignored", "_receive", "_send"),
     )
 
@@ -49,6 +59,7 @@ class Exchange:
         self.serial = secrets.token_hex(12)
         self.request_id = _request_id(header(scope, b"x-request-id"), self.serial)
         self.backend: Callable[[], bytes] = lambda: b"none"  # what serves at the moment
+        self.key: Key | None = None  # that it came with
         self.status: int | None = None
         self.error: str | None = None  # the code of the error that was answered
         self.started = self.ended = self.gone = False

@@ -44,13 +44,22 @@ async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
 
 
 def submitted(call: Call, prompts: Sequence[Prompt]) -> list[Choice]:
-    """All sequences of the request, or none. Raises Unavailable, Overloaded."""
+    """All sequences of the request, or none. Raises Unavailable, Overloaded.
+
+    As many as there are slots are submitted now; another one when one of them has ended.
+    """
+    asked = [(prompt, number) for prompt in prompts for number in range(call.valid.choices)]
+    ready = call.served_model.supervisor.ready
+    slots = len(asked) if ready is None else ready.info.slots
+    turns = asyncio.Semaphore(slots)
     choices: list[Choice] = []
     try:
-        for prompt in prompts:
-            for number in range(call.valid.choices):
-                stream = _stream(call, prompt, number)
-                choices.append(Choice(len(choices), prompt, number == 0, stream, not call.streamed))
+        for index, (prompt, number) in enumerate(asked):
+            stream = _stream(call, prompt, number) if index < slots else None
+            if stream is None or len(asked) > slots:
+                stream = _InTurn(call, prompt, number, turns, stream)
+            first, whole = number == 0, not call.streamed
+            choices.append(Choice(index, prompt, first, stream, whole, call.cached_grain))
     except (Unavailable, Overloaded):
         for accepted in choices:
             accepted.stream.cancel()
@@ -66,6 +75,44 @@ def _stream(call: Call, prompt: Prompt, choice: int) -> StreamLike:
     if request.sampling.prompt_logprobs is None:
         return _NOTHING
     return _PromptOnly(call.served_model.supervisor.submit(request))
+
+
+class _InTurn:
+    """The stream of a sequence that is submitted when its request has fewer at work than slots."""
+
+    def __init__(
+        self,
+        call: Call,
+        prompt: Prompt,
+        choice: int,
+        turns: asyncio.Semaphore,
+        stream: StreamLike | None = None,
+    ) -> None:
+        self._asked = call, prompt, choice
+        self._turns = turns
+        self._stream = stream
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        async with self._turns:
+            while self._stream is None:
+                if self._cancelled:
+                    yield Delta(0, 0, "", FinishReason.CANCELLED)
+                    return
+                try:
+                    self._stream = _stream(*self._asked)
+                except Overloaded as full:  # others have come between
+                    await asyncio.sleep(min(1.0, full.retry_after_seconds))
+                except Unavailable as problem:
+                    yield Delta(0, 0, "", FinishReason.ERROR, error=str(problem))
+                    return
+            async for delta in self._stream:
+                yield delta
 
 
 class _Nothing:

@@ -223,6 +223,15 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     api_key_file: Annotated[
         str | None, option(HTTP, "File that holds the API key.", "", "FILE")
     ] = None
+    api_keys_file: Annotated[
+        str | None,
+        option(
+            HTTP,
+            "File of named API keys, a line each: name key [share of slots and queue].",
+            "",
+            "FILE",
+        ),
+    ] = None
     tls_certificate: Annotated[
         str | None, option(HTTP, "Serve HTTPS with this certificate (PEM).", "", "FILE")
     ] = None

@@ -390,12 +390,8 @@ class Registry:
         while True:
             await asyncio.sleep(idle_check_seconds(self.tenants.values()))
             for tenant in list(self.tenants.values()):
-                supervisor = tenant.supervisor
-                if supervisor.state == EngineState.failed and tenant.load is None:
-                    if not tenant.retry_at:
-                        tenant.burnt_out(supervisor.reason or "no reason given")
-                    elif tenant.fuses and time.monotonic() >= tenant.retry_at:
-                        self._load_soon(tenant, evict=False)
+                if tenant.given_up and tenant.may_load_again():
+                    self._load_soon(tenant, evict=False)
                 limit = tenant.prepared.model.idle_unload_seconds
                 idle = time.monotonic() - tenant.used_at
                 is_ready = tenant.supervisor.state == EngineState.ready

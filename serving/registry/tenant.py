@@ -109,15 +109,19 @@ class Tenant:
         self.retry_at = time.monotonic() + pause
         self.problem = problem
 
-    def burnt_out(self, problem: str) -> None:
-        """Its engines kept dying: the pause before it is loaded again doubles."""
+    def may_load_again(self) -> bool:
+        """Of a failed model: whether its pause is over, where its engines kept dying. The pause
+        doubles each time."""
         now = time.monotonic()
+        if self.retry_at:
+            return bool(self.fuses) and now >= self.retry_at
         if now - self.loaded_at > FUSE_LONGEST_SECONDS:
             self.fuses = 0
         pause = min(FUSE_LONGEST_SECONDS, FUSE_FIRST_SECONDS * 2.0**self.fuses)
         self.fuses += 1
         self.retry_at = now + pause
-        self.problem = problem
+        self.problem = self.supervisor.reason or "no reason given"
+        return False
 
     def give_up_waiting(self) -> None:
         """End a load that has not begun; one whose engine runs ends with the engine."""

@@ -143,6 +143,10 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def waits(self, sequence: int) -> bool:
+        """True until it shows its first token."""
+        return sequence in self._entries and not self._entries[sequence].begun
+
     @property
     def waiting(self) -> int:
         """Sequences admitted that have shown no token yet."""

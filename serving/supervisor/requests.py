@@ -14,7 +14,15 @@ import time
 
 import msgspec
 
-from serving.engine.messages import Cancel, Delta, FinishReason, GenerationRequest, Step, Submit
+from serving.engine.messages import (
+    Cancel,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Origin,
+    Step,
+    Submit,
+)
 from serving.errors import Overloaded
 from serving.supervisor.admission import Ledger, QueueBounds
 from serving.supervisor.process import EngineProcess
@@ -45,11 +53,23 @@ class Requests:
         if refusal is not None:
             raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
 
+    def _check_share(self, origin: Origin) -> None:
+        """Raises Overloaded where the owner's share of the queue is full."""
+        places = self.ledger.bounds.waiting_requests
+        if origin.share >= 1 or places is None:
+            return
+        most = max(1, int(origin.share * (places + self.ledger.slots)))
+        mine = (s for s in self._streams.values() if s.request.origin.owner == origin.owner)
+        if sum(self.ledger.waits(stream.id) for stream in mine) >= most:
+            text = f"{most} requests of this key are waiting, its share of the queue"
+            raise Overloaded(text, self.ledger.bounds.retry_shortest_seconds + 1.0, "queue_share")
+
     def admit(self, request: GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded, Unavailable."""
         prompt_tokens = len(request.prompt)
         now = time.monotonic()
         self._suspects.check(request, now)
+        self._check_share(request.origin)
         self.check_room(prompt_tokens, request.max_tokens)
         stream = Stream(next(self._ids), request, self.cancel, now)
         self._streams[stream.id] = stream

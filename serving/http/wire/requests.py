@@ -108,6 +108,12 @@ Effort = Annotated[
 ]
 RepeatPenalty = Annotated[float, _about("llama.cpp's name of repetition_penalty.", ge=0.01, le=100)]
 CachePrompt = Annotated[bool, _about("No effect: an answer does not depend on what is reused.")]
+CacheSalt = Annotated[
+    str,
+    _about(
+        "Only requests with the same one (and key) share prefixes.", min_length=1, max_length=256
+    ),
+]
 SlotId = Annotated[int, _about("No effect: a prompt gets the slot that holds most of it.", ge=-1)]
 SkipSpecial = Annotated[bool, _about("false: control tokens as their text; default true.")]
 Echo = Annotated[
@@ -152,6 +158,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: CacheSalt | None = None
     cache_prompt: CachePrompt | None = None
     id_slot: SlotId | None = None
 

@@ -13,13 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from serving.engine.messages import GenerationRequest
 from serving.errors import Overloaded
-from serving.http.app import ROUTES
+from serving.http.app import ROUTES, app_of
+from serving.http.auth import named_keys
 from serving.http.limits import Limits
 from serving.http.wire.openapi import document
 from serving.registry.model import LONGEST_TEXT
 from serving.registry.text_work import TextWork
 from serving.supervisor.status import Event
+from serving.supervisor.stream import Stream
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat, complete, served
 from tests.serving.test_metrics import scraped
 
@@ -320,6 +323,55 @@ def test_a_long_text_is_tokenised_beside_the_loop_and_a_hopeless_one_not_at_all(
     error = complete(port, prompt="x" * 100_000).error
     assert error["code"] == "context_length_exceeded" and "at least" in error["message"]
     assert not supervisor.submitted
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_request_has_as_many_sequences_at_work_as_there_are_slots(streamed: bool) -> None:
+    class Counting(FakeSupervisor):
+        most = 0
+
+        def submit(self, request: GenerationRequest) -> Stream:
+            found = super().submit(request)
+            at_work = sum(not stream.finished for stream in self.streams.values())
+            self.most = max(self.most, at_work)
+            return found
+
+    supervisor = Counting()
+    with served(app_on(supervisor)) as port:
+        answer = complete(port, prompt=["a", "b"], n=5, stream=streamed)
+    assert answer.status == 200 and len(supervisor.submitted) == 10 and supervisor.most == 4
+    if not streamed:
+        assert [choice["text"] for choice in answer.json["choices"]] == ["Hello, world"] * 10
+    origins = {request.origin.request for request in supervisor.submitted}
+    assert len(origins) == 1 and 0 not in origins
+
+
+def test_whose_a_request_is_decides_its_share_and_its_cache() -> None:
+    supervisor = FakeSupervisor()
+    keys = named_keys("ann key-a 3  # three quarters\n\nbob key-b\n")
+    with served(app_of(app_on(supervisor).router, Limits(), keys)) as port:
+        for key, salt in (("key-a", None), ("key-b", "x")):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert complete(port, headers=headers, cache_salt=salt).status == 200
+        assert complete(port, headers={"Authorization": "Bearer key-c"}).status == 401
+    ann, bob = (request.origin for request in supervisor.submitted)
+    assert (ann.owner, ann.share, ann.cache) == ("ann", 0.75, "ann\0")
+    assert (bob.owner, bob.share, bob.cache) == ("bob", 0.25, "bob\0x")
+    for wrong in ("", "ann", "ann k 0", "ann k nan", "ann k\nann l", "ann k\nbob k", "a b c d"):
+        with pytest.raises(ValueError, match="line|no key"):
+            named_keys(wrong)
+
+
+def test_a_key_that_several_may_have_is_not_told_exactly_what_was_cached() -> None:
+    """A guess of another's prompt would be confirmed token by token."""
+    supervisor = FakeSupervisor(by_hand=True)
+    with served(app_on(supervisor, api_key="k")) as port, ThreadPoolExecutor(1) as asking:
+        for number, (salt, told) in enumerate([(None, 64), ("mine", 100)], 1):
+            headers = {"Authorization": "Bearer k"}
+            answer = asking.submit(complete, port, headers=headers, cache_salt=salt)
+            supervisor.push_soon(number, "x", "stop", cached_tokens=100)
+            usage = answer.result().json["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == told
 
 
 def test_a_slow_template_is_rendered_beside_the_loop() -> None:
