@@ -91,7 +91,8 @@ class Delta(msgspec.Struct, array_like=True):
 
     The first delta of a sequence has `cached_tokens` (prompt tokens whose KV was reused),
     `queue_seconds` (arrival to first scheduled), `prefill_seconds` (first scheduled to first token)
-    and, where asked for, `prompt_details` (of the prompt's tokens from the second on).
+    and, where asked for, `prompt_details` (of the prompt's tokens from the second on, whose first
+    thousands may come before, without a token).
     `reasoning_tokens`: output tokens up to the request's `thought_end`, once it is drawn.
     """
 

@@ -28,7 +28,14 @@ def token_delta(sequence: Sequence, drawn: Sampled, now: float) -> Delta:
         delta.prefill_seconds = now - scheduled
         if sequence.scoring is not None:
             delta.prompt_details = sequence.scores
+            sequence.scores = []
     return delta
+
+
+def scores_delta(sequence: Sequence) -> Delta:
+    """The scores of a piece of the prompt, ahead of the first token."""
+    scores, sequence.scores = sequence.scores, []
+    return Delta(sequence.id, 0, "", prompt_details=scores)
 
 
 def _text_and_finish(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:

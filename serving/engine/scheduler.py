@@ -24,13 +24,14 @@ from collections.abc import Callable, Collection
 from serving.backends.base import Backend, EngineConfig
 from serving.engine.detokenizer import StreamText
 from serving.engine.messages import Delta, FinishReason, StepStats, Submit
-from serving.engine.output import detail, end_delta, failed_delta, token_delta
+from serving.engine.output import detail, end_delta, failed_delta, scores_delta, token_delta
 from serving.engine.prefill_budget import PREFILL_MULTIPLE, PrefillBudget
 from serving.engine.sequence import Kind, Sequence
 from serving.engine.slot_pool import SlotPool
 from serving.errors import EngineFailed, KvFull, NotNumbers, ServingError
 from serving.sampling.types import NO_TOKEN, Row, Sampled
 
+SCORES_AT_ONCE = 512  # of a prompt's tokens in one message; all of them would be megabytes
 MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
 
 
@@ -196,7 +197,10 @@ class Scheduler:
             self._broken = 0
             if row.target is not None:
                 assert found.logprobs is not None
+                sequence.scored += 1
                 sequence.scores.append(detail(row.target, found.logprobs))
+                if len(sequence.scores) >= SCORES_AT_ONCE:
+                    deltas.append(scores_delta(sequence))
                 continue
             problem: ServingError | None = getattr(row.state, "error", None)  # of its grammar
             if problem is None:

@@ -49,14 +49,15 @@ class Sequence:
         self.computed = 0  # tokens in the KV
         self.cached = 0  # of these, from another sequence
         self.state: object = None  # of its grammar
-        self.scores: list[TokenDetail] = []  # of the prompt's tokens from the second on
+        self.scored = 0  # tokens of the prompt, from the second on
+        self.scores: list[TokenDetail] = []  # of these, not sent yet
         count = request.sampling.prompt_logprobs
         self.scoring = None if count is None else Sampling(logprobs=count)
 
     @property
     def prompt_left(self) -> int:
         """Known tokens to compute before the next row that draws or scores."""
-        return (len(self.scores) if self._unscored else self.length - 1) - self.computed
+        return (self.scored if self._unscored else self.length - 1) - self.computed
 
     @property
     def kind(self) -> Kind:
@@ -72,11 +73,11 @@ class Sequence:
     @property
     def reusable(self) -> Tokens:
         """The tokens whose KV may come from elsewhere; those whose logits are needed may not."""
-        return self.tokens[: len(self.scores) if self._unscored else self.length - 1]
+        return self.tokens[: self.scored if self._unscored else self.length - 1]
 
     @property
     def _unscored(self) -> int:
-        return 0 if self.scoring is None else self.prompt_length - 1 - len(self.scores)
+        return 0 if self.scoring is None else self.prompt_length - 1 - self.scored
 
     def row(self, count: int) -> Row:
         """The row that computes the next `count` tokens."""

@@ -128,7 +128,7 @@ class Choice:
         if delta.details:
             self.details += delta.details
         if delta.prompt_details is not None:
-            self.scores = delta.prompt_details
+            self.scores = (self.scores or []) + delta.prompt_details
         if delta.reasoning_tokens is not None:
             self.reasoning_tokens = delta.reasoning_tokens
         if not delta.tokens:

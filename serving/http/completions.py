@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 from msgspec import UnsetType
 
 from serving.engine.messages import TokenDetail
@@ -23,7 +25,7 @@ from serving.http.wire.responses import (
     Usage,
     finite,
 )
-from serving.http.wire.sse import event
+from serving.http.wire.sse import encode, event
 from serving.registry.model import ModelRouter, ServedModel
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -91,10 +93,11 @@ class CompletionCall(Call):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _top(self, detail: TokenDetail) -> dict[str, float]:
+    def _top(self, detail: TokenDetail) -> Any:
+        """Encoded by itself: of a large answer, other work may come between two of them."""
         pairs = zip(detail.top_ids, detail.top_values, strict=True)
         top = {self._name(token): finite(value) for token, value in pairs}
-        return top | {self._name(detail.token): finite(detail.logprob)}
+        return msgspec.Raw(encode(top | {self._name(detail.token): finite(detail.logprob)}))
 
     def _offsets(self, tokens: Sequence[int], offset: int) -> list[int]:
         """Where each token's text begins, in characters."""

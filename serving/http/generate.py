@@ -20,14 +20,19 @@ from serving.engine.messages import Delta, FinishReason
 from serving.errors import EngineState, Overloaded, Unavailable
 from serving.http.call import Call, Choice, Prompt
 from serving.http.exchange import ClientGone, Exchange
-from serving.http.wire.errors import ApiError, scrubbed, try_again
+from serving.http.wire.errors import ApiError, invalid, scrubbed, try_again
 from serving.http.wire.responses import Usage, usage_of
+from serving.http.wire.sse import encode
 from serving.registry.model import StreamLike
+from serving.registry.text_work import TEXT_WORK
+
+INLINE_DETAILS = 64  # tokens with log-probabilities; more are put into words in a thread
 
 
 async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
     """Submit every sequence of the request and write its answer. Raises ApiError, ClientGone."""
     exchange, metrics = call.exchange, call.served_model.metrics
+    _check_size(call, prompts)
     choices = submitted(call, prompts)
     exchange.call = call
     exchange.choices = choices
@@ -41,6 +46,21 @@ async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
         for choice in choices:
             choice.stream.cancel()
             choice.ended(FinishReason.CANCELLED, exchange.began, metrics)  # unless it has ended
+
+
+def _check_size(call: Call, prompts: Sequence[Prompt]) -> None:
+    """Raises ApiError 400 where the whole answer might hold too many log-probabilities."""
+    sampling, most = call.valid.generation.sampling, call.exchange.limits.answer_logprobs
+    if call.streamed or sampling.logprobs is None:
+        return
+    tokens = call.valid.choices * sum(prompt.max_tokens for prompt in prompts)
+    size = tokens * (1 + sampling.logprobs)
+    if sampling.prompt_logprobs is not None:
+        scored = call.valid.choices * sum(len(prompt.ids) for prompt in prompts)
+        size += scored * (1 + sampling.prompt_logprobs)
+    if size > most:
+        text = f"{size} of them in an answer of up to {tokens} tokens; {most} are allowed"
+        raise invalid(f"logprobs: {text} without stream", "logprobs")
 
 
 def submitted(call: Call, prompts: Sequence[Prompt]) -> list[Choice]:
@@ -219,7 +239,13 @@ async def _whole(
     _check_ended(choices)
     made, kept = call.valid.choices, call.valid.kept
     shown = choices if kept == made else _best(choices, made, kept)
-    await call.exchange.answer(call.body(shown, _total(choices)))
+
+    def encoded() -> bytes:
+        return encode(call.body(shown, _total(choices)))
+
+    size = sum(len(choice.details) + len(choice.scores or ()) for choice in shown)
+    body = encoded() if size <= INLINE_DETAILS else await TEXT_WORK.run(0, encoded)
+    await call.exchange.answer_bytes(body, b"application/json")
 
 
 def _check_ended(choices: Sequence[Choice]) -> None:

@@ -16,6 +16,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stalled_seconds: float = 60.0  # a reader that takes nothing of what waits for it
     connections: int = 4096
     sequences: int = 128  # prompts * n of one request
+    answer_logprobs: int = 200_000  # log-probabilities of an answer that is not streamed
     messages: int = 4096
     stop_strings: int = 16
     stop_characters: int = 1024  # of one stop string

@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 from serving.errors import Overloaded
 
 T = TypeVar("T")
-THREADS = 2
 MOST_CHARACTERS = 8 << 20  # of all texts at work and waiting: 2 s of one core, 10 s at the worst
 
 
 class TextWork:
-    """A few threads and a queue that is bounded in characters, for one event loop."""
+    """A thread and a queue that is bounded in characters, for one event loop."""
 
-    def __init__(self, threads: int = THREADS, most: int = MOST_CHARACTERS) -> None:
-        self._pool = ThreadPoolExecutor(threads, "text")
+    def __init__(self, most: int = MOST_CHARACTERS) -> None:
+        self._pool = ThreadPoolExecutor(1, "text")
         self._most = most
         self.characters = 0  # at work and waiting
 

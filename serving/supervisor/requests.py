@@ -74,7 +74,10 @@ class Requests:
         stream = Stream(next(self._ids), request, self.cancel, now)
         self._streams[stream.id] = stream
         self._suspects.admitted(stream.id, request)
-        self.ledger.admit(stream.id, prompt_tokens, request.max_tokens, now)
+        if request.sampling.prompt_logprobs is None:
+            self.ledger.admit(stream.id, prompt_tokens, request.max_tokens, now)
+        else:  # each token of the prompt is a step, as each of the answer is
+            self.ledger.admit(stream.id, 1, prompt_tokens - 1 + request.max_tokens, now)
         return stream
 
     def give(self, stream: Stream, engine: EngineProcess) -> None:
@@ -109,8 +112,9 @@ class Requests:
         for delta in step.deltas:
             if self._engines.get(delta.id) is not engine:
                 continue
-            if delta.tokens:
-                self.ledger.progressed(delta.id, delta.tokens, now)
+            steps = delta.tokens + len(delta.prompt_details or ())
+            if steps:
+                self.ledger.progressed(delta.id, steps, now)
                 self._suspects.showed(delta.id)
             if delta.finish is None:
                 self._streams[delta.id].push(delta)

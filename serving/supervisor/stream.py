@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from serving.engine.messages import Delta, GenerationRequest
 
 # Of a Delta: known once in a sequence.
-_ONCE = ("cached_tokens", "queue_seconds", "prefill_seconds", "prompt_details", "reasoning_tokens")
+_ONCE = ("cached_tokens", "queue_seconds", "prefill_seconds", "reasoning_tokens")
 
 
 class Stream:
@@ -80,7 +81,9 @@ class Stream:
         self.attempts += 1
 
     def _readable(self) -> bool:
-        return bool(self._pieces) and (self.finished or not self.request.whole)
+        if self.finished or self.request.whole:
+            return bool(self._pieces) and self.finished
+        return any(piece.tokens for piece in self._pieces)
 
 
 def merged(pieces: list[Delta]) -> Delta:
@@ -92,12 +95,14 @@ def merged(pieces: list[Delta]) -> Delta:
         values = (getattr(piece, field) for piece in pieces)
         return next((value for value in values if value is not None), None)
 
+    scores = [piece.prompt_details for piece in pieces if piece.prompt_details is not None]
     return Delta(
         id=pieces[0].id,
         tokens=sum(piece.tokens for piece in pieces),
         text="".join(piece.text for piece in pieces),
         finish=pieces[-1].finish,
         details=[detail for piece in pieces for detail in piece.details],
+        prompt_details=list(chain(*scores)) if scores else None,
         error=pieces[-1].error,
         parameter=pieces[-1].parameter,
         **{name: first(name) for name in _ONCE},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -34,7 +35,7 @@ from serving.http.wire.responses import (
     finite,
     usage_of,
 )
-from serving.http.wire.sse import event
+from serving.http.wire.sse import encode, event
 from serving.registry.model import ModelRouter, ServedModel
 
 
@@ -104,7 +105,9 @@ class ChatCall(Call):
         details = self.take_details(choice)
         if details is None:
             return None
-        return ChatLogprobs([self._token(detail) for detail in details])
+        # Each is encoded by itself: of a large answer, other work may come between two of them.
+        tokens: list[Any] = [msgspec.Raw(encode(self._token(detail))) for detail in details]
+        return ChatLogprobs(tokens)
 
     def _token(self, detail: TokenDetail) -> TokenLogprob:
         text, data = self._shown(detail.token)

@@ -9,11 +9,13 @@ import pytest
 
 from serving.backends.base import EngineConfig
 from serving.backends.fake import FakeBackend, continuation
+from serving.engine import scheduler as module
 from serving.engine.messages import Delta, GenerationRequest, Origin, Submit
 from serving.engine.scheduler import Scheduler
 from serving.engine.slot_pool import common_prefix
 from serving.errors import EngineFailed, ServingError, Unsupported
 from serving.sampling.types import Row, Sampled, Sampling
+from serving.supervisor.stream import merged
 
 VOCABULARY = 500
 TABLE = [f" t{i}".encode() for i in range(VOCABULARY)]
@@ -410,6 +412,19 @@ def test_logits_that_are_no_numbers_end_their_own_sequence_and_leave_no_kv() -> 
         for number in range(10, 20):
             scheduler.add(request(number, [9], 5))
             run(scheduler)
+
+
+def test_the_scores_of_a_long_prompt_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCORES_AT_ONCE", 4)
+    scheduler, _ = make()
+    prompt = list(range(10, 21))
+    scheduler.add(request(1, prompt, 2, sampling=Sampling(logprobs=0, prompt_logprobs=0)))
+    deltas = run(scheduler)[1]
+    pieces = [[one.token for one in delta.prompt_details or []] for delta in deltas]
+    assert pieces == [prompt[1:5], prompt[5:9], prompt[9:], []]
+    assert [delta.tokens for delta in deltas] == [0, 0, 1, 1]
+    whole = merged(deltas)
+    assert [one.token for one in whole.prompt_details or []] == prompt[1:]
 
 
 def begun(scheduler: Scheduler) -> list[int]:

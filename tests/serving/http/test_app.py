@@ -17,6 +17,7 @@ from serving.engine.messages import GenerationRequest
 from serving.errors import Overloaded
 from serving.http.app import ROUTES, app_of
 from serving.http.auth import named_keys
+from serving.http.completions import CompletionCall
 from serving.http.limits import Limits
 from serving.http.wire.openapi import document
 from serving.registry.model import LONGEST_TEXT
@@ -325,6 +326,27 @@ def test_a_long_text_is_tokenised_beside_the_loop_and_a_hopeless_one_not_at_all(
     assert not supervisor.submitted
 
 
+def test_a_whole_answer_holds_so_many_log_probabilities_and_is_put_into_words_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: set[str] = set()
+    name = CompletionCall._name
+    monkeypatch.setattr(
+        CompletionCall,
+        "_name",
+        lambda *given: threads.add(threading.current_thread().name) or name(*given),
+    )
+    with served(app_on(FakeSupervisor(["x"] * 100), limits=Limits(answer_logprobs=600))) as port:
+        assert complete(port, max_tokens=2, logprobs=1).status == 200
+        assert not any(thread.startswith("text") for thread in threads)
+        long = complete(port, max_tokens=100, logprobs=1).json["choices"][0]["logprobs"]
+        assert long["tokens"] == ["x"] * 100 and set(long["top_logprobs"][99]) == {"x"}
+        assert any(thread.startswith("text") for thread in threads)
+        error = complete(port, max_tokens=100, n=4, logprobs=1).error
+        assert error["param"] == "logprobs" and "800 of them" in error["message"]
+        assert complete(port, max_tokens=100, n=4, logprobs=1, stream=True).status == 200
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_request_has_as_many_sequences_at_work_as_there_are_slots(streamed: bool) -> None:
     class Counting(FakeSupervisor):
@@ -394,7 +416,7 @@ def test_a_slow_template_is_rendered_beside_the_loop() -> None:
 def test_a_text_of_millions_is_not_tokenised_and_the_queue_of_texts_has_an_end(port: int) -> None:
     error = ask(port, "POST", "/tokenize", {"prompt": "x" * (LONGEST_TEXT + 1)}).error
     assert (error["code"], error["param"]) == ("text_too_long", "prompt")
-    busy = TextWork(threads=1, most=10)
+    busy = TextWork(most=10)
     ended = threading.Event()
 
     async def queue() -> None:
