@@ -105,7 +105,8 @@ def _write(source: Path, spec: ModelSpec, weight_format: str, out: Path, say: Pr
     own_format = OWN_FORMAT[check_tensors(source, spec)]
     vocabulary = gguf_vocabulary(source, spec.vocabulary)
     stored = read_tensors(source)
-    with tempfile.TemporaryDirectory(prefix=".convert-", dir=out.parent) as scratch:
+    # `making` finds what a killed conversion leaves by this name.
+    with tempfile.TemporaryDirectory(".part", f".{out.name}.", dir=out.parent) as scratch:
         whole = Path(scratch, "own.gguf")
         write_file(
             spec,

@@ -82,7 +82,9 @@ def make_onnx(
     found = source_spec(source, spec)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Scratch files lie on the target's disk, which has room for the result.
-    with tempfile.TemporaryDirectory(prefix="convert-onnx-", dir=target.parent) as scratch:
+    # `making` finds what a killed conversion leaves by this name.
+    left = f".{target.name}."
+    with tempfile.TemporaryDirectory(".part", left, dir=target.parent) as scratch:
         staged = Path(scratch, "source")
         stage(source, staged)
         _add_stand_in_tokenizer(staged)

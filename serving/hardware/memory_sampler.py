@@ -50,15 +50,23 @@ class MemorySampler:
         self.engines: list[tuple[str, int, ProcessMemory]] = []
         self.gpus: list[GpuMemory] = []
         self._thread: threading.Thread | None = None
+        self._reading: asyncio.Future[Sample] | None = None
 
     async def sample(
         self, engines: Mapping[int, str], patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
-        """Read both now. `engines`: pid -> model. Never raises."""
-        self.engines = []
-        self.gpus = []
-        if self._thread is not None and self._thread.is_alive():
-            return
+        """Read both now, or join the read under way. `engines`: pid -> model. Never raises."""
+        if self._thread is None or not self._thread.is_alive():
+            self._reading = self._begin(engines)
+        answer: Sample = ([], [])
+        if self._reading is not None:
+            try:
+                answer = await asyncio.wait_for(asyncio.shield(self._reading), patience_seconds)
+            except TimeoutError:
+                self._reading = None  # the next ones do not wait for it
+        self.engines, self.gpus = answer
+
+    def _begin(self, engines: Mapping[int, str]) -> asyncio.Future[Sample]:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Sample] = loop.create_future()
 
@@ -74,5 +82,4 @@ class MemorySampler:
 
         self._thread = threading.Thread(target=read, daemon=True, name="memory-sampler")
         self._thread.start()
-        with contextlib.suppress(TimeoutError):
-            self.engines, self.gpus = await asyncio.wait_for(done, patience_seconds)
+        return done

@@ -134,6 +134,11 @@ def plan(
         raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")
     context = _context(request, facts, obstacles)
     pool = request.kv_tokens if request.kv_tokens is not None else request.slots * context
+    if pool < context:
+        raise NoPlacement(
+            f"kv_tokens = {pool} hold no sequence of context_tokens = {context}; give more of the "
+            "one or fewer of the other"
+        )
     sizes = _sizes(request, pool, facts)
     found = list(candidates(request, sizes, facts, obstacles))
     attempts = tuple(one.attempt for one in found if one.attempt is not None)

@@ -379,9 +379,9 @@ class Registry:
 
     async def _retire(self, old: Tenant) -> None:
         until = time.monotonic() + self.limits.drain_seconds
-        while old.holders and not old.supervisor.in_flight and time.monotonic() < until:
-            await asyncio.sleep(0.05)  # requests that hold it and have not submitted yet
-        await self._unload(old, "another model was swapped in", "swapped")
+        while old.holders and time.monotonic() < until:
+            await asyncio.sleep(0.05)  # some of them have not submitted yet
+        await self._unload(old, "another model was swapped in", "swapped", not old.holders)
         self._retiring.discard(old)
 
     async def _watch(self) -> None:

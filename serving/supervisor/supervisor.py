@@ -194,7 +194,8 @@ class Supervisor(Engines):
         self._requests.fail_all(f"{after} before this request had finished")
         cut_off = self._requests.failed - self._failed_before_stop
         await asyncio.gather(*self._background.cancel(), return_exceptions=True)
-        if self.state == EngineState.draining:
+        # Of an unload and a stop at the same time, the stop has the last word.
+        if self.state == EngineState.draining or state == EngineState.stopped:
             self._current = None
             self._candidate = None
             self._standby = None

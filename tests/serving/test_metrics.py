@@ -231,6 +231,21 @@ def test_a_model_that_is_swapped_keeps_its_counts_and_one_that_is_removed_takes_
     )
 
 
+def test_two_scrapes_at_once_are_both_told() -> None:
+    async def scenario() -> None:
+        sampler = MemorySampler()
+        found = []
+
+        async def scrape() -> None:
+            await sampler.sample({os.getpid(): "m"})
+            found.append([model for model, _, _ in sampler.engines])
+
+        await asyncio.gather(scrape(), scrape())
+        assert found == [["m"], ["m"]]
+
+    asyncio.run(scenario())
+
+
 def test_a_driver_that_hangs_costs_a_scrape_its_patience_once_and_never_blocks_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -81,13 +81,18 @@ def test_a_reference_too_big_for_the_memory_is_said_and_not_made_up(
     monkeypatch.setattr(convert, "_reference_fits", lambda spec: False)
     write_hf_folder(TINY_LLAMA, tmp_path / "source")
     said: list[str] = []
-    manifest = make_gguf(
-        tmp_path / "source",
-        tmp_path / "out.gguf",
-        "Q8_0",
-        progress=lambda what, fraction: said.append(what),
-    )
+    scratch: set[str] = set()
+
+    def progress(what: str, fraction: float | None) -> None:
+        said.append(what)
+        scratch.update(path.name for path in tmp_path.iterdir())
+
+    manifest = make_gguf(tmp_path / "source", tmp_path / "out.gguf", "Q8_0", progress=progress)
     assert manifest.quality_kl_nats is None
+    # What a killed conversion leaves is found by its name when it is tried again.
+    left = {name for name in scratch if name.startswith(".")}
+    assert left and all(name.startswith(".out.gguf.") for name in left), left
+    assert all(name.endswith(".part") for name in left), left
     assert any("logits not compared" in what for what in said)
 
 

@@ -238,6 +238,11 @@ def test_what_does_not_fit_in_memory_is_an_error_unless_asked_for() -> None:
     assert any("does not fit" in line for line in explain(placement))
 
 
+def test_a_pool_that_holds_no_sequence_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(NoPlacement, match="kv_tokens = 8 hold no sequence of context_tokens = 256"):
+        planned(rung("135m").spec, machine(), kv_tokens=8, context_tokens=256)
+
+
 def test_a_container_limit_counts_not_the_host_s_memory() -> None:
     assert planned(EIGHT, machine(64)).device == "cpu"
     with pytest.raises(NoPlacement):

@@ -340,6 +340,9 @@ def test_a_swap_goes_on_serving_and_one_that_fails_changes_nothing() -> None:
                 registry.states() == {"a": "ready"}
                 and ModelState.of(registry.tenants["a"]).problem is None
             )
+            await asyncio.sleep(0.1)
+            late = old.supervisor.submit(GenerationRequest([1], 2))  # by who held it before
+            assert merged([delta async for delta in late]).finish == "length"
             before()
             assert (
                 merged([delta async for delta in stream]).finish == "length"

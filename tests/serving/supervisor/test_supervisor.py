@@ -449,6 +449,16 @@ def test_draining_finishes_what_is_in_flight_and_refuses_the_rest(
     run(scenario())
 
 
+def test_a_stop_during_an_unload_has_the_last_word(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        async with running(config(step_seconds=0.01)) as supervisor:
+            supervisor.submit(GenerationRequest([1], 20))
+            await asyncio.gather(supervisor.unload("idle"), supervisor.stop())
+            assert supervisor.state == "stopped"
+
+    run(scenario())
+
+
 def test_a_drain_has_a_limit_and_a_second_stop_aborts_it(
     config: Callable[..., EngineConfig],
 ) -> None:
