@@ -261,8 +261,9 @@ class EngineProcess:
         if self.alive:  # a process that closes its socket and stays is of no use
             self._loop.call_later(1.0, self.kill)
 
-    def _process_ended(self, returncode: int) -> None:
-        self.returncode = returncode
+    def _process_ended(self) -> None:
+        assert self._process is not None
+        self.returncode = self._process.wait()
         # Data written before the death may still be in the socket: its EOF comes after them.
         self._loop.call_later(1.0, self._tell_exit, True)
         self._tell_exit()
@@ -279,10 +280,16 @@ class EngineProcess:
 
     def _wait(self) -> None:
         assert self._process is not None
-        returncode = self._process.wait()
+        # It stays a zombie until the loop knows: nobody else gets its number, which `kill` kills.
+        try:
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # it is not ours to wait for
+            self._process.wait()
         self._output_ended.wait(0.5)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
-            self._loop.call_soon_threadsafe(self._process_ended, returncode)
+        try:
+            self._loop.call_soon_threadsafe(self._process_ended)
+        except RuntimeError:  # the loop is closed: nobody wants to know
+            self._process.wait()
 
     def _pass_output_on(self) -> None:
         assert self._process is not None and self._process.stdout is not None

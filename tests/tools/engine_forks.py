@@ -40,11 +40,14 @@ class Fork:
         self.pid = pid
         self.stdout = os.fdopen(output, "rb")
         self._status = status
+        self._returned: int | None = None
 
     def wait(self) -> int:
         """The exit status, or minus the signal's number."""
-        with os.fdopen(self._status, "rb") as pipe:
-            return int(pipe.read() or -signal.SIGKILL)  # nothing: its parent was killed too
+        if self._returned is None:
+            with os.fdopen(self._status, "rb") as pipe:  # nothing: its parent was killed too
+                self._returned = int(pipe.read() or -signal.SIGKILL)
+        return self._returned
 
 
 class Forks:

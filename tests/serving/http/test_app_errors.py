@@ -26,6 +26,7 @@ from tests.serving.fakes import (
     chat,
     complete,
     served,
+    wait_until,
 )
 
 SECRET = "s3cret-key"
@@ -226,6 +227,7 @@ def test_log_lines_are_json(port: int, caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level("INFO", logger="crossover.http"):
         identity = chat(port).headers["x-request-id"]
         ask(port, "GET", "/nothing")
+        wait_until(lambda: sum(one.name == "crossover.http" for one in caplog.records) == 2)
     first, second = (
         msgspec.json.decode(record.getMessage())
         for record in caplog.records

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,7 +15,7 @@ import pytest
 
 from serving.backends import BACKENDS
 from serving.backends.base import EngineConfig
-from serving.supervisor.process import SHORT_SPINS, allocator, environment
+from serving.supervisor.process import SHORT_SPINS, EngineProcess, allocator, environment
 
 GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HOLD = """
@@ -67,3 +70,20 @@ def test_an_engine_that_shares_cores_spins_briefly_unless_the_user_says_otherwis
     assert environment(shares, 3)["GOMP_SPINCOUNT"] == SHORT_SPINS
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert environment(shares, 3)["GOMP_SPINCOUNT"] == "7"
+
+
+def test_an_engines_number_is_its_own_until_its_end_is_known() -> None:
+    """Else `kill` could hit who got the number next."""
+
+    async def scenario() -> None:
+        ended = asyncio.Event()
+        engine = EngineProcess(0, EngineConfig("fake", "", "m"), lambda line: None)
+        await engine.start(lambda engine, message: None, lambda engine: ended.set())
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        time.sleep(1.0)  # the loop cannot hear of it
+        assert engine.alive and Path(f"/proc/{engine.pid}").exists()
+        await asyncio.wait_for(ended.wait(), 20)
+        assert engine.returncode == -signal.SIGKILL and not Path(f"/proc/{engine.pid}").exists()
+
+    asyncio.run(scenario())
