@@ -34,7 +34,8 @@ def token_delta(sequence: Sequence, drawn: Sampled, now: float) -> Delta:
 
 def scores_delta(sequence: Sequence) -> Delta:
     """The scores of a piece of the prompt, ahead of the first token."""
-    scores, sequence.scores = sequence.scores, []
+    scores = sequence.scores
+    sequence.scores = []
     return Delta(sequence.id, 0, "", prompt_details=scores)
 
 

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from serving.engine.detokenizer import held_back
 from serving.http.chat.tools import Format, calls_in
 from serving.http.wire.responses import ToolCall
 
@@ -145,7 +144,8 @@ class Splitter:
         """Text up to the mark, which is taken away, or up to what may be its beginning."""
         before, found, rest = self._held.partition(mark)
         if not found:
-            keep = held_back(before, (mark,))
+            sizes = range(min(len(mark) - 1, len(before)), 0, -1)
+            keep = next((size for size in sizes if before.endswith(mark[:size])), 0)
             before, rest = before[: len(before) - keep], before[len(before) - keep :]
         self._held = rest
         return before, bool(found)
