@@ -106,7 +106,8 @@ def _write(source: Path, spec: ModelSpec, weight_format: str, out: Path, say: Pr
     vocabulary = gguf_vocabulary(source, spec.vocabulary)
     stored = read_tensors(source)
     # `making` finds what a killed conversion leaves by this name.
-    with tempfile.TemporaryDirectory(".part", f".{out.name}.", dir=out.parent) as scratch:
+    left = f".{out.name.lstrip('.')}."
+    with tempfile.TemporaryDirectory(".part", left, dir=out.parent) as scratch:
         whole = Path(scratch, "own.gguf")
         write_file(
             spec,

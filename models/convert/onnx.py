@@ -83,7 +83,7 @@ def make_onnx(
     target.parent.mkdir(parents=True, exist_ok=True)
     # Scratch files lie on the target's disk, which has room for the result.
     # `making` finds what a killed conversion leaves by this name.
-    left = f".{target.name}."
+    left = f".{target.name.lstrip('.')}."
     with tempfile.TemporaryDirectory(".part", left, dir=target.parent) as scratch:
         staged = Path(scratch, "source")
         stage(source, staged)

@@ -74,6 +74,7 @@ def launch(options: ServeOptions) -> int:
     out = sys.stderr or open(os.devnull, "w")  # None where it was closed
     narrator = Narrator(out, as_json=options.log_format == "json")
     check_files(options)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
     narrator.take_logging(options.log_requests)
     api_keys, admin_key = keys_of(options)
     memory_limit = None

@@ -185,7 +185,7 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
     if request.context_tokens is not None:
         return min(request.context_tokens, most)
     if request.kv_tokens is not None:
-        return min(LEAST_CONTEXT, most)
+        return min(LEAST_CONTEXT, most, request.kv_tokens)
 
     def kv_shares(context: int) -> dict[str, float]:
         sizes = _sizes(request, request.slots * context, facts)

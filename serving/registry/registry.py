@@ -42,6 +42,7 @@ from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, Prepared, place, prepare
 from serving.registry.room import RegistryLimits, choose_room, placement_in
 from serving.registry.tenant import Tenant, idle_check_seconds
+from serving.registry.text_work import TEXT_WORK
 from serving.supervisor.supervisor import Supervisor
 from serving.supervisor.tasks import Background
 
@@ -106,6 +107,7 @@ class Registry:
     async def start(self) -> None:
         """Begin to load, in order, the models that load at the start; returns at once."""
         self._background.keep(self._watch())
+        await TEXT_WORK.run(0, str)  # its thread is there from the start
         self._background.keep(
             self._load_all([t for t in self.tenants.values() if t.prepared.model.load == "start"])
         )

@@ -310,7 +310,8 @@ class Engines(Status):
 
     def _move_requests(self, engine: EngineProcess, message: str) -> None:
         successor = self._current if self._current is not engine and self.ready else None
-        self._requests.move(engine, message, successor, retry=self.state in _SERVING)
+        place = self._place if self.state in _SERVING else None
+        self._requests.move(engine, message, successor, place)
 
     async def _restart(self, place: int, delay_seconds: float) -> None:
         await asyncio.sleep(delay_seconds)

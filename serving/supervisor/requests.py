@@ -4,7 +4,7 @@ requests = Requests(bounds, slots)
 stream = requests.admit(GenerationRequest(...))       # raises Overloaded
 requests.give(stream, engine)                         # to an engine that is ready
 requests.hear(engine, step)                           # what the engine added
-requests.move(engine, "it died", successor=None)      # again where nothing was read, else an error
+requests.move(engine, "it died", None, place=1)       # again where nothing was read, else an error
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from serving.supervisor.process import EngineProcess
 from serving.supervisor.stream import Stream
 from serving.supervisor.suspects import Suspects
 
-MOST_ATTEMPTS = 2  # engines that one sequence is given to: it may be the one that kills them
+MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
 _NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -83,13 +83,14 @@ class Requests:
     def give(self, stream: Stream, engine: EngineProcess) -> None:
         """Send it to an engine; one that is given again has the rest of its deadline left."""
         request = stream.request
-        if request.deadline_seconds is not None and stream.attempts > 1:
+        if request.deadline_seconds is not None and len(stream.places) > 0:
             left = request.deadline_seconds - (time.monotonic() - stream.arrived)
             if left <= 0:
                 self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
                 return
             request = msgspec.structs.replace(request, deadline_seconds=left)
         engine.took(stream.id)
+        stream.places.append(engine.place)
         self._engines[stream.id] = engine
         engine.send(Submit(stream.id, request))
 
@@ -122,19 +123,23 @@ class Requests:
                 self._end(delta)
 
     def move(
-        self, engine: EngineProcess, message: str, successor: EngineProcess | None, retry: bool
+        self,
+        engine: EngineProcess,
+        message: str,
+        successor: EngineProcess | None,
+        place: int | None,
     ) -> None:
-        """The engine is gone. With `retry`, sequences whose reader has seen nothing begin again: on
-        `successor`, or when there is an engine.
+        """The engine is gone. Sequences whose reader has seen nothing begin again on `successor`,
+        or when there is an engine; it is the `place`-th of the list, None where none is to come.
 
-        The others, and those that have been with MOST_ATTEMPTS engines, end with finish "error".
+        The others, and those that have been there MOST_ATTEMPTS times, end with finish "error".
         """
         for sequence in sorted(engine.sequences):
             stream = self._streams[sequence]
             died = not engine.asked_to_end
             guilty = died and self._suspects.died_with(stream.request, time.monotonic())
-            tried = stream.handed_over or stream.attempts >= MOST_ATTEMPTS
-            if not retry or tried or guilty:
+            tried = place is None or stream.places.count(place) >= MOST_ATTEMPTS
+            if stream.handed_over or tried or guilty:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue
             engine.sequences.discard(sequence)

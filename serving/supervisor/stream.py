@@ -35,7 +35,7 @@ class Stream:
         self.id = number
         self.request = request
         self.arrived = arrived  # the supervisor's clock
-        self.attempts = 1  # engines it was given to
+        self.places: list[int] = []  # of the engines it was given to
         self.finished = False
         self.handed_over = False  # the reader has seen something: it cannot begin again
         self._cancel = cancel
@@ -78,7 +78,6 @@ class Stream:
     def start_again(self) -> None:
         """Forget what has come so far; only while nothing has been handed over."""
         self._pieces = []
-        self.attempts += 1
 
     def _readable(self) -> bool:
         if self.finished or self.request.whole:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from models.isolated import start_python
 from serving.backends import BACKENDS
 from serving.backends.base import EngineConfig
 from serving.supervisor.process import SHORT_SPINS, EngineProcess, allocator, environment
@@ -72,8 +73,11 @@ def test_an_engine_that_shares_cores_spins_briefly_unless_the_user_says_otherwis
     assert environment(shares, 3)["GOMP_SPINCOUNT"] == "7"
 
 
-def test_an_engines_number_is_its_own_until_its_end_is_known() -> None:
+def test_an_engines_number_is_its_own_until_its_end_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else `kill` could hit who got the number next."""
+    monkeypatch.setattr("serving.supervisor.process.start_python", start_python)  # no fork
 
     async def scenario() -> None:
         ended = asyncio.Event()
