@@ -387,8 +387,7 @@ class Registry:
         self._retiring.discard(old)
 
     async def _watch(self) -> None:
-        """Unload models without requests for `idle_unload_seconds`; after a pause, load those
-        again whose engines kept dying."""
+        """Unload idle models; after a pause, load those again whose engines kept dying."""
         while True:
             await asyncio.sleep(idle_check_seconds(self.tenants.values()))
             for tenant in list(self.tenants.values()):
