@@ -105,9 +105,8 @@ def test_predicted_memory_is_weights_and_kv_and_overhead() -> None:
         placement.need_bytes
         == placement.weight_bytes + placement.kv_bytes + placement.overhead_bytes
     )
-    assert planned(EIGHT, machine(), kv_tokens=123).kv_bytes == 123 * EIGHT.kv_bytes_per_token(
-        "fp16"
-    )
+    few = planned(EIGHT, machine(), context_tokens=100, kv_tokens=123)
+    assert few.kv_bytes == 123 * EIGHT.kv_bytes_per_token("fp16")
     assert planned(EIGHT, machine(), weight_bytes=5 * GIB).weight_bytes == 5 * GIB
     assert planned(EIGHT, machine(), kv_dtype="q8_0").kv_bytes < planned(EIGHT, machine()).kv_bytes
 
@@ -345,4 +344,4 @@ def test_a_gpu_holds_the_kv_cache_in_the_weights_type() -> None:
 
 def test_fewer_kv_tokens_than_slots_that_do_not_fit_are_a_refusal_not_a_crash() -> None:
     with pytest.raises(NoPlacement, match="take a smaller model"):
-        planned(SMALL, machine(0.1), kv_tokens=8, slots=16)
+        planned(SMALL, machine(0.1), kv_tokens=8, slots=16, context_tokens=8)
