@@ -1,7 +1,10 @@
 """Work in other processes: their memory is given back, and native code that aborts ends only them.
 
-path = run_aside("models.convert.gguf:make_gguf", progress, "folder", "out.gguf", "Q4_0")
+run_aside("models.convert.gguf:make_gguf", progress, "folder", "out.gguf", "Q4_0")
 ran = run_python("-m", "serving.hardware.gpu", "nvml", timeout_seconds=10)
+
+A child imports nothing from the folder it runs in, and inherits no secrets: it may parse, or run,
+what a stranger made.
 """
 
 from __future__ import annotations
@@ -9,16 +12,28 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import msgspec
+
+from models import errors
 from models.errors import ModelError
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+STOP_SECONDS = 5.0  # that a child may take to clear up after SIGINT
+# Variables with such a word in their name, or a URL with a password as their value, are secrets.
+SECRET_NAME = re.compile(
+    r"(^|_)(API_?KEY|KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|HEADERS)(_|$)",
+    re.IGNORECASE,
+)
+SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 
 def python_path() -> str:
@@ -32,12 +47,28 @@ def python_variables() -> dict[str, str]:
     return {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"}
 
 
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that hold no key, token or password as far as one can see."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
+    }
+
+
 def start_python(
-    *arguments: str, environment: Mapping[str, str] | None = None, **options: Any
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    secrets: bool = False,
+    **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python of this environment in a session of its own. `options` are Popen's."""
+    """Start a Python of this environment in a session of its own. `options` are Popen's.
+
+    `secrets`: it inherits API keys and the like (SECRET_NAME), which it needs.
+    """
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL} | options
-    variables = os.environ | python_variables() | dict(environment or {})
+    inherited = dict(os.environ) if secrets else without_secrets(os.environ)
+    variables = inherited | python_variables() | dict(environment or {})
     # A session of its own: Ctrl-C in the terminal is the parent's to handle.
     return subprocess.Popen(
         [sys.executable, *arguments], env=variables, start_new_session=True, **settings
@@ -84,49 +115,82 @@ def run_python(
         return Ran(None, b"", "")
 
 
+class _Said(msgspec.Struct, omit_defaults=True):
+    """A line from a child of run_aside. JSON: a child that read a stranger's file may be his."""
+
+    kind: Literal["progress", "done", "error"]
+    text: str = ""
+    fraction: float | None = None
+    error: str = ""  # a class of models.errors
+
+
 def run_aside(
     function: str, progress: Callable[[str, float | None], None] | None, *args: Any, **kwargs: Any
-) -> Any:
-    """Call "module:name" in a fresh interpreter; return its result, pass its progress on.
+) -> None:
+    """Call "module:name" in a fresh interpreter and pass its progress on; what it returns is lost.
 
     Raises errors of models.errors as they are; ModelError with the exit status for a dead child.
     """
-    import multiprocessing  # 20 ms that not every command needs
-
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
-    child = spawn.Process(target=_child, args=(theirs, function, args, kwargs), daemon=True)
-    child.start()
-    theirs.close()
+    ours, theirs = os.pipe()
+    command = ("-m", "models.isolated", function, str(theirs))
+    child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,))
+    os.close(theirs)
+    assert child.stdin is not None
     try:
-        while True:
-            what, content = ours.recv()
-            if what == "done":
-                return content
-            if what == "error":
-                raise content
-            if progress:
-                progress(*content)
-    except EOFError:
-        child.join()
-        why = ", most likely because memory ran out" if child.exitcode == -9 else ""
-        raise ModelError(
-            f"{function.replace(':', '.')} died with status {child.exitcode}{why}"
-        ) from None
+        with os.fdopen(ours, "rb") as heard:
+            with contextlib.suppress(BrokenPipeError), child.stdin:
+                child.stdin.write(pickle.dumps((args, kwargs)))
+            if _is_done(heard, progress):
+                return
+    except BaseException as problem:
+        if not isinstance(problem, ModelError):
+            child.send_signal(signal.SIGINT)  # it clears up
+        raise
     finally:
-        ours.close()
-        if child.is_alive():
-            child.terminate()
-        child.join()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    why = ", most likely because memory ran out" if child.returncode == -signal.SIGKILL else ""
+    raise ModelError(f"{function.replace(':', '.')} died with status {child.returncode}{why}")
 
 
-def _child(connection: Any, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -> bool:
+    """Reads what a child says to its end; False where it ends before it is done."""
+    for line in iter(lambda: heard.readline(1 << 20), b""):
+        try:
+            said = msgspec.json.decode(line, type=_Said)
+        except msgspec.MsgspecError:
+            return False
+        if said.kind == "done":
+            return True
+        if said.kind == "error":
+            found = getattr(errors, said.error, None)
+            known = isinstance(found, type) and issubclass(found, ModelError)
+            raise (found if known else ModelError)(said.text)
+        if progress:
+            progress(said.text, said.fraction)
+    return False
+
+
+def _child(function: str, out: int) -> None:
+    def say(**said: Any) -> None:
+        os.write(out, msgspec.json.encode(_Said(**said)) + b"\n")
+
     def progress(what: str, fraction: float | None) -> None:
-        connection.send(("progress", (what, fraction)))
+        say(kind="progress", text=what, fraction=fraction)
 
+    args, kwargs = pickle.load(sys.stdin.buffer)  # from our parent
     module_name, _, name = function.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), name)
-        connection.send(("done", found(*args, **kwargs, progress=progress)))
+        getattr(importlib.import_module(module_name), name)(*args, **kwargs, progress=progress)
+        say(kind="done")
     except ModelError as problem:
-        connection.send(("error", problem))
+        say(kind="error", text=str(problem), error=type(problem).__name__)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], int(sys.argv[2]))

@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loadtests.host.processes import Child
-from models.isolated import python_variables
+from models.isolated import PACKAGE_ROOT, python_variables
 
 CHANNEL_VARIABLE = "CROSSOVER_CHANNEL"  # the number of its file descriptor
+# Locust takes modules and a locust.conf from the folder it starts in: it starts in ours, and goes
+# to this one once it has read its options.
+FOLDER_VARIABLE = "CROSSOVER_FOLDER"
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 LOCUST = (
     *("-m", "loadtests.generator.fast_locust", "-f", str(LOCUSTFILE)),
@@ -40,9 +43,11 @@ class GeneratorProcess:
                 command,
                 cores=cores,
                 log=log,
-                environment=client_environment() | {CHANNEL_VARIABLE: str(its.fileno())},
+                environment=client_environment()
+                | {CHANNEL_VARIABLE: str(its.fileno()), FOLDER_VARIABLE: os.getcwd()},
                 urgent=True,
                 pass_fds=(its.fileno(),),
+                folder=PACKAGE_ROOT,
             )
 
     def __enter__(self) -> GeneratorProcess:

@@ -37,8 +37,8 @@ from loadtests.errors import LoadError
 from loadtests.generator.channel import Channel, encode
 from loadtests.generator.connection import clock
 from loadtests.generator.dispatcher import Dispatcher
-from loadtests.generator.launcher import CHANNEL_VARIABLE
 from loadtests.generator.live_page import attach, guard
+from loadtests.generator.launcher import CHANNEL_VARIABLE, FOLDER_VARIABLE
 from loadtests.generator.live_stats import Live
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import (
@@ -113,6 +113,8 @@ class Roles:
         self._environment = environment
         # As the command line has it: Locust's page overwrites parsed_options.
         self._given = dict(vars(environment.parsed_options))
+        if self.is_led:
+            os.chdir(os.environ[FOLDER_VARIABLE])
         if environment.web_ui is not None:
             guard(environment)
             attach(environment, lambda: self._live, self._facts)

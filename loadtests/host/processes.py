@@ -95,6 +95,7 @@ class Child:
         environment: dict[str, str] | None = None,
         urgent: bool = False,
         pass_fds: tuple[int, ...] = (),
+        folder: Path | None = None,
     ) -> None:
         self.log = log
         bound = [str(os.getpid()), ",".join(map(str, cores)) or "-", str(int(urgent))]
@@ -102,9 +103,11 @@ class Child:
             self._process = start_python(
                 *("-I", "-S", str(PARENT_BOUND), *bound, *command),
                 environment=environment,
+                secrets=True,  # a server's token of the hub, a load generator's key
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=pass_fds,
+                cwd=folder,
             )
         self.pid = self._process.pid
 

@@ -92,7 +92,8 @@ class Sampler:
     def __enter__(self) -> Sampler:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         settings = msgspec.json.encode(self._settings).decode()
-        self._process = start_python("-m", "loadtests.host.sampler_child", settings, **pipes)
+        command = ("-m", "loadtests.host.sampler_child", settings)
+        self._process = start_python(*command, secrets=True, **pipes)
         self._thread = threading.Thread(target=self._read, name="samples", daemon=True)
         self._thread.start()
         self._change(wait=True)  # nothing is measured before it looks

@@ -40,7 +40,10 @@ def check_files(options: ServeOptions) -> None:
 
 
 def keys_of(options: ServeOptions) -> tuple[tuple[Key, ...], str | None]:
-    """The API keys and the admin key; none where none is asked for. Raises ServingError."""
+    """The API keys and the admin key; none where none is asked for. Raises ServingError.
+
+    Their variables are taken out of the environment: no engine inherits them.
+    """
     api = only_key(read_key(options.api_key_env, options.api_key_file, "--api-key"), "API")
     if options.api_keys_file is not None:
         if api:
@@ -51,6 +54,8 @@ def keys_of(options: ServeOptions) -> tuple[tuple[Key, ...], str | None]:
         except ValueError as problem:
             raise ServingError(f"--api-keys-file {options.api_keys_file}: {problem}") from None
     admin = read_key(options.admin_key_env, options.admin_key_file, "--admin-key")
+    for variable in (options.api_key_env, options.admin_key_env):
+        os.environ.pop(variable or "", None)
     if admin is not None and admin.encode() in (key.value for key in api):
         raise ServingError(
             "--admin-key-... is the same key as --api-key-...; "

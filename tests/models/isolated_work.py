@@ -2,14 +2,19 @@
 
 import os
 import signal
+import sys
 
 from models.errors import BrokenWeights
 from models.manifest import Progress
 
 
-def double(value: int, progress: Progress) -> int:
-    progress("doubling", 0.5)
-    return 2 * value
+def double(value: int, progress: Progress) -> None:
+    progress("doubled", float(2 * value))
+
+
+def say(line: str, progress: Progress) -> None:
+    """What a child says that a stranger's file has taken over."""
+    os.write(int(sys.argv[2]), line.encode() + b"\n")
 
 
 def fail(progress: Progress) -> None:

@@ -1,12 +1,22 @@
 """Work in child processes."""
 
+import os
+import pickle
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from models.isolated import run_python
+from models.errors import BrokenWeights, ModelError
+from models.isolated import run_aside, run_python, without_secrets
+from tests.tools.command_line import ROOT
+
+WORK = "tests.models.isolated_work"
+# Modules that our processes import: none may come from the folder that they run in.
+OURS = ("models", "serving", "loadtests", "multiprocessing", "msgspec", "psutil", "locust")
 
 
 def test_a_child_is_run_with_our_packages_first(
@@ -37,3 +47,65 @@ def test_at_its_time_limit_a_child_is_killed_with_what_it_started(tmp_path: Path
     assert (tmp_path / "there").exists()
     alive = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
     assert not alive
+
+
+def test_work_aside_passes_progress_errors_and_deaths_on() -> None:
+    seen: list[tuple[str, float | None]] = []
+    run_aside(f"{WORK}:double", lambda *what: seen.append(what), 21)
+    assert seen == [("doubled", 42.0)]
+    with pytest.raises(BrokenWeights, match="on purpose"):
+        run_aside(f"{WORK}:fail", None)
+    with pytest.raises(ModelError, match="died with status -9, most likely because memory ran out"):
+        run_aside(f"{WORK}:die", None)
+
+
+def test_what_a_child_says_is_data() -> None:
+    """A child that has read a stranger's file may say anything: it is data."""
+    seen: list[tuple[str, float | None]] = []
+    run_aside(f"{WORK}:say", lambda *what: seen.append(what), '{"kind":"progress","text":"x"}')
+    assert seen == [("x", None)]
+    for line in (pickle.dumps(["done"]).hex(), '{"kind":"sell"}', '{"kind":"progress","text":7}'):
+        with pytest.raises(ModelError, match="died with status"):
+            run_aside(f"{WORK}:say", None, line)
+    with pytest.raises(ModelError, match="^gone$") as caught:
+        run_aside(f"{WORK}:say", None, '{"kind":"error","error":"CrossoverError","text":"gone"}')
+    assert caught.type is ModelError
+
+
+def test_code_of_the_current_folder_never_runs(tmp_path: Path) -> None:
+    for name in OURS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("open('ran', 'w').close()")
+    (tmp_path / "locust.conf").write_text("no-such-option = 1\nhtml = ran")
+    code = f"""
+import sys; sys.path[:] = [{str(ROOT)!r}] + sys.path[1:]
+from pathlib import Path
+from loadtests.generator.launcher import GeneratorProcess
+from models.isolated import run_aside, run_python
+run_aside("{WORK}:double", None, 21)
+assert run_python("-c", "import models.errors, psutil").status == 0
+with GeneratorProcess(log=Path("log")) as one:
+    one.pipe.close()
+    print(one.child.wait(30), Path("log").read_text())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("0 "), done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_child_inherits_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = {
+        **dict.fromkeys(
+            ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "db_password"), "x"
+        ),
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer x",
+        "HTTPS_PROXY": "http://bob:hunter2@proxy:3128",
+    }
+    plain = {"TOKENIZERS_PARALLELISM": "0", "CUDA_VISIBLE_DEVICES": "0", "HF_HUB_CACHE": "/x"}
+    assert without_secrets(secret | plain) == plain
+    for name, value in secret.items():
+        monkeypatch.setenv(name, value)
+    ran = run_python("-c", "import os; print(*os.environ)")
+    assert not secret.keys() & set(ran.output.decode().split()) and os.environ["HF_TOKEN"]

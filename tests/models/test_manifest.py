@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.errors import BrokenWeights, ModelError
+from models.errors import BrokenWeights
 from models.manifest import (
     Manifest,
     atomic_file,
@@ -128,15 +128,3 @@ def test_the_lock_keeps_others_out_and_dies_with_its_holder(tmp_path: Path) -> N
     assert (tmp_path / ".x.0123.part").exists()
     with making(tmp_path / "x"):
         assert [file.name for file in tmp_path.iterdir()] == [".x.lock"]
-
-
-def test_work_aside_brings_back_results_errors_and_deaths(tmp_path: Path) -> None:
-    from models.isolated import run_aside
-
-    seen: list[tuple[str, float | None]] = []
-    assert run_aside("tests.models.isolated_work:double", lambda *what: seen.append(what), 21) == 42
-    assert seen == [("doubling", 0.5)]
-    with pytest.raises(BrokenWeights, match="on purpose"):
-        run_aside("tests.models.isolated_work:fail", None)
-    with pytest.raises(ModelError, match="died with status -9, most likely because memory ran out"):
-        run_aside("tests.models.isolated_work:die", None)

@@ -15,7 +15,7 @@ from models.manifest import manifest_path, read_manifest, write_manifest
 from models.resolve import ResolvedModel, cache_dir, resolve, weight_format_of
 from models.synthetic.write import write_gguf, write_hf_folder
 from models.tokenization.tokenizer import load_tokenizer
-from tests.serving.backends.hf_folders import forked_children
+from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
 
 
@@ -262,7 +262,7 @@ def test_what_an_earlier_converter_left_in_the_cache_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that nobody goes on with files that this version would not make."""
-    forked_children(monkeypatch)
+    children_here(monkeypatch)
     folder = tmp_path / "own"
     write_hf_folder(TINY_LLAMA, folder, dtype="fp32")
 

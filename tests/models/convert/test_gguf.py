@@ -18,7 +18,7 @@ from models.spec import ModelSpec
 from models.synthetic.write import write_hf_folder
 from models.tokenization.tokenizer import load_tokenizer
 from tests.models.tokenization.test_tokenizer import sentencepiece
-from tests.serving.backends.hf_folders import forked_children
+from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
 
 # Long enough for Llama 3's scaled frequencies to matter.
@@ -140,7 +140,7 @@ def test_a_tokenizer_cut_otherwise_is_refused(
 
 
 def test_the_hub_packs_a_folder_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forked_children(monkeypatch)
+    children_here(monkeypatch)
     write_hf_folder(TINY_LLAMA, tmp_path / "mine", "bf16")
     found = resolve(
         str(tmp_path / "mine"), kind="hf", weight_format="int8", cache=tmp_path / "cache"
@@ -158,7 +158,7 @@ def test_the_hub_packs_a_folder_for_torch(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_hub_converts_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forked_children(monkeypatch)
+    children_here(monkeypatch)
     write_hf_folder(TINY_LLAMA, tmp_path / "mine", "fp32")
     found = resolve(
         str(tmp_path / "mine"), kind="gguf", weight_format="Q8_0", cache=tmp_path / "cache"

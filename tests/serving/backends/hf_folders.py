@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -114,13 +115,16 @@ def forked_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert_onnx, "_child", _forked)
 
 
-def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """models.isolated.run_aside's child as such a fork too, for tests that are about what it makes;
+def children_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What models.isolated.run_aside does, in this process, for tests that are about what it makes;
     tests/end_to_end/test_serve_engines.py converts in a new interpreter.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    monkeypatch.setattr("multiprocessing.get_context", lambda method: context)
+
+    def run(function: str, progress: Any, *args: Any, **kwargs: Any) -> None:
+        module, _, name = function.partition(":")
+        getattr(importlib.import_module(module), name)(*args, **kwargs, progress=progress)
+
+    monkeypatch.setattr("models.cache.run_aside", run)
 
 
 @functools.cache
