@@ -105,12 +105,18 @@ def not_finished(evidence: Evidence) -> Iterator[NamedWarning]:
         yield NamedWarning("NotFinished", WARNING, text, _sentence(RESUME))
 
 
-def cut_off_line(evidence: Evidence) -> Iterator[NamedWarning]:
-    if evidence.run.dropped_bytes:
-        cut = [f"{name} ({count} bytes)" for name, count in evidence.run.dropped_bytes.items()]
-        text = f"The last line was cut off in {formatting.listing(cut)}, and is left out."
-        advice = "A writer was killed; what it was about to write is lost."
-        yield NamedWarning("CutOffLine", NOTE, text, advice)
+def lines_left_out(evidence: Evidence) -> Iterator[NamedWarning]:
+    run = evidence.run
+    if not (damage := run.damage()):
+        return
+    text = f"Left out: {formatting.listing(damage)}."
+    advice = "A writer was killed, or the disk was full; what it was about to write is lost."
+    torn = [level for level in run.levels() if not level.is_whole]
+    if torn:
+        text += f" Requests of {len(torn)} finished levels are missing, {torn[0].name} first."
+        advice = "The file was damaged after it was written: measure these cells again."
+    cells = tuple(_unique(level.cell for level in torn))
+    yield NamedWarning("LinesLeftOut", SERIOUS if torn else NOTE, text, advice, cells)
 
 
 def shared_cores(evidence: Evidence) -> Iterator[NamedWarning]:
@@ -340,7 +346,7 @@ def memory_prediction(evidence: Evidence) -> Iterator[NamedWarning]:
 
 
 WARNINGS: tuple[Callable[[Evidence], Iterable[NamedWarning]], ...] = (
-    *(of_levels, interrupted, levels_abandoned, not_finished, cut_off_line),
+    *(of_levels, interrupted, levels_abandoned, not_finished, lines_left_out),
     *(shared_cores, endpoint_lacks, engine_restarted),
     *(wide_interval, starts_differ, cell_unfinished, open_ended, alone_only),
     *(machine_busy, unresolved, contradiction),

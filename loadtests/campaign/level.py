@@ -83,6 +83,7 @@ class _Records:
 
 def single_stream_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:
     """One request at a time on an idle server, from this process."""
+    site.run.check_room()
     began = time.monotonic()
     plan = _plan(site, step, name, seed)
     factory = RequestFactory(plan, site.facts, site.pool, Share(0, 1))
@@ -141,6 +142,7 @@ def loaded_level(
     purpose: LevelPurpose = LevelPurpose.SEARCH,
 ) -> Measured:
     """A rate, or `concurrency` users in a closed loop, from Locust on the client's cores."""
+    site.run.check_room()
     began = time.monotonic()
     plan = _plan(site, step, name, seed, concurrency=concurrency)
     mark = site.server.mark()

@@ -133,6 +133,8 @@ def resume(
         if dropped:
             cuts = ", ".join(f"{cut} bytes of {name}" for name, cut in dropped.items())
             progress.say(f"taken off, cut-off last lines: {cuts}")
+        for name, lines in opened.broken_lines.items():
+            progress.say(f"left out, broken lines of {name}: {len(lines)}", style="yellow")
         sitting.go()
     return folder
 

@@ -63,7 +63,7 @@ class CellValues(msgspec.Struct, frozen=True):
     capacity: float | None  # requests/s, the estimate by the levels
     capacity_reason: str = ""
     capacity_words: str = formatting.NOT_MEASURED  # what is confirmed
-    left_out: int = 0  # levels that were cut short or not valid
+    left_out: int = 0  # levels that were cut short, not valid, or with requests missing
 
     @property
     def seeds(self) -> frozenset[int]:
@@ -118,6 +118,9 @@ def _cell(
     seen: list[Level] = []
     left_out = 0
     for one in levels:
+        if not one.is_whole:
+            left_out += 1
+            continue
         start = one.started
         end, cut_short = one.finished, one.finished.cut_short
         summary, level = judge(

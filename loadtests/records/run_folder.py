@@ -9,16 +9,18 @@
     run = read_records(folder)
     for level in run.levels(): level.started, level.finished, level.requests, level.samples
 
-A line is written by one write() to a file opened with O_APPEND: a killed writer leaves at most one
-cut-off line, at the end. Readers drop and report that line; a broken line elsewhere is an error.
-Requests of a level without a level_finished event stay in the file and are not counted.
+A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
+leaves at most one cut-off line, and whoever writes next begins a new one. Readers leave out a line
+that is no record, and say so. Requests of a level without a level_finished event stay in the file
+and are not counted. Nobody else may read the folder: prompts and addresses are in it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,8 +43,10 @@ from loadtests.records.schema import (
     ResourceSample,
     RunManifest,
 )
+from models import formatting
 from models.manifest import write_atomically
 
+LEAST_FREE_BYTES = 64 << 20  # of disk, for a level to begin
 MANIFEST = "manifest.json"
 REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
@@ -53,10 +57,14 @@ T = TypeVar("T")
 
 
 class Read(msgspec.Struct, Generic[T], frozen=True):
-    """What a file of records holds; `dropped_bytes` is the length of a cut-off last line."""
+    """What a file of records holds; `dropped_bytes` is the length of a cut-off last line.
+
+    `broken_lines` are numbers (1..) of other lines that are no record and are left out.
+    """
 
     records: list[T]
     dropped_bytes: int = 0
+    broken_lines: tuple[int, ...] = ()
 
 
 class Appender(Generic[T]):
@@ -64,12 +72,30 @@ class Appender(Generic[T]):
 
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.json.Encoder()
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        self._is_torn: bool | None = None  # the last line is cut off; None: to be looked at
 
     def append(self, record: T) -> None:
-        line = self._encoder.encode(record) + b"\n"
-        if os.write(self._file, line) != len(line):
-            raise BadRunFolder("a record was written only in part: is the disk full?")
+        """Raises BadRunFolder where the disk is full; the records before are whole."""
+        if self._is_torn is None:
+            size = os.fstat(self._file).st_size
+            self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        line = b"\n" * self._is_torn + self._encoder.encode(record) + b"\n"
+        try:
+            self._is_torn = os.write(self._file, line) != len(line)
+        except OSError as problem:
+            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
+        if self._is_torn:
+            raise BadRunFolder(f"{self._path}: a record was written in part: is the disk full?")
+
+    def sync(self) -> None:
+        """Returns when all is on disk. Raises BadRunFolder."""
+        try:
+            os.fsync(self._file)
+        except OSError as problem:
+            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
 
     def close(self) -> None:
         if self._file >= 0:
@@ -93,6 +119,11 @@ class LevelRecords(msgspec.Struct, frozen=True):
     def cell(self) -> str:
         return self.started.cell
 
+    @property
+    def is_whole(self) -> bool:
+        """No request is missing: no line of it is broken."""
+        return len(self.requests) == self.finished.due
+
 
 class RunFolder:
     """The folder of one run, open for writing by this process alone: a second writer is refused."""
@@ -103,6 +134,7 @@ class RunFolder:
         self.manifest = manifest
         self.events: list[Event] = []  # the journal: what was read at first, and all since
         self.levels: list[LevelRecords] = []  # the finished ones
+        self.broken_lines: dict[str, tuple[int, ...]] = {}  # as in RunRecords
         self._lock = _take_lock(folder)
         self._events: Appender[Event] = Appender(folder / EVENTS)
         self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
@@ -114,6 +146,7 @@ class RunFolder:
         if (folder / MANIFEST).exists():
             raise BadRunFolder(f"{folder} holds a run already; resume it, or choose another folder")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
         write_atomically(
             folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         )
@@ -130,15 +163,13 @@ class RunFolder:
                 "which began it, can go on with it"
             )
         opened = cls(folder, manifest)
-        dropped = {
-            name: cut
-            for name in (REQUESTS, SAMPLES, EVENTS)
-            if (cut := _drop_cut_off_line(folder / name))
-        }
         records = read_records(folder)
+        for name, cut in records.dropped_bytes.items():
+            os.truncate(folder / name, (folder / name).stat().st_size - cut)
         opened.events = records.events
         opened.levels = records.levels()
-        return opened, dropped
+        opened.broken_lines = records.broken_lines
+        return opened, records.dropped_bytes
 
     def event(self, event: E) -> E:
         """Writes one line of the journal."""
@@ -146,9 +177,24 @@ class RunFolder:
         self.events.append(event)
         return event
 
+    def check_room(self) -> None:
+        """Raises BadRunFolder where the disk is too full for a level to begin."""
+        free = shutil.disk_usage(self.folder).free
+        if free < LEAST_FREE_BYTES:
+            raise BadRunFolder(
+                f"{self.folder} has {formatting.size(free)} of disk free, and a level wants "
+                f"{formatting.size(LEAST_FREE_BYTES)}: make room and resume"
+            )
+
     def finish(self, level: LevelRecords) -> None:
-        """Writes that a level has finished; its requests and samples are in their files already."""
+        """Writes that a level has finished; its requests and samples are in their files already.
+
+        Returns when all is on disk: a level that has finished survives a power cut.
+        """
+        self._requests.sync()
+        self._samples.sync()
         self.event(level.finished)
+        self._events.sync()
         self.levels.append(level)
 
     def sample(self, sample: ResourceSample) -> None:
@@ -172,7 +218,7 @@ class RunFolder:
 
 
 class RunRecords(msgspec.Struct, frozen=True):
-    """A run folder as read; `dropped_bytes` are those of cut-off last lines, by file."""
+    """A run folder as read; `dropped_bytes` and `broken_lines` as in Read, by file."""
 
     folder: Path
     manifest: RunManifest
@@ -180,6 +226,19 @@ class RunRecords(msgspec.Struct, frozen=True):
     requests: list[RequestRecord]
     samples: list[ResourceSample]
     dropped_bytes: dict[str, int] = {}
+    broken_lines: dict[str, tuple[int, ...]] = {}
+
+    def damage(self) -> list[str]:
+        """What is left out of each file, in words."""
+        cut = [
+            f"the cut-off last line of {name} ({count} bytes)"
+            for name, count in self.dropped_bytes.items()
+        ]
+        broken = [
+            f"{len(lines)} of the lines of {name} (the first is line {lines[0]})"
+            for name, lines in self.broken_lines.items()
+        ]
+        return cut + broken
 
     def levels(self) -> list[LevelRecords]:
         """The finished levels, in the order they were measured."""
@@ -210,12 +269,16 @@ def read_records(folder: Path) -> RunRecords:
     """All of a run folder. Raises BadRunFolder."""
     manifest = read_manifest(folder)
     events, requests, samples = read_events(folder), read_requests(folder), read_samples(folder)
-    dropped = {
-        name: read.dropped_bytes
-        for name, read in ((REQUESTS, requests), (SAMPLES, samples), (EVENTS, events))
-        if read.dropped_bytes
-    }
-    return RunRecords(folder, manifest, events.records, requests.records, samples.records, dropped)
+    files = {REQUESTS: requests, SAMPLES: samples, EVENTS: events}
+    return RunRecords(
+        folder,
+        manifest,
+        events.records,
+        requests.records,
+        samples.records,
+        {name: read.dropped_bytes for name, read in files.items() if read.dropped_bytes},
+        {name: read.broken_lines for name, read in files.items() if read.broken_lines},
+    )
 
 
 def read_manifest(folder: Path) -> RunManifest:
@@ -271,55 +334,46 @@ def read_events(folder: Path) -> Read[Event]:
     version = raw["format_version"]
     if version == FORMAT_VERSION:
         return read_lines(path, AnyEvent)
-    lines: Read[dict[str, Any]] = read_lines(path, dict[str, Any])
     manifest = manifest_from(version, raw)
-    events: list[Event] = []
-    for number, line in enumerate(lines.records, 1):
+
+    def event(line: bytes) -> Event:
+        old = msgspec.json.decode(line, type=dict[str, Any])
         try:
-            events.append(msgspec.convert(event_from(version, line, manifest), AnyEvent))
-        except (msgspec.ValidationError, KeyError) as problem:
-            raise BadRunFolder(f"{path} line {number} is broken: {problem}") from problem
-    return Read(events, lines.dropped_bytes)
+            found: Event = msgspec.convert(event_from(version, old, manifest), AnyEvent)
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise msgspec.ValidationError(f"no event of format {version}") from problem
+        return found
+
+    return _read(path, event)
 
 
 def read_lines(path: Path, kind: Any) -> Read[Any]:
     """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
+    return _read(path, msgspec.json.Decoder(kind).decode)
+
+
+def _read(path: Path, record_of: Callable[[bytes], T]) -> Read[T]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return Read([])
-    decoder = msgspec.json.Decoder(kind)
+    except OSError as problem:
+        raise BadRunFolder(f"{path} cannot be read: {problem.strerror}") from problem
     whole, _, rest = data.rpartition(b"\n")
-    records: list[Any] = []
+    records: list[T] = []
+    broken: list[int] = []
     for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
         try:
-            records.append(decoder.decode(line))
-        except msgspec.MsgspecError as problem:
-            raise BadRunFolder(f"{path} line {number} is broken: {problem}") from problem
-    return Read(records, len(rest))
-
-
-def _drop_cut_off_line(path: Path) -> int:
-    """Takes a cut-off last line off; returns its length in bytes."""
-    cut = read_tail_length(path)
-    if cut:
-        os.truncate(path, path.stat().st_size - cut)
-    return cut
-
-
-def read_tail_length(path: Path) -> int:
-    """Bytes after the last newline; 0 for a file that ends well or is not there."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return 0
-    return len(data) - (data.rfind(b"\n") + 1)
+            records.append(record_of(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            broken.append(number)
+    return Read(records, len(rest), tuple(broken))
 
 
 def _take_lock(folder: Path) -> int:
     """A lock that ends with this process, however it ends."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as problem:
         raise BadRunFolder(f"{folder} cannot be written to: {problem.strerror}") from problem
     try:

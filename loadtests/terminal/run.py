@@ -52,6 +52,8 @@ def show_run(folder: Path, console: Console | None = None) -> None:
             f"{abandoned} levels were begun and abandoned; their requests are on record and "
             "count for nothing"
         )
+    for what in run.damage():
+        console.print(f"left out: {what}", style="yellow", markup=False)
     for cell in cells:
         console.print(f"\n{cell.key}: {cell_state(cell.key, events)}", style="bold", markup=False)
         for choice in of_kind(events, EngineChosen, cell.key):

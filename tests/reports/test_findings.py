@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.events import CapacityStatus
 from loadtests.records.schema import RequestRecord
@@ -231,16 +232,24 @@ def test_a_level_that_was_cut_short_ends_where_it_ended(tmp_path: Path) -> None:
     )
 
 
-def test_cut_off_last_line_is_left_out_and_said(tmp_path: Path) -> None:
+def test_lines_left_out_are_said(tmp_path: Path) -> None:
     folder = write_example_run(tmp_path / "run", SMALL, window=30.0)
     before = read_run(folder)
-    with open(folder / "requests.jsonl", "ab") as file:
+    requests = folder / "requests.jsonl"
+    with open(requests, "ab") as file:
         file.write(b'{"cell":"smollm2-135m/Q4_0/llama_cpp","level":"smo')
+
+    def said(run: RunNumbers) -> NamedWarning:
+        return next(warning for warning in run.warnings if warning.code == "LinesLeftOut")
+
     after = read_run(folder)
-    assert after.cells == before.cells
-    assert "requests.jsonl (50 bytes)" in next(
-        warning.text for warning in after.warnings if warning.code == "CutOffLine"
-    )
+    assert after.cells == before.cells and said(after).severity is Severity.NOTE
+    assert "the cut-off last line of requests.jsonl (50 bytes)" in said(after).text
+    lines = requests.read_bytes().split(b"\n")
+    requests.write_bytes(b"\n".join([lines[0][:-5], *lines[1:-1], b""]))
+    damaged = said(read_run(folder))
+    assert damaged.severity is Severity.SERIOUS
+    assert "Requests of 1 finished levels are missing, " in damaged.text
 
 
 def test_skipped_cell_keeps_its_reason(run: RunNumbers) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from loadtests.campaign.run_state import campaign_of, prediction_on_record
 from loadtests.errors import BadRunFolder
+from loadtests.records import run_folder
 from loadtests.records.events import (
     AnyEvent,
     CellFinished,
@@ -36,7 +38,6 @@ from loadtests.records.run_folder import (
     EVENTS,
     MANIFEST,
     REQUESTS,
-    SAMPLES,
     Appender,
     LevelRecords,
     Read,
@@ -48,7 +49,6 @@ from loadtests.records.run_folder import (
     read_records,
     read_requests,
     read_samples,
-    read_tail_length,
 )
 from loadtests.records.schema import (
     FORMAT_VERSION,
@@ -155,13 +155,67 @@ def test_a_cut_off_last_line_is_dropped_and_reported(tmp_path: Path, cut: int) -
     assert [r.index for r in read_requests(tmp_path).records] == [0, 1, 9]
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b"{broken", b"", b"\0" * 40, b"\xff{}", b"[" * 100_000])
+def test_a_broken_line_in_the_middle_is_left_out_and_said(tmp_path: Path, line: bytes) -> None:
     with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
         folder.request(record("l", 0))
     with open(tmp_path / REQUESTS, "ab") as file:
-        file.write(b"{broken\n" + msgspec.json.encode(record("l", 1)) + b"\n")
-    with pytest.raises(BadRunFolder, match="requests.jsonl line 2 is broken"):
-        read_requests(tmp_path)
+        file.write(line + b"\n" + msgspec.json.encode(record("l", 1)) + b"\n")
+    read = read_requests(tmp_path)
+    assert read == Read([record("l", 0), record("l", 1)], broken_lines=(2,))
+    (what,) = read_records(tmp_path).damage()
+    assert what == "1 of the lines of requests.jsonl (the first is line 2)"
+    opened, _ = RunFolder.open_existing(tmp_path)
+    with opened:
+        assert opened.broken_lines == {REQUESTS: (2,)}
+
+
+def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path) -> None:
+    """The limit on file sizes, as a disk on which the third record has no room but for a part."""
+    lines = [msgspec.json.encode(record("l", index)) + b"\n" for index in range(4)]
+    room = len(lines[0] + lines[1]) + 20
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        folder.request(record("l", 0))
+        folder.request(record("l", 1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(BadRunFolder, match="requests.jsonl: a record was written in part"):
+                folder.request(record("l", 2))
+            with pytest.raises(BadRunFolder, match="requests.jsonl cannot be written: File too"):
+                folder.request(record("l", 2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folder.request(record("l", 3))
+    read = read_requests(tmp_path)
+    assert [one.index for one in read.records] == [0, 1, 3] and read.broken_lines == (3,)
+
+
+def test_an_appender_begins_a_line_of_its_own(tmp_path: Path) -> None:
+    """After a writer that was killed within a line."""
+    (tmp_path / REQUESTS).write_bytes(b'{"cell": "c", "le')
+    appender: Appender[Any] = Appender(tmp_path / REQUESTS)
+    for index in range(2):
+        appender.append(record("l", index))
+    appender.close()
+    read = read_requests(tmp_path)
+    assert [one.index for one in read.records] == [0, 1] and read.broken_lines == (1,)
+
+
+def test_a_level_does_not_begin_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        folder.check_room()
+        monkeypatch.setattr(run_folder, "LEAST_FREE_BYTES", 1 << 60)
+        with pytest.raises(BadRunFolder, match="of disk free, and a level wants .* make room"):
+            folder.check_room()
+
+
+def test_a_finished_level_with_a_broken_line_is_not_whole(tmp_path: Path) -> None:
+    pair = [record("l", 0), record("l", 1)]
+    assert LevelRecords(started("l"), finished("l"), pair, []).is_whole
+    assert not LevelRecords(started("l"), finished("l"), pair[:1], []).is_whole
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
@@ -323,7 +377,8 @@ def test_a_folder_is_made_with_its_parents_and_a_manifest_for_people(tmp_path: P
         os.umask(mask)
     assert b'\n  "run_id": "r",\n' in (path / MANIFEST).read_bytes()
     for name in (REQUESTS, EVENTS, ".lock"):
-        assert (path / name).stat().st_mode & 0o777 == 0o644
+        assert (path / name).stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o700
     RunFolder.create(tmp_path / "not" / "there", MANIFEST_RECORD).close()
 
 
@@ -361,20 +416,19 @@ def test_the_lock_names_its_holder_and_not_the_one_before(tmp_path: Path) -> Non
 
 
 def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert read_samples(tmp_path) == Read([]) and read_tail_length(tmp_path / SAMPLES) == 0
+    assert read_samples(tmp_path) == Read([])
     assert read_events(tmp_path) == Read([])
     (tmp_path / EVENTS).write_bytes(msgspec.json.encode(started("l")) + b"\n")
     assert read_events(tmp_path).records == [started("l")]  # no manifest: the present format
-    (tmp_path / EVENTS).write_bytes(b"")
-    assert read_tail_length(tmp_path / EVENTS) == 0
 
 
-def test_a_broken_event_of_format_1_is_named_by_its_line(tmp_path: Path) -> None:
+def test_a_broken_event_of_format_1_is_left_out(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FORMAT_1, tmp_path / "run"))
     lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
-    (folder / EVENTS).write_bytes(b"".join([*lines[:2], b"{}\n", *lines[3:]]))
-    with pytest.raises(BadRunFolder, match="events.jsonl line 3 is broken"):
-        read_events(folder)
+    for bad in (b"{}\n", b'{"kind": 3}\n', b'{"kind": "level_started"}\n', b"[]\n"):
+        (folder / EVENTS).write_bytes(b"".join([*lines[:2], bad, *lines[3:]]))
+        read = read_events(folder)
+        assert read.broken_lines == (3,) and len(read.records) == len(lines) - 1
 
 
 def test_records_as_read_do_not_change() -> None:
