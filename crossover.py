@@ -91,12 +91,12 @@ def _root(
 
 def main() -> None:
     """Run the console command. An error raised on purpose is one sentence and exit status 2."""
-    from models.errors import CrossoverError
+    from models.errors import CrossoverError, printable
 
     try:
         app()
     except CrossoverError as problem:
-        typer.echo(f"crossover: {problem}", err=True)
+        typer.echo(f"crossover: {printable(str(problem))}", err=True)
         raise SystemExit(2) from None
 
 

@@ -23,6 +23,14 @@ Beside = Annotated[
         "--beside-others", help="Measure although another campaign measures on this machine."
     ),
 ]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="An environment variable, or a backend by module:Class, that the campaign names and "
+        "may use. It may be a stranger's: without this it is refused. May be given several times.",
+    ),
+]
 Out = Annotated[Path, typer.Option(help="Where run folders go.")]
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
 
@@ -57,6 +65,7 @@ def run_campaign(
         float | None,
         typer.Option(help="Seconds of measuring for all cells together, in place of the file's."),
     ] = None,
+    trust: Trust = None,
     beside_others: Beside = False,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
@@ -65,9 +74,10 @@ def run_campaign(
     capacity, then search for the highest rate that meets the SLO.
     A run that was killed goes on by `crossover campaign resume FOLDER`; nothing is measured twice.
     """
-    from loadtests.campaign.campaign_file import DEMO, read_campaign
+    from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
 
     plan = read_campaign(file or DEMO, budget_seconds=budget)
+    check_trust(plan, trust or ())
     if dry_run:
         from loadtests.terminal.dry_run import show_plan
 
@@ -83,7 +93,11 @@ def run_campaign(
 
 
 @campaign.command("resume")
-def resume_campaign(folder: Folder, beside_others: Beside = False) -> None:
+def resume_campaign(
+    folder: Folder,
+    trust: Trust = None,
+    beside_others: Beside = False,
+) -> None:
     """Go on with a run that was stopped or killed.
 
     Finished levels are kept; the one that was running is measured again.
@@ -92,7 +106,7 @@ def resume_campaign(folder: Folder, beside_others: Beside = False) -> None:
     from loadtests.campaign.runner import resume
 
     with Progress() as progress:
-        resume(folder, progress, beside_others=beside_others)
+        resume(folder, progress, trusted=trust or (), beside_others=beside_others)
     show(folder)
     typer.echo(f"\nThe report: crossover report {folder}")
 
@@ -127,6 +141,7 @@ def repeat_campaign(
         ),
     ] = None,
     out: Out = Path("runs"),
+    trust: Trust = None,
     beside_others: Beside = False,
 ) -> None:
     """Measure the levels of runs again in new folders: same cells, rates, durations and seeds.
@@ -134,18 +149,17 @@ def repeat_campaign(
     Such runs differ by the machine alone. Several are measured in turns (A B A B), so that a drift
     of the machine is none between them.
     """
+    from loadtests.campaign.campaign_file import Plan, check_trust
     from loadtests.campaign.progress import Progress
     from loadtests.campaign.run_state import repeat_in_turns
     from loadtests.campaign.runner import run
 
+    def measure(plan: Plan) -> Path:
+        check_trust(plan, trust or ())
+        return run(plan, out, progress, beside_others=beside_others)
+
     with Progress() as progress:
-        arms = repeat_in_turns(
-            folders,
-            times,
-            new_seeds,
-            lambda plan: run(plan, out, progress, beside_others=beside_others),
-            held,
-        )
+        arms = repeat_in_turns(folders, times, new_seeds, measure, held)
     for arm in arms:
         show(arm[-1])
     if held is not None:

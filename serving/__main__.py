@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from models.errors import ModelError
+from models.errors import ModelError, printable
 from serving.cli.serve import serve
 from serving.errors import ServingError
 
@@ -14,7 +14,7 @@ def main() -> None:
     try:
         serve(prog_name="python -m serving")
     except (ServingError, ModelError) as problem:
-        print(f"crossover: {problem}", file=sys.stderr)
+        print(f"crossover: {printable(str(problem))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -20,6 +20,7 @@ known ones. Reading a campaign starts nothing and looks at no machine.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,8 +35,8 @@ from loadtests.campaign.campaign_keys import (
 )
 from loadtests.campaign.cells import Cell, cells_of
 from loadtests.capacity.search_config import SearchConfig
-from loadtests.errors import BadCampaign
-from loadtests.generator.endpoint import Target
+from loadtests.errors import BadCampaign, TargetUnusable
+from loadtests.generator.endpoint import Target, check_target
 from loadtests.generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.workload.arrivals import Arrivals
@@ -144,6 +145,10 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
     except msgspec.ValidationError as problem:
         raise BadCampaign(explain(problem)) from problem
     check(file)
+    try:
+        check_target(file.target or Target(url=""))
+    except TargetUnusable as problem:
+        raise BadCampaign(f"{problem} - at `$.target`") from problem
     slos = tuple(slo_of(spec) for spec in (file.slos or [file.slo or "chat"]))
     twice = next(
         (p.name for i, p in enumerate(slos) if p.name in [other.name for other in slos[:i]]), None
@@ -169,6 +174,21 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
         wait_seconds=file.wait_seconds,
     )
     return Plan(campaign, cells_of(file), text)
+
+
+def check_trust(plan: Plan, trusted: Sequence[str]) -> None:
+    """A campaign, or its run folder, may be a stranger's: the command line says what it may use.
+
+    Raises BadCampaign where it names code (module:Class) or an environment variable that is not
+    among `trusted`.
+    """
+    target = plan.campaign.target
+    named = {cell.backend: "runs as code" for cell in plan.cells if ":" in cell.backend}
+    if target is not None and target.api_key_env is not None:
+        named[target.api_key_env] = f"is an environment variable that {target.url} is sent"
+    for name, what in named.items():
+        if name not in trusted:
+            raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
 
 
 def slo_of(spec: str | SloSpec) -> Slo:

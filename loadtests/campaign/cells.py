@@ -74,7 +74,7 @@ def cells_of(file: CampaignFile) -> list[Cell]:
 def cell_of_target(target: Target, workload: str = "") -> Cell:
     """The cell of an endpoint that is there already, under one of its workloads."""
     model = target.model or "default"
-    key = _plain(f"{model}@{target.url.split('://')[-1]}" + (f"-{workload}" if workload else ""))
+    key = plain(f"{model}@{target.url.split('://')[-1]}" + (f"-{workload}" if workload else ""))
     return Cell(
         key=key,
         model=model,
@@ -98,7 +98,7 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
     name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace(
         "--", "-"
     )
-    key = _plain("-".join(part for part in (name, hardware.name, workload) if part))
+    key = plain("-".join(part for part in (name, hardware.name, workload) if part))
     server = file.server
     formats = (one.format,) if one.format else tuple(file.formats)
     return Cell(
@@ -118,7 +118,7 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
     )
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """As a file name."""
     return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
 

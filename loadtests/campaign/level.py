@@ -183,7 +183,11 @@ def _start_of(generator: LoadGenerator) -> float:
 
 
 def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _Records:
-    """Record what the load generator tells until its level has ended; stop it once decided."""
+    """Record what the load generator tells until its level has ended; stop it once decided.
+
+    `t0` in Unix seconds. A step of the wall clock ends no level.
+    """
+    t0 += time.monotonic() - time.time()
     tally = LevelTally.of(plan, (site.campaign.slo, *site.campaign.all_slos))
     cut = Cut(tally, plan.drain_seconds / 2)
     guard = Guard(site, plan, t0)
@@ -200,7 +204,7 @@ def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _
                 return _whole(plan, records, message, cut)
             case None:
                 guard.check(tally)
-        now = time.time() - t0
+        now = time.monotonic() - t0
         if cut.may_stop(now) or cut.stop(guard.lost(), now):
             generator.tell(Stop())
     raise AssertionError("told() ends by an exception")

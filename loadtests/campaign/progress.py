@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from models import formatting
+from models.errors import printable
 
 PLAIN_EVERY_SECONDS = 10.0
 
@@ -40,7 +41,7 @@ class Progress:
     def say(self, text: str, style: str | None = None) -> None:
         """A line that stays, with the time since the start in front of it."""
         self._console.print(f"[dim]{_clock(time.monotonic() - self._started)}[/dim] ", end="")
-        self._console.print(text, style=style, markup=False)
+        self._console.print(printable(text), style=style, markup=False)
         self._spoke = time.monotonic()
 
     def tick(
@@ -52,7 +53,7 @@ class Progress:
             parts.append(f"{min(1.0, max(0.0, fraction)):.0%}")
         if left_seconds is not None:
             parts.append(f"about {formatting.duration(max(0.0, left_seconds))} left")
-        line = ", ".join(parts)
+        line = printable(", ".join(parts))
         if self._console.is_terminal:
             if self._status is None:
                 self._status = self._console.status("")

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Plan, RepeatedLevel
-from loadtests.campaign.cells import Cell
+from loadtests.campaign.cells import Cell, plain
 from loadtests.capacity.levels import Level, judge
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.slo import Slo
@@ -151,11 +151,15 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
     """The campaign of a run as it was read when it started. Raises BadRunFolder."""
     try:
         campaign = msgspec.convert(manifest.campaign, Campaign)
-        return campaign, msgspec.convert(manifest.cells, list[Cell])
+        cells = msgspec.convert(manifest.cells, list[Cell])
     except msgspec.ValidationError as problem:
         raise BadRunFolder(
             f"the manifest of run {manifest.run_id} holds a campaign of another version: {problem}"
         ) from problem
+    for cell in cells:
+        if cell.key != plain(cell.key):  # it names files
+            raise BadRunFolder(f"the manifest of run {manifest.run_id} has a cell {cell.key!r}")
+    return campaign, cells
 
 
 def repeat_of(folder: Path, held_seconds: float | None = None) -> Plan:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.bench import open_bench
-from loadtests.campaign.campaign_file import Campaign, Plan
+from loadtests.campaign.campaign_file import Campaign, Plan, check_trust
 from loadtests.campaign.cell_planning import layout_of, settle, shares, why_not
 from loadtests.campaign.cell_runner import OpenBench, already_decided, budget_of, run_cell
 from loadtests.campaign.cells import Cell, cell_of_target
@@ -103,16 +103,22 @@ def run(
 
 
 def resume(
-    folder: Path, progress: Progress, *, beside_others: bool = False, world: World | None = None
+    folder: Path,
+    progress: Progress,
+    *,
+    trusted: Sequence[str] = (),
+    beside_others: bool = False,
+    world: World | None = None,
 ) -> Path:
     """Goes on with a run; one that is complete is left as it is.
 
-    Raises Incomplete, BadRunFolder (also on another machine), MachineBusy.
+    Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
     """
     world = world or World()
     opened, dropped = RunFolder.open_existing(folder)
     with opened, _lock(f"run {folder}", beside_others):
         campaign, cells = campaign_of(opened.manifest)
+        check_trust(Plan(campaign, cells, ""), trusted)
         if of_kind(opened.events, RunFinished):
             progress.say(f"{folder} is complete: nothing to do")
             return folder

@@ -267,4 +267,4 @@ def serve_command(cell: Cell, campaign: Campaign, layout: Layout, ready_file: Pa
         "ready_file": ready_file.absolute(),
         **server,
     }
-    return [sys.executable, "-m", "crossover", "serve", cell.model, *arguments(given)]
+    return [sys.executable, "-m", "crossover", "serve", *arguments(given), "--", cell.model]

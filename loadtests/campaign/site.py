@@ -91,7 +91,10 @@ class Site:
 
 
 class Guard:
-    """Looks now and then whether a level may go on, and says how far it is."""
+    """Looks now and then whether a level may go on, and says how far it is.
+
+    `t0`: when the level began, on time.monotonic().
+    """
 
     def __init__(self, site: Site, plan: LoadPlan, t0: float) -> None:
         self._site = site
@@ -106,7 +109,7 @@ class Guard:
     def check(self, tally: LevelTally) -> None:
         """Raises LevelInterrupted, or ServerFailed for a broken memory cap."""
         site, end = self._site, self._plan.duration_seconds
-        now = time.time() - self._t0
+        now = time.monotonic() - self._t0
         if now > self._limit_seconds:
             limit = f"{self._limit_seconds:.0f} s"
             raise LevelInterrupted(f"the load generator did not end within {limit}")
@@ -131,7 +134,7 @@ class Guard:
 
         Not asked during warm-up: a level of no length says nothing.
         """
-        now = time.time() - self._t0
+        now = time.monotonic() - self._t0
         end = self._plan.duration_seconds
         return self._site.lost(end - now) if self._plan.warmup_seconds < now < end else None
 

@@ -23,6 +23,8 @@ from gevent.hub import Waiter
 clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
 
 IDLE_SECONDS = 2.0  # idle for longer: not used again, since servers close theirs after 5 s
+HEADERS = 256  # most of an answer, trailers included
+HEAD_BYTES = 65536  # most of an answer's status line and headers; more ends the connection
 LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
 FRESH_SECONDS = 0.02  # idle for less: not checked for having been closed
 _buffer = bytearray(1 << 18)  # shared: what was read is parsed or copied before the next read
@@ -32,7 +34,10 @@ _NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 
 
 class Reader(Protocol):
-    """Who takes an answer. Called from the event loop, so it must neither wait nor raise."""
+    """Who takes an answer. Called from the event loop, so it must not wait.
+
+    Where it raises ConnectionError, the connection ends.
+    """
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Status and headers are here."""
@@ -62,13 +67,14 @@ class _Framing(Enum):
 class _Answer:
     """One answer on its way to `reader`."""
 
-    __slots__ = ("framing", "headers", "reader", "reusable", "state")
+    __slots__ = ("framing", "head_bytes", "headers", "reader", "reusable", "state")
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.state = _State.AWAITED
         self.framing = _Framing.CLOSE
         self.headers: list[tuple[bytes, bytes]] = []
+        self.head_bytes = 0  # read before they were whole
         self.reusable = False  # the connection may carry another request
 
 
@@ -165,6 +171,12 @@ class Connection:
         if answer is None:
             self._end(ConnectionResetError("the server sent bytes that belong to no request"))
             return
+        if answer.state in (_State.AWAITED, _State.BEGUN):
+            answer.head_bytes += count
+            # A read may hold a large piece of the body behind the head.
+            if answer.head_bytes > HEAD_BYTES + len(_buffer):
+                self._end(ConnectionError(f"an answer's head of more than {HEAD_BYTES} bytes"))
+                return
         data = _view[:count]
         try:
             if answer.state is _State.FLOWING and self._tls is None and len(self._unread) < LATER:
@@ -179,7 +191,9 @@ class Connection:
                 self.received = now
                 self._parser.feed_data(data if self._tls is None else self._tls.opened(data))
         except (*_NO_HTTP, ssl.SSLError) as problem:
-            self._end(ConnectionError(f"an answer that is no HTTP: {problem}"))
+            self._end(
+                ConnectionError(f"an answer that is no HTTP: {problem.__context__ or problem}")
+            )
             return
         if answer.state is _State.WHOLE and self._waiter is not None:
             self._waiter.switch(None)
@@ -221,6 +235,8 @@ class Connection:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._answer is not None:
+            if len(self._answer.headers) >= HEADERS:
+                raise ConnectionError(f"an answer with more than {HEADERS} headers")
             self._answer.headers.append((name, value))
 
     def on_headers_complete(self) -> None:

@@ -10,7 +10,9 @@ refused is left out of all requests, and `notes` say so.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,6 +22,12 @@ from loadtests.generator.http_client import Pool, connect, fetch, get_bytes, pos
 from loadtests.generator.sse_request import Ask, stream
 
 PROBE_TOKENS = 8
+_SECRET_NAME = re.compile(
+    "api[_-]?key|(access|private|secret)[_-]?key|(access|auth|bearer|id|refresh)[_-]?token|^token$|"
+    "secret|passw|credential|authorization",
+    re.IGNORECASE,
+)
+_SECRET_TEXT = re.compile(r"(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|bearer )\S{6}", re.IGNORECASE)
 _PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
 
 
@@ -29,11 +37,37 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     url: str  # the endpoint's base URL, e.g. http://127.0.0.1:8000
     model: str | None = None  # model name in requests; none: the first that /v1/models lists
     api: Literal["completions", "chat"] = "completions"  # the route that is measured
-    api_key_env: str | None = None  # the environment variable that holds the key
+    api_key_env: str | None = None  # the variable that holds the key; --trust names it too
     verify_tls: bool = True  # check the server's certificate
     extra_body: dict[str, Any] = {}  # added to every request
     timeout_seconds: float = 600.0  # limit of one request
     ready_seconds: float = 60.0  # how long to wait for the endpoint's first answer
+
+
+def check_target(target: Target) -> None:
+    """Raises TargetUnusable for a secret where a run folder would keep it."""
+    if "@" in urlsplit(target.url if "://" in target.url else f"//{target.url}").netloc:
+        raise TargetUnusable(
+            "the url holds a user or a password, and a run folder would keep it: "
+            "put a key into an environment variable and name that with api_key_env"
+        )
+    if (place := _secret_place(target.extra_body)) is not None:
+        raise TargetUnusable(
+            f"extra_body{place} looks like a secret, and a run folder would keep it: "
+            "put a key into an environment variable and name that with api_key_env"
+        )
+
+
+def _secret_place(value: Any) -> str | None:
+    """Where a key, token or password is in a request's body; None: nowhere that names tell."""
+    if isinstance(value, str):
+        return "" if _SECRET_TEXT.match(value) else None
+    items = enumerate(value) if isinstance(value, list) else ()
+    for key, inside in value.items() if isinstance(value, dict) else items:
+        is_secret = isinstance(inside, str) and _SECRET_NAME.search(str(key))
+        if (place := "" if is_secret else _secret_place(inside)) is not None:
+            return f"[{key!r}]{place}"
+    return None
 
 
 class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):

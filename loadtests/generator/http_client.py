@@ -23,6 +23,7 @@ from loadtests.errors import TargetUnusable
 from loadtests.generator.connection import Connection, Reader, Tls
 
 CONNECT_SECONDS = 30.0
+WHOLE_BYTES = 64 << 20  # most of an answer that is kept
 # The system's own socket, also where Locust has put gevent's in its place.
 _Socket = gevent.monkey.get_original("socket", "socket")
 
@@ -145,6 +146,7 @@ class _Whole:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
+        self._size = 0
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -153,6 +155,9 @@ class _Whole:
         }
 
     def body(self, data: bytes, received: float) -> bool:
+        self._size += len(data)
+        if self._size > WHOLE_BYTES:
+            raise ConnectionError(f"an answer of more than {WHOLE_BYTES} bytes")
         self.parts.append(data)
         return True
 

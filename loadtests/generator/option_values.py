@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from loadtests.errors import LoadError
-from loadtests.generator.endpoint import Target
+from loadtests.generator.endpoint import Target, check_target
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.options import (
     DEFAULTS,
@@ -36,9 +36,11 @@ def target_of(url: str, options: LoadOptions) -> Target:
     if options.api not in apis:
         raise LoadError(f"--api must be {' or '.join(apis)}, got {options.api!r}")
     try:
-        return msgspec.convert(fields, Target)
+        target = msgspec.convert(fields, Target)
     except msgspec.ValidationError as problem:
         raise LoadError(str(problem)) from problem
+    check_target(target)
+    return target
 
 
 def plan_of_command(url: str, options: CommandOptions) -> LoadPlan:

@@ -23,6 +23,8 @@ from loadtests.generator.http_client import Pool, within
 from loadtests.records.schema import RequestRecord
 
 _ERROR_BYTES = 500
+LINE_BYTES = 4 << 20  # most of one line of a stream
+CHUNKS = 1 << 20  # most content chunks of one answer
 
 
 class GaveUp(BaseException):
@@ -147,6 +149,9 @@ class Answer:
             return bool(self.contents)
         lines = data.split(b"\n")
         self._rest = lines.pop()
+        if len(self._rest) > LINE_BYTES or len(self.contents) > CHUNKS:
+            self.fail("stream_error", f"a line of > {LINE_BYTES} bytes, or > {CHUNKS} chunks")
+            raise ConnectionError("an endless answer")
         for line in lines:
             if line:
                 self._line(line, received)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -52,6 +53,10 @@ REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
+
+_decode_event = msgspec.json.Decoder(AnyEvent).decode
+_PASSWORD = re.compile(rb"://[^/@\s\"\\]+@")
+_CONTROL = re.compile(rb"\\u00(?:0[0-8bcef]|1[0-9a-f]|7f)|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE)
 
 T = TypeVar("T")
 
@@ -269,7 +274,7 @@ def read_records(folder: Path) -> RunRecords:
     """All of a run folder. Raises BadRunFolder."""
     manifest = read_manifest(folder)
     events, requests, samples = read_events(folder), read_requests(folder), read_samples(folder)
-    files = {REQUESTS: requests, SAMPLES: samples, EVENTS: events}
+    files: dict[str, Read[Any]] = {REQUESTS: requests, SAMPLES: samples, EVENTS: events}
     return RunRecords(
         folder,
         manifest,
@@ -294,7 +299,7 @@ def read_manifest(folder: Path) -> RunManifest:
 def _raw_manifest(path: Path) -> dict[str, Any]:
     """As written, with a `format_version` that can be read."""
     try:
-        text = path.read_bytes()
+        text = _cleaned(path.read_bytes())
     except OSError as problem:
         raise BadRunFolder(
             f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
@@ -329,15 +334,15 @@ def read_events(folder: Path) -> Read[Event]:
     """The journal, in the present format; that of a folder without a manifest is taken for it."""
     path = folder / EVENTS
     if not (folder / MANIFEST).exists():
-        return read_lines(path, AnyEvent)
+        return _read(path, _event)
     raw = _raw_manifest(folder / MANIFEST)
     version = raw["format_version"]
     if version == FORMAT_VERSION:
-        return read_lines(path, AnyEvent)
+        return _read(path, _event)
     manifest = manifest_from(version, raw)
 
     def event(line: bytes) -> Event:
-        old = msgspec.json.decode(line, type=dict[str, Any])
+        old = msgspec.json.decode(_cleaned(line), type=dict[str, Any])
         try:
             found: Event = msgspec.convert(event_from(version, old, manifest), AnyEvent)
         except (KeyError, TypeError, AttributeError) as problem:
@@ -345,6 +350,16 @@ def read_events(folder: Path) -> Read[Event]:
         return found
 
     return _read(path, event)
+
+
+def _event(line: bytes) -> Event:
+    found: Event = _decode_event(_cleaned(line))
+    return found
+
+
+def _cleaned(text: bytes) -> bytes:
+    """JSON without passwords in URLs, and without what a terminal would obey."""
+    return _CONTROL.sub(rb"\\ufffd", _PASSWORD.sub(b"://***@", text))
 
 
 def read_lines(path: Path, kind: Any) -> Read[Any]:

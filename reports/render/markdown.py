@@ -5,6 +5,7 @@ text = markdown(run, found, figures, {"crossover": "crossover.png"})
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from models import formatting
@@ -25,9 +26,9 @@ def markdown(
     """`images`: figure slug -> the file it was drawn to, relative to the Markdown file."""
     drawn = [figure for figure in figures if figure.slug in (images or {})]
     parts = [
-        f"# {headline(run, found)}",
+        f"# {_escape(headline(run, found))}",
         _slo(run),
-        "\n".join(f"- {sentence}" for sentence in sentences(run, found)),
+        "\n".join(f"- {_escape(sentence)}" for sentence in sentences(run, found)),
         "## Capacity (measured here)",
         table_text(tables.capacity_table(run, found)),
         tables.QUALITY_WORDS if has_quality(run) else "",
@@ -42,7 +43,7 @@ def markdown(
         "## Warnings",
         _warnings(run),
         "## How to repeat it",
-        f"```sh\n{facts.commands(run, found)}\n```",
+        fenced("sh", facts.commands(run, found)),
         _facts(facts.machine_facts(run.facts) + facts.software(run)),
         _campaign(run),
         f"A value that is missing is “{formatting.NOT_MEASURED}”.",
@@ -64,13 +65,23 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """Text that is no table's end, link, picture or HTML, whoever named the model."""
+    for mark in "\\|[]<":
+        text = text.replace(mark, f"\\{mark}")
+    return " ".join(text.splitlines())
+
+
+def fenced(language: str, text: str) -> str:
+    """A block of code that no run of backticks within it can end."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _slo(run: RunNumbers) -> str:
     source = slo_source(run.slo)
     where = f" ({source})" if source else ""
-    return f"Judged by the **{run.slo.name}** SLO{where}: a request that meets it is good."
+    return f"Judged by the **{_escape(run.slo.name)}** SLO{where}: a request that meets it is good."
 
 
 def _engines(run: RunNumbers) -> Iterator[str]:
@@ -97,14 +108,15 @@ def _warnings(run: RunNumbers) -> str:
 
 def _campaign(run: RunNumbers) -> str:
     text = run.manifest.campaign_text.strip()
-    return f"```toml\n{text}\n```" if text else ""
+    return fenced("toml", text) if text else ""
 
 
 def _drawn(figure: Figure, image: str) -> str:
     sources = ", ".join(figure.sources)
-    picture = f"![{figure.title}]({image})"
-    return f"### {figure.title}\n\n{picture}\n\n{figure.caption} *({sources})*"
+    title = _escape(figure.title)
+    picture = f"![{title}]({image})"
+    return f"### {title}\n\n{picture}\n\n{_escape(figure.caption)} *({sources})*"
 
 
 def _facts(rows: facts.Facts) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in rows)
+    return "\n".join(f"- {_escape(name)}: {_escape(value)}" for name, value in rows)

@@ -379,11 +379,19 @@ def gpu_records(found: Crossover) -> list[Record]:
 
 
 def to_csv(records: Sequence[Record]) -> str:
-    """Records of one kind as CSV with a header; no records give an empty text."""
+    """Records of one kind as CSV with a header; no records give an empty text.
+
+    A text that a spreadsheet would take for a formula has a `'` before it.
+    """
     if not records:
         return ""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({name: _no_formula(value) for name, value in one.items()} for one in records)
     return out.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loadtests.campaign.campaign_file import DEMO, Campaign, parse_campaign, read_campaign, slo_of
+from loadtests.campaign.campaign_file import (
+    DEMO,
+    Campaign,
+    check_trust,
+    parse_campaign,
+    read_campaign,
+    slo_of,
+)
 from loadtests.campaign.campaign_keys import CampaignFile
 from loadtests.campaign.cell_planning import layout_of, shares, why_not
 from loadtests.campaign.cells import Cell, seed_of
@@ -83,12 +90,31 @@ def test_an_endpoint_that_is_there_already_is_one_cell() -> None:
     assert plan.campaign.target is not None and plan.campaign.target.api_key_env == "KEY"
 
 
+def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
+    """Its file may be a stranger's: no variable is sent, and no code runs, on its word alone."""
+    target = parse_campaign('name = "x"\n[target]\nurl = "http://h:1"\napi_key_env = "HF_TOKEN"')
+    said = "'HF_TOKEN' is an environment variable that http://h:1 is sent; .* --trust HF_TOKEN"
+    for trusted in ((), ("OTHER",)):
+        with pytest.raises(BadCampaign, match=said):
+            check_trust(target, trusted)
+    check_trust(target, ("OTHER", "HF_TOKEN"))
+    code = parse_campaign('name = "x"\nmodels = ["135m"]\nbackends = ["a.b:C"]')
+    with pytest.raises(BadCampaign, match="'a.b:C' runs as code; .* --trust a.b:C"):
+        check_trust(code, ("a.b:D",))
+    check_trust(code, ("a.b:C",))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("name = ", "no TOML"),
         ('models = ["135m"]', "missing required field `name`"),
         ('name = "x"', "nothing to measure"),
+        ('name = "x"\n[target]\nurl = "http://u:p@h"', r"holds a user.* - at `\$.target`"),
+        (
+            'name = "x"\n[target]\nurl = "http://h"\nextra_body = { password = "x" }',
+            r"extra_body\['password'\] looks like a secret.* - at `\$.target`",
+        ),
         (
             'name = "x"\nmodles = ["135m"]',
             "unknown field `modles`; known here: name, models, formats",

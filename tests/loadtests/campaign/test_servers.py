@@ -8,7 +8,7 @@ import pytest
 
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.cell_planning import layout_of
-from loadtests.campaign.servers import Local
+from loadtests.campaign.servers import Local, serve_command
 from loadtests.errors import OverMemory, ServerFailed
 from loadtests.host.memory_cap import CapUnavailable, MemoryCap
 from serving.hardware.facts import allowed_cores
@@ -80,3 +80,13 @@ def test_a_cap_that_takes_no_process_is_watched(
     server.stop()
     assert server.watched_bytes == 2 << 30 and cap.closed
     assert server.cap_note is not None and "watched once a sample (cgroup.procs" in server.cap_note
+
+
+def test_a_model_is_no_option(tmp_path: Path) -> None:
+    text = CAMPAIGN.format(more="", options="").replace("135m", "--otlp-endpoint=http://x/y")
+    plan = parse_campaign(text)
+    (cell,) = plan.cells
+    layout = layout_of(cell, allowed_cores())
+    assert layout is not None
+    command = serve_command(cell, plan.campaign, layout, tmp_path / "ready")
+    assert command[-2:] == ["--", "--otlp-endpoint=http://x/y"]

@@ -17,6 +17,7 @@ import pytest
 
 from loadtests.cli import load
 from loadtests.errors import LoadError
+from loadtests.generator.endpoint import Target, check_target
 from loadtests.records.events import LevelPurpose, LevelStarted, of_kind
 from loadtests.records.run_folder import read_events
 from tests.loadtests.campaign.checks import check_folder
@@ -73,11 +74,30 @@ def test_one_level_from_the_command_line(
         ({"rate": 1.0, "api": "soap"}, "--api must be completions or chat, got 'soap'"),
         ({"rate": 1.0, "workload": "tea"}, "'tea' is not one of chat"),
         ({"rate": 1.0, "api_key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY'.*not set"),
+        ({"rate": 1.0, "url": "http://bob:hunter2@h"}, "^the url holds a user or a password"),
+        ({"rate": 1.0, "extra_body": '{"api_key": "x"}'}, r"^extra_body\['api_key'\] looks like"),
+        (
+            {"rate": 1.0, "extra_body": '{"user": "sk-in-body"}'},
+            r"^extra_body\['user'\] looks like",
+        ),
+        (
+            {"rate": 1.0, "extra_body": '{"a": [{"auth-token": "x"}]}'},
+            r"^extra_body\['a'\]\[0\]\['auth-token'\] looks like a secret",
+        ),
     ],
 )
 def test_a_level_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError, match=message):
-        load("http://127.0.0.1:9", **arguments)
+        load(**{"url": "http://127.0.0.1:9", **arguments})
+
+
+def test_what_is_no_secret_may_be_in_the_body() -> None:
+    check_target(
+        Target(
+            url="http://h:1/v1",
+            extra_body={"max_tokens": 1, "stop_token_ids": [2], "prompt_cache_key": "x", "n": None},
+        )
+    )
 
 
 @pytest.mark.clock

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.errors import TargetUnusable
+from loadtests.generator import http_client, sse_request
 from loadtests.generator.connection import clock
 from loadtests.generator.http_client import connect, fetch, get_bytes, post_bytes
 from loadtests.generator.sse_request import Ask, stream
@@ -184,3 +185,31 @@ def test_tls_works_and_a_certificate_is_checked(
         fetch(pool, get_bytes(pool, "/v1/models"))
     monkeypatch.setenv("SSL_CERT_FILE", str(cert))
     assert ask(serve(*pieces, context=context)) == (None, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        (
+            [b"HTTP/1.1 200 OK\r\nX: " + b"a" * (1 << 18), b"a" * (1 << 18)],
+            "head of more than 65536",
+        ),
+        ([b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 300], "more than 256 headers"),
+        ([HEAD + b"\r\ndata: " + b"a" * 1000], "a line of > 500 bytes"),
+        ([HEAD + b"\r\n", *[EVENT * 2] * 9], "> 4 chunks"),
+    ],
+)
+def test_what_a_hostile_server_sends_is_bounded(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], message: str
+) -> None:
+    monkeypatch.setattr(sse_request, "LINE_BYTES", 500)
+    monkeypatch.setattr(sse_request, "CHUNKS", 4)
+    error, said, _ = ask(serve(*pieces, close=True))
+    assert error in ("connection", "stream_error") and message in (said or "")
+
+
+def test_a_plain_answer_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "WHOLE_BYTES", 100)
+    url = serve(b"HTTP/1.1 200 OK\r\n\r\n" + b"a" * 1000, close=True)
+    with connect(url) as pool, pytest.raises(TargetUnusable, match="answer of more than 100 bytes"):
+        fetch(pool, get_bytes(pool, "/"))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from loadtests.campaign.run_state import campaign_of, prediction_on_record
 from loadtests.errors import BadRunFolder
@@ -56,6 +58,7 @@ from loadtests.records.schema import (
     ResourceSample,
     RunManifest,
 )
+from loadtests.terminal.run import show_run
 
 MANIFEST_RECORD = RunManifest(
     format_version=FORMAT_VERSION,
@@ -470,3 +473,33 @@ def test_whatever_a_kill_leaves_is_a_readable_prefix(
     after = read_records(path)
     assert after.requests == [*read.requests, record("after", 0)] and not after.dropped_bytes
     assert after.events == [*read.events, started("after")]
+
+
+def test_a_run_is_shown_whichever_line_of_its_journal_is_broken(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FORMAT_1, tmp_path / "run"))
+    lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
+    for broken in range(len(lines)):
+        (folder / EVENTS).write_bytes(b"".join([*lines[:broken], b"{\n", *lines[broken + 1 :]]))
+        said = StringIO()
+        show_run(folder, Console(file=said))
+        assert f"events.jsonl (the first is line {broken + 1})" in said.getvalue()
+
+
+def test_a_cell_of_a_strangers_run_names_no_file_elsewhere() -> None:
+    cell = {"key": "../../etc/x", "model": "m", "weight_format": "", "backend": "fake"}
+    campaign = read_manifest(FORMAT_2).campaign
+    manifest = msgspec.structs.replace(MANIFEST_RECORD, campaign=campaign, cells=[cell])
+    with pytest.raises(BadRunFolder, match="run r has a cell '../../etc/x'"):
+        campaign_of(manifest)
+
+
+def test_what_is_read_holds_no_password_and_nothing_for_a_terminal(tmp_path: Path) -> None:
+    """Of a run before URLs with passwords were refused, or of a stranger's."""
+    text = "load http://bob:hunter2@h:1/v1 \x1b]0;x\x07 \x9b2J, tab\there"
+    manifest = msgspec.structs.replace(MANIFEST_RECORD, command=[text])
+    with RunFolder.create(tmp_path, manifest) as folder:
+        folder.event(LevelAbandoned(cell="c", level="l", reason=text))
+    read = read_records(tmp_path)
+    (event,) = of_kind(read.events, LevelAbandoned)
+    wanted = "load http://***@h:1/v1 \ufffd]0;x\ufffd \ufffd2J, tab\there"
+    assert read.manifest.command == [wanted] and event.reason == wanted
