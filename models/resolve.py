@@ -4,6 +4,7 @@
     resolve("./Qwen2.5-0.5B", kind="hf")       # a folder with config.json and safetensors
     resolve("models/x-Q4_K_M.gguf", kind="gguf")
     resolve("org/name", kind="hf"), resolve("org/name:x.gguf", kind="gguf")
+    resolve("org/name@5f2b1c9", kind="hf")     # a commit, branch or tag of it
 
 Files of another kind are converted into the cache where that is possible. Nothing that can run
 code is read: no pickles, no remote code.
@@ -12,12 +13,16 @@ code is read: no pickles, no remote code.
 from __future__ import annotations
 
 import re
+import shutil
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from models.cache import (
+    SPARE_DISK_BYTES,
     Wish,
     cache_dir,
     converted,
@@ -26,7 +31,7 @@ from models.cache import (
     synthetic_path,
     tokenizer_folder,
 )
-from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
+from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
 from models.isolated import run_python
 from models.ladder import LADDER, is_rung, rung
@@ -40,7 +45,8 @@ from models.spec import ModelSpec
 FAKE_VOCABULARY = 8192
 
 _HUB_ID = re.compile(
-    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w./-]+\.gguf))?"
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?:@(?P<revision>[\w][\w./-]*))?(?::(?P<file>[\w./-]+\.gguf))?"
 )
 _HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _HUB_TEXTS = [
@@ -115,10 +121,12 @@ def resolve(
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
         raise UnknownModel(
-            f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name or "
-            "org/name:file.gguf"
+            f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name, "
+            "org/name@revision or org/name:file.gguf"
         )
-    path = _download(name, match["repository"], match["file"], wish, is_asked)
+    path = _download(
+        _HubId(name, match["repository"], match["revision"]), match["file"], wish, is_asked
+    )
     found = _local(path, name, wish, is_asked)
     # The hub's folder is named by its commit.
     called = path.stem if match["file"] else match["repository"].partition("/")[2]
@@ -294,33 +302,44 @@ def _probe_once(path: Path, size_bytes: int, changed_ns: int) -> None:
         raise BrokenWeights(f"llama.cpp cannot read {str(path)!r}: its reader: {ran.reason}")
 
 
-def _download(name: str, repository: str, file: str | None, wish: Wish, is_asked: bool) -> Path:
+class _HubId(NamedTuple):
+    name: str  # as it was given
+    repository: str
+    revision: str | None  # commit, branch or tag; None: the default branch
+
+
+def _download(hub: _HubId, file: str | None, wish: Wish, is_asked: bool) -> Path:
     """The hub's files in the hub library's own cache.
 
     Safetensors, GGUF, ONNX and JSON only, and of several graphs only the one wanted.
     """
     if wish.progress:
-        wish.progress(f"fetching {name}", None)
+        wish.progress(f"fetching {hub.name}", None)
     if file is not None:
         # hf_hub_download retries for half a minute where there is no network.
-        folder = _snapshot(name, repository, [file])
+        folder = _snapshot(hub, [file])
         if not (folder / file).is_file():
-            raise UnknownModel(f"the hub's {repository} has no file {file}")
+            raise UnknownModel(f"the hub's {hub.repository} has no file {file}")
         return folder / file
     if wish.kind == "onnx":
         for one in patterns(wish.weight_format if is_asked else None):
-            folder = _snapshot(name, repository, [*_HUB_TEXTS, *one])
+            folder = _snapshot(hub, [*_HUB_TEXTS, *one])
             if graphs(folder):
                 return folder
-    return _snapshot(name, repository, [*_HUB_TEXTS, *_HUB_WEIGHTS])
+    return _snapshot(hub, [*_HUB_TEXTS, *_HUB_WEIGHTS])
 
 
-def _snapshot(name: str, repository: str, wanted: list[str]) -> Path:
+def _snapshot(hub: _HubId, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
 
+    name, revision = hub.name, _checked_commit(hub, wanted) or hub.revision
     try:
-        return Path(snapshot_download(repository, allow_patterns=wanted, etag_timeout=20))
+        return Path(
+            snapshot_download(
+                hub.repository, revision=revision, allow_patterns=wanted, etag_timeout=20
+            )
+        )
     except GatedRepoError as problem:
         raise UnknownModel(
             f"{name!r} needs an accepted licence and a token (hf auth login)"
@@ -330,3 +349,37 @@ def _snapshot(name: str, repository: str, wanted: list[str]) -> Path:
         raise UnknownModel(
             f"{name!r} is no rung, no local path, and cannot be fetched from the hub: {reason}"
         ) from problem
+
+
+def _checked_commit(hub: _HubId, wanted: list[str]) -> str | None:
+    """The commit whose files have room on the disk; None where the hub cannot be asked.
+
+    Raises ModelError for more bytes than the disk has free.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        info = HfApi().model_info(
+            hub.repository, revision=hub.revision, files_metadata=True, timeout=20
+        )
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return None  # the hub's own cache may have it; if not, snapshot_download says why
+    need = sum(
+        one.size or 0
+        for one in info.siblings or ()
+        if any(fnmatch(one.rfilename, pattern) for pattern in wanted)
+        and not isinstance(
+            try_to_load_from_cache(hub.repository, one.rfilename, revision=info.sha), str
+        )
+    )
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if need and free < need + SPARE_DISK_BYTES:
+        raise ModelError(
+            f"fetching {hub.name} needs {need} bytes of disk, {str(folder)!r} has {free} free; "
+            "set HF_HUB_CACHE to a folder on a larger disk"
+        )
+    return info.sha

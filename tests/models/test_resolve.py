@@ -1,8 +1,10 @@
 import json
 import os
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -277,3 +279,47 @@ def test_what_an_earlier_converter_left_in_the_cache_is_made_again(
     write_manifest(path, msgspec.structs.replace(manifest, generator="convert 0"))
     assert made().stat().st_mtime_ns > written
     assert read_manifest(path) == manifest
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub that has one repository, says its sizes, and remembers what it was asked."""
+
+    asked: ClassVar[list[str]] = []
+    size = 1 << 60
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if not self.path.startswith("/api/models/org/name/revision/v1"):
+            self.send_error(404)
+            return
+        files = [{"rfilename": "model.safetensors", "size": self.size}, {"rfilename": "x.bin"}]
+        body = json.dumps({"id": "org/name", "sha": "a" * 40, "siblings": files}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def test_a_download_that_the_disk_cannot_hold_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a revision is asked for by its name."""
+    import huggingface_hub.constants
+
+    with HTTPServer(("127.0.0.1", 0), _Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{hub.server_port}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", url)
+        monkeypatch.setattr(
+            huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet")
+        )
+        with pytest.raises(ModelError, match=f"org/name@v1 needs {_Hub.size} bytes of disk"):
+            resolve("org/name@v1", kind="hf")
+        hub.shutdown()
+    assert [path.partition("?")[0] for path in _Hub.asked] == ["/api/models/org/name/revision/v1"]
