@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -26,6 +25,7 @@ from models.cache import Wish, delete_synthetic, finished_formats
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
 from models.formats import weight_bytes
 from models.ladder import LADDER, Rung, fits, is_rung, rung
+from models.machine import total_bytes
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 KINDS = {"llama_cpp": "gguf", "torch": "hf", "onnx": "onnx", "fake": "none"}  # of --backend
@@ -110,7 +110,7 @@ def make(
         raise UnsupportedModel(f"--exporter {exporter} is for --backend onnx, not for {kind} files")
     if everything == bool(names):
         raise UnknownModel("name the models to make, or give --all; not both")
-    fitting = fits(memory_bytes(), chosen or LISTED_FORMATS[0])
+    fitting = fits(total_bytes(), chosen or LISTED_FORMATS[0])
     wanted = names or [fit.rung.spec.name for fit in fitting if fit.fits]
     resolve = partial(
         hub.resolve, kind=kind, weight_format=weight_format, cache=root, exporter=exporter
@@ -151,16 +151,6 @@ def parse_bytes(text: str, option: str) -> int:
             f"did you mean {match[1]}GiB?"
         )
     return size_bytes
-
-
-def memory_bytes() -> int:
-    """Bytes of RAM, or the control group's limit where that is lower."""
-    total = int(psutil.virtual_memory().total)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _listed(one: Rung, root: Path) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from models.convert.compare import (
     Comparison,
@@ -35,6 +34,7 @@ from models.convert.gguf_tokenizer import PROBES, gguf_vocabulary
 from models.convert.source_and_manifest import Result, manifest_of, source_spec
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import GGUF_FORMATS, GgufTensor
+from models.machine import available_bytes
 from models.manifest import Manifest, Progress, atomic_file, manifest_path, write_manifest
 from models.readers.safetensors import Stored, check_tensors, read_tensors
 from models.spec import ModelSpec
@@ -261,4 +261,4 @@ def _compare_tokenizers(folder: Path, file: Path) -> None:
 
 
 def _reference_fits(spec: ModelSpec) -> bool:
-    return spec.parameters * 4 * 1.2 < psutil.virtual_memory().available
+    return spec.parameters * 4 * 1.2 < available_bytes()

@@ -16,9 +16,16 @@ from pathlib import Path
 
 import msgspec
 
-from models.machine import ROOT, cpu_flags, cpu_name
+from models.machine import (
+    ROOT,
+    cgroup_cores,
+    cgroup_memory_left,
+    cpu_flags,
+    cpu_name,
+    read_text,
+    sizes,
+)
 from serving.hardware.bandwidth import array_bytes, read_bandwidth
-from serving.hardware.cgroup import cgroup_cores, cgroup_memory_left, read_text, sizes
 from serving.hardware.gpu import GpuFacts, find_gpus
 
 # CPU flags that decide how fast the engines' kernels are.

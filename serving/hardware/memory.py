@@ -8,9 +8,8 @@ from __future__ import annotations
 import resource
 
 from models.formatting import size
-from models.machine import ROOT
+from models.machine import ROOT, available_bytes, read_text
 from serving.errors import OutOfMemory
-from serving.hardware.cgroup import cgroup_memory_left, read_text, sizes
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
@@ -35,14 +34,6 @@ def _pages(process: int | str) -> list[int] | None:
 def peak_resident_bytes() -> int:
     """The highest RSS that this process had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def available_bytes() -> int:
-    """RAM that can be taken without swapping or being killed: the machine's, the container's."""
-    memory = sizes(read_text(ROOT / "proc/meminfo"))
-    available = memory.get("MemAvailable", memory.get("MemFree", 0))
-    left = cgroup_memory_left()
-    return available if left is None else min(available, left)
 
 
 def refuse_shortage(needed_bytes: int, what: str) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from models.formats import PACKED_FORMATS
 from models.formatting import size
+from models.machine import available_bytes
 from models.spec import ModelSpec
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.options import parse_options
 from serving.backends.torch.matrices import DTYPES
 from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
-from serving.hardware.memory import available_bytes
 
 
 class TorchOptions(msgspec.Struct, frozen=True):

@@ -9,12 +9,11 @@ import msgspec
 import psutil
 import pytest
 
+from models.machine import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
 from serving.hardware.bandwidth import read_bandwidth
-from serving.hardware.cgroup import cgroup_cores, cgroup_memory_left
 from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
 from serving.hardware.memory import (
     anonymous_bytes,
-    available_bytes,
     peak_resident_bytes,
     resident_bytes,
 )
@@ -216,7 +215,7 @@ def test_the_readers_of_memory_agree() -> None:
     assert whole is not None and light == pytest.approx(whole.rss_bytes, rel=0.05)
     assert light <= peak_resident_bytes() * 1.01
     assert 0 < anonymous_bytes() < light
-    assert 0 < available_bytes() <= psutil.virtual_memory().total
+    assert 0 < available_bytes() <= total_bytes() <= psutil.virtual_memory().total
 
 
 def test_bandwidth_is_a_plausible_number_and_small_arrays_are_quicker() -> None:
