@@ -31,7 +31,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     slots: int = 16  # requests served at a time
     context_tokens: int = 2048  # most tokens of one request, prompt and answer
     kv_tokens: int | None = None  # KV cache of all requests together; none: slots x context_tokens
-    kv_dtype: str = "fp16"  # number type of the KV cache
+    kv_dtype: str = "auto"  # number type of the KV cache; auto: the backend's own
     prefill_tokens: int | None = None  # most prompt tokens of a step
     step_seconds: float | None = None  # target time of a step with prompt tokens
     prefix_reuse: bool = True  # keep the KV cache of prompts that begin alike

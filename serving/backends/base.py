@@ -23,6 +23,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from serving.backends.spec import AUTO
 from serving.bounds import Count, PositiveSeconds
 from serving.sampling.types import Row, Sampled
 
@@ -91,13 +92,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: Count = 16
     context_tokens: Count = 2048
     kv_tokens: Count | None = None  # None: slots * context_tokens
-    kv_dtype: str = "fp16"
+    kv_dtype: str = AUTO  # the backend's own, or one that it holds; another is refused
     threads: Count | None = None  # None: as many as cores it may run on
     cores: tuple[int, ...] = ()  # CPU affinity; empty: all
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # by how much it goes behind HTTP
     prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
     step_seconds_target: PositiveSeconds = 0.3  # of a step while someone decodes
     prefix_reuse: bool = True
+    check_memory: bool = True  # refuse what is predicted not to fit
     quality_kl_nats: float | None = None  # KL divergence to the float model, where measured
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
 

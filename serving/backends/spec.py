@@ -11,6 +11,7 @@ from models.formats import DEFAULT_FORMATS, FORMATS
 from models.spec import ModelSpec
 
 MIB = 1 << 20
+AUTO = "auto"  # of --kv-dtype: the type that the backend holds by itself
 
 
 class Overhead(msgspec.Struct, frozen=True):
@@ -41,15 +42,15 @@ UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0, 600, 0.35)
 class KvRequest(msgspec.Struct, frozen=True):
     """What decides the type that a KV cache is held in."""
 
-    asked: str  # --kv-dtype
+    asked: str  # --kv-dtype; "auto": the backend's own
     weight_format: str
     device: str  # "cpu" or "gpu"
     isa: AbstractSet[str]  # CPU flags
 
 
 def kv_as_asked(request: KvRequest) -> str:
-    """The backend stores the KV cache as --kv-dtype says."""
-    return request.asked
+    """The backend stores the KV cache as --kv-dtype says; in fp16 where it says nothing."""
+    return "fp16" if request.asked == AUTO else request.asked
 
 
 class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):

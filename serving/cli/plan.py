@@ -27,6 +27,7 @@ from models.readers.config import read_spec
 from models.readers.gguf import read_header
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends import BACKENDS, missing_backends
+from serving.backends.spec import AUTO
 from serving.bounds import Count
 from serving.cli.parameters import command_of
 from serving.hardware.facts import HardwareFacts, hardware_facts
@@ -43,6 +44,7 @@ from serving.placement.plan import (
 from serving.placement.policy import Policy
 from serving.registry.options import option
 
+KV_DTYPES = (AUTO, *KV_ELEMENT_BYTES)
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
 
 
@@ -85,7 +87,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: Annotated[Policy, option("", "Which devices may be used.")] = Policy.auto
     slots: Annotated[Count, option("", "Sequences at once.")] = 16
     context_tokens: Annotated[Count, option("", "Most tokens of one sequence.", "context")] = 2048
-    kv_dtype: Annotated[str, option("", f"One of {', '.join(KV_ELEMENT_BYTES)}.")] = "fp16"
+    kv_dtype: Annotated[str, option("", f"One of {', '.join(KV_DTYPES)}.")] = AUTO
     memory: Annotated[
         str | None, option("", "RAM to plan for, such as 24GiB (default: what is free here).")
     ] = None
@@ -112,7 +114,10 @@ def plan_models(options: PlanOptions) -> None:
         typer.echo(json.dumps([_as_json(one) for one in plans], indent=2))
         return
     for one in plans:
-        typer.echo("\n".join([_formula(one.spec, options), *_table(one.formats), *_verdict(one)]))
+        kv_dtype = one.decision.kv_dtype if one.decision is not None else options.kv_dtype
+        kv_dtype = "fp16" if kv_dtype == AUTO else kv_dtype
+        words = _formula(one.spec, kv_dtype, options)
+        typer.echo("\n".join([words, *_table(one.formats), *_verdict(one)]))
 
 
 app.command("plan")(command_of(PlanOptions, plan_models))
@@ -127,7 +132,7 @@ def planned(options: PlanOptions) -> Iterator[ModelPlan]:
     is_here = memory is None and vram is None
     obstacles = Obstacles(missing_backends()) if is_here else Obstacles()
     given = [_known(name, known_formats(), "format") for name in options.weight_formats]
-    kv_dtype = _known(options.kv_dtype, list(KV_ELEMENT_BYTES), "KV dtype")
+    kv_dtype = _known(options.kv_dtype, list(KV_DTYPES), "KV dtype")
     shapes = [_shape(name) for name in options.names] or [(one.spec, None) for one in LADDER]
     for spec, _ in shapes:
         if options.context_tokens > spec.context:
@@ -199,9 +204,8 @@ def _format_plan(spec: ModelSpec, attempt: Attempt) -> FormatPlan:
     )
 
 
-def _formula(spec: ModelSpec, options: PlanOptions) -> str:
+def _formula(spec: ModelSpec, kv_dtype: str, options: PlanOptions) -> str:
     """The KV formula in words, with this model's numbers."""
-    kv_dtype = _known(options.kv_dtype, list(KV_ELEMENT_BYTES), "KV dtype")
     slots, context = options.slots, options.context_tokens
     per_token = spec.kv_bytes_per_token(kv_dtype)
     element = f"{KV_ELEMENT_BYTES[kv_dtype]:g} bytes"

@@ -71,6 +71,7 @@ def view(served: EngineLike, model: str, explanation: Any) -> PlacementView:
     engine = {key: getattr(served.config, key) for key in _SHOWN}
     if ready is not None:
         engine |= {key: getattr(ready.info, key) for key in _OF_ENGINE}
+        engine["kv_dtype"] = ready.info.details.get("kv_dtype", engine["kv_dtype"])
         engine["capabilities"] = sorted(ready.info.capabilities)
     said = msgspec.to_builtins(explanation() if callable(explanation) else explanation)
     return PlacementView(

@@ -18,6 +18,7 @@ import msgspec
 from models.formatting import size
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends import BACKENDS, DEFAULTS, format_of, spec_of
+from serving.backends.spec import AUTO
 from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.facts import HardwareFacts
@@ -52,7 +53,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     slots: Count = 16
     context_tokens: Count | None = None
     kv_tokens: Count | None = None  # None: slots x context
-    kv_dtype: str = "fp16"
+    kv_dtype: str = AUTO
     weight_bytes: int | None = None  # of the file; None: there is none yet
     check_memory: bool = True  # False: plan even what does not fit, and say so
 
@@ -129,8 +130,8 @@ def plan(
     """
     check(request)
     model, asked = request.model, request.context_tokens
-    if request.kv_dtype not in KV_ELEMENT_BYTES:
-        known = ", ".join(KV_ELEMENT_BYTES)
+    if request.kv_dtype not in (AUTO, *KV_ELEMENT_BYTES):
+        known = ", ".join((AUTO, *KV_ELEMENT_BYTES))
         raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")
     context = _context(request, facts, obstacles)
     pool = request.kv_tokens if request.kv_tokens is not None else request.slots * context
@@ -277,6 +278,12 @@ def _fitted(
     """The attempt where it fits, else the shortage (or both: check_memory is off)."""
     weight_format = canonical_format(backend, request.weight_format)
     need = forecast(sizes, backend, device, weight_format)
+    if request.kv_dtype not in (AUTO, need.kv_dtype):
+        text = (
+            f"{backend} on the {device.upper()} holds its KV cache in {need.kv_dtype}, "
+            f"and kv_dtype {request.kv_dtype} was asked for"
+        )
+        return Candidate(None, Reason(Cause.forced, text))
     attempt = Attempt(
         device=device,
         backend=backend,

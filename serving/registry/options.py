@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from serving.backends.spec import AUTO
 from serving.bounds import Count, Port, PositiveSeconds, Seconds, explained
 from serving.errors import ServingError
 from serving.placement.policy import Policy
@@ -112,8 +113,13 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
     ] = None
     kv_dtype: Annotated[
-        str, option(ENGINE, "fp32, fp16, bf16, q8_0 or q4_0, as far as the backend can.")
-    ] = "fp16"
+        str,
+        option(
+            ENGINE,
+            "Number type of the KV cache: fp32, fp16, bf16, q8_0 or q4_0. A type that the backend "
+            "does not hold is refused; auto: the backend's own.",
+        ),
+    ] = AUTO
     prefill_tokens: Annotated[
         Count, option(ENGINE, "Prompt tokens of a step while others decode.")
     ] = 256

@@ -44,6 +44,7 @@ USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
 # Options that an engine's configuration takes as they are.
 _OF_AN_ENGINE = (
     *("slots", "kv_tokens", "kv_dtype", "prefill_tokens", "step_seconds_target", "prefix_reuse"),
+    "check_memory",
 )
 
 

@@ -31,7 +31,7 @@ from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, calls
 from serving.backends.llama_cpp.buffers import Batch, LogitsView
 from serving.backends.llama_cpp.library import LOG, build_details, flash_attention_said
 from serving.backends.llama_cpp.loading import Loader, Progress, is_memory
-from serving.backends.llama_cpp.options import LlamaOptions
+from serving.backends.llama_cpp.options import LlamaOptions, kv_dtype_of
 from serving.backends.options import parse_options
 from serving.errors import EngineFailed, KvFull, OutOfMemory
 from serving.hardware.memory import resident_bytes
@@ -205,7 +205,7 @@ class LlamaCppBackend:
             "prefill_threads": str(options.prefill_threads or self._threads),
             "flash_attention": flash_attention_said(LOG.lines, self._loader.attention),
             "kv_unified": str(self._unified).lower(),
-            "kv_dtype": config.kv_dtype,
+            "kv_dtype": kv_dtype_of(config),
             "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
             "ubatch_tokens": str(llama.llama_n_ubatch(self._context)),
             "repack": "yes" if any("REPACK model buffer" in line for line in LOG.lines) else "no",

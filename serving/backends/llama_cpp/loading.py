@@ -18,7 +18,7 @@ from serving.backends.llama_cpp.library import (
     library,
     memory_parts,
 )
-from serving.backends.llama_cpp.options import LlamaOptions, check_config
+from serving.backends.llama_cpp.options import LlamaOptions, check_config, kv_dtype_of
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
 from serving.hardware.facts import allowed_cores
 from serving.hardware.memory import refuse_shortage
@@ -61,7 +61,7 @@ class Loader:
         finally:
             llama.llama_model_free(model)
         parts = dry_run_parts(LOG.stop(), weight_bytes + self._copied_bytes())
-        if config.device == "cpu":
+        if config.device == "cpu" and config.check_memory:
             name = Path(config.model_path).name
             refuse_shortage(parts.total_bytes or 0, f"weights and KV cache of {name}")
         return parts
@@ -140,7 +140,7 @@ class Loader:
         settings.n_threads = self.threads
         settings.n_threads_batch = options.prefill_threads or self.threads
         settings.flash_attn_type = FLASH_ATTENTION[self.attention]
-        settings.type_k = settings.type_v = KV_TYPES[config.kv_dtype]
+        settings.type_k = settings.type_v = KV_TYPES[kv_dtype_of(config)]
         settings.kv_unified = self.is_unified
         settings.offload_kqv = settings.op_offload = config.device == "gpu"
         settings.no_perf = True
@@ -150,7 +150,7 @@ class Loader:
             kind = OutOfMemory if is_memory(reason) else BackendUnavailable
             raise kind(
                 f"llama.cpp cannot make a context of {settings.n_ctx} tokens in {config.slots} "
-                f"slots ({config.kv_dtype}): {reason}"
+                f"slots ({kv_dtype_of(config)}): {reason}"
             )
         return context
 

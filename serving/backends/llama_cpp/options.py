@@ -13,6 +13,7 @@ import msgspec
 from models.errors import BrokenWeights
 from serving.backends.base import EngineConfig
 from serving.backends.llama_cpp.library import KV_TYPES, build_details
+from serving.backends.spec import AUTO
 from serving.bounds import Count, check
 from serving.errors import BackendUnavailable, Unsupported
 
@@ -60,6 +61,11 @@ class LlamaOptions(msgspec.Struct, frozen=True):
         return "on" if config.kv_dtype in QUANTISED_KV else "off"
 
 
+def kv_dtype_of(config: EngineConfig) -> str:
+    """The type that the KV cache is held in."""
+    return "fp16" if config.kv_dtype == AUTO else config.kv_dtype
+
+
 def check_config(config: EngineConfig, options: LlamaOptions, llama: Any) -> None:
     """Refuse what can be refused before anything is loaded."""
     check(config)
@@ -75,7 +81,7 @@ def check_config(config: EngineConfig, options: LlamaOptions, llama: Any) -> Non
             f"slots must be at most {most} with llama.cpp, got {config.slots}",
         ),
         (
-            config.kv_dtype not in KV_TYPES,
+            kv_dtype_of(config) not in KV_TYPES,
             "kv_dtype",
             f"kv_dtype must be one of {kinds} with llama.cpp, got {config.kv_dtype!r}",
         ),

@@ -29,6 +29,7 @@ from serving.backends.onnx.graph import (
 )
 from serving.backends.onnx.growing import GrowingGraph
 from serving.backends.options import parse_options
+from serving.backends.spec import AUTO
 from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.hardware.memory import anonymous_bytes, refuse_shortage
@@ -69,7 +70,8 @@ class OnnxBackend:
         if manifest is not None:
             verify(file.parent, manifest, progress=progress)
         resident = resident_bytes(file)
-        refuse_shortage(resident + _COMPUTE_BYTES, f"the weights of {file.name}")
+        if config.check_memory:
+            refuse_shortage(resident + _COMPUTE_BYTES, f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
         onnxruntime = _library()  # imported first: its memory is not the weights'
@@ -82,7 +84,8 @@ class OnnxBackend:
         kv_tokens = min(config.kv_tokens or slots * context, slots * context)
         # Pages of idle slots are never touched.
         kv_needed = kv_tokens * facts.kv_bytes_per_token
-        refuse_shortage(kv_needed, f"the KV cache of {kv_tokens} tokens")
+        if config.check_memory:
+            refuse_shortage(kv_needed, f"the KV cache of {kv_tokens} tokens")
         self._graph: SlotGraph | GrowingGraph | None
         if facts.grouped:
             flops = 2 * weight_bytes(file)  # about a weight a byte
@@ -198,10 +201,10 @@ def _check_config(config: EngineConfig, facts: GraphFacts) -> None:
             f"context_tokens is {context}, and the model was made for {facts.context_tokens}",
             "context_tokens",
         )
-    if config.kv_dtype in ("q8_0", "q4_0"):
+    if config.kv_dtype not in (AUTO, held := KV_NAMES[facts.kv_type]):
         raise Unsupported(
-            f"kv_dtype {config.kv_dtype} is llama.cpp's; this graph's KV cache is "
-            f"{KV_NAMES[facts.kv_type]}, fixed when it was converted",
+            f"kv_dtype {config.kv_dtype} cannot be had; this graph's KV cache is {held}, fixed "
+            "when it was converted",
             "kv_dtype",
         )
 

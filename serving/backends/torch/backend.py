@@ -26,6 +26,7 @@ from serving.backends.torch.matrices import compute_dtype, cpu_has_bf16
 from serving.backends.torch.model import SlotModel, cache_width
 from serving.backends.torch.sampler import draw, drawable
 from serving.backends.torch.settings import (
+    KV_NAMES,
     TorchOptions,
     check_config,
     check_memory,
@@ -53,7 +54,6 @@ class TorchBackend:
         folder = Path(config.model_path)
         self._device = device = device_of(config.device)
         spec = read_spec(folder, config.model_name)
-        check_config(config, spec)
         manifest = read_manifest(folder)
         if manifest is not None:
             verify(folder, manifest, progress=progress)
@@ -65,13 +65,15 @@ class TorchBackend:
             torch.set_num_threads(self._threads)
         slots, context = config.slots, config.context_tokens
         dtype = compute_dtype(weight_format, device)
+        check_config(config, spec, KV_NAMES[dtype])
         token_bytes = spec.kv_bytes_per_token("bf16") * dtype.itemsize // 2
         predicted = MemoryParts(
             predicted_bytes(spec, weight_format),
             slots * cache_width(context) * token_bytes,
             compute_bytes(spec, slots, self._chunk),
         )
-        check_memory(predicted, device, options.margin)
+        if config.check_memory:
+            check_memory(predicted, device, options.margin)
         with memory_errors("loading the weights"), torch.inference_mode():
             weights = load(folder, spec, weight_format, device, progress)
             self._model: SlotModel | None = SlotModel(spec, weights, slots, context, dtype, device)
@@ -236,7 +238,7 @@ class TorchBackend:
     ) -> dict[str, str]:
         type_name = str(dtype).removeprefix("torch.")
         version = str(torch.__version__)  # a class of its own, which no message can carry
-        details = {"torch": version, "compute_dtype": type_name, "kv_dtype": type_name}
+        details = {"torch": version, "compute_dtype": type_name, "kv_dtype": KV_NAMES[dtype]}
         if self._device.type == "cuda":
             details["graphs"] = str(options.graphs).lower()
             details["device_sampling"] = str(options.device_sampling).lower()

@@ -13,9 +13,12 @@ from models.machine import available_bytes
 from models.spec import ModelSpec
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.options import parse_options
+from serving.backends.spec import AUTO
 from serving.backends.torch.matrices import DTYPES
 from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
+
+KV_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class TorchOptions(msgspec.Struct, frozen=True):
@@ -74,7 +77,7 @@ def chosen_format(wanted: str, stored: str, device: torch.device) -> str:
     raise Unsupported(problem, "weight_format")
 
 
-def check_config(config: EngineConfig, spec: ModelSpec) -> None:
+def check_config(config: EngineConfig, spec: ModelSpec, kv_dtype: str) -> None:
     """Raises Unsupported for sizes and KV types that cannot be."""
     check(config)
     if config.context_tokens > spec.context:
@@ -83,10 +86,10 @@ def check_config(config: EngineConfig, spec: ModelSpec) -> None:
             f"got {config.context_tokens}",
             "context_tokens",
         )
-    if config.kv_dtype not in ("fp16", "bf16", "fp32"):
+    if config.kv_dtype not in (AUTO, kv_dtype):
         raise Unsupported(
-            f"kv_dtype {config.kv_dtype!r} is not known to torch; the KV cache has the compute "
-            "type",
+            f"kv_dtype {config.kv_dtype} cannot be had; torch holds the KV cache in the type that "
+            f"it computes with here, {kv_dtype}",
             "kv_dtype",
         )
 

@@ -236,12 +236,23 @@ def test_settings_that_the_graph_cannot_do_are_refused(make: Make) -> None:
     folder = onnx_folder("llama-fp32")
     with pytest.raises(Unsupported, match="4096.*2048"):
         make(folder, context_tokens=4096)
-    with pytest.raises(Unsupported, match="q8_0"):
-        make(folder, kv_dtype="q8_0")
+    for kv_dtype in ("q8_0", "fp16", "int3"):
+        with pytest.raises(Unsupported, match=f"kv_dtype {kv_dtype} cannot be had; .* is fp32"):
+            make(folder, kv_dtype=kv_dtype)
+    make(folder, kv_dtype="fp32")
     with pytest.raises(BackendUnavailable, match="gpu"):
         make(folder, device="gpu")
     with pytest.raises(OutOfMemory, match="KV cache"):
         make(folder, slots=100_000_000)
+
+
+def test_a_graph_that_does_not_fit_into_the_container_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 20)
+    with pytest.raises(OutOfMemory, match="the weights of .* need .* 1 MiB are available"):
+        make(onnx_folder("llama-fp32"))
+    make(onnx_folder("llama-fp32"), check_memory=False)
 
 
 def test_damaged_files_are_named(make: Make, tmp_path: Path) -> None:

@@ -476,6 +476,15 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(make: Make, tmp_
         make(tmp_path / "huge")
 
 
+def test_weights_that_do_not_fit_into_the_container_are_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 10)
+    with pytest.raises(OutOfMemory, match="do not fit: 1 KiB are available"):
+        make(hf_folder("tiny-llama"))
+    make(hf_folder("tiny-llama"), check_memory=False)
+
+
 @pytest.mark.parametrize(
     ("options", "device", "words"),
     [
@@ -502,6 +511,7 @@ def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
         ({"weight_format": "fp16"}, "bf16 or fp32"),
         ({"context_tokens": 4096}, "4096"),
         ({"kv_dtype": "q8_0"}, "q8_0"),
+        ({"weight_format": "fp32", "kv_dtype": "fp16"}, "kv_dtype fp16 cannot be had; .* fp32"),
         ({"device": "tpu"}, "'tpu'"),
     ):
         with pytest.raises(Unsupported, match=words):

@@ -158,6 +158,8 @@ def test_the_tightest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
     )
     assert cgroup_cores(tmp_path) == 1.5
     assert cgroup_memory_left(tmp_path) == 1000000 - (600000 - 150000)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1500 kB\n")
+    assert (total_bytes(tmp_path), available_bytes(tmp_path)) == (1000000, 550000)
 
 
 def test_control_groups_of_the_old_kind_are_read_too(tmp_path: Path) -> None:

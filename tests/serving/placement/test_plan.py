@@ -320,7 +320,7 @@ def test_a_placement_survives_json() -> None:
 @pytest.mark.parametrize(
     ("backend", "weight_format", "isa", "held"),
     [
-        ("llama_cpp", "Q4_0", ("avx2",), "q8_0"),
+        ("llama_cpp", "Q4_0", ("avx2",), "fp16"),
         ("onnx", "int4", ("avx2",), "fp32"),
         ("torch", "bf16", ("avx2",), "fp32"),
         ("torch", "bf16", ("avx2", "avx512f", "avx512bw", "avx512vl"), "bf16"),
@@ -331,11 +331,15 @@ def test_a_placement_survives_json() -> None:
 def test_the_kv_cache_is_planned_as_the_backend_stores_it(
     backend: str, weight_format: str, isa: tuple[str, ...], held: str
 ) -> None:
-    placement = planned(
-        SMALL, machine(isa=isa), backend=backend, weight_format=weight_format, kv_dtype="q8_0"
-    )
-    assert placement.kv_dtype == placement.attempts[0].kv_dtype == held
-    assert placement.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
+    settings: dict[str, Any] = {"backend": backend, "weight_format": weight_format}
+    for asked in ("auto", held):
+        placement = planned(SMALL, machine(isa=isa), kv_dtype=asked, **settings)
+        assert placement.kv_dtype == placement.attempts[0].kv_dtype == held
+        assert placement.kv_bytes == 16 * 2048 * SMALL.kv_bytes_per_token(held)
+    if backend != "llama_cpp":
+        refusal = f"{backend} on the CPU holds its KV cache in {held}, and kv_dtype q8_0 was asked"
+        with pytest.raises(NoPlacement, match=refusal):
+            planned(SMALL, machine(isa=isa), kv_dtype="q8_0", **settings)
 
 
 def test_a_gpu_holds_the_kv_cache_in_the_weights_type() -> None:
