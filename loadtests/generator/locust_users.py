@@ -37,8 +37,8 @@ from loadtests.errors import LoadError
 from loadtests.generator.channel import Channel, encode
 from loadtests.generator.connection import clock
 from loadtests.generator.dispatcher import Dispatcher
-from loadtests.generator.live_page import attach, guard
 from loadtests.generator.launcher import CHANNEL_VARIABLE, FOLDER_VARIABLE
+from loadtests.generator.live_page import attach, guard
 from loadtests.generator.live_stats import Live
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import (
@@ -54,7 +54,7 @@ from loadtests.generator.option_values import plan_of_options
 from loadtests.generator.options import COMMAND_LINE_ONLY, add_options
 from loadtests.generator.request_factory import Share
 from loadtests.metrics.slo import SLO_PRESETS
-from loadtests.records.run_folder import Appender
+from loadtests.records.lines import Appender
 from loadtests.records.schema import RequestRecord
 
 log = logging.getLogger("crossover")

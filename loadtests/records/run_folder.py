@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -37,6 +36,7 @@ from loadtests.records.events import (
     completed_levels,
     started_levels,
 )
+from loadtests.records.lines import Appender, Read, cleaned, read_as, read_lines
 from loadtests.records.migrations import event_from, manifest_from
 from loadtests.records.schema import (
     FORMAT_VERSION,
@@ -55,57 +55,6 @@ EVENTS = "events.jsonl"
 LOCK = ".lock"
 
 _decode_event = msgspec.json.Decoder(AnyEvent).decode
-_PASSWORD = re.compile(rb"://[^/@\s\"\\]+@")
-_CONTROL = re.compile(rb"\\u00(?:0[0-8bcef]|1[0-9a-f]|7f)|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE)
-
-T = TypeVar("T")
-
-
-class Read(msgspec.Struct, Generic[T], frozen=True):
-    """What a file of records holds; `dropped_bytes` is the length of a cut-off last line.
-
-    `broken_lines` are numbers (1..) of other lines that are no record and are left out.
-    """
-
-    records: list[T]
-    dropped_bytes: int = 0
-    broken_lines: tuple[int, ...] = ()
-
-
-class Appender(Generic[T]):
-    """Appends records to one file, each as one line in one write()."""
-
-    def __init__(self, path: Path) -> None:
-        self._encoder = msgspec.json.Encoder()
-        self._path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o600)
-        self._is_torn: bool | None = None  # the last line is cut off; None: to be looked at
-
-    def append(self, record: T) -> None:
-        """Raises BadRunFolder where the disk is full; the records before are whole."""
-        if self._is_torn is None:
-            size = os.fstat(self._file).st_size
-            self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-        line = b"\n" * self._is_torn + self._encoder.encode(record) + b"\n"
-        try:
-            self._is_torn = os.write(self._file, line) != len(line)
-        except OSError as problem:
-            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
-        if self._is_torn:
-            raise BadRunFolder(f"{self._path}: a record was written in part: is the disk full?")
-
-    def sync(self) -> None:
-        """Returns when all is on disk. Raises BadRunFolder."""
-        try:
-            os.fsync(self._file)
-        except OSError as problem:
-            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 class LevelRecords(msgspec.Struct, frozen=True):
@@ -299,7 +248,7 @@ def read_manifest(folder: Path) -> RunManifest:
 def _raw_manifest(path: Path) -> dict[str, Any]:
     """As written, with a `format_version` that can be read."""
     try:
-        text = _cleaned(path.read_bytes())
+        text = cleaned(path.read_bytes())
     except OSError as problem:
         raise BadRunFolder(
             f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
@@ -334,55 +283,27 @@ def read_events(folder: Path) -> Read[Event]:
     """The journal, in the present format; that of a folder without a manifest is taken for it."""
     path = folder / EVENTS
     if not (folder / MANIFEST).exists():
-        return _read(path, _event)
+        return read_as(path, _event)
     raw = _raw_manifest(folder / MANIFEST)
     version = raw["format_version"]
     if version == FORMAT_VERSION:
-        return _read(path, _event)
+        return read_as(path, _event)
     manifest = manifest_from(version, raw)
 
     def event(line: bytes) -> Event:
-        old = msgspec.json.decode(_cleaned(line), type=dict[str, Any])
+        old = msgspec.json.decode(cleaned(line), type=dict[str, Any])
         try:
             found: Event = msgspec.convert(event_from(version, old, manifest), AnyEvent)
         except (KeyError, TypeError, AttributeError) as problem:
             raise msgspec.ValidationError(f"no event of format {version}") from problem
         return found
 
-    return _read(path, event)
+    return read_as(path, event)
 
 
 def _event(line: bytes) -> Event:
-    found: Event = _decode_event(_cleaned(line))
+    found: Event = _decode_event(cleaned(line))
     return found
-
-
-def _cleaned(text: bytes) -> bytes:
-    """JSON without passwords in URLs, and without what a terminal would obey."""
-    return _CONTROL.sub(rb"\\ufffd", _PASSWORD.sub(b"://***@", text))
-
-
-def read_lines(path: Path, kind: Any) -> Read[Any]:
-    """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
-    return _read(path, msgspec.json.Decoder(kind).decode)
-
-
-def _read(path: Path, record_of: Callable[[bytes], T]) -> Read[T]:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return Read([])
-    except OSError as problem:
-        raise BadRunFolder(f"{path} cannot be read: {problem.strerror}") from problem
-    whole, _, rest = data.rpartition(b"\n")
-    records: list[T] = []
-    broken: list[int] = []
-    for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
-        try:
-            records.append(record_of(line))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            broken.append(number)
-    return Read(records, len(rest), tuple(broken))
 
 
 def _take_lock(folder: Path) -> int:

@@ -47,10 +47,10 @@ from loadtests.records.events import (
     SkipCause,
     of_kind,
 )
+from loadtests.records.lines import read_lines
 from loadtests.records.run_folder import (
     REQUESTS,
     read_events,
-    read_lines,
     read_manifest,
     read_records,
 )

@@ -32,7 +32,7 @@ from loadtests.generator.messages import (
     Stop,
     Told,
 )
-from loadtests.records.run_folder import read_lines
+from loadtests.records.lines import read_lines
 from loadtests.records.schema import RequestRecord
 from loadtests.workload.arrivals import Constant, Poisson, due_times
 from loadtests.workload.requests import Workload

@@ -36,13 +36,12 @@ from loadtests.records.events import (
     of_kind,
     started_levels,
 )
+from loadtests.records.lines import Appender, Read
 from loadtests.records.run_folder import (
     EVENTS,
     MANIFEST,
     REQUESTS,
-    Appender,
     LevelRecords,
-    Read,
     RunFolder,
     RunRecords,
     join_levels,
@@ -277,7 +276,7 @@ def test_many_writers_and_a_kill_lose_no_whole_line(tmp_path: Path) -> None:
     whole.
     """
     script = (
-        "import sys; from pathlib import Path; from loadtests.records.run_folder import Appender; "
+        "import sys; from pathlib import Path; from loadtests.records.lines import Appender; "
         "from tests.loadtests.records.test_run_folder import record\n"
         "out = Appender(Path(sys.argv[1])); print('up', flush=True); i = 0\n"
         "while True:\n    out.append(record(sys.argv[2], i)); i += 1\n"
