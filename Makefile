@@ -18,7 +18,7 @@ help:
 	@echo "make demo   the main job: models, campaign, report (at most 15 minutes on 2 cores, after the installation)"
 	@echo "make test   the tests (4 minutes three at a time, 1 to 1.5 alone, on 2 cores)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
-	@echo "make lint   ruff, mypy and the rules of the house"
+	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
 
 demo: $(STAMP)
 	$(BIN)/crossover models make $(DEMO_MODELS) --format Q4_0
@@ -42,6 +42,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.house
+	$(BIN)/bandit -q -c pyproject.toml -r models serving loadtests reports crossover.py
+	$(BIN)/python -m tests.audit
 
 env: $(STAMP)
 

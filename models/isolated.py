@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import pickle
+import pickle  # nosec B403
 import re
 import signal
 import subprocess
@@ -182,7 +182,8 @@ def _child(function: str, out: int) -> None:
     def progress(what: str, fraction: float | None) -> None:
         say(kind="progress", text=what, fraction=fraction)
 
-    args, kwargs = pickle.load(sys.stdin.buffer)  # from our parent
+    # A parent pickles for its child; what the child says is JSON.
+    args, kwargs = pickle.load(sys.stdin.buffer)  # nosec B301
     module_name, _, name = function.partition(":")
     try:
         getattr(importlib.import_module(module_name), name)(*args, **kwargs, progress=progress)

@@ -63,9 +63,10 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/metrics"
         if parts.scheme == "https":
-            context = (
-                ssl.create_default_context() if verify_tls else ssl._create_unverified_context()
-            )
+            context = ssl.create_default_context()
+            if not verify_tls:
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
             self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 parts.hostname, parts.port or 443, timeout=TIMEOUT_SECONDS, context=context
             )

@@ -233,5 +233,6 @@ def is_loopback(listener: socket.socket) -> bool:
 def url_of(listener: socket.socket, tls: bool = False) -> str:
     """The URL under which this machine reaches the socket; a wildcard address is its loopback."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
