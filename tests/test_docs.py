@@ -13,7 +13,7 @@ from tests.made_docs import MADE, replaced
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -23,6 +23,7 @@ def test_the_top_level_is_the_agreed_one() -> None:
     for name in (
         "pyproject.toml",
         "README.md",
+        "SECURITY.md",
         "LICENSE",
         "Makefile",
         "crossover.py",
