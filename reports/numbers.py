@@ -109,7 +109,8 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     slots: int | None
     context_tokens: int | None
     kv_tokens: int | None
-    kv_dtype: str
+    kv_dtype: str  # as asked, and as on a GPU
+    kv_held: str | None  # as the engine held it; None: it did not say
     state: CellState
     reason: str  # why it was skipped or not finished; "" where it was measured
     skip_cause: SkipCause | None = None

@@ -37,7 +37,7 @@ from loadtests.records.run_folder import LevelRecords, RunRecords
 from loadtests.records.schema import RequestRecord, ResourceSample, RunManifest
 from models.errors import UnknownModel
 from models.ladder import rung
-from models.spec import ModelSpec
+from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from reports.errors import BadRun
 from reports.numbers import (
     Answer,
@@ -49,8 +49,15 @@ from reports.numbers import (
 )
 from reports.planning.predict import memory_here
 from reports.warnings import run_warnings
+from serving.backends.spec import AUTO
 
 T = TypeVar("T")
+# What engines call the types of a KV cache; torch once had names of its own.
+KV_NAMES = {name: name for name in KV_ELEMENT_BYTES} | {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+}
 
 
 def read_run(folder: Path, slo: Slo | None = None) -> RunNumbers:
@@ -205,7 +212,8 @@ def _cell(
         slots=slots,
         context_tokens=context,
         kv_tokens=info.kv_tokens or cell.get("kv_tokens") or whole,
-        kv_dtype=str(cell.get("kv_dtype") or "fp16"),
+        kv_dtype="fp16" if cell.get("kv_dtype") in (None, AUTO) else str(cell["kv_dtype"]),
+        kv_held=KV_NAMES.get(str((info.details or {}).get("kv_dtype"))),
         state=state,
         reason=reason,
         skip_cause=skipped[-1].cause if skipped else None,

@@ -31,6 +31,7 @@ from serving.errors import Cause, ServingError
 from serving.hardware.facts import HardwareFacts, allowed_cores
 from serving.placement.best_engine import BEST, Question, best_engine, choice_lines
 from serving.placement.engine_choice import EngineCandidate, EngineChoice, Work
+from serving.placement.memory import Sizes, forecast
 from serving.placement.plan import NoPlacement, PlacementRequest, plan
 from serving.placement.policy import Policy
 
@@ -56,10 +57,9 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     kv_tokens = server.kv_tokens if server.kv_tokens is not None else server.slots * context
     limit = cell.hardware.memory_gib
     if limit is not None:
-        weights, kv = (
-            weight_bytes(spec, cell.weight_format),
-            kv_tokens * spec.kv_bytes_per_token(server.kv_dtype),
-        )
+        sizes = Sizes(spec, server.slots, context, kv_tokens, server.kv_dtype, isa=facts.isa)
+        taken = forecast(sizes, cell.backend, "cpu", cell.weight_format)
+        weights, kv = taken.weight_bytes, taken.kv_bytes
         need = weights + kv + OVERHEAD_BYTES
         if need > limit * 2**30:
             parts = (

@@ -12,6 +12,9 @@ from models.formatting import GIB
 from models.spec import ModelSpec
 from reports.numbers import CellNumbers, MemoryNumbers
 from reports.planning.hardware import Device
+from serving.backends import spec_of
+from serving.backends.spec import AUTO, KvRequest
+from serving.errors import BackendUnavailable
 from serving.placement.memory import overhead_bytes
 
 # On a GPU beside weights and KV: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside the allocator,
@@ -42,12 +45,19 @@ def memory_here(spec: ModelSpec, cell: CellNumbers) -> MemoryNumbers:
         return MemoryNumbers()
     try:
         weights = weight_bytes(spec, cell.weight_format)
-        kv = cell.kv_tokens * spec.kv_bytes_per_token(cell.kv_dtype)
-    except KeyError:
+        kv = cell.kv_tokens * spec.kv_bytes_per_token(cell.kv_held or _held(cell, device))
+    except (KeyError, BackendUnavailable):
         return MemoryNumbers()
     engine = (cell.backend, device, cell.weight_format)
     overhead = overhead_bytes(*engine, weights, spec, cell.slots or 1)
     return MemoryNumbers(weight_bytes=weights, kv_bytes=kv, overhead_bytes=overhead)
+
+
+def _held(cell: CellNumbers, device: str) -> str:
+    """The KV type of an engine that was never asked: a cell that was skipped."""
+    asked = AUTO if cell.kv_dtype == "fp16" else cell.kv_dtype
+    request = KvRequest(asked, cell.weight_format, device, frozenset())
+    return spec_of(cell.backend).kv_dtype(request)
 
 
 def gpu_need(spec: ModelSpec, weight_format: str, kv_tokens: int, kv_dtype: str = "fp16") -> Need:

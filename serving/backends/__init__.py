@@ -36,6 +36,7 @@ BACKENDS: dict[str, BackendSpec] = {
         cls="serving.backends.llama_cpp.backend:LlamaCppBackend",
         weights="gguf",
         also_reads=("Q6_K", "Q5_K", "Q4_K", "Q4_1"),
+        kv_grain=256,
         overhead={
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
@@ -67,6 +68,8 @@ BACKENDS: dict[str, BackendSpec] = {
             "gpu": Overhead(900 * MIB, 0, 600, 0.08),
         },
         kv_dtype=_torch_kv,
+        kv_grain=64,
+        kv_spare_tokens=1,
         package="torch",
         extra="torch",
         probe="serving.backends.torch.probe:probe",

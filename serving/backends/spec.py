@@ -63,6 +63,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     also_reads: tuple[str, ...] = ()  # formats of files that others made
     cpu_formats: tuple[str, ...] = ()  # formats that only the CPU computes with
     kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
+    kv_grain: int = 1  # KV rows are whole multiples of so many tokens
+    kv_spare_tokens: int = 0  # that a KV row has beyond the context
     package: str | None = None  # Python package that must be installed
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
@@ -78,6 +80,10 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     def overhead_on(self, device: str) -> Overhead:
         """Its overhead on a device; a guess for one that it does not name."""
         return self.overhead.get(device, UNKNOWN_OVERHEAD)
+
+    def kv_row_tokens(self, context_tokens: int) -> int:
+        """Tokens of a slot's own KV row."""
+        return -(-(context_tokens + self.kv_spare_tokens) // self.kv_grain) * self.kv_grain
 
     @property
     def formats(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ class Sizes(msgspec.Struct, frozen=True):
 
     model: ModelSpec
     slots: int
+    context_tokens: int  # of a slot
     kv_tokens: int  # of all slots together
     kv_dtype: str  # as asked for
     weight_bytes: int | None = None  # of the file; None: there is none yet
@@ -39,14 +40,17 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
     """Predict the memory of this backend on this device.
 
     Weights: the file's size, else the format's. KV: tokens x ModelSpec.kv_bytes_per_token in the
-    type that the backend holds. Overhead: the backend's row in the table.
+    type and the row lengths that the backend holds. Overhead: the backend's row in the table.
     """
     spec, model = spec_of(backend), sizes.model
     kv_dtype = spec.kv_dtype(KvRequest(sizes.kv_dtype, weight_format, device, frozenset(sizes.isa)))
     weights = sizes.weight_bytes
     if weights is None:
         weights = _nominal_bytes(model, weight_format) if spec.has_weights else 0
-    kv_bytes = sizes.kv_tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0
+    tokens = sizes.kv_tokens
+    if tokens == sizes.slots * sizes.context_tokens:  # each slot has a row of its own
+        tokens = sizes.slots * spec.kv_row_tokens(sizes.context_tokens)
+    kv_bytes = tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0
     overhead = overhead_bytes(backend, device, weight_format, weights, model, sizes.slots)
     return Forecast(weights, kv_bytes, kv_dtype, overhead)
 

@@ -140,7 +140,7 @@ def plan(
             f"kv_tokens = {pool} hold no sequence of context_tokens = {context}; give more of the "
             "one or fewer of the other"
         )
-    sizes = _sizes(request, pool, facts)
+    sizes = _sizes(request, context, pool, facts)
     found = list(candidates(request, sizes, facts, obstacles))
     attempts = tuple(one.attempt for one in found if one.attempt is not None)
     reasons = [one.reason for one in found if one.reason is not None]
@@ -174,10 +174,9 @@ def plan(
     )
 
 
-def _sizes(request: PlacementRequest, kv_tokens: int, facts: HardwareFacts) -> Sizes:
-    isa = frozenset(facts.isa)
-    weights = request.weight_bytes
-    return Sizes(request.model, request.slots, kv_tokens, request.kv_dtype, weights, isa)
+def _sizes(request: PlacementRequest, context: int, pool: int, facts: HardwareFacts) -> Sizes:
+    held = (request.kv_dtype, request.weight_bytes, frozenset(facts.isa))
+    return Sizes(request.model, request.slots, context, pool, *held)
 
 
 def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
@@ -189,7 +188,7 @@ def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacl
         return min(LEAST_CONTEXT, most, request.kv_tokens)
 
     def kv_shares(context: int) -> dict[str, float]:
-        sizes = _sizes(request, request.slots * context, facts)
+        sizes = _sizes(request, context, request.slots * context, facts)
         tried = [one.attempt for one in candidates(request, sizes, facts, obstacles)]
         return {one.device: one.kv_bytes / (one.free_bytes or 1) for one in tried if one}
 
@@ -279,11 +278,8 @@ def _fitted(
     weight_format = canonical_format(backend, request.weight_format)
     need = forecast(sizes, backend, device, weight_format)
     if request.kv_dtype not in (AUTO, need.kv_dtype):
-        text = (
-            f"{backend} on the {device.upper()} holds its KV cache in {need.kv_dtype}, "
-            f"and kv_dtype {request.kv_dtype} was asked for"
-        )
-        return Candidate(None, Reason(Cause.forced, text))
+        text = f"{backend} on the {device.upper()} holds its KV cache in {need.kv_dtype}"
+        return Candidate(None, Reason(Cause.forced, f"{text}; {request.kv_dtype} was asked for"))
     attempt = Attempt(
         device=device,
         backend=backend,

@@ -113,12 +113,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
     ] = None
     kv_dtype: Annotated[
-        str,
-        option(
-            ENGINE,
-            "Number type of the KV cache: fp32, fp16, bf16, q8_0 or q4_0. A type that the backend "
-            "does not hold is refused; auto: the backend's own.",
-        ),
+        str, option(ENGINE, "KV cache in fp32, fp16, bf16, q8_0, q4_0; auto: the backend's own.")
     ] = AUTO
     prefill_tokens: Annotated[
         Count, option(ENGINE, "Prompt tokens of a step while others decode.")

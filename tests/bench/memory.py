@@ -6,6 +6,7 @@ what the process really took.
 
 weights + KV: `said` before the load (BackendInfo.predicted), `found` by the engine after it
 (BackendInfo.measured); they must be within --within of each other, else the exit status is 1.
+`planned` is what placement plans with before any file is there: the KV cache, and all of it.
 Beside them, as the kernel counts: what the process grew by from before the load until every slot
 was full (file-backed pages included), and the peak, which takes in the interpreter, the libraries
 and whatever loading needed for a moment.
@@ -21,13 +22,17 @@ from typing import Any
 
 import msgspec
 
+from models.ladder import rung
+from models.machine import cpu_flags
+from serving.backends.spec import AUTO
+from serving.placement.memory import Sizes, forecast
 from serving.supervisor.process import allocator
 from tests.bench.engines_in_process import COMMAND, engine, settings
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child
 
 MIB = 1 << 20
-WIDTHS = (14, 9, 10, 9, 12, 10, 10)
+WIDTHS = (14, 9, 12, 9, 9, 12, 10, 10, 10)
 
 
 def main() -> int:
@@ -46,7 +51,10 @@ def main() -> int:
     print(machine_line(facts))
     print(f"{arguments.model}, {arguments.slots} slots of {arguments.context} tokens, MiB")
     headings = zip(
-        ("weights said", "found", "KV said", "found", "sum off by", "grew by", "peak RSS"),
+        (
+            *("weights said", "found", "KV planned", "said", "found", "sum off by", "grew by"),
+            *("peak RSS", "planned"),
+        ),
         WIDTHS,
         strict=True,
     )
@@ -66,7 +74,17 @@ def main() -> int:
             COMMAND, msgspec.to_builtins(config), arguments.cores, allocator(backend)
         ) as child:
             full = child.ask({"do": "fill"})
-            out[f"{backend} {weight_format}"] = found = figures(child.facts, full)
+            sizes = Sizes(
+                rung(arguments.model).spec,
+                arguments.slots,
+                arguments.context,
+                arguments.slots * arguments.context,
+                AUTO,
+                isa=cpu_flags(),
+            )
+            plan = forecast(sizes, backend, "cpu", weight_format)
+            found = figures(child.facts, full) | {"planned": msgspec.to_builtins(plan)}
+            out[f"{backend} {weight_format}"] = found
         print(f"{backend + ' ' + weight_format:28}{line(found)}", flush=True)
     if arguments.json:
         kept = {
@@ -116,10 +134,14 @@ def line(found: dict[str, Any]) -> str:
         return "-" if size is None else f"{size / MIB:.1f}"
 
     error = "-" if found["error"] is None else f"{found['error']:+.1%}"
+    said, taken, planned = found["said"], found["found"], found["planned"]
     sizes = [
-        found[side][part] for part in ("weight_bytes", "kv_bytes") for side in ("said", "found")
+        *(said["weight_bytes"], taken["weight_bytes"]),
+        *(planned["kv_bytes"], said["kv_bytes"], taken["kv_bytes"]),
     ]
-    cells = [*map(mib, sizes), error, mib(found["grew_bytes"]), mib(found["peak_rss_bytes"])]
+    whole = planned["weight_bytes"] + planned["kv_bytes"] + planned["overhead_bytes"]
+    ends = [mib(size) for size in (found["grew_bytes"], found["peak_rss_bytes"], whole)]
+    cells = [*map(mib, sizes), error, *ends]
     return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import shutil
@@ -310,12 +311,15 @@ def test_a_download_that_the_disk_cannot_hold_is_not_begun(
 ) -> None:
     """And a revision is asked for by its name."""
     import huggingface_hub.constants
+    from huggingface_hub.utils import reset_sessions
 
-    with HTTPServer(("127.0.0.1", 0), _Hub) as hub:
+    with HTTPServer(("127.0.0.1", 0), _Hub) as hub, contextlib.ExitStack() as later:
+        reset_sessions()  # one of a test without a network has none
+        later.callback(reset_sessions)
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{hub.server_port}"
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", url)
         monkeypatch.setattr(
             huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet")
         )

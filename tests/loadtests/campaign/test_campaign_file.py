@@ -47,7 +47,7 @@ def test_the_product_of_models_formats_and_backends() -> None:
     ]
     assert {
         (cell.slots, cell.context_tokens, cell.kv_dtype, cell.synthetic) for cell in plan.cells
-    } == {(16, 2048, "fp16", True)}
+    } == {(16, 2048, "auto", True)}
 
 
 def test_each_backend_has_its_format_where_none_is_given() -> None:
@@ -259,7 +259,8 @@ def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
     command = serve_command(plan.cells[0], plan.campaign, layout, tmp_path / "ready")
     text = " ".join(command)
     for part in (
-        "serve smollm2-135m",
+        "serve --",
+        "-- smollm2-135m",
         "--backend llama_cpp",
         "--format Q4_0",
         "--threads 3",

@@ -67,8 +67,8 @@ def test_it_says_the_formula_the_sum_and_the_decision_in_words(asked: Ask) -> No
         "heads x 128 x 2 bytes) = 4 GiB" in shown
     )
     assert re.search(
-        r"GPU torch +bf16 +weights 15 GiB \+ KV 4 GiB \+ overhead .* = .*: fits, 22.8 GiB may be "
-        r"used",
+        r"GPU torch +bf16 +weights 15 GiB \+ KV 4\.12 GiB \+ overhead .* = .*: fits, "
+        r"22.8 GiB may be used",
         shown,
     )
     assert re.search(r"CPU llama_cpp Q4_0 .*: does not fit, 8.55 GiB may be used", shown)

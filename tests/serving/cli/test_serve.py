@@ -247,6 +247,16 @@ def test_an_engine_that_cannot_load_ends_the_server_with_the_reason(tmp_path: Pa
         assert not one.ready_file.exists()
 
 
+def test_an_engine_inherits_no_secrets(tmp_path: Path) -> None:
+    """Neither the server's key, whatever its variable is called, nor the hub's token."""
+    secret = {"OF_ANY_NAME": "key-of-the-server", "HF_TOKEN": "token-of-the-hub"}
+    with server(tmp_path, "--api-key-env", "OF_ANY_NAME", environment=secret) as one:
+        engine = Path(f"/proc/{one.wait_ready()['engine_pid']}/environ").read_bytes()
+        assert get(f"{one.listening()}/v1/models")[0] == 401
+        assert b"CROSSOVER_ENGINE=" in engine and b"PYTHONSAFEPATH=1" in engine
+        assert not [value for value in secret.values() if value.encode() in engine]
+
+
 def test_cores_are_given_to_whom_they_belong(tmp_path: Path) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:

@@ -19,9 +19,12 @@ import msgspec
 import pytest
 
 from models.convert.onnx import make_onnx
+from models.machine import cpu_flags
 from models.spec import ModelSpec
 from models.synthetic.write import write_gguf, write_hf_folder
 from serving.backends.base import BackendInfo, EngineConfig
+from serving.backends.spec import AUTO
+from serving.placement.memory import Sizes, forecast
 from tests.serving.backends.hf_folders import forked_builder
 
 MEDIUM = ModelSpec(
@@ -116,6 +119,9 @@ def test_weights_and_kv_are_predicted_within_five_percent(
     assert predicted.weight_bytes + predicted.kv_bytes == pytest.approx(
         measured.weight_bytes + measured.kv_bytes, rel=0.05
     )
+    sizes = Sizes(MEDIUM, SLOTS, CONTEXT, SLOTS * CONTEXT, AUTO, isa=cpu_flags())
+    planned = forecast(sizes, backend, "cpu", weight_format)  # by placement, before any file
+    assert planned.kv_bytes == pytest.approx(measured.kv_bytes, rel=0.01)
     if (
         kv is not None
     ):  # and neither is far from what the shape says: both could be wrong in the same way
