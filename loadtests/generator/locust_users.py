@@ -56,6 +56,7 @@ from loadtests.generator.request_factory import Share
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.lines import Appender
 from loadtests.records.schema import RequestRecord
+from models.errors import printable
 
 log = logging.getLogger("crossover")
 LEAD_SECONDS = 0.2  # between "begin" and t0: the message must have reached every worker
@@ -282,7 +283,7 @@ class Roles:
 
     def _fail(self, problem: Exception) -> None:
         """In a worker: the master must end the level for all."""
-        log.error("%s", problem, exc_info=not isinstance(problem, LoadError))
+        log.error("%s", printable(str(problem)), exc_info=not isinstance(problem, LoadError))
         self._runner.send_message("crossover_failed", f"{problem}")
 
     def _one_drained(self, data: dict[str, Any]) -> None:
@@ -315,7 +316,9 @@ class Roles:
 
     def _abort(self, problem: Exception) -> None:
         """End the level, and Locust with it where nobody watches its page."""
-        log.error("%s", problem, exc_info=not isinstance(problem, LoadError | OSError))
+        log.error(
+            "%s", printable(str(problem)), exc_info=not isinstance(problem, LoadError | OSError)
+        )
         self._environment.process_exit_code = 2
         if self.channel is not None:
             self.channel.send(Failed(f"{problem}"))
