@@ -33,11 +33,11 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> Layout:
-    """Cores for engine, API and client. `engine_cores` are physical ones; None: all that are left.
+    """Cores for engine, API and client. `engine_cores` are physical ones; None: as many as can be.
 
-    With four physical cores API and client get one each, with two or three they share one. Up to
-    SHARED_CORES an engine may ask for those too: API and client then have all cores and go before
-    it. Hyper-threads of a core stay together. Raises ValueError when it asks for too many.
+    Up to SHARED_CORES the engine has all; API and client have them too and go before it. With
+    more, or where it asks for so few, API and client get one physical core each, or share one of
+    two or three. Hyper-threads of a core stay together. Raises ValueError for too many.
     """
     physical = _physical_cores(usable)
     spare = 2 if len(physical) >= 4 else 1
@@ -47,7 +47,7 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
         raise ValueError(
             f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
         )
-    count = engine_cores or apart
+    count = engine_cores or most
     engine = tuple(core for group in physical[:count] for core in group)
     if len(physical) == 1:
         threads = physical[0]

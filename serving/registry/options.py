@@ -96,7 +96,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Count | None, option(MACHINE, "Engine threads. Default: one per physical core it has.")
     ] = None
     cores: Annotated[
-        str, option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all but the last.")
+        str, option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all of up to 8.")
     ] = ""
     slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
     context_tokens: Annotated[

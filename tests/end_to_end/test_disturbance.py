@@ -38,6 +38,7 @@ CAMPAIGN = """
 name = "not quiet"
 models = ["135m"]
 backends = ["fake"]
+hardware = [{{ {hardware} }}]
 sample_seconds = 0.25
 wait_seconds = {wait}
 disturbance = "wait"
@@ -63,17 +64,24 @@ def steal_of_a_shared_host_is_no_hog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disturbance, "MOST_TAKEN_SHARE", 0.2)
 
 
-def hog() -> int:
-    """A process that never rests, on the engine's cores, and no child of ours."""
-    cores = list(divide_cores(allowed_cores()).engine)
-    code = f"import os; os.sched_setaffinity(0, {cores})\nwhile True: pass"
+ONE_CORE = "cores = 1"  # the engine is alone on it: half of it is left beside a hog
+
+
+def hog(cores: int | None = None) -> int:
+    """A process that never rests, on all of the engine's cores, and no child of ours."""
+    mine = list(divide_cores(allowed_cores(), cores).engine)
+    code = (
+        f"import hashlib, os, threading; os.sched_setaffinity(0, {mine})\n"
+        "work = lambda: hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"  # without the GIL
+        f"[threading.Thread(target=work).start() for _ in {mine}]"
+    )
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} >/dev/null 2>&1 & echo $!"
     return int(subprocess.check_output(["sh", "-c", command]))
 
 
-def measure(out: Path, wait_seconds: float, **changes: str) -> tuple[Path, str]:
+def measure(out: Path, wait_seconds: float, hardware: str = "", **changes: str) -> tuple[Path, str]:
     said = StringIO()
-    text = CAMPAIGN.format(wait=wait_seconds)
+    text = CAMPAIGN.format(wait=wait_seconds, hardware=hardware)
     for old, new in changes.items():
         text = re.sub(f"{old} = [^ \\n]*", f"{old} = {new}", text)
     plan = parse_campaign(text)
@@ -125,9 +133,9 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
 
 
 def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
-    busy = hog()
+    busy = hog(1)
     try:
-        folder, said = measure(tmp_path, 3)
+        folder, said = measure(tmp_path, 3, ONE_CORE)
     finally:
         os.kill(busy, signal.SIGKILL)
     check_folder(folder)
@@ -146,9 +154,9 @@ def test_on_a_shared_host_levels_count_with_a_warning(
 ) -> None:
     """And what is on record of each: figures of the engine, and a probe before it."""
     monkeypatch.setattr(disturbance, "PROBE_SHARE", 1.0)  # these levels are short
-    busy = hog()
+    busy = hog(1)
     try:
-        folder, _ = measure(tmp_path, 60, disturbance='"ignore"')
+        folder, _ = measure(tmp_path, 60, ONE_CORE, disturbance='"ignore"')
     finally:
         os.kill(busy, signal.SIGKILL)
     check_folder(folder)

@@ -265,8 +265,8 @@ def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
         "--format Q4_0",
         "--threads 3",
         "--slots 4",
-        "--cores 0",
-        "--api-cores 1",
+        "--cores 0-1",
+        "--api-cores 0-1",
         "--no-prefix-reuse",
         "--option flash=true",
         "--option n_batch=64",
@@ -279,18 +279,17 @@ def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:
     ("cores", "asked", "engine", "api", "client"),
     [
         (1, None, 1, (0,), (0,)),
-        (2, None, 1, (1,), (1,)),
+        (2, None, 2, (0, 1), (0, 1)),
         (2, 2, 2, (0, 1), (0, 1)),
         (2, 1, 1, (1,), (1,)),
         (4, 2, 2, (2,), (3,)),
         (4, 3, 3, (0, 1, 2, 3), (0, 1, 2, 3)),
-        (8, None, 6, (6,), (7,)),
-        (8, 8, 8, tuple(range(8)), tuple(range(8))),
+        (8, None, 8, tuple(range(8)), tuple(range(8))),
         (9, None, 7, (7,), (8,)),
         (16, 3, 3, (14,), (15,)),
     ],
 )
-def test_nobody_sits_on_the_engines_cores_unless_it_asks_for_all_of_up_to_eight(
+def test_up_to_eight_cores_are_shared_and_of_more_nobody_sits_on_the_engines(
     monkeypatch: pytest.MonkeyPatch,
     cores: int,
     asked: int | None,

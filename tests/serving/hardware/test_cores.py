@@ -19,9 +19,9 @@ from serving.hardware.cores import (
 @pytest.mark.parametrize(
     ("allowed", "engine", "api", "expected_engine", "expected_api"),
     [
-        ((0, 1, 2, 3), (), (), (0, 1, 2), (3,)),
-        ((4, 6), (), (), (4,), (6,)),
-        ((4, 6), (4, 6), (), (4, 6), (4, 6)),
+        (tuple(range(9)), (), (), tuple(range(8)), (8,)),
+        (tuple(range(8)), (), (), tuple(range(8)), tuple(range(8))),
+        ((4, 6), (), (), (4, 6), (4, 6)),
         ((0,), (), (), (0,), (0,)),
         ((0, 1, 2, 3), (0, 1), (), (0, 1), (2, 3)),
         ((0, 1), (0, 1), (), (0, 1), (0, 1)),
