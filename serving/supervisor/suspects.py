@@ -11,6 +11,7 @@ token, so that the next death tells who it was. Equal requests count as one, wha
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,23 +25,31 @@ _KEPT = 4096
 _encoder = msgspec.msgpack.Encoder()
 
 
+class _Deaths(NamedTuple):
+    """Engines that died while they had a request."""
+
+    engines: int = 0
+    last: float = 0.0
+    is_guilty: bool = False
+
+
 class Suspects:
     """Times are of one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
-        self._deaths: dict[bytes, tuple[int, float]] = {}  # how many, and when the last one was
+        self._deaths: dict[bytes, _Deaths] = {}
         self._marks: dict[int, bytes] = {}  # of suspects that were admitted
         self._alone: bytes | None = None  # of the one that has shown no token yet
 
     def check(self, request: GenerationRequest, now: float) -> None:
         """Raises Unavailable where an equal request was with too many engines that died."""
         mark = self._mark(request)
-        deaths, at = self._deaths.get(mark, (0, 0.0))
-        left = at + REFUSED_SECONDS - now
-        if deaths < SUSPECT_DEATHS or left <= 0:
+        deaths = self._deaths.get(mark, _Deaths())
+        left = deaths.last + REFUSED_SECONDS - now
+        if deaths.engines < SUSPECT_DEATHS or left <= 0:
             return
-        if deaths >= REFUSED_DEATHS:
-            text = f"{deaths} engines died while they answered this request"
+        if deaths.is_guilty:
+            text = f"{deaths.engines} engines died while they answered this request"
             raise Unavailable(f"{text}; it is not tried again yet", left, "engine_killer")
         if self._alone not in (None, mark):
             text = "engines died while they answered this request; it is tried after another such"
@@ -48,7 +57,7 @@ class Suspects:
 
     def admitted(self, sequence: int, request: GenerationRequest) -> None:
         mark = self._mark(request)
-        if self._deaths.get(mark, (0, 0.0))[0] >= SUSPECT_DEATHS:
+        if self._deaths.get(mark, _Deaths()).engines >= SUSPECT_DEATHS:
             self._marks[sequence] = self._alone = mark
 
     def showed(self, sequence: int) -> None:
@@ -66,14 +75,13 @@ class Suspects:
         """The engine that had it died. True: it is not tried again; it was the one before its
         first token."""
         mark = self._mark(request, always=True)
-        deaths, at = self._deaths.pop(mark, (0, now))
-        deaths = deaths + 1 if now - at < REFUSED_SECONDS else 1
-        if mark == self._alone:
-            deaths = max(deaths, REFUSED_DEATHS)
-        self._deaths[mark] = deaths, now
+        before = self._deaths.pop(mark, _Deaths())
+        count = before.engines + 1 if now - before.last < REFUSED_SECONDS else 1
+        is_guilty = mark == self._alone or count >= REFUSED_DEATHS
+        self._deaths[mark] = _Deaths(count, now, is_guilty)
         if len(self._deaths) > _KEPT:
             del self._deaths[next(iter(self._deaths))]
-        return deaths >= REFUSED_DEATHS
+        return is_guilty
 
     def _mark(self, request: GenerationRequest, always: bool = False) -> bytes:
         if not self._deaths and not always:
