@@ -133,11 +133,13 @@ async def chat_prompt(
     generation = request.add_generation_prompt is not False and not continued
     if continued:
         told[-1]["content"] += _END
-    size = sum(len(turn["content"]) + _TURN_CHARACTERS for turn in told)
+    texts = (len(turn["content"]) + len(turn.get("reasoning_content", "")) for turn in told)
+    size = sum(texts) + _TURN_CHARACTERS * len(told)
+    has_json = bool(tools or request.chat_template_kwargs or any("tool_calls" in t for t in told))
     rendering = (served_model.tokenizer, told, tools, generation, variables)
     text = None
     try:  # a template is a program, and not ours
-        if size <= INLINE_CHARACTERS and not tools:
+        if size <= INLINE_CHARACTERS and not has_json:
             with suppress(SlowTemplate):
                 text = _rendered(*rendering, INLINE_SECONDS)
         if text is None:

@@ -38,6 +38,8 @@ from serving.http.wire.responses import (
 from serving.http.wire.sse import encode, event
 from serving.registry.model import ModelRouter, ServedModel
 
+_PIECE = 4096  # characters of a whole answer that are looked at in one go: what is left is copied
+
 
 async def chat_completions(router: ModelRouter, exchange: Exchange) -> None:
     request = await exchange.read(CHAT)
@@ -160,7 +162,8 @@ class ChatCall(Call):
         if choice.splitter is None:
             choice.splitter = Splitter(self.form)
         splitter = choice.splitter
-        parts = splitter.push(text)
+        pieces = (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
+        parts = [part for piece in pieces for part in splitter.push(piece)]
         if choice.finish is not None:
             if not splitter.has_reasoning:
                 choice.reasoning_tokens = 0

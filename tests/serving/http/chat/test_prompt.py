@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -138,3 +139,34 @@ def test_unknown_keys_are_left_out_on_request_and_counted() -> None:
         assert chat(port, max_tokens="x", mood=1).error["param"] == "max_tokens"
     with asked() as (port, _):
         assert chat(port, **fields).error["param"] == "timings_per_token"
+
+
+CALLED = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_short"),
+    [
+        ({}, True),
+        ({"reasoning_effort": "none"}, True),
+        ({"chat_template_kwargs": {"a": 1}}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+        ({"messages": [HI, {"role": "assistant", "tool_calls": [CALLED]}, HI]}, False),
+        ({"messages": [{"role": "assistant", "reasoning_content": "x" * 5000}, HI]}, False),
+    ],
+)
+def test_what_may_be_long_is_rendered_beside_the_loop(
+    fields: dict[str, Any], is_short: bool
+) -> None:
+    """JSON of a request has no size that is known before it is written out."""
+    threads: list[str] = []
+
+    class Watched(ByteTokenizer):
+        def render_chat(self, *args: Any, **more: Any) -> str:
+            threads.append(threading.current_thread().name.partition("_")[0])
+            return super().render_chat(*args, **more)
+
+    tokenizer = Watched(template=THINKING + '{# tools tool_calls <tool_call> "arguments" #}')
+    with served(app_on(FakeSupervisor(), tokenizer=tokenizer)) as port:
+        ask(port, "POST", "/tokenize", {"messages": [HI], **fields})
+    assert [thread != "text" for thread in threads] == [is_short]
