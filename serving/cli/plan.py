@@ -239,7 +239,8 @@ def _verdict(one: ModelPlan) -> list[str]:
         return [f"  crossover serve would refuse: {one.refusal}"]
     first, *rest = explain(one.decision)
     others = (f"  {line}" for line in rest if " + KV " not in line)
-    return [f"  crossover serve would run {first}", *others]
+    asked = f"--context {one.decision.context_tokens}"  # without it, as much as memory allows
+    return [f"  crossover serve {asked} would run {first}", *others]
 
 
 def _as_json(one: ModelPlan) -> dict[str, Any]:

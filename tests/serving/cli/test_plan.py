@@ -72,7 +72,7 @@ def test_it_says_the_formula_the_sum_and_the_decision_in_words(asked: Ask) -> No
         shown,
     )
     assert re.search(r"CPU llama_cpp Q4_0 .*: does not fit, 8.55 GiB may be used", shown)
-    assert "crossover serve would run llama-3.1-8b on the GPU with torch, format bf16" in shown
+    assert "serve --context 2048 would run llama-3.1-8b on the GPU with torch, format bf16" in shown
     assert (
         "insufficient_memory: llama-3.1-8b in Q4_0 needs" in shown
         and "slots instead of 16 would fit" in shown
