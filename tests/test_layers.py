@@ -3,6 +3,7 @@ process stays where it belongs.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,28 @@ def test_only_the_locust_side_imports_locust_since_that_patches_the_process() ->
         if path.name not in allowed and "locust" in imports(path)
     ]
     assert not wrong
+
+
+def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> None:
+    """models/isolated.py starts every Python; the others start git, and a command as it was given.
+
+    multiprocessing and the like would run code of the current folder, and unpickle answers.
+    """
+    starts = re.compile(
+        r"subprocess\.(run|Popen\(|call|check_)|multiprocessing|create_subprocess|ProcessPool|"
+        r"os\.(exec|spawn|posix_spawn|system|popen|fork)"
+    )
+    found = {
+        str(path.relative_to(ROOT))
+        for path in [
+            ROOT / "crossover.py",
+            *(p for one in ORDER for p in (ROOT / one).rglob("*.py")),
+        ]
+        if starts.search(path.read_text())
+    }
+    assert found == {
+        *("models/isolated.py", "loadtests/campaign/manifest.py", "loadtests/host/parent_bound.py")
+    }
 
 
 def test_nothing_in_loadtests_hides_a_module_that_locust_would_import() -> None:

@@ -320,6 +320,9 @@ def test_a_run_of_format_1_is_read() -> None:
     run = read_records(FORMAT_1)
     assert run.manifest.format_version == 1 and not run.dropped_bytes
     campaign, cells = campaign_of(run.manifest)
+    # Its fp16 was each backend's own type, and onnx holds none.
+    assert run.manifest.campaign["server"]["kv_dtype"] == "fp16"
+    assert campaign.server.kv_dtype == "auto"
     assert [slo.name for slo in campaign.all_slos] == ["quick", "chat"]
     assert campaign.search.single_stream_requests == 2 and len(cells) == 2
     levels = run.levels()
