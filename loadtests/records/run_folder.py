@@ -96,15 +96,17 @@ class RunFolder:
 
     @classmethod
     def create(cls, folder: Path, manifest: RunManifest) -> RunFolder:
-        """A new run. Raises BadRunFolder where there is one already."""
+        """A new run. Raises BadRunFolder where there is one already, or nothing can be written."""
         if (folder / MANIFEST).exists():
             raise BadRunFolder(f"{folder} holds a run already; resume it, or choose another folder")
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        write_atomically(
-            folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-        )
-        return cls(folder, manifest)
+        text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            write_atomically(folder / MANIFEST, text)
+            return cls(folder, manifest)
+        except OSError as problem:
+            raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
 
     @classmethod
     def open_existing(cls, folder: Path) -> tuple[RunFolder, dict[str, int]]:

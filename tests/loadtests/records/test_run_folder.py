@@ -204,6 +204,12 @@ def test_an_appender_begins_a_line_of_its_own(tmp_path: Path) -> None:
     assert [one.index for one in read.records] == [0, 1] and read.broken_lines == (1,)
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadRunFolder, match="file/run cannot be written: Not a directory"):
+        RunFolder.create(tmp_path / "file" / "run", MANIFEST_RECORD)
+
+
 def test_a_level_does_not_begin_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
