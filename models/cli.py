@@ -136,7 +136,7 @@ def _made(found: hub.ResolvedModel) -> str:
     return f"{found.name}: {', '.join([*parts, found.path or '-'])}"
 
 
-def parse_bytes(text: str, option: str) -> int:
+def parse_bytes(text: str, option: str, least_bytes: int = 1 << 20) -> int:
     """24GiB, 24G (the same), 24GB (decimal) or a number of bytes. Raises ModelError, which names
     the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B|)|B|)\s*", text, re.IGNORECASE)
@@ -145,10 +145,11 @@ def parse_bytes(text: str, option: str) -> int:
     letter, suffix = (match[2] or "").upper(), (match[3] or "").lower()
     base = 1000 if suffix == "b" else 1024
     size_bytes = int(float(match[1]) * base ** " KMGT".index(letter or " "))
-    if size_bytes < 1 << 20:
+    if size_bytes < least_bytes:
+        unit = "GiB" if least_bytes >= 1 << 20 else "MiB"
         raise ModelError(
-            f"{option} {text!r} is less than a MiB, no memory to plan for; "
-            f"did you mean {match[1]}GiB?"
+            f"{option} {text!r} is less than {formatting.size(least_bytes)}; "
+            f"did you mean {match[1]}{unit}?"
         )
     return size_bytes
 

@@ -13,6 +13,7 @@ choices counts as n sequences. Unknown values are omitted, not reported as 0.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ from serving.hardware.memory_sampler import MemorySampler
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+HOLD_PERIOD_SECONDS = 0.05  # between two looks; what is shorter may be missed
 PREFIX = "crossover_"
 SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
 FAILURES = tuple(reason for reason in FinishReason if reason not in SUCCESSES)
@@ -67,6 +69,7 @@ _REQUEST = _bounds(
 _STEP = _bounds(
     "0.0005 0.001 0.0025 0.005 0.01 0.02 0.03 0.05 0.075 0.1 0.15 0.2 0.3 0.5 0.75 1 2 5 10 30"
 )
+_HOLDS = _bounds("0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10")
 _CHOICES = _bounds("1 2 5 10 20 50 100")
 _COUNTS = _bounds("1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000")
 
@@ -85,6 +88,9 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "request_params_n": (_CHOICES, "Answers asked for by one request"),
     "step_seconds": (_STEP, "One scheduler step of the engine"),
     "step_backend_seconds": (_STEP, "The backend's share of one step"),
+    "engine_loop_hold_seconds": (
+        *(_HOLDS, "Time between two steps, and of a step beside the backend's share"),
+    ),
     "iteration_tokens_total": (_COUNTS, "Tokens of one step, prompt and output"),
 }
 COUNTERS: dict[str, str] = {
@@ -194,6 +200,7 @@ class Metrics:
         self.asked_choices = histograms["request_params_n"]
         self.step = histograms["step_seconds"]
         self.step_backend = histograms["step_backend_seconds"]
+        self.engine_holds = histograms["engine_loop_hold_seconds"]
         self.step_tokens = histograms["iteration_tokens_total"]
         counters = {name: family.labels(model) for name, family in server.counters.items()}
         self.prompt_tokens = counters["prompt_tokens"]
@@ -226,6 +233,8 @@ class Metrics:
         if stats.step_seconds > 0:
             self.step.observe(stats.step_seconds)
             self.step_backend.observe(stats.backend_seconds)
+            beside = stats.step_seconds - stats.backend_seconds
+            self.engine_holds.observe(stats.between_seconds + beside)
             self.step_tokens.observe(stats.decode_rows + stats.prefill_tokens)
 
     def serve(self, served: Served) -> None:
@@ -260,6 +269,11 @@ class ServerMetrics(Collector):
         )
         self.responses = self._counter(
             "http_responses", "Answers by route and status", "route status"
+        )
+        self.loop_holds = Histogram(
+            *(PREFIX + "event_loop_hold_seconds", "Time that the HTTP side did nothing else"),
+            buckets=_HOLDS,
+            registry=self.registry,
         )
         self.lost_lines = self._counter(
             "log_lines_lost", "Lines that nobody took: broken pipe, full"
@@ -324,6 +338,19 @@ class ServerMetrics(Collector):
             for kind, size in (("used", gpu.used_bytes), ("total", gpu.total_bytes)):
                 gpus.add_metric([str(gpu.index), gpu.name, kind], size)
         yield gpus
+
+
+async def watch_loop(holds: Histogram) -> None:
+    """Observe, again and again, for how long the event loop ran something else than this.
+
+    At most the CPU time that the process used meanwhile: a busy machine is no hold.
+    """
+    while True:
+        period = HOLD_PERIOD_SECONDS
+        began, used = time.perf_counter(), time.process_time()
+        await asyncio.sleep(period)
+        late = time.perf_counter() - began - period
+        holds.observe(max(0.0, min(late, time.process_time() - used)))
 
 
 def _gauges(name: str, text: str, labels: str) -> GaugeMetricFamily:

@@ -29,8 +29,9 @@ def lock_file() -> Path:
 def machine_lock(what: str, *, file: Path | None = None) -> Iterator[None]:
     """Holds the lock for the block. Raises MachineBusy when another process has it."""
     path = file or lock_file()
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW  # /tmp is everybody's
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(path, flags, 0o600)
     except OSError as problem:
         raise MachineBusy(
             f"{path}, the lock of this machine, cannot be opened: {problem.strerror}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import ssl
 from pathlib import Path
 
+from models.cache import cache_dir
 from serving.errors import ServingError
 from serving.http.auth import Key, named_keys, only_key
 from serving.registry.options import ServeOptions
@@ -21,15 +23,7 @@ def check_files(options: ServeOptions) -> None:
     for name, file in (("--tls-certificate", certificate), ("--tls-key", key)):
         if file is not None and not os.access(file, os.R_OK):
             raise ServingError(f"{name} {file}: there is no such file, or it cannot be read")
-    if certificate is not None:
-        try:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(certificate, key, password="")
-        except (ssl.SSLError, OSError, ValueError) as problem:
-            raise ServingError(
-                f"--tls-certificate {certificate}, --tls-key {key}: "
-                f"not a certificate and its unencrypted key in PEM form: {problem}"
-            ) from problem
+    tls_context(options)
     if options.ready_file is not None:
         folder = Path(options.ready_file).absolute().parent
         if not os.access(folder, os.W_OK):
@@ -37,6 +31,22 @@ def check_files(options: ServeOptions) -> None:
                 f"--ready-file {options.ready_file}: "
                 "its folder does not exist or cannot be written to"
             )
+
+
+def tls_context(options: ServeOptions) -> ssl.SSLContext | None:
+    """What HTTPS is served with; None for HTTP. Raises ServingError."""
+    certificate, key = options.tls_certificate, options.tls_key
+    if certificate is None:
+        return None
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, OSError, ValueError) as problem:
+        raise ServingError(
+            f"--tls-certificate {certificate}, --tls-key {key}: "
+            f"not a certificate and its unencrypted key in PEM form: {problem}"
+        ) from problem
+    return context
 
 
 def keys_of(options: ServeOptions) -> tuple[tuple[Key, ...], str | None]:
@@ -62,6 +72,31 @@ def keys_of(options: ServeOptions) -> tuple[tuple[Key, ...], str | None]:
             "whoever may ask a model may not load and unload them"
         )
     return api, admin
+
+
+def readable_by_others(options: ServeOptions) -> list[str]:
+    """The files with keys that other users of this machine can read, each with its option."""
+    files = {
+        "--api-key-file": options.api_key_file,
+        "--api-keys-file": options.api_keys_file,
+        "--admin-key-file": options.admin_key_file,
+        "--tls-key": options.tls_key,
+    }
+    return [
+        f"{name} {file}" for name, file in files.items() if file and os.stat(file).st_mode & 0o77
+    ]
+
+
+def new_admin_key(port: int, cache: str | None) -> tuple[str, Path]:
+    """A key for the admin routes, and the file that it is written to, for this user alone."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) if runtime and os.access(runtime, os.W_OK) else cache_dir(cache)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, key = folder / f"crossover-admin-{port}.key", secrets.token_urlsafe(32)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key)
+    return key, path
 
 
 def read_key(variable: str | None, file: str | None, option: str) -> str | None:

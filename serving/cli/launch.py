@@ -26,12 +26,11 @@ import uvicorn
 from models.cli import parse_bytes
 from serving.cli.announce import announce
 from serving.cli.console import Narrator
-from serving.cli.files import check_files, keys_of
+from serving.cli.files import check_files, keys_of, new_admin_key, readable_by_others
 from serving.hardware.gpu import find_gpus
 from serving.http.admin import ROUTES as ADMIN_ROUTES
-from serving.http.admin import LoopbackOnly
 from serving.http.app import App, app_of
-from serving.http.auth import Key, only_key
+from serving.http.auth import Key, LocalNames, only_key
 from serving.http.connections import (
     is_loopback,
     listen,
@@ -42,7 +41,7 @@ from serving.http.connections import (
 from serving.http.limits import Limits
 from serving.http.tracing import make_tracer
 from serving.http.wire.cors import Cors, origins_of
-from serving.metrics import ServerMetrics
+from serving.metrics import ServerMetrics, watch_loop
 from serving.placement.plan import Placement, explain
 from serving.registry.model import ModelRouter
 from serving.registry.options import ModelOptions, ServeOptions, models_of, shared_of
@@ -65,6 +64,7 @@ class Listening(NamedTuple):
     port: socket.socket
     certificate: str | None = None
     key: str | None = None
+    local_names: bool = False  # a Host that is a name of the DNS is refused
     origins: tuple[str, ...] = ()  # of pages that may read the answers
 
 
@@ -77,6 +77,7 @@ def launch(options: ServeOptions) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
     narrator.take_logging(options.log_requests)
     api_keys, admin_key = keys_of(options)
+    limits = _limits(options, narrator)
     memory_limit = None
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
@@ -89,9 +90,17 @@ def launch(options: ServeOptions) -> int:
                 f"WARNING: --host {options.host} opens this server to everybody who can reach this "
                 "machine, since it has no key; --api-key-env or --api-key-file gives it one"
             )
+        if os.geteuid() == 0 and not is_loopback(listener):
+            narrator.say("WARNING: it runs as root; a user of its own could lose less")
+        for what in readable_by_others(options):
+            narrator.say(f"WARNING: {what} can be read by other users: chmod 600")
         admin = None
         if options.admin_port is not None:
             admin = stack.enter_context(listen("127.0.0.1", options.admin_port))
+            if admin_key is None:
+                admin_key, file = new_admin_key(admin.getsockname()[1], options.cache)
+                stack.callback(file.unlink, missing_ok=True)
+                narrator.say(f"the key of the admin routes is in {file}")
         machine = Machine(options.cache, options.api_cores, narrator.say, narrator.progress)
         prepared = _prepared(models, machine, narrator)
         machine.is_serving = True
@@ -111,8 +120,11 @@ def launch(options: ServeOptions) -> int:
         for one in prepared:
             registry.add(one)
         narrator.on_lost = registry.router.metrics.lost_lines.inc
-        app = _app(options, registry.router, narrator, (api_keys, admin_key))
-        served = [Listening(app, listener, options.tls_certificate, options.tls_key, origins)]
+        app = _app(options, registry.router, limits, (api_keys, admin_key))
+        local = not api_keys and is_loopback(listener)
+        served = [
+            Listening(*(app, listener, options.tls_certificate, options.tls_key), local, origins)
+        ]
         if admin is not None:
             served.append(_admin(admin, app, admin_key, narrator))
         return _run(_serve(options, registry, served, narrator))
@@ -137,7 +149,7 @@ def _prepared(
 def _app(
     options: ServeOptions,
     router: ModelRouter,
-    narrator: Narrator,
+    limits: Limits,
     keys: tuple[Sequence[Key], str | None],
 ) -> App:
     """The endpoint, with the admin routes where they have a key and no port of their own."""
@@ -145,7 +157,7 @@ def _app(
     here = options.admin_port is None and admin_key is not None
     return app_of(
         router,
-        _limits(options, narrator),
+        limits,
         api_keys,
         admin=ADMIN_ROUTES if here else (),
         admin_key=admin_key if here else None,
@@ -155,15 +167,21 @@ def _app(
 
 def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -> Listening:
     """The admin routes on their own port."""
-    open_to = "" if key else " (for anybody on this machine: no --admin-key-...)"
-    narrator.say(f"admin routes on {url_of(port)}/admin/{open_to}")
-    keys = only_key(key, "admin")
-    return Listening(LoopbackOnly(App(app.router, app.limits, keys, ADMIN_ROUTES)), port)
+    narrator.say(f"admin routes on {url_of(port)}/admin/")
+    routes = App(app.router, app.limits, only_key(key, "admin"), ADMIN_ROUTES)
+    return Listening(routes, port, local_names=True)
 
 
 def _limits(options: ServeOptions, narrator: Narrator) -> Limits:
     """The limits of requests and connections; fewer connections where the system allows fewer."""
+    body_bytes = None
+    if options.max_body is not None:
+        body_bytes = parse_bytes(options.max_body, "--max-body", least_bytes=1024)
     limits = Limits(
+        body_bytes=body_bytes,
+        connections=options.max_connections,
+        sequences=options.max_sequences,
+        deadline_seconds=options.deadline_seconds,
         ignore_unknown_fields=options.ignore_unknown_fields,
         strict_max_tokens=options.strict_max_tokens,
     )
@@ -195,14 +213,19 @@ def _supervisor(
     )
 
 
-def _server(served: Listening, limits: Limits) -> uvicorn.Server:
+def _server(served: Listening, app: App) -> uvicorn.Server:
+    outer = Cors(served.app, served.origins) if served.origins else served.app
+    responses = app.router.metrics.responses
     server = uvicorn.Server(
         uvicorn.Config(
-            Cors(served.app, served.origins) if served.origins else served.app,
+            LocalNames(outer) if served.local_names else outer,
             ssl_certfile=served.certificate,
             ssl_keyfile=served.key,
             timeout_graceful_shutdown=5,
-            **server_options(limits),
+            **server_options(
+                app.limits,
+                lambda status: responses.labels("connection", str(status)).inc(),
+            ),
         )
     )
     # Signals are ours: drain, then close.
@@ -219,7 +242,7 @@ async def _serve(
     options: ServeOptions, registry: Registry, served: list[Listening], narrator: Narrator
 ) -> int:
     app: App = served[0].app
-    servers = [_server(one, app.limits) for one in served]
+    servers = [_server(one, app) for one in served]
     url = url_of(served[0].port, tls=options.tls_certificate is not None)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -230,6 +253,7 @@ async def _serve(
     await registry.start()
     count = len(registry.tenants)
     narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
+    watching = asyncio.create_task(watch_loop(app.router.metrics.loop_holds))
     serving = asyncio.create_task(_serve_all(servers, [one.port for one in served]))
     announcing = asyncio.create_task(announce(registry, url, options.ready_file, narrator))
     stopping = asyncio.create_task(stop.wait())
@@ -243,8 +267,8 @@ async def _serve(
         narrator.say("the HTTP server ended by itself")
     drain = not announcing.done()
     cut_off = await registry.stop(drain=drain, timeout_seconds=options.drain_seconds)
-    announcing.cancel()
-    stopping.cancel()
+    for task in (announcing, stopping, watching):
+        task.cancel()
     for server in servers:
         server.should_exit = True
     await serving

@@ -121,6 +121,7 @@ class StepStats(msgspec.Struct, array_like=True):
     decode_rows: int
     prefill_tokens: int
     preemptions: int  # since start
+    between_seconds: float = 0.0  # from the end of the step before to this one's start
 
 
 class Loading(msgspec.Struct, tag="loading", array_like=True):

@@ -140,6 +140,7 @@ class Worker:
         self.link = link
         self.ready = False
         self._stopping = False
+        self._stepped_at: float | None = None  # the last step's end, where another follows
         self._compiling: dict[int, Submit] = {}
         self._compiled: deque[tuple[Submit, Matcher | None | Unsupported]] = deque()
         self._to_compile: SimpleQueue[Submit] = SimpleQueue()
@@ -204,8 +205,13 @@ class Worker:
 
     def step(self) -> None:
         """Run one scheduler step and send what it made."""
+        began = time.perf_counter()
         deltas = self.scheduler.step()
-        self.link.send(Step(deltas, self.scheduler.stats()))
+        stats = self.scheduler.stats()
+        if self._stepped_at is not None:
+            stats.between_seconds = began - self._stepped_at
+        self._stepped_at = time.perf_counter() if self.scheduler.busy else None
+        self.link.send(Step(deltas, stats))
 
     def _compile_all(self) -> None:
         """The compiler's thread: of each request the matcher, or why there is none."""

@@ -7,7 +7,7 @@
 
 They are never there by default: either on the endpoint's port behind a key of their own
 (`--admin-key-env`, `--admin-key-file`), or on another port of the loopback interface
-(`--admin-port`), with that key where one is given. The API key opens none of them. Their requests
+(`--admin-port`), with that key or one that is made. The API key opens none of them. Their requests
 are trusted as the command line is: a source may be a path of this machine or a hub name.
 
 A load, unload or swap is answered when it is done; with "wait": false at once, with 202 and the
@@ -23,7 +23,6 @@ from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import UNSET
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from models.errors import ModelError
 from serving.errors import Busy, LoadFailed, NoRoom, ServingError
@@ -36,12 +35,9 @@ from serving.http.admin_wire import (
     UnlistedModel,
     UnloadRequest,
 )
-from serving.http.auth import header
 from serving.http.exchange import Exchange
-from serving.http.wire.decoding import decode
 from serving.http.wire.errors import ApiError, as_answer, invalid, try_again
 from serving.http.wire.openapi import Route
-from serving.http.wire.sse import encode
 from serving.placement.plan import NoPlacement
 from serving.registry.model import ModelRouter, read_vocabulary
 from serving.registry.options import ModelOptions, model_options
@@ -69,7 +65,7 @@ async def show_model(router: ModelRouter, exchange: Exchange) -> None:
 
 
 async def load_model(router: ModelRouter, exchange: Exchange) -> None:
-    registry, request = _registry(router), decode(CHOICE, await exchange.body())
+    registry, request = _registry(router), await exchange.read(CHOICE)
     if request.name in registry.tenants:
         given = sorted(_given(request))
         if given:
@@ -99,7 +95,7 @@ async def load_model(router: ModelRouter, exchange: Exchange) -> None:
 
 
 async def unload_model(router: ModelRouter, exchange: Exchange) -> None:
-    registry, request = _registry(router), decode(UNLOAD, await exchange.body())
+    registry, request = _registry(router), await exchange.read(UNLOAD)
     name = _known(registry, request.name)
     if not request.forget:
         await _do(router, exchange, name, registry.unload(name, request.drain), request.wait)
@@ -108,7 +104,7 @@ async def unload_model(router: ModelRouter, exchange: Exchange) -> None:
 
 
 async def swap_model(router: ModelRouter, exchange: Exchange) -> None:
-    registry, request = _registry(router), decode(CHOICE, await exchange.body())
+    registry, request = _registry(router), await exchange.read(CHOICE)
     name = _known(registry, request.name)
     if request.source is UNSET:
         raise invalid("source is needed: what to serve under this name", "source")
@@ -218,35 +214,3 @@ def _known(registry: Registry, name: str) -> str:
 def _registry(router: ModelRouter) -> Registry:
     assert router.keeper is not None
     return cast(Registry, router.keeper)
-
-
-class LoopbackOnly:
-    """Refuses requests whose Host is not a name of this machine (DNS rebinding by a web page)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not is_loopback_host(header(scope, b"host") or b""):
-            problem = ApiError(403, "the admin port answers to localhost only", code="wrong_host")
-            body = encode(problem.body)
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-            ]
-            await send({"type": "http.response.start", "status": 403, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
-            return
-        await self._app(scope, receive, send)
-
-
-def is_loopback_host(host: bytes) -> bool:
-    """True for localhost, 127.x.y.z and [::1], with or without a port."""
-    name = host.decode("latin-1").strip().lower()
-    if name.startswith("["):
-        return name == "[::1]" or name.startswith("[::1]:")
-    name = name.partition(":")[0]
-    parts = name.split(".")
-    return name == "localhost" or (
-        len(parts) == 4 and parts[0] == "127" and all(part.isdigit() for part in parts)
-    )

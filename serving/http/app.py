@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServingError
 from serving.http import status
-from serving.http.auth import Key, check_head, only_key
+from serving.http.auth import Key, check_head, key_of, only_key
 from serving.http.chat.responses_api import responses
 from serving.http.chat.route import chat_completions
 from serving.http.completions import completions
-from serving.http.exchange import ClientGone, Exchange
+from serving.http.exchange import Bodies, ClientGone, Exchange
 from serving.http.limits import Limits
 from serving.http.placement import PlacementView
 from serving.http.tracing import Tracer
@@ -139,6 +139,7 @@ class App:
         self.router = router
         self.limits = limits
         self.tracer = tracer
+        self.bodies = Bodies(limits.bodies_bytes)
         self._keys = keys
         self._admin_keys = admin_keys
         self._routes = routes
@@ -159,7 +160,7 @@ class App:
         if scope["type"] != "http":
             await self._router(scope, receive, send)  # lifespan; a websocket is closed
             return
-        exchange = Exchange(scope, receive, send, self.limits)
+        exchange = Exchange(scope, receive, send, self.limits, self.bodies)
         exchange.backend = lambda: self._backend(exchange)
         scope["app"] = self
         scope["exchange"] = exchange
@@ -175,6 +176,10 @@ class App:
             await self._fail(exchange, _answer_to(problem, exchange))
         finally:
             self._finish(exchange)
+
+    def trusts(self, scope: Scope) -> bool:
+        """Whether a request to a route that needs no key has it all the same."""
+        return not self._keys or key_of(scope, self._keys) is not None
 
     def _finish(self, exchange: Exchange) -> None:
         """Count, trace and log an exchange that has ended."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.http.limits import Limits
 from serving.http.wire.errors import ApiError
+from serving.http.wire.sse import encode
 
 OPEN_ROUTES = frozenset({"/health", "/ready"})  # probes have no key
 CLOSE = {"Connection": "close"}
@@ -69,6 +72,13 @@ def same_key(given: bytes, key: bytes) -> bool:
     return hmac.compare_digest(given, key)
 
 
+def key_of(scope: Scope, keys: Sequence[Key]) -> Key | None:
+    """The key that the request has; None for none, or a wrong one."""
+    scheme, _, given = (header(scope, b"authorization") or b"").partition(b" ")
+    who = [key for key in keys if same_key(given.strip(), key.value)]  # all of them, always
+    return who[0] if who and scheme.lower() == b"bearer" else None
+
+
 def check_head(scope: Scope, limits: Limits, keys: Sequence[Key]) -> Key | None:
     """Whose request it is; None where no key is needed. Raises ApiError for a head that is too
     large, or without a key where some are set."""
@@ -79,13 +89,47 @@ def check_head(scope: Scope, limits: Limits, keys: Sequence[Key]) -> Key | None:
         raise ApiError(431, text, code="headers_too_large", headers=CLOSE)
     if not keys or scope["path"] in OPEN_ROUTES:
         return None
-    scheme, _, given = (header(scope, b"authorization") or b"").partition(b" ")
-    who = [key for key in keys if same_key(given.strip(), key.value)]  # all of them, always
-    if scheme.lower() != b"bearer" or not who:
+    who = key_of(scope, keys)
+    if who is None:
         raise ApiError(
             401,
             "an API key is needed: Authorization: Bearer <key>",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    return who[0]
+    return who
+
+
+class LocalNames:
+    """Refuses requests whose Host is a name of the DNS other than localhost.
+
+    A web page reaches a server on loopback under its own name where it has the DNS answer
+    127.0.0.1 (DNS rebinding). Addresses and names without a dot are nobody's.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = header(scope, b"host") if scope["type"] == "http" else None
+        if host is None or not is_in_dns(host):
+            await self._app(scope, receive, send)
+            return
+        text = f"Host {host[:80].decode('latin-1')!r}: without a key, local names only are served"
+        body = encode(ApiError(403, text, code="wrong_host").body)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 403, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def is_in_dns(host: bytes) -> bool:
+    """Whether this Host, with or without a port, can be a name that somebody has registered."""
+    name = re.sub(r":\d*$", "", host.decode("latin-1").strip().lower()).strip("[]").rstrip(".")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return "." in name and not name.endswith(".localhost")
+    return False

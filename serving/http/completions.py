@@ -26,7 +26,7 @@ from serving.http.wire.responses import (
     finite,
 )
 from serving.http.wire.sse import encode, event
-from serving.registry.model import ModelRouter, ServedModel
+from serving.registry.model import ModelRouter
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
@@ -46,12 +46,11 @@ async def completions(router: ModelRouter, exchange: Exchange) -> None:
         if isinstance(ids, str):
             ids = await served_model.tokens(ids, "prompt", most=facts.context_tokens, bos=bos)
         limit = token_limit(request, len(ids), facts, exchange.limits, COMPLETION_TOKENS)
-        prompts.append(Prompt(ids, limit, _text(served_model, given) if request.echo else ""))
+        text = ""
+        if request.echo:
+            text = given if isinstance(given, str) else await served_model.text_of(given)
+        prompts.append(Prompt(ids, limit, text))
     await answer(CompletionCall(served_model, exchange, request, valid), prompts)
-
-
-def _text(served_model: ServedModel, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else served_model.text_of(prompt)
 
 
 class CompletionCall(Call):

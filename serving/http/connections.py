@@ -16,6 +16,7 @@ import asyncio
 import errno
 import functools
 import ipaddress
+import re
 import resource
 import secrets
 import socket
@@ -30,6 +31,7 @@ from serving.http.wire.errors import ApiError, try_again
 from serving.http.wire.sse import encode
 
 OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read, the loop's own
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
 
 
@@ -53,12 +55,26 @@ class _Timer:
             self._handle = None
 
 
+def _without_upgrade(data: bytes) -> bytes:
+    """A head in one piece without the header that asks for another protocol, as RFC 9110 allows.
+
+    Java's HttpClient sends `Upgrade: h2c` with each request. The length stays what it is.
+    """
+    if b"pgrade" not in data:
+        return data
+    head, mark, body = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nIgnored:", head) + mark + body
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection within `limits`."""
 
-    def __init__(self, *arguments: Any, limits: Limits, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, limits: Limits, on_refused: Callable[[int], None], **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._limits = limits
+        self._on_refused = on_refused
         self._header_timer = _Timer(self.loop, limits.header_seconds, self._too_slow)
         self._stall_timer = _Timer(self.loop, limits.stalled_seconds, self._abort)
         self._rest_timer = _Timer(self.loop, limits.body_seconds, self._abort)
@@ -82,6 +98,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
+            data = _without_upgrade(data)
             self._head_bytes += len(data)
             self._header_timer.start()  # of a later request on a kept connection
         else:
@@ -109,12 +126,18 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = self._bodiless_bytes = 0
         self._header_timer.stop()
+        if self.parser.should_upgrade():
+            # The parser takes no body for such a request's own: it would be another request.
+            text = "Upgrade is not offered; send the request without it"
+            self._refuse(ApiError(400, text, code="no_upgrade"))
+            return
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_head = True
         self._rest_timer.stop()
-        super().on_message_complete()
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -149,6 +172,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, problem: ApiError) -> None:
         """Answer from here, without the app, and close."""
+        self._on_refused(problem.status)
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started or self.pipeline:
                 self._abort()  # nothing may be written into an answer that is on its way
@@ -180,14 +204,19 @@ def room_for_connections(wanted: int) -> int:
     return max(1, min(wanted, soft - OTHER_DESCRIPTORS))
 
 
-def server_options(limits: Limits) -> dict[str, Any]:
-    """Arguments of uvicorn.Config that belong to this app, whoever runs it."""
+def server_options(
+    limits: Limits, on_refused: Callable[[int], None] = lambda status: None
+) -> dict[str, Any]:
+    """Arguments of uvicorn.Config that belong to this app, whoever runs it.
+
+    `on_refused` gets the status of each answer that is not the app's.
+    """
     return {
-        "http": functools.partial(GuardedProtocol, limits=limits),
+        "http": functools.partial(GuardedProtocol, limits=limits, on_refused=on_refused),
         "loop": "uvloop",
         "ws": "none",
         "log_config": None,  # the server's own log takes uvicorn's lines too
-        "log_level": "warning",
+        "log_level": "error",  # a line for each wrong request is a stranger's to write
         "access_log": False,
         "server_header": False,
         "proxy_headers": False,  # nothing here believes X-Forwarded-For

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,17 +15,47 @@ from starlette.types import Receive, Scope, Send
 
 from serving.http.auth import CLOSE, Key, header
 from serving.http.limits import Limits
-from serving.http.wire.decoding import decode
-from serving.http.wire.errors import ApiError
+from serving.http.wire.decoding import check_work, decode
+from serving.http.wire.errors import ApiError, try_again
 from serving.http.wire.sse import encode, event
 from serving.registry.model import ModelRouter, ServedModel
+from serving.registry.text_work import TEXT_WORK
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
+SMALL_BYTES = 64 << 10  # of a body that is decoded at once and counts for nothing
+INLINE_BYTES = 256 << 10  # of a body that is decoded on the event loop: 17 ms at the most
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 _JSON_TYPE = re.compile(rb"application/(?:[\w.+-]+\+)?json(?:\s*;.*)?", re.IGNORECASE)
 _STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class Bodies:
+    """Memory of all bodies that are being received or decoded; small ones do not count."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.bytes = 0
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """Gives what is told the bytes that one body has so far. It raises ApiError 503."""
+        mine = 0
+
+        def hold(size: int) -> None:
+            nonlocal mine
+            more = max(0, size - SMALL_BYTES) - mine
+            if self.bytes + more > self.most_bytes:
+                text = f"bodies of other requests hold {self.bytes} bytes: no room for this one"
+                raise try_again(503, text, "too_many_bytes", 1.0)
+            self.bytes += more
+            mine += more
+
+        try:
+            yield hold
+        finally:
+            self.bytes -= mine
 
 
 class ClientGone(Exception):
@@ -35,25 +66,29 @@ class Exchange:
     """`started`: the head of the answer has left, so an error can only be an event."""
 
     __slots__ = (
-        *("scope", "limits", "serial", "request_id", "began", "backend", "status", "error"),
         *(
-            "started",
-            "ended",
-            "gone",
-            "served_model",
-            "release",
-            "call",
-            "choices",
-            "trace_id",
-            "key",
+            "scope",
+            "limits",
+            "bodies",
+            "serial",
+            "request_id",
+            "began",
+            "backend",
+            "status",
+            "error",
         ),
+        *("started", "ended", "gone", "served_model", "release", "call", "choices", "trace_id"),
+        "key",
         *("ignored", "_receive", "_send"),
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, limits: Limits, bodies: Bodies
+    ) -> None:
         self.began = time.perf_counter()
         self.scope = scope
         self.limits = limits
+        self.bodies = bodies
         self._receive = receive
         self._send = send
         self.serial = secrets.token_hex(12)
@@ -83,16 +118,31 @@ class Exchange:
         return served_model
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as its type. Raises ApiError, ClientGone."""
-        lenient = self.limits.ignore_unknown_fields
-        return decode(decoder, await self.body(), self.ignored if lenient else None)
+        """The body as its type. Raises ApiError (400, 408, 413, 415, 429, 503), ClientGone."""
+        with self.bodies.held() as hold:
+            body = await self._body(hold)
+            if len(body) <= SMALL_BYTES:
+                return self._decode(decoder, body)
+            if len(body) <= INLINE_BYTES and not self.limits.ignore_unknown_fields:
+                return self._large(decoder, body)
+            # Several calls that last some milliseconds: the loop goes on between them.
+            return await TEXT_WORK.run(len(body), self._large, decoder, body)
 
-    async def body(self) -> bytes:
-        """The whole body. Raises ApiError (415, 413, 408); ClientGone where it is cut off."""
+    def _large(self, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+        check_work(body, self.limits.body_work)
+        return self._decode(decoder, body)
+
+    def _decode(self, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+        lenient = self.limits.ignore_unknown_fields
+        return decode(decoder, body, self.ignored if lenient else None)
+
+    async def _body(self, hold: Callable[[int], None]) -> bytes:
+        """The whole body. ClientGone where it is cut off."""
         self._check_type()
+        most = self.limits.body_for(self.scope["app"].router.slot_tokens)
         length = header(self.scope, b"content-length")
-        if length is not None and length.isdigit() and int(length) > self.limits.body_bytes:
-            raise self._too_large(int(length))
+        if length is not None and length.isdigit() and int(length) > most:
+            raise _too_large(int(length), most)
         pieces: list[bytes] = []
         size = 0
         try:
@@ -103,8 +153,9 @@ class Exchange:
                         raise ClientGone
                     piece = message.get("body", b"")
                     size += len(piece)
-                    if size > self.limits.body_bytes:
-                        raise self._too_large(size)
+                    if size > most:
+                        raise _too_large(size, most)
+                    hold(size)
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         return b"".join(pieces)
@@ -124,10 +175,6 @@ class Exchange:
             shown = encoding[:80].decode("latin-1")
             text = f"Content-Encoding {shown!r}; bodies are taken as they are"
             raise ApiError(415, text, code="unsupported_content_encoding")
-
-    def _too_large(self, size: int) -> ApiError:
-        text = f"the body has {size} bytes or more; {self.limits.body_bytes} are allowed"
-        return ApiError(413, text, code="body_too_large")
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection (or the answer is complete)."""
@@ -185,6 +232,11 @@ class Exchange:
             await self.close_stream(event(problem.body))
         else:
             await self.answer(problem.body, problem.status, problem.headers)
+
+
+def _too_large(size: int, most: int) -> ApiError:
+    text = f"the body has {size} bytes or more; {most} are allowed"
+    return ApiError(413, text, code="body_too_large")
 
 
 def _request_id(given: bytes | None, serial: str) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from models.errors import BadChat, SlowTemplate
 from models.tokenization.chat_template import CPU_SECONDS
@@ -77,11 +77,11 @@ def prompts_of(request: CompletionRequest, facts: Facts, limits: Limits) -> list
     elif prompt and isinstance(prompt[0], int) and len(prompt) > facts.context_tokens:
         # before a walk through a million ids
         raise ContextOverflow(len(prompt), None, facts.context_tokens, "prompt")
-    elif all(isinstance(item, int) for item in prompt):
-        found = [[item for item in prompt if isinstance(item, int)]]
+    elif (kinds := set(map(type, prompt))) <= {int}:
+        found = [cast(list[int], prompt)]
     else:
-        found = [item for item in prompt if not isinstance(item, int)]
-        if len(found) != len(prompt) or len({type(item) for item in found}) > 1:
+        found = cast(list[str | list[int]], prompt)
+        if len(kinds) > 1:
             text = "a list of texts, of token ids, or of lists of token ids; not a mixture"
             raise invalid(f"prompt: {text}", "prompt")
     asked_by = "best_of" if request.best_of else "n"

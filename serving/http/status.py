@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from serving.errors import EngineState
+from serving.errors import ContextOverflow, EngineState
 from serving.http.exchange import Exchange
 from serving.http.placement import view
 from serving.http.prompts import chat_prompt, check_ids
@@ -45,10 +45,13 @@ async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
 async def detokenize(router: ModelRouter, exchange: Exchange) -> None:
     request = await exchange.read(DETOKENIZE)
     served_model = exchange.look_at(router, request.model)
+    facts = served_model.known_facts()
+    if len(request.tokens) > facts.context_tokens:
+        raise ContextOverflow(len(request.tokens), None, facts.context_tokens, "tokens")
     if request.tokens:
-        check_ids(request.tokens, served_model.known_facts(), "tokens")
+        check_ids(request.tokens, facts, "tokens")
     skip = request.skip_special_tokens is not False
-    await exchange.answer(Detokenized(served_model.text_of(request.tokens, skip)))
+    await exchange.answer(Detokenized(await served_model.text_of(request.tokens, skip)))
 
 
 async def models(router: ModelRouter, exchange: Exchange) -> None:
@@ -91,9 +94,10 @@ async def ready(router: ModelRouter, exchange: Exchange) -> None:
     if name is not None:
         await exchange.answer(about)
         return
-    problem = as_answer(served_model.unavailable())
+    known = supervisor.reason if exchange.scope["app"].trusts(exchange.scope) else None
+    problem = as_answer(served_model.unavailable(known))
     assert problem is not None
-    reason = scrubbed(supervisor.reason) if supervisor.reason else None
+    reason = None if known is None else scrubbed(known)
     about = msgspec.structs.replace(about, reason=reason, error=problem.body.error)
     await exchange.answer(about, problem.status, problem.headers)
 

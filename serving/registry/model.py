@@ -130,7 +130,7 @@ class ServedModel:
         """What the serving engine can do. Raises Unavailable while none serves."""
         ready = self.supervisor.ready
         if self.supervisor.state != EngineState.ready or ready is None:
-            raise self.unavailable()
+            raise self.unavailable(self.supervisor.reason)
         return Facts.of(ready.info)
 
     def known_facts(self) -> Facts:
@@ -140,10 +140,10 @@ class ServedModel:
             return Facts.of(ready.info)
         return Facts.expected(self.supervisor.config, self.tokenizer.vocabulary)
 
-    def unavailable(self) -> Unavailable:
+    def unavailable(self, reason: str | None) -> Unavailable:
+        """`reason`: of the supervisor, as far as whoever asks may know it."""
         state = self.supervisor.state
-        reason = self.supervisor.reason or "no reason given"
-        text = f"the model is not served at the moment ({state}): {reason}"
+        text = f"the model is not served at the moment ({state}): {reason or 'no reason given'}"
         return Unavailable(text, self.supervisor.retry_after_seconds(), state)
 
     async def tokens(
@@ -174,9 +174,14 @@ class ServedModel:
     def bytes_of(self, token: int) -> bytes:
         return self.table[token] if token < len(self.table) else b""
 
-    def text_of(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+    async def text_of(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; a character that is cut is U+FFFD. `skip_special`: control tokens have
         no text."""
+        if len(tokens) > INLINE_CHARACTERS:
+            return await TEXT_WORK.run(len(tokens), self._text_of, tokens, skip_special)
+        return self._text_of(tokens, skip_special)
+
+    def _text_of(self, tokens: Sequence[int], skip_special: bool) -> str:
         data = [self.bytes_of(token) for token in tokens]
         if not skip_special:
             for place, token in enumerate(tokens):
@@ -201,6 +206,12 @@ class ModelRouter:
     def remove(self, name: str) -> None:
         """This name is served no more."""
         self.metrics.remove(self.models.pop(name).metrics)
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens that all sequences of a model can have together, of the largest model."""
+        configs = (one.supervisor.config for one in self.models.values())
+        return max((one.slots * one.context_tokens for one in configs), default=0)
 
     @property
     def first(self) -> ServedModel:

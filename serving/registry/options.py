@@ -1,6 +1,6 @@
 """Options of a server and of a model: the only place that names, bounds and explains them.
 
-Made from these structs: the command line (serving.cli.serve), the models file (below), the body of
+Made from these structs: the command line (serving.cli.serve), the models file (beside), the body of
 the admin routes (serving.http.admin_wire), and the flags of a campaign's [server] table.
 
     [[model]]
@@ -8,7 +8,6 @@ the admin routes (serving.http.admin_wire), and the flags of a campaign's [serve
     name = "small"                # the name in requests
     policy = "cpu-only"
     load = "demand"               # load on the first request, not at the start
-    idle_unload_seconds = 600
 
 A key that an entry leaves out has the command line's value.
 """
@@ -18,9 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -30,6 +27,7 @@ from serving.backends.spec import AUTO
 from serving.bounds import Count, Port, PositiveSeconds, Seconds, explained
 from serving.errors import ServingError
 from serving.placement.policy import Policy
+from serving.registry.models_file import entries
 
 # Panels of the help page.
 ENGINE = "Engine"
@@ -287,6 +285,28 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             "health-timeout",
         ),
     ] = 30.0
+    deadline_seconds: Annotated[
+        PositiveSeconds | None,
+        option(
+            QUEUE,
+            "Most seconds of a request; it may ask for less. Default: no limit.",
+            "deadline",
+        ),
+    ] = None
+    max_sequences: Annotated[
+        Count, option(QUEUE, "Sequences of one request: its prompts times its answers to each.")
+    ] = 128
+    max_body: Annotated[
+        str | None,
+        option(
+            HTTP,
+            "Largest body of a request, e.g. 8MiB. Default: 64 KiB and 32 bytes for each token of "
+            "all slots, at most 4 MiB.",
+            "",
+            "SIZE",
+        ),
+    ] = None
+    max_connections: Annotated[Count, option(HTTP, "Connections at once; more get 503.")] = 4096
     drain_seconds: Annotated[
         Seconds,
         option(QUEUE, "Seconds that requests get to finish after SIGTERM.", "drain-timeout"),
@@ -325,7 +345,7 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
         where = f"--models-file {options.models_file}"
         found += [
             model_options(entry, shared, f"{where}, model {number}")
-            for number, entry in enumerate(_entries(options.models_file, where), 1)
+            for number, entry in enumerate(entries(options.models_file, where), 1)
         ]
     if not found:
         raise ServingError(
@@ -339,25 +359,6 @@ def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
             )
         found = [msgspec.structs.replace(found[0], name=options.served_name)]
     return tuple(found)
-
-
-def _entries(file: str, where: str) -> list[dict[str, Any]]:
-    """The [[model]] tables of a models file. Raises ServingError."""
-    try:
-        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ServingError(f"{where}: {problem.strerror}") from problem
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise ServingError(f"{where} is no TOML: {problem}") from problem
-    entries = content.pop("model", [])
-    if content:
-        raise ServingError(
-            f"{where}: unknown key {next(iter(content))!r}; [[model]] sections are known"
-        )
-    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    if not is_list or not entries:
-        raise ServingError(f"{where} has no [[model]] section")
-    return list(entries)
 
 
 def shared_of(options: ServeOptions) -> dict[str, Any]:

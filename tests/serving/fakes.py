@@ -238,7 +238,9 @@ uvicorn.server.asyncio = _ShortPauses()  # type: ignore[attr-defined]
 
 @contextmanager
 def served(
-    app: Any, limits: Limits | None = None, supervisor: Supervisor | None = None
+    app: Any,
+    limits: Limits | None = None,
+    supervisor: Supervisor | None = None,
 ) -> Iterator[int]:
     """The app behind a real uvicorn in a thread of its own; gives the port.
 
@@ -303,7 +305,7 @@ def app_on(
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
     router.add(ServedModel(supervisor, vocabulary, metrics, placement))
-    return app_of(router, limits or Limits(), api_key)
+    return app_of(router, limits or Limits(body_bytes=4 << 20), api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -51,6 +51,23 @@ _UNKNOWN = re.compile(r"unknown field `(.*)`")
 _MISSING = re.compile(r"missing required field `(.*)`")
 
 
+def check_work(body: bytes, most: int) -> None:
+    """Raises ApiError 400 for JSON whose many small values would take long to decode.
+
+    In units of 50 ns: 5 a list or object, 2.5 a string, 1 a comma. Whatever stands within strings
+    does not count.
+    """
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = bare.count(b'"') // 2
+    work = strings * 5 // 2
+    if work <= most:
+        bare = b"".join(bare.split(b'"')[::2])
+        work += 5 * (bare.count(b"[") + bare.count(b"{")) + bare.count(b",")
+    if work > most:
+        text = "the body holds more lists, objects, strings and numbers than one request may"
+        raise invalid(text, code="too_many_values")
+
+
 def decode(decoder: msgspec.json.Decoder[T], body: bytes, ignored: set[str] | None = None) -> T:
     """The body as its type. Raises ApiError 400 that names the key.
 

@@ -38,9 +38,11 @@ class Server:
         model: str = "fake",
         port: str = "0",
         environment: Mapping[str, str] = MappingProxyType({}),
+        main: tuple[str, ...] = ("-m", "serving"),
+        log: Path | None = None,
     ) -> None:
         self.ready_file = folder / "ready.json"
-        self.log = folder / "log"
+        self.log = log or folder / "log"
         environment = {
             **os.environ,
             "CROSSOVER_CACHE": str(folder / "cache"),
@@ -49,9 +51,7 @@ class Server:
         }
         named = [model] if model else []
         command = [
-            sys.executable,
-            "-m",
-            "serving",
+            *(sys.executable, *main),
             *named,
             "--port",
             port,
@@ -306,6 +306,10 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--option", "step_seconds"], "not of the form key=value"),
         (["fake", "--cores", "4096"], "--cores names core 4096"),
         (["fake", "--cores", "x"], "--cores 'x' is no list of cores"),
+        (["fake", "--max-body", "lots"], "--max-body 'lots' is no size"),
+        (["fake", "--max-body", "4"], "--max-body '4' is less than 1 KiB; did you mean 4MiB?"),
+        (["fake", "--max-sequences", "0"], "--max-sequences"),
+        (["fake", "--deadline", "-1"], "--deadline must be above 0, got -1.0"),
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
         (["fake", "--api-key-file", "/no/such/file"], "/no/such/file"),

@@ -90,7 +90,8 @@ class Target:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     with server(
-        tmp_path_factory.mktemp("target"), "--context", "256", "--slots", "4", "--max-waiting", "16"
+        tmp_path_factory.mktemp("target"),
+        *("--context", "256", "--slots", "4", "--max-waiting", "16", "--max-body", "4MiB"),
     ) as one:
         yield Target(one)
         assert one.end() == 0

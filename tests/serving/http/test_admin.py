@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from serving.http.admin import is_loopback_host
 from serving.http.admin_wire import ModelChoice
+from serving.http.auth import is_in_dns
 from serving.registry.options import ModelOptions
 from tests.serving.cli.test_serve import Run, Server, server
 from tests.serving.fakes import Answer, ask
@@ -41,13 +41,15 @@ options = {step_seconds = 0.01}
 class Admin:
     """A server with two models and an admin port."""
 
-    def __init__(self, one: Server, url: str, port: int) -> None:
+    def __init__(self, one: Server, url: str, port: int, key: str) -> None:
         self.server, self.url, self.port = one, url, port
+        self.key = {"Authorization": f"Bearer {key}"}
         self.main_port = int(url.rpartition(":")[2])
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     def ask(self, path: str, body: Any = None, **headers: str) -> Answer:
-        return ask(self.port, "GET" if body is None else "POST", f"/admin/{path}", body, headers)
+        method = "GET" if body is None else "POST"
+        return ask(self.port, method, f"/admin/{path}", body, {**self.key, **headers})
 
     def model(self, name: str) -> Any:
         return self.ask(f"models/{name}").json
@@ -71,7 +73,11 @@ def two_models(folder: Path, **environment: str) -> Iterator[Admin]:
     with server(folder, *options, model="", environment=environment) as one:
         url = one.wait_ready()["url"]
         said = next(line for line in one.log.read_text().splitlines() if "admin routes on" in line)
-        yield Admin(one, url, int(json.loads(said)["message"].split(":")[2].partition("/")[0]))
+        port = int(json.loads(said)["message"].split(":")[2].partition("/")[0])
+        key = Path(one.wait_said(r"the key of the admin routes is in ([^\s\"]+)")[1])
+        assert key.stat().st_mode & 0o777 == 0o600
+        yield Admin(one, url, port, key.read_text())
+        assert one.end() == 0 and not key.exists()
 
 
 @pytest.fixture(scope="module")
@@ -143,16 +149,13 @@ def test_a_model_that_is_not_served_and_one_that_is_not_named_are_told_which_the
 
 def test_the_admin_routes_are_apart_from_the_endpoint(admin: Admin) -> None:
     assert ask(admin.main_port, "GET", "/admin/models").status == 404
-    assert ask(admin.port, "GET", "/v1/models").status == 404
+    assert ask(admin.port, "GET", "/v1/models", None, admin.key).status == 404
+    assert ask(admin.port, "GET", "/admin/models").status == 401
     assert (
         admin.ask("models", Host="evil.example").status == 403
     )  # a name that somebody points at 127.0.0.1
-    assert (
-        ask(
-            admin.port, "POST", "/admin/unload", b'{"name": "one"}', {"Content-Type": "text/plain"}
-        ).status
-        == 415
-    )  # no form of a page
+    form = {**admin.key, "Content-Type": "text/plain"}  # what a page's form may send
+    assert ask(admin.port, "POST", "/admin/unload", b'{"name": "one"}', form).status == 415
     assert "/admin/load" not in ask(admin.main_port, "GET", "/openapi.json").json["paths"]
 
 
@@ -291,22 +294,25 @@ def test_two_models_of_one_name_are_refused_before_anything_is_served(
         b"[::1]:80",
         b"[::1]",
         b"LOCALHOST",
+        b"",
+        b"10.0.0.1",
+        b"gateway:8000",  # no name that a stranger can have
+        b"a.localhost",
     ],
 )
 def test_names_of_this_machine_are_its_own(host: bytes) -> None:
-    assert is_loopback_host(host)
+    assert not is_in_dns(host)
 
 
 @pytest.mark.parametrize(
     "host",
     [
-        b"",
         b"evil.example",
         b"127.0.0.1.evil.example",
         b"localhost.evil.example:8001",
-        b"10.0.0.1",
+        b"evil.example.:80",
         b"[::1].evil.example:80",
     ],
 )
 def test_and_no_others_are(host: bytes) -> None:
-    assert not is_loopback_host(host)
+    assert is_in_dns(host)

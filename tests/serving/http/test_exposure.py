@@ -22,8 +22,9 @@ from pathlib import Path
 
 import pytest
 
+from serving.errors import EngineState
 from tests.serving.cli.test_serve import Run, Server, server
-from tests.serving.fakes import ask, complete
+from tests.serving.fakes import FakeSupervisor, app_on, ask, complete, served
 
 API, ADMIN = {"Authorization": "Bearer api-secret"}, {"Authorization": "Bearer admin-secret"}
 
@@ -196,6 +197,31 @@ def test_https_answers_and_http_does_not(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"{url}/health", timeout=10, context=trusting) as answer:
             assert answer.status == 200
         assert one.end() == 0 and "Traceback" not in one.log.read_text()
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_a_name_of_the_dns_reaches_no_server_without_a_key(tmp_path: Path, key: str | None) -> None:
+    """A page of evil.example, whose name means 127.0.0.1 today (DNS rebinding)."""
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "key").chmod(0o644)
+    with server(tmp_path, *(("--api-key-file", str(tmp_path / "key")) if key else ())) as one:
+        port = port_of(one)
+        friend = {"Authorization": "Bearer secret"}
+        evil = {"Host": f"evil.example:{port}", **friend}
+        assert ask(port, "GET", "/v1/models", None, evil).status == (200 if key else 403)
+        for host in ("localhost", f"127.0.0.1:{port}", "gateway"):
+            assert ask(port, "GET", "/v1/models", None, {"Host": host, **friend}).status == 200
+        said = one.log.read_text()
+    assert ("--api-key-file" in said and "can be read by other users" in said) is (key is not None)
+
+
+def test_why_there_is_no_engine_is_told_to_who_has_the_key() -> None:
+    supervisor = FakeSupervisor()
+    supervisor.state, supervisor.reason = EngineState.failed, "out of memory on the first GPU"
+    with served(app_on(supervisor, api_key="api-secret")) as port:
+        stranger, friend = ask(port, "GET", "/ready"), ask(port, "GET", "/ready", None, API)
+    assert stranger.status == friend.status == 503
+    assert b"first GPU" in friend.body and b"first GPU" not in stranger.body
 
 
 def test_files_that_are_no_certificate_are_one_sentence(tmp_path: Path, crossover: Run) -> None:

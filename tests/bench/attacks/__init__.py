@@ -1,0 +1,1 @@
+"""Attacks at full size against real servers: `python -m tests.bench.attacks [WORD...]`."""

@@ -1,0 +1,38 @@
+"""Nothing that a client sends holds the event loop for more than 20 ms: the larger attacks are in
+tests.bench.attacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.serving.fakes import ask
+from tests.serving.http.test_bodies import HOSTILE
+from tests.tools.holds import MOST_SECONDS, held, watched_server
+
+pytestmark = pytest.mark.clock
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    folder = tmp_path_factory.mktemp("watched")
+    with watched_server(folder, "--max-body", "4MiB", "--context", "4096") as one:
+        yield int(one.wait_ready()["url"].rsplit(":", 1)[1])
+
+
+def test_a_hold_is_seen(port: int) -> None:
+    """One piece of C that the server must run whole: decoding the most that one body may hold."""
+    body = b'{"prompt":[' + b"[]," * 9000 + b"[]]}"
+    with held(port) as hold:
+        for _ in range(5):
+            assert ask(port, "POST", "/v1/completions", body).status == 400
+    assert 0.0 < hold.seconds <= MOST_SECONDS
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_no_body_holds_the_loop(port: int, what: str) -> None:
+    with held(port) as hold:
+        assert ask(port, "POST", "/v1/completions", HOSTILE[what]).status == 400
+    assert hold.seconds <= MOST_SECONDS
