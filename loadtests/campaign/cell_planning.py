@@ -17,6 +17,7 @@ from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cells import Cell
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, with_engine
+from loadtests.capacity.confirmation import confirming_seconds
 from loadtests.errors import BadCampaign
 from loadtests.host.processes import Layout, divide_cores
 from loadtests.records.events import EngineChosen, EngineRating, SkipCause, of_kind
@@ -194,10 +195,13 @@ def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
 
 
-def shares(cells: Mapping[Cell, float], seconds: float) -> dict[str, float]:
+def shares(
+    cells: Mapping[Cell, float], seconds: float, least_seconds: float = 0.0
+) -> dict[str, float]:
     """The seconds of each cell, by its key, that make all intervals together narrowest.
 
-    `cells`: how many parts each is still to have.
+    `cells`: how many parts each is still to have; a part has at least `least_seconds`, or as much
+    of that as there is.
 
     Measured for T seconds, a capacity of r requests/s is known to about 1/sqrt(r T) of itself. The
     sum of these widths is smallest for T in proportion to r ** (-1/3), and r is about the inverse
@@ -211,10 +215,18 @@ def shares(cells: Mapping[Cell, float], seconds: float) -> dict[str, float]:
         parts * (usual if size is None else size ** (1 / 3))
         for parts, size in zip(cells.values(), sizes, strict=True)
     ]
+    each = min(least_seconds, seconds / sum(cells.values()))
+    more = seconds - each * sum(cells.values())
     return {
-        cell.key: seconds * weight / sum(weights)
-        for cell, weight in zip(cells, weights, strict=True)
+        cell.key: each * parts + more * weight / sum(weights)
+        for (cell, parts), weight in zip(cells.items(), weights, strict=True)
     }
+
+
+def least_part_seconds(campaign: Campaign) -> float:
+    """Of a cell: a confirming level and as long to find its rate, whatever the model's size."""
+    slowest = max(confirming_seconds(slo, None) for slo in campaign.all_slos)
+    return 2 * (1 + campaign.search.overhead) * slowest / campaign.search.starts
 
 
 def _weight_bytes(cell: Cell) -> int | None:

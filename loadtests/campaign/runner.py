@@ -27,7 +27,7 @@ import msgspec
 
 from loadtests.campaign.bench import open_bench
 from loadtests.campaign.campaign_file import Campaign, Plan, check_trust
-from loadtests.campaign.cell_planning import layout_of, settle, shares, why_not
+from loadtests.campaign.cell_planning import layout_of, least_part_seconds, settle, shares, why_not
 from loadtests.campaign.cell_runner import OpenBench, already_decided, budget_of, run_cell
 from loadtests.campaign.cells import Cell, cell_of_target
 from loadtests.campaign.manifest import manifest_of, new_folder
@@ -322,4 +322,5 @@ class _Sitting:
             for one in self.states
             if not one.is_done and why_not(one.cell, self._campaign, self._facts) is None
         }
-        return state.spent_seconds + shares(to_come, left)[state.key]
+        least = least_part_seconds(self._campaign)
+        return state.spent_seconds + shares(to_come, left, least)[state.key]

@@ -18,7 +18,8 @@ of the count of bad ones over a binomial's (quasi-likelihood, McCullagh & Nelder
 the clusters of bad requests. A machine is not the same from level to level, and a server not from
 start to start: each start has its own capacity, lognormal around the common one, and each level its
 own around its start's, both of unknown spread (nested random effects). Quantiles are of a level of
-the next start; after one start only, the prior says how far that is from this one.
+the next start; after one start only, the prior says how far that is from this one. Where starts are
+not on record, as of a server that somebody else runs, they are of a level of this start.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ SLOPE_MEDIAN = 4.0  # of a lognormal prior
 SLOPE_SPREAD = 1.3
 SPREADS = (0.0, 0.04, 0.1, 0.25)  # of ln(capacity) from level to level
 SPREAD_WEIGHTS = (0.5, 0.25, 0.17, 0.08)
-START_SPREADS = (0.0, 0.03, 0.1)  # of ln(capacity) from start to start
-START_WEIGHTS = (0.55, 0.33, 0.12)
-PAD = 64  # points beyond each end of the grid: more than three of the largest spread
+START_SPREADS = (0.0, 0.04, 0.12, 0.3)  # of ln(capacity) from start to start
+START_WEIGHTS = (0.4, 0.28, 0.24, 0.08)
+PAD = 96  # points beyond each end of the grid: more than three of the largest spread
 ROUNDED = 1e-12  # of the greatest likelihood: below it a Fourier transform gives noise
 NEAR = 2.0  # distance in log odds from the target at which curve and order weigh the same
 LAPSE = 0.002  # least share good: one stray good request far above capacity must not count
@@ -177,12 +178,15 @@ def _spread(
     """
     step = math.log(capacities[1] / capacities[0])
     last = starts[-1] if starts else None
+    between = list(zip(START_SPREADS, START_WEIGHTS, strict=True))
+    if last is None:  # a server that somebody else runs: of this start
+        between = [(0.0, 1.0)]
     found: list[tuple[Array, Array]] = []  # logs, of each pair of spreads
     for spread, weight in zip(SPREADS, SPREAD_WEIGHTS, strict=True):
         by_start: dict[int | None, Array] = {last: np.zeros_like(prior)}
         for log, start in zip(logs, starts, strict=True):
             by_start[start] = by_start.get(start, 0.0) + _blurred(log, spread / step)
-        for apart, share in zip(START_SPREADS, START_WEIGHTS, strict=True):
+        for apart, share in between:
             others = prior + math.log(weight * share)
             for start, log in by_start.items():
                 others = others if start == last else others + _blurred(log, apart / step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.cell_planning import layout_of, shares, why_not
+from loadtests.campaign.cell_planning import layout_of, least_part_seconds, shares, why_not
 from loadtests.campaign.cells import Cell
 from loadtests.metrics.slo import Slo
 from loadtests.workload.requests import in_words
@@ -39,7 +39,8 @@ def show_plan(plan: Plan) -> None:
     whole = each * len(can)
     if settings.budget_seconds is not None:
         whole = settings.budget_seconds
-        seconds = shares(dict.fromkeys(can, 1), whole) if can else {}
+        least = least_part_seconds(settings) * settings.search.starts
+        seconds = shares(dict.fromkeys(can, 1), whole, least) if can else {}
     for cell in plan.cells:
         _show_cell(cell, settings, facts, seconds.get(cell.key, 0.0))
     typer.echo(

@@ -243,7 +243,7 @@ def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
         "smollm2-360m",
         "smollm2-135m",
     ]
-    assert {cell.weight_format for cell in plan.cells} == {"Q4_0"}
+    assert all(cell.is_best for cell in plan.cells)
     slo = plan.campaign.slo
     assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("demo", 2.0, 0.2)
     assert plan.campaign.budget_seconds is not None and plan.campaign.budget_seconds <= 720
@@ -465,6 +465,9 @@ def test_time_goes_where_it_narrows_most() -> None:
         best < width([small + a, middle + b, big - a - b])
         for a, b in ((20, 0), (-20, 0), (0, 20), (0, -20), (20, -20))
     )
+    flat = shares(dict.fromkeys(cells, 3), 900.0, 80.0)
+    assert sum(flat.values()) == pytest.approx(900.0) and min(flat.values()) > 240.0
+    assert set(shares(dict.fromkeys(cells, 3), 90.0, 80.0).values()) == {30.0}, "as far as it goes"
     outside = parse_campaign('name = "x"\ncells = [{ model = "a/b" }, { model = "135m" }]').cells
     assert shares(dict.fromkeys(outside, 1), 10.0) == pytest.approx(
         {outside[0].key: 5.0, outside[1].key: 5.0}

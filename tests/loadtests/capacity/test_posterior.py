@@ -144,9 +144,9 @@ def test_what_differs_from_start_to_start_widens_the_interval_of_the_next():
     one, found = interval((0, 1.0), (0, 1.0), (0, 1.0))
     three, _ = interval((0, 1.0), (1, 1.0), (2, 1.0))
     apart, last_is_fast = interval((0, 0.85), (1, 1.0), (2, 1.15))
-    assert 0.6 * one > three and apart > 2.5 * one
+    assert 0.6 * one > three and apart > 1.4 * one
     unknown, _ = interval((None, 1.0), (None, 1.0), (None, 1.0))
-    assert unknown == pytest.approx(one)
+    assert unknown < 0.6 * one, "of this start alone"
     # What comes next on the start that runs now is another matter.
     assert last_is_fast.mean_share(6.0) > found.mean_share(6.0) + 0.05
     assert last_is_fast.quantile(0.5) == pytest.approx(found.quantile(0.5), rel=0.03)
@@ -159,8 +159,8 @@ SEEN = [
     Observation(6.5, 540, 650),
     Observation(12.0, 30, 900),
 ]
-QUANTILES = (4.998133062381306, 6.02326708870858, 7.1447772116524595)
-SLOPE, CLUMP, TELLING = 7.805957767283944, 34.1541813189206, 5.40749651204363
+QUANTILES = (5.136870587186526, 6.026091085780421, 6.940065319394718)
+SLOPE, CLUMP, TELLING = 7.80595776729089, 34.1541813189206, 5.34203294870435
 
 
 def test_the_figures_of_some_levels_stay_what_they_were():
