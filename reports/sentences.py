@@ -26,6 +26,7 @@ from reports.findings import (
     GpuOption,
     Standing,
     Takeover,
+    does_not_fit,
     is_on_cpu,
     machines,
     mean_lengths,
@@ -57,7 +58,7 @@ def summary_words(slo: Slo, stand: Standing) -> str:
     each = [
         f"{title(cell)} {in_short(cell.capacity)}"
         if cell.state != "skipped"
-        else f"{title(cell)} does not fit in memory"
+        else f"{title(cell)} {_skipped(cell)}"
         for cell in shown
     ]
     text = "; ".join(each) or "nothing was measured"
@@ -93,10 +94,14 @@ def _workload_words(run: RunNumbers) -> str:
         ) from problem
 
 
+def _skipped(cell: CellNumbers) -> str:
+    return "does not fit in memory" if does_not_fit(cell) else f"was skipped: {cell.reason}"
+
+
 def _state(cell: CellNumbers, slo: Slo) -> str:
     """`Llama-3.2-3B: at no rate`, with the reason where nothing is confirmed."""
     if cell.state == "skipped":
-        return f"{model_title(cell.model)} does not fit in memory"
+        return f"{model_title(cell.model)} {_skipped(cell)}"
     if cell.status is CapacityStatus.NONE:
         return f"{model_title(cell.model)} {in_short(cell.capacity)}: {why_at_no_rate(cell, slo)}"
     return f"{model_title(cell.model)} {in_words(cell.capacity)}"

@@ -129,7 +129,7 @@ def _on(
             site.sampler = sampler
             seen = {"target": msgspec.to_builtins(facts), "sampling": sampler.missing}
             state.run.event(msgspec.structs.replace(ready, unix_seconds=time.time(), **seen))
-            site.start = state.starts
+            site.start = None if server.pid is None else state.starts
             for note in facts.notes:
                 progress.say(f"  note: {note}")
             yield ServerBench(site, policy_of(ready.info, campaign))

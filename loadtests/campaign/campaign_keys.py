@@ -46,7 +46,9 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One hardware budget: how much of this machine a cell may use."""
 
     name: str = ""  # needed where there is more than one
-    cores: int | None = None  # physical cores of the engine; none: all, up to 8 logical ones
+    cores: int | None = (
+        None  # physical cores of the engine; none: all of up to 8, else all but 1, 2
+    )
     threads: int | None = None  # threads of the engine; none: one for each core
     memory_gib: float | None = None  # limit of server and engine; a cell that needs more is skipped
 

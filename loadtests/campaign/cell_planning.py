@@ -80,6 +80,7 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
                 context_tokens=server.context_tokens,
                 kv_tokens=server.kv_tokens,
                 kv_dtype=server.kv_dtype,
+                check_memory=server.check_memory,
             ),
             facts,
         )

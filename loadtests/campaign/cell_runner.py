@@ -19,7 +19,7 @@ from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cells import seed_of
 from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.run_state import CellState
+from loadtests.campaign.run_state import CellState, aimed
 from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
@@ -225,8 +225,7 @@ def _one_slo(run: _Run, slo: Slo, budget_seconds: float, until_seconds: float) -
             continue
         measured = _level(run, step, state.campaign.of(state.cell, slo))
         run.progress.say(f"  {measured.in_words}")
-        if measured.gave_up:
-            run.bench.settle()
+        _settle(run, measured)
     return step.capacity if is_last or isinstance(step, Finished) else None
 
 
@@ -243,10 +242,21 @@ def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
         if found is None or not found.is_disturbed or found.counts:
             return measured
         run.progress.say(f"  {measured.in_words}", style="yellow")
-        if measured.gave_up:
-            run.bench.settle()
+        _settle(run, measured)
         waits += 1
         _wait(run, in_words(found), min(LEAST_WAIT_SECONDS * 2**waits, MOST_WAIT_SECONDS))
+
+
+def _settle(run: _Run, measured: Measured) -> None:
+    """Until the server has done with the requests that the client ended; not for ever."""
+    if not measured.gave_up:
+        return
+    try:
+        run.bench.settle()
+    except LevelInterrupted as problem:
+        run.state.run.event(Interrupted(cell=run.state.key, reason=str(problem)))
+        run.progress.say(f"  {problem}", style="yellow")
+        run.bench.recover()
 
 
 def _wait_for_probe(run: _Run, campaign: Campaign) -> None:
@@ -386,11 +396,3 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
     said = f"predicted {', '.join(rates)}" if rates else f"no prediction ({made.reason})"
     run.progress.say(f"  calibrated in {made.spent_seconds:.0f} s: {said}")
     return made
-
-
-def aimed(config: SearchConfig, made: calibrate.Prediction | None, slo: Slo) -> SearchConfig:
-    """The search after a calibration: it begins at the predicted rate, and believes nothing."""
-    predicted = made.rates.get(slo.name) if made is not None else None
-    if predicted is None or not predicted.rate or config.rates or config.start_rate:
-        return config
-    return msgspec.structs.replace(config, start_rate=predicted.rate)

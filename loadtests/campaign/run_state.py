@@ -15,6 +15,7 @@ import msgspec
 from loadtests.campaign.campaign_file import Campaign, Plan, RepeatedLevel
 from loadtests.campaign.cells import Cell, plain
 from loadtests.capacity.levels import Level, judge
+from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
@@ -249,3 +250,11 @@ def open_level_of(events: Sequence[Event]) -> LevelStarted | None:
     closed = {e.level for e in events if isinstance(e, LevelFinished | LevelAbandoned)}
     still = [event for event in of_kind(events, LevelStarted) if event.level not in closed]
     return still[-1] if still else None
+
+
+def aimed(config: SearchConfig, made: Prediction | None, slo: Slo) -> SearchConfig:
+    """The search after a calibration: it begins at the predicted rate, and believes nothing."""
+    predicted = made.rates.get(slo.name) if made is not None else None
+    if predicted is None or not predicted.rate or config.rates or config.start_rate:
+        return config
+    return msgspec.structs.replace(config, start_rate=predicted.rate)

@@ -242,12 +242,17 @@ class _Sitting:
                 self._part(state, block)
 
     def _part(self, state: CellState, block: int) -> None:
-        """A cell in one block: measured to its end, or as far as the block goes, or skipped."""
+        """A cell in one block: measured to its end, or as far as the block goes, or skipped.
+
+        One that has levels is given up for now, not skipped: a later start may be better.
+        """
         place = self._place(state)
         why = why_not(state.cell, self._campaign, self._facts)
         why = why or settle(state, self._facts, self._progress)
-        if why is not None:
+        if why is not None and not state.finished:
             return self._skip(state, why.cause, why.reason, place)
+        if why is not None:
+            return self._give_up(state, why.reason, place)
         part = state.part(block)
         if part is None:
             part = self._begin(state, block, place)
@@ -257,17 +262,15 @@ class _Sitting:
             found = run_cell(state, self._open_bench, part, self._progress, self._clock)
         except OverMemory as problem:
             return self._skip(state, SkipCause.MEMORY, str(problem), place)
-        except ServerFailed as problem:
-            return self._skip(state, SkipCause.SERVER, str(problem), place)
         except BadRunFolder:  # nothing can be written any more
             raise
         except LoadError as problem:
-            if isinstance(problem, EndpointRefuses) and state.cell.url is None:
+            if not state.finished and isinstance(problem, ServerFailed):
+                return self._skip(state, SkipCause.SERVER, str(problem), place)
+            refuses = isinstance(problem, EndpointRefuses) and state.cell.url is None
+            if not state.finished and refuses:
                 return self._skip(state, SkipCause.ENDPOINT, str(problem), place)
-            self._given_up.add(state.key)
-            self._run.event(Interrupted(cell=state.key, reason=str(problem)))
-            self._progress.say(f"{place}: given up for now, {problem}", style="red")
-            return None
+            return self._give_up(state, str(problem), place)
         if found is not None:
             self._finish(state, found, place)
         return None
@@ -291,6 +294,11 @@ class _Sitting:
 
     def _place(self, state: CellState) -> str:
         return f"cell {self.states.index(state) + 1} of {len(self.states)}, {state.key}"
+
+    def _give_up(self, state: CellState, reason: str, place: str) -> None:
+        self._given_up.add(state.key)
+        self._run.event(Interrupted(cell=state.key, reason=reason))
+        self._progress.say(f"{place}: given up for now, {reason}", style="red")
 
     def _skip(self, state: CellState, cause: SkipCause, reason: str, place: str) -> None:
         self._run.event(CellSkipped(cell=state.key, cause=cause, reason=reason))

@@ -92,7 +92,7 @@ def next_step(
     if sum(not level.is_valid for level in levels[-MOST_INVALID:]) == MOST_INVALID:
         return _finished(seen, "the last three levels were not valid")
     if _is_done(seen):
-        return _on_other_starts(seen, start) or Finished(seen.capacity)
+        return _on_other_starts(seen, start, left) or Finished(seen.capacity)
     if (again := _again_on_last_start(seen, start, left)) is not None:
         return again
     if not seen.loaded and seen.is_doubtful_alone:
@@ -128,12 +128,19 @@ def _is_done(seen: Evidence) -> bool:
     return at_limit or (found.is_narrow and found.held >= CONFIRMED_ENOUGH * (found.low or 0.0))
 
 
-def _on_other_starts(seen: Evidence, start: int | None) -> Measure | Restart | None:
-    """More of a capacity that is known on too few starts; None where they are enough."""
+def _on_other_starts(
+    seen: Evidence, start: int | None, left_seconds: float
+) -> Measure | Restart | None:
+    """More of a capacity that is known on too few starts; None where they are enough, or where
+    what is left does not pay for a level.
+    """
     measured = {level.start for level in seen.loaded}
     if start is None or len(measured) >= seen.config.starts:
         return None
-    return Restart(seen.capacity) if start in measured else _repeat(seen)
+    again = _repeat(seen)
+    if again.duration_seconds * (1 + seen.config.overhead) > left_seconds:
+        return None
+    return Restart(seen.capacity) if start in measured else again
 
 
 def _again_on_last_start(seen: Evidence, start: int | None, left_seconds: float) -> Measure | None:

@@ -20,7 +20,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_rate: float = 1000.0  # highest rate tried, requests per second
     precision: float = 0.10  # half the width of the interval over the estimate: 0.10 is +- 10 %
     level_seconds_min: float = 20.0  # shortest level
-    level_seconds_max: float = 120.0  # longest level
+    level_seconds_max: float = 120.0  # longest level, but where it confirms or a model is slow
     level_requests_min: int = 30  # a level is made longer until it expects this many requests
     budget_seconds: float = 600.0  # for all levels, with warm-up and draining
     start_rate: float | None = None  # where to look first; None: calibrated and simulated

@@ -74,6 +74,8 @@ def _by_levels(found: Capacity) -> str:
     """The interval; "" where no level bounds the capacity."""
     if found.low is None and found.high is None:
         return ""
-    starts = f" of {found.starts} starts" if (found.starts or 1) > 1 else ""
+    starts = ""
+    if found.starts is not None:
+        starts = f" of {found.starts} start{'s' if found.starts > 1 else ''}"
     interval = formatting.rate_interval(found.low, found.high, found.held)
     return f"capacity {interval} by the levels{starts}"

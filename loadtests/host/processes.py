@@ -1,6 +1,6 @@
 """Child processes of the runner, with cores and a log, and the division of cores.
 
-layout = divide_cores((0, 1))                  # engine on 0; API and client on 1
+layout = divide_cores((0, 1))                  # all share 0 and 1, the engine behind
 with Child(["locust", ...], cores=layout.client, log=path) as child:
     child.wait(60)
 """

@@ -232,7 +232,8 @@ def in_words(found: Disturbance) -> str:
     """What makes a level disturbed: "`name` (pid 123, 0.9 cores) took 34 % of ..."."""
     if not is_too_much(found) and found.probe is not None and is_slow(found.probe):
         return slow_in_words(found.probe)
-    return f"{who(found)} took {found.share or 0.0:.0%} of the CPU time that the engine wanted"
+    share = (found.share or 0.0) - (found.steady_steal_share or 0.0)
+    return f"{who(found)} took {share:.0%} of the CPU time that the engine wanted"
 
 
 def slow_in_words(probe: Probe) -> str:
@@ -246,6 +247,8 @@ def slow_in_words(probe: Probe) -> str:
 def who(found: Disturbance) -> str:
     """Who took most of the CPU time, for people: "`name` (pid 123, 0.9 cores)"."""
     steal, quota = found.steal_seconds or 0.0, found.throttled_seconds or 0.0
+    if found.steady_steal_share is not None:  # of the machine, not a disturbance
+        steal = 0.0
     seconds = max(found.seconds, 1e-9)
     if steal > max(quota, found.by_strangers_seconds or 0.0):
         return f"the hypervisor ({steal / seconds:.2f} cores)"

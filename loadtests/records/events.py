@@ -259,7 +259,9 @@ class LevelFinished(Event, frozen=True, kw_only=True):
     window_due: int
     window_seconds: float  # as it came out: shorter than asked where the level was cut short
     cut_short: str | None = None  # why
-    gave_up: int = 0  # requests that were ended at the end of the drain time
+    gave_up: int = (
+        0  # requests that were ended at the end of the drain time, or sent after the window
+    )
     spent_seconds: float  # of the budget: start of the load generator, warm-up, window and drain
     verdict: str
     is_valid: bool

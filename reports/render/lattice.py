@@ -116,6 +116,7 @@ class Rejudged:
             is_valid=_is_valid(level, slo),
             is_steady=self._is_steady(level, slo.ttft_seconds),
             is_whole=level.cut_short is None,
+            start=level.start,
         )
 
     def _is_steady(self, level: LevelNumbers, limit_seconds: float | None) -> bool | None:

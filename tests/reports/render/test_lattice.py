@@ -59,7 +59,7 @@ def test_a_level_judged_again_is_the_level_read_under_that_slo(mixed: Path, slo:
     judged = Rejudged()
     for cell, read in zip(own.cells, other.cells, strict=True):
         for mine, theirs in zip(cell.levels, read.levels, strict=True):
-            assert judged(mine, slo) == level_of(theirs.summary, is_whole=True)
+            assert judged(mine, slo) == level_of(theirs.summary, True, theirs.start)
         assert at(cell, slo, own.manifest, judged).capacity == read.capacity
 
 
