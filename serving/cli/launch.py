@@ -32,6 +32,7 @@ from serving.http.admin import ROUTES as ADMIN_ROUTES
 from serving.http.app import App, app_of
 from serving.http.auth import Key, LocalNames, only_key
 from serving.http.connections import (
+    bound_handshakes,
     is_loopback,
     listen,
     room_for_connections,
@@ -246,6 +247,7 @@ async def _serve(
     url = url_of(served[0].port, tls=options.tls_certificate is not None)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    bound_handshakes(loop)
     for number in _SIGNALS:
         loop.add_signal_handler(number, _on_signal, registry, stop, narrator)
     gc.collect()

@@ -2,6 +2,7 @@
 
     config = uvicorn.Config(app, **server_options(Limits()))
 
+- A TLS handshake must be complete within HANDSHAKE_SECONDS.
 - A head must be complete within `header_seconds` and have at most `header_bytes`; the same bytes
   are allowed for what follows a head without being body (chunk extensions, trailing fields).
 - A reader that takes nothing of a full buffer for `stalled_seconds` loses its connection.
@@ -31,6 +32,7 @@ from serving.http.wire.errors import ApiError, try_again
 from serving.http.wire.sse import encode
 
 OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read, the loop's own
+HANDSHAKE_SECONDS = 10.0  # until then a connection is in no other count
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
 
@@ -223,6 +225,20 @@ def server_options(
         "timeout_keep_alive": int(limits.idle_seconds),
         "backlog": min(limits.connections, 4096),
     }
+
+
+def bound_handshakes(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on the loop's TLS servers give a handshake HANDSHAKE_SECONDS: uvicorn has no option
+    for it, and asyncio's default is 60 s.
+    """
+    create = loop.create_server
+
+    def bounded(*arguments: Any, ssl: Any = None, **options: Any) -> Any:
+        if ssl is not None:
+            options["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
+        return create(*arguments, ssl=ssl, **options)
+
+    loop.create_server = bounded  # type: ignore[method-assign]
 
 
 class CannotListen(ServingError):

@@ -199,6 +199,19 @@ def test_https_answers_and_http_does_not(tmp_path: Path) -> None:
         assert one.end() == 0 and "Traceback" not in one.log.read_text()
 
 
+def test_a_connection_that_never_shakes_hands_is_closed(tmp_path: Path) -> None:
+    pem, key = certificate(tmp_path)
+    main = (
+        "import serving.http.connections; serving.http.connections.HANDSHAKE_SECONDS = 0.2; "
+        "from serving.__main__ import main; main()"
+    )
+    files = ("--tls-certificate", str(pem), "--tls-key", str(key))
+    with server(tmp_path, *files, main=("-c", main)) as one:
+        with socket.create_connection(("127.0.0.1", port_of(one)), timeout=5) as client:
+            assert client.recv(1) == b""
+        assert one.end() == 0 and "Traceback" not in one.log.read_text()
+
+
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_a_name_of_the_dns_reaches_no_server_without_a_key(tmp_path: Path, key: str | None) -> None:
     """A page of evil.example, whose name means 127.0.0.1 today (DNS rebinding)."""
