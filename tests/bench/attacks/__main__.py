@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.attacks import edge
+from tests.bench.attacks import commands, edge, engine
 
-ATTACKS = (*edge.ATTACKS,)
+ATTACKS = (*edge.ATTACKS, *engine.ATTACKS, *commands.ATTACKS)
 
 
 def main() -> int:

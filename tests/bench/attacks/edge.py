@@ -28,7 +28,7 @@ class Attack(NamedTuple):
     run: Callable[[Path], tuple[str, bool]]
 
 
-def _port(about: dict[str, str]) -> int:
+def port_of(about: dict[str, str]) -> int:
     return int(about["url"].rsplit(":", 1)[1])
 
 
@@ -48,7 +48,7 @@ def json_of_small_values(folder: Path) -> tuple[str, bool]:
     options = ("--max-body", "4MiB", "--context", "4096")
     longest = 0.0
     with watched_server(folder, *options) as one:
-        port = _port(one.wait_ready())
+        port = port_of(one.wait_ready())
         for name, body in bodies.items():
             path = "/v1/chat/completions" if name == "messages" else "/v1/completions"
             with held(port) as hold:
@@ -61,7 +61,7 @@ def bodies_held_back(folder: Path) -> tuple[str, bool]:
     """100 connections that send 4 MiB each but for the last bytes."""
     with server(folder, "--max-body", "4MiB") as one, contextlib.ExitStack() as crowd:
         about = one.wait_ready()
-        port, process = _port(about), psutil.Process(int(about["pid"]))
+        port, process = port_of(about), psutil.Process(int(about["pid"]))
         before = process.memory_info().rss
         size = 4 * MEGABYTE - 100
         for _ in range(100):
@@ -80,7 +80,7 @@ def upgrade(folder: Path) -> tuple[str, bool]:
         b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(hidden)
     )
     with server(folder) as one:
-        port = _port(one.wait_ready())
+        port = port_of(one.wait_ready())
         with connected(port, head) as client:
             with contextlib.suppress(TimeoutError):
                 client.settimeout(0.3)
@@ -96,7 +96,7 @@ def upgrade(folder: Path) -> tuple[str, bool]:
 
 def foreign_host(folder: Path) -> tuple[str, bool]:
     with server(folder) as one:
-        answer = ask(_port(one.wait_ready()), "GET", "/v1/models", None, {"Host": "evil.example"})
+        answer = ask(port_of(one.wait_ready()), "GET", "/v1/models", None, {"Host": "evil.example"})
     return f"{answer.status}", answer.status == 403
 
 
@@ -104,7 +104,7 @@ def log_that_nobody_reads(folder: Path) -> tuple[str, bool]:
     """Standard error is a full disk; the engine is killed; then SIGTERM."""
     with server(folder, log=Path("/dev/full")) as one:
         about = one.wait_ready()
-        port = _port(about)
+        port = port_of(about)
         os.kill(int(about["engine_pid"]), signal.SIGKILL)
         wait_until(lambda: ask(port, "GET", "/ready").status == 503)
         wait_until(lambda: ask(port, "GET", "/ready").status == 200)

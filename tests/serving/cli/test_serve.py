@@ -40,6 +40,7 @@ class Server:
         environment: Mapping[str, str] = MappingProxyType({}),
         main: tuple[str, ...] = ("-m", "serving"),
         log: Path | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         self.ready_file = folder / "ready.json"
         self.log = log or folder / "log"
@@ -61,7 +62,7 @@ class Server:
         ]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+                command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
             )
 
     def wait_ready(self, but_not: int | None = None) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""Nothing that a client sends holds the event loop for more than 20 ms: the larger attacks are in
-tests.bench.attacks.
+"""Nothing that a client sends holds the event loop, or the engine's between and beside its steps,
+for more than 20 ms: the larger attacks are in tests.bench.attacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.serving.fakes import ask
+from tests.serving.fakes import ask, complete
 from tests.serving.http.test_bodies import HOSTILE
 from tests.tools.holds import MOST_SECONDS, held, watched_server
 
@@ -35,4 +36,18 @@ def test_a_hold_is_seen(port: int) -> None:
 def test_no_body_holds_the_loop(port: int, what: str) -> None:
     with held(port) as hold:
         assert ask(port, "POST", "/v1/completions", HOSTILE[what]).status == 400
+    assert hold.seconds <= MOST_SECONDS
+
+
+def test_no_request_holds_the_engines_loop(port: int) -> None:
+    """16 answers at once, each held back by 16 stop strings that begin where it is; then with the
+    most log-probabilities.
+    """
+    asked: dict[str, Any] = {"n": 16, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    text = complete(port, **asked | {"n": 1, "max_tokens": 400}).json["choices"][0]["text"]
+    assert len(text) > 1023
+    stops = [text[start : start + 1000] + "~" for start in range(16)]
+    with held(port, "engine_loop") as hold:
+        assert complete(port, **asked, stop=stops).status == 200
+        assert complete(port, **asked, logprobs=20).status == 200
     assert hold.seconds <= MOST_SECONDS
