@@ -15,8 +15,8 @@ STAMP = $(VENV)/.installed
 .PHONY: demo test clients lint types env bench clean help
 
 help:
-	@echo "make demo   the main job: models, campaign, report (at most 15 minutes on 2 cores, after the installation)"
-	@echo "make test   the tests (4 minutes three at a time, 1 to 1.5 alone, on 2 cores)"
+	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
+	@echo "make test   the tests (some 6 minutes on 2 cores)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
 
@@ -28,7 +28,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
 	@$(BIN)/python -m tests.serving.backends.transformers5
-	@echo "== three at a time, for a third of their time is waiting; then, alone, what holds a measured time to a bound"
+	@echo "== two at a time; then, alone, what holds a measured time to a bound"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not clock"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
 
