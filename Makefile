@@ -16,7 +16,7 @@ STAMP = $(VENV)/.installed
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
-	@echo "make test   the tests (some 6 minutes on 2 cores)"
+	@echo "make test   the tests (some 7 minutes on 2 cores)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
 

@@ -31,7 +31,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     single_stream_seconds: float = 120.0  # after this no further single-stream request is begun
     batching_gain: float = 2.0  # first guess without a prediction: times one stream's rate
     confidence: float = 0.95  # confidence of each side of the interval
-    starts: int = 3  # server starts that a cell's levels are spread over, in blocks of all cells
+    starts: int = 3  # server starts that a search is spread over; 1 with given rates or a target
     confirming_share: float = 0.35  # share of the budget kept for the level that confirms
     overhead: float = 0.25  # warm-up and draining of a level, as a share of its duration
 
