@@ -17,7 +17,7 @@ from loadtests.campaign.level import Measured, loaded_level, send_burst, single_
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.servers import External, Local, Server
-from loadtests.campaign.site import Site, quick_seconds, settle
+from loadtests.campaign.site import Site, metrics_of, quick_seconds, settle
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, OverMemory, ServerLost
 from loadtests.generator.endpoint import TargetFacts, pool_for, probe
 from loadtests.generator.http_client import Pool
@@ -116,6 +116,7 @@ def _on(
     with pool_for(target) as pool:
         facts = wait_until_it_serves(server, pool, progress)
         site = Site(state.run, state.cell, campaign, server, facts, pool, progress)
+        site.metrics = metrics_of(target, facts)
         site.memory_bytes = server.watched_bytes if isinstance(server, Local) else None
         with Sampler(
             state.key,

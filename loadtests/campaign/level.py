@@ -227,8 +227,7 @@ def _whole(plan: LoadPlan, records: list[RequestRecord], ended: Ended, cut: Cut)
 
 
 def _begin(site: Site, started: LevelStarted) -> None:
-    site.samples.clear()
-    site.sampler.level = started.level
+    site.begin(started.level)
     site.run.event(started)
 
 
@@ -258,6 +257,7 @@ def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: f
         warnings=[warning.code for warning in summary.warnings],
         arrivals=None if summary.arrivals is None else msgspec.to_builtins(summary.arrivals),
         disturbance=taken,
+        engine_time=site.engine_time_of_level(),
     )
     site.run.finish(LevelRecords(started, finished, list(found.records), samples))
     return Measured(started.level, shown, level, found.cut_short, found.gave_up, taken)

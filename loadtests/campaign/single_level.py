@@ -15,7 +15,7 @@ from loadtests.campaign.level import loaded_level
 from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.servers import External
-from loadtests.campaign.site import Site
+from loadtests.campaign.site import Site, metrics_of
 from loadtests.capacity.search import Measure
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import Incomplete, LevelInterrupted
@@ -76,6 +76,7 @@ def single_level(
             told = msgspec.to_builtins(facts)
             run.event(CellReady(cell=cell.key, url=plan.target.url, target=told))
             site = Site(run, cell, settings, External(plan.target), facts, pool, progress)
+            site.metrics = metrics_of(plan.target, facts)
             site.spare = spare
             sampler = Sampler(
                 cell.key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -12,15 +13,16 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.servers import Server
 from loadtests.errors import LevelInterrupted, OverMemory
 from loadtests.generator.connection import clock
-from loadtests.generator.endpoint import TargetFacts, body_of, path_of
+from loadtests.generator.endpoint import Target, TargetFacts, body_of, path_of
 from loadtests.generator.http_client import Pool, post_bytes
 from loadtests.generator.launcher import GeneratorProcess
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.sse_request import Ask, stream
 from loadtests.host.sampler import Sampler
+from loadtests.host.server_metrics import Remote
 from loadtests.metrics.disturbance import disturbance_of, in_words, is_lost
 from loadtests.records.run_folder import RunFolder
-from loadtests.records.schema import Disturbance, Probe, ResourceSample
+from loadtests.records.schema import Disturbance, EngineTime, Probe, ResourceSample
 from models import formatting
 
 SETTLE_SECONDS = 300.0
@@ -39,6 +41,7 @@ class Site:
     facts: TargetFacts
     pool: Pool
     progress: Progress
+    metrics: Remote | None = None  # of a Crossover server
     sampler: Sampler = field(init=False)  # set once it runs
     spare: GeneratorProcess | None = None  # running already, for the next level that wants one
     samples: list[ResourceSample] = field(default_factory=list)  # of the level that runs now
@@ -46,7 +49,20 @@ class Site:
     memory_bytes: int | None = None  # a cap on server and engine that only we hold
     over_memory: str | None = None  # how they broke it
     probe: Probe | None = None  # the one before the level
+    engine_time: EngineTime | None = None  # when the level began
     _looked_at: int = 0  # readings of the cores
+
+    def begin(self, level: str) -> None:
+        """A level begins: samples and engine's time from now on are its own."""
+        self.samples.clear()
+        self.engine_time = self.metrics.engine_time() if self.metrics is not None else None
+        self.sampler.level = level
+
+    def engine_time_of_level(self) -> EngineTime | None:
+        """Since the level began; None where the server does not say."""
+        now = self.metrics.engine_time() if self.metrics is not None else None
+        before = self.engine_time
+        return now.since(before) if now is not None and before is not None else None
 
     def keep_sample(self, sample: ResourceSample) -> None:
         self.run.sample(sample)
@@ -88,6 +104,14 @@ class Site:
             raise LevelInterrupted(trouble)
         if self.sampler.failure is not None:
             raise self.sampler.failure
+
+
+def metrics_of(target: Target, facts: TargetFacts) -> Remote | None:
+    """The reader of a Crossover server's /metrics; None for another server."""
+    if facts.backend is None:
+        return None
+    key = os.environ.get(target.api_key_env) if target.api_key_env else None
+    return Remote(target.url, api_key=key, verify_tls=target.verify_tls)
 
 
 class Guard:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 from loadtests.capacity.levels import Level, single_stream_seconds
 from loadtests.capacity.posterior import Posterior
@@ -110,6 +111,23 @@ def seconds_to_confirm(
     if effective is None:
         return None
     return max(0.0, effective * dispersion(1 - share, belief.clump) - due) / rate
+
+
+def chance_to_confirm(
+    rate: float, seconds: float, belief: Posterior, slo: Slo, measured: tuple[int, int] = (0, 0)
+) -> float:
+    """The chance that so long a level at `rate`, on the next start, holds, with the (good, due)
+    already measured there.
+
+    Wilson's lower bound reaches p where the share does p + z sqrt(p (1 - p) / n) (score test).
+    """
+    good, due = measured
+    asked = rate * seconds
+    together = dispersion((1 - slo.target) / 2, belief.clump)
+    z = NormalDist().inv_cdf(slo.confidence)
+    margin = z * math.sqrt(slo.target * (1 - slo.target) * together / (asked + due))
+    needed = ((slo.target + margin) * (asked + due) - good) / asked
+    return belief.chance(rate, asked / together, needed) if needed <= 1 else 0.0
 
 
 def _requests_to_hold(share: float, slo: Slo, luck: float) -> float | None:

@@ -72,6 +72,7 @@ class Evidence:
                 lv.runs,
                 lv.start,
                 hidden_overload(lv, self.slo),
+                lv.is_steady is not False,
             )
             for lv in self.loaded
         ]
@@ -137,8 +138,9 @@ class Evidence:
 
     @functools.cached_property
     def clump(self) -> float:
-        """As `belief` has it, without the posterior."""
-        return clumping([(lv.due - lv.good, lv.due, lv.runs) for lv in self.loaded])
+        """As `belief` has it, without the posterior: of levels whose queue does not grow."""
+        steady = [lv for lv in self.loaded if lv.is_steady is not False]
+        return clumping([(lv.due - lv.good, lv.due, lv.runs) for lv in steady])
 
     @functools.cached_property
     def capacity(self) -> Capacity:

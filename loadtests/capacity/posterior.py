@@ -15,11 +15,12 @@ of up to limit / T / (1 - capacity / rate) is evidence of nothing, whatever the 
 
 Requests of one level share their fate, so the likelihood is divided by the dispersion, var / mean
 of the count of bad ones over a binomial's (quasi-likelihood, McCullagh & Nelder 1989, 4.5), from
-the clusters of bad requests. A machine is not the same from level to level, and a server not from
-start to start: each start has its own capacity, lognormal around the common one, and each level its
-own around its start's, both of unknown spread (nested random effects). Quantiles are of a level of
-the next start; after one start only, the prior says how far that is from this one. Where starts are
-not on record, as of a server that somebody else runs, they are of a level of this start.
+the clusters of bad requests in all levels: where queues remember for long, an interval is wide. A
+machine is not the same from level to level, and a server not from start to start: each start has
+its own capacity, lognormal around the common one, and each level its own around its start's, both
+of unknown spread (nested random effects). Quantiles are of a level of the next start; after one
+start only, the prior says how far that is from this one. Where starts are not on record, as of a
+server that somebody else runs, they are of a level of this start.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ SLOPE_SPREAD = 1.3
 SPREADS = (0.0, 0.04, 0.1, 0.25)  # of ln(capacity) from level to level
 SPREAD_WEIGHTS = (0.5, 0.25, 0.17, 0.08)
 START_SPREADS = (0.0, 0.04, 0.12, 0.3)  # of ln(capacity) from start to start
-START_WEIGHTS = (0.4, 0.28, 0.24, 0.08)
+START_WEIGHTS = (0.2, 0.25, 0.35, 0.2)
 PAD = 96  # points beyond each end of the grid: more than three of the largest spread
 ROUNDED = 1e-12  # of the greatest likelihood: below it a Fourier transform gives noise
 NEAR = 2.0  # distance in log odds from the target at which curve and order weigh the same
 LAPSE = 0.002  # least share good: one stray good request far above capacity must not count
 ROUNDS = 3
+LOGISTIC = 1.702  # the logistic curve with this slope is the normal distribution to 0.01
 MOVED = 0.05  # of ln: a quantile that moves more when the box is halved is the box's
 
 
@@ -61,6 +63,7 @@ class Observation(msgspec.Struct, frozen=True):
     runs: tuple[int, ...] = ()
     start: int | None = None
     hidden: float = 0.0  # overload that it does not show (levels.hidden_overload)
+    is_steady: bool = True  # False: its requests are bad since a queue grows
 
 
 class Posterior:
@@ -75,7 +78,7 @@ class Posterior:
         self.capacities = capacities
         self.weights = weights
         self.target = target
-        self.clump = clump
+        self.clump = clump  # of steady levels, as one that confirms is judged
         self._marginal = marginal  # of a level of the next start
 
     def quantile(self, q: float) -> float:
@@ -101,6 +104,17 @@ class Posterior:
         """The expected share of good requests at a rate."""
         good = share_good(rate, self.capacities[:, None], SLOPES[None, :], self.target)
         return float((self.weights * good).sum())
+
+    def chance(self, rate: float, counted: float, needed: float) -> float:
+        """The chance that of `counted` independent requests at a rate, on the next start, a share
+        of at least `needed` is good.
+        """
+        held = self._marginal > 1e-9
+        capacities = self.capacities[held, None]
+        share = share_good(rate, capacities, SLOPES[None, :], self.target)
+        noise = np.sqrt(share * (1 - share) / counted) + 1e-9
+        reached = 1.0 / (1.0 + np.exp(-np.clip(LOGISTIC * (share - needed) / noise, -50, 50)))
+        return float(self._marginal[held] @ reached @ self.weights.sum(axis=0))
 
     def most_telling_rate(
         self, seconds: float, low: float, high: float, hidden: float = 0.0
@@ -155,7 +169,8 @@ def posterior(
         for o, share, early in zip(seen, shares, unseen, strict=True)
     ]
     by_order = [_by_order(o, capacities, target)[:, None] for o in seen]
-    clump = clumping([(o.due - o.good, o.due, o.runs) for o in seen])
+    steady = clumping([(o.due - o.good, o.due, o.runs) for o in seen if o.is_steady])
+    clump = max(steady, clumping([(o.due - o.good, o.due, o.runs) for o in seen]))
     bad = [(o.due - o.good + 0.5) / (o.due + 1.0) for o in seen]
     logs: list[Array] = []
     for _ in range(ROUNDS):  # the weights of levels depend on the curve, the curve on the weights
@@ -167,7 +182,7 @@ def posterior(
         weights = _normal(prior + sum(logs))
         bad = [1.0 - float((weights * share).sum()) for share in shares]
     starts = [o.start for o in seen]
-    return Posterior(capacities, *_spread(capacities, prior, logs, starts), target, clump)
+    return Posterior(capacities, *_spread(capacities, prior, logs, starts), target, steady)
 
 
 def _spread(

@@ -11,11 +11,12 @@ one does not; then where a measurement says most about the capacity, until the i
 as asked. A part of the budget is kept for the end: a level that runs at the low end of the interval
 long enough to confirm it. Only what was run and held is a capacity. The levels are of several
 starts of the server: a narrow interval of one start says nothing of the next. The last one begins
-with a rate that was measured before: the confirmed one, or the first.
+with the confirmed rate; where there is none with the level that may confirm one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -23,8 +24,8 @@ import msgspec
 import numpy as np
 
 from loadtests.capacity.confirmation import (
-    LUCK,
     candidates,
+    chance_to_confirm,
     confirming_seconds,
     seconds_to_confirm,
 )
@@ -46,6 +47,9 @@ LOWEST_CONFIRMED = 0.25  # of the low end of the interval: below it a level says
 CONFIRMED_ENOUGH = 0.9  # of the low end of the interval
 NEARLY_ALONE = 0.15  # of the rate of one stream
 REPEAT_SHARE = 0.15  # of the budget, that a check of drift may take
+FEW_CONFIRMING = 4.0  # levels that confirm; who can pay for fewer does not narrow first
+NARROW_ENOUGH = 0.5  # low end over the middle, from where it is worth to confirm
+LEAST_CHANCE = 0.1  # of a level that is run to confirm
 NARROW_SHARE = 0.25  # of what is left, for a level as long as one that confirms
 LOWEST_RATE = 1 / 200  # of the rate of one stream: requests hardly ever meet below it
 
@@ -104,7 +108,8 @@ def next_step(
         if more is not None:
             return more
     kept = _kept_seconds(seen, left)
-    step = _explore(seen, left - kept)
+    step = _confirm(seen, left) if _is_short_of_time(seen, left) else None
+    step = step or _explore(seen, left - kept)
     if step is None and seen.single_stream_verdict == "unresolved":
         step = _more_single_stream(seen, min(left, 0.25 * config.budget_seconds))
     return step or _confirm(seen, left) or _explore(seen, left) or _out_of_budget(seen)
@@ -144,7 +149,9 @@ def _on_other_starts(
 
 
 def _again_on_last_start(seen: Evidence, start: int | None, left_seconds: float) -> Measure | None:
-    """The rate that another start has confirmed; else the first level, where that costs little."""
+    """The rate that another start has confirmed; else the level that may confirm one; else the
+    first level, where that costs little.
+    """
     config = seen.config
     if start is None or start < config.starts or not seen.loaded:
         return None
@@ -154,8 +161,11 @@ def _again_on_last_start(seen: Evidence, start: int | None, left_seconds: float)
         left_seconds - _kept_seconds(seen, left_seconds), REPEAT_SHARE * config.budget_seconds
     )
     again = _repeat(seen)
+    if seen.confirmed is None and (sure := _confirm(seen, left_seconds)) is not None:
+        return sure
     if seen.confirmed is not None:
         seconds = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
+        seconds = min(seconds, max(left_seconds / (1 + config.overhead), config.level_seconds_min))
         again, most = _measure(seen, seen.confirmed, seconds, "repeat"), left_seconds
     return again if again.duration_seconds * (1 + config.overhead) <= most else None
 
@@ -174,6 +184,18 @@ def _kept_seconds(seen: Evidence, left_seconds: float) -> float:
     least *= 1 + config.overhead
     wanted = max(least, config.confirming_share * config.budget_seconds)
     return min(wanted, left_seconds) if least <= left_seconds else 0.0
+
+
+def _is_short_of_time(seen: Evidence, left_seconds: float) -> bool:
+    """Nothing is confirmed, both sides are known, and few levels that confirm can be paid: one that
+    narrows from below then had better be long enough to confirm.
+    """
+    if seen.confirmed is not None or not (seen.held and seen.broken):
+        return False
+    low, middle = (seen.belief.quantile(q) for q in (1 - seen.config.confidence, 0.5))
+    least = confirming_seconds(seen.slo, single_stream_seconds(seen.levels))
+    is_short = left_seconds < FEW_CONFIRMING * least * (1 + seen.config.overhead)
+    return is_short and low > NARROW_ENOUGH * middle
 
 
 def _explore(seen: Evidence, left_seconds: float) -> Measure | None:
@@ -200,7 +222,7 @@ def _measure(seen: Evidence, rate: float, seconds: float, purpose: Purpose) -> M
 
 
 def _confirm(seen: Evidence, left_seconds: float) -> Measure | None:
-    """The highest rate whose confirming level can be paid, and is expected to hold."""
+    """The rate and length whose confirming level promises most: the rate times its chance."""
     config, slo = seen.config, seen.slo
     affordable = left_seconds / (1 + config.overhead)
     least = confirming_seconds(slo, single_stream_seconds(seen.levels))
@@ -215,14 +237,19 @@ def _confirm(seen: Evidence, left_seconds: float) -> Measure | None:
         floor = max(floor, 1.02 * (seen.confirmed or 0.0))
     fresh = np.geomspace(low, low * LOWEST_CONFIRMED, 15).tolist()
     again = [rate for rate in measured if rate <= low]
-    rates = [r for r in sorted({*fresh, *again}, reverse=True) if floor <= r <= config.max_rate]
-    for luck in (LUCK, 0.0):  # rather a rate that is likely to hold; at the end any that may
-        for rate in rates:
-            pool = measured.get(rate, (0, 0))
-            seconds = seconds_to_confirm(rate, seen.belief, slo, pool, luck)
-            if seconds is not None and max(least, seconds) <= affordable:
-                return _measure(seen, float(rate), max(least, seconds), "confirm")
-    return None
+    best, most = None, 0.0
+    for rate in sorted({*fresh, *again}, reverse=True):
+        if not floor <= rate <= config.max_rate:
+            continue
+        pool = measured.get(rate, (0, 0))
+        seconds = seconds_to_confirm(rate, seen.belief, slo, pool)
+        seconds = affordable if seconds is None else min(max(least, seconds), affordable)
+        chance = chance_to_confirm(rate, seconds, seen.belief, slo, pool)
+        # The last that can be paid asks for a rate that is likely to hold.
+        worth = chance * (rate if affordable >= seconds + least else math.sqrt(rate))
+        if chance >= LEAST_CHANCE and worth > most:
+            best, most = _measure(seen, float(rate), seconds, "confirm"), worth
+    return best
 
 
 def _is_nearly_alone(seen: Evidence) -> bool:

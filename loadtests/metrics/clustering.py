@@ -2,7 +2,8 @@
 
 A stall or a full queue makes a run of requests bad together, so 100 requests tell less than 100
 independent ones. Their number is divided by the dispersion, var / mean of the count of bad ones
-over a binomial's, which grows with the share of bad ones.
+over a binomial's, which grows with the share of bad ones. Where a queue grows, all are bad from
+some moment on: a trend and no cluster, so such levels say nothing of the others' clusters.
 """
 
 from __future__ import annotations

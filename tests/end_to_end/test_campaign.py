@@ -354,6 +354,9 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
         and ready.target["tokenizer"] == "vllm"
     )
     finished = set(completed_levels(events))
+    for level in completed_levels(events).values():
+        shares = level.engine_time
+        assert shares is not None and shares.steps > 0 and 0 < (shares.host_share or 0) < 0.5
     records = [record for record in read_requests(folder).records if record.level in finished]
     assert {record.backend for record in records if record.status is not None} == {"fake/cpu"}
     assert {record.prompt_tokens for record in records if record.error is None} == {24}

@@ -160,7 +160,7 @@ def test_of_several_slos_only_those_not_searched_to_the_end_are_busy(tmp_path: P
         f'  {{ name = "{name}", ttft_seconds = {limit}, tpot_seconds = 0.1, target = 0.9 }},\n'
         for name, limit in (("quick", 0.3), ("patient", 0.9))
     )
-    world = Simulated(hog=(200.0, float("inf")))
+    world = Simulated(hog=(120.0, float("inf")))
     folder = world.run(campaign(budget=600, more=f"{slos}]"), tmp_path)
     check_folder(folder)
     (ended,) = of_kind(read_events(folder).records, CellFinished)

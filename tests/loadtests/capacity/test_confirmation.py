@@ -1,16 +1,19 @@
 """Which rates are confirmed."""
 
+import numpy as np
 import pytest
 
 from loadtests.capacity.confirmation import (
     candidates,
+    chance_to_confirm,
     confirmed_rate,
     confirming_seconds,
     seconds_to_confirm,
 )
 from loadtests.capacity.levels import Level
-from loadtests.capacity.posterior import Observation, posterior
-from loadtests.metrics.slo import Slo
+from loadtests.capacity.posterior import SLOPES, Observation, posterior, share_good
+from loadtests.metrics.clustering import dispersion
+from loadtests.metrics.slo import Slo, verdict
 
 NINE = Slo("nine", 0.5, None, target=0.9)
 CLUMP = 10.0
@@ -77,3 +80,35 @@ def test_the_time_to_confirm_grows_towards_the_capacity_and_ends_there():
     assert seconds_to_confirm(8.0, belief, NINE) is None
     half = seconds_to_confirm(4.0, belief, NINE, (98, 100))
     assert half is not None and half < times[2]
+
+
+def test_the_chance_to_confirm_is_how_often_such_a_level_holds():
+    """Against levels drawn from the same belief: capacities of the next start, slopes, requests."""
+    seen = [
+        Observation(rate, good, 100, (good, 100 - good), start)
+        for start in (1, 2, 3)
+        for rate, good in ((4.0, 98), (6.0, 85))
+    ]
+    belief = posterior(seen, 0.01, 100.0, NINE.target)
+    rng = np.random.default_rng(1)
+    capacities = np.exp(
+        np.interp(
+            rng.random(4000),
+            np.linspace(0, 1, 200),
+            np.log([belief.quantile(q) for q in np.linspace(0.0005, 0.9995, 200)]),
+        )
+    )
+    slopes = rng.choice(SLOPES, 4000, p=belief.weights.sum(axis=0))
+    for rate, seconds in ((2.0, 900.0), (3.5, 900.0), (4.2, 900.0), (5.5, 900.0)):
+        share = share_good(rate, capacities, slopes, NINE.target)
+        together = dispersion((1 - NINE.target) / 2, belief.clump)
+        due = round(rate * seconds / together)
+        good = rng.binomial(due, share)
+        held = np.mean([verdict(int(g), due, NINE) == "holds" for g in good])
+        assert chance_to_confirm(rate, seconds, belief, NINE) == pytest.approx(held, abs=0.08)
+
+
+def test_a_level_too_short_to_hold_has_no_chance():
+    belief = posterior([Observation(4.0, 100, 100)], 0.01, 100.0, NINE.target)
+    assert chance_to_confirm(0.1, 60.0, belief, NINE) == 0.0
+    assert chance_to_confirm(0.1, 60.0, belief, NINE, (400, 400)) > 0.5
