@@ -2,7 +2,8 @@
 
     config = uvicorn.Config(app, **server_options(Limits()))
 
-- A TLS handshake must be complete within HANDSHAKE_SECONDS.
+- A TLS handshake must be complete within HANDSHAKE_SECONDS, and is not begun where connections and
+  handshakes together have as many descriptors as `connections` may.
 - A head must be complete within `header_seconds` and have at most `header_bytes`; the same bytes
   are allowed for what follows a head without being body (chunk extensions, trailing fields).
 - A reader that takes nothing of a full buffer for `stalled_seconds` loses its connection.
@@ -17,6 +18,7 @@ import asyncio
 import errno
 import functools
 import ipaddress
+import os
 import re
 import resource
 import secrets
@@ -32,7 +34,8 @@ from serving.http.wire.errors import ApiError, try_again
 from serving.http.wire.sse import encode
 
 OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read, the loop's own
-HANDSHAKE_SECONDS = 10.0  # until then a connection is in no other count
+DESCRIPTORS = "/proc/self/fd"
+HANDSHAKE_SECONDS = 10.0  # until then uvicorn does not know of a connection
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
 
@@ -227,18 +230,33 @@ def server_options(
     }
 
 
-def bound_handshakes(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on the loop's TLS servers give a handshake HANDSHAKE_SECONDS: uvicorn has no option
-    for it, and asyncio's default is 60 s.
+def bound_handshakes(loop: asyncio.AbstractEventLoop, connections: int) -> None:
+    """From now on the loop's TLS servers give a handshake HANDSHAKE_SECONDS (uvicorn has no option
+    for it, and asyncio's default is 60 s), and silent sockets cannot take all descriptors.
     """
     create = loop.create_server
+    most = connections + OTHER_DESCRIPTORS // 2
 
     def bounded(*arguments: Any, ssl: Any = None, **options: Any) -> Any:
         if ssl is not None:
             options["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
+            ssl.wrap_bio = _refusing(ssl.wrap_bio, most)
         return create(*arguments, ssl=ssl, **options)
 
     loop.create_server = bounded  # type: ignore[method-assign]
+
+
+def _refusing(wrap: Callable[..., Any], most: int) -> Callable[..., Any]:
+    """SSLContext.wrap_bio, which begins a handshake, while `most` descriptors or fewer are open."""
+
+    def wrap_bio(*given: Any, **named: Any) -> Any:
+        # Linux 6.2 and later give the count as a size; before that it is 0.
+        count = os.stat(DESCRIPTORS).st_size or len(os.listdir(DESCRIPTORS))
+        if count > most:
+            raise ConnectionAbortedError(f"{count} descriptors are open")  # closes this one alone
+        return wrap(*given, **named)
+
+    return wrap_bio
 
 
 class CannotListen(ServingError):

@@ -11,11 +11,12 @@ once it runs.
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,14 @@ LIMITS: dict[str, Any] = {
 }
 
 
+class Refusal(NamedTuple):
+    """What is kept of an Unsupported: the exception would keep texts and matchers of the frames
+    that it passed, and itself."""
+
+    message: str
+    parameter: str | None
+
+
 class Grammars:
     """Opens matchers for one vocabulary.
 
@@ -62,7 +71,7 @@ class Grammars:
         self._tokens = tokens
         self._ends = sorted(ends)
         self._tokenizer: LLTokenizer | None = None
-        self._known: dict[tuple[str | None, str | None], Matcher | ServingError] = {}
+        self._known: dict[tuple[str | None, str | None], Matcher | Refusal] = {}
 
     def prepare(self) -> None:
         """Read the vocabulary: 0.1 s for 49,152 tokens and 0.5 s for 152,064, with the GIL held.
@@ -82,23 +91,27 @@ class Grammars:
         if not sampling.is_constrained:
             return None
         texts = sampling.grammar, sampling.json_schema
-        found = self._known.pop(texts, None) or self._compiled(sampling)
+        found = self._known.pop(texts, None)
+        if found is None:
+            found = self._compiled(sampling)
+            gc.collect(1)  # the converter's trees are circles: milliseconds
         self._known[texts] = found
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         if isinstance(found, Matcher):
             return found.copy()
-        raise found
+        raise Unsupported(*found)
 
-    def _compiled(self, sampling: Sampling) -> Matcher | ServingError:
+    def _compiled(self, sampling: Sampling) -> Matcher | Refusal:
         self.prepare()
         if self._tokenizer is None:
-            return _refused(sampling, "the model names no token that ends a text")
+            return _refusal(_refused(sampling, "the model names no token that ends a text"))
         try:
             matcher = Matcher(self._tokenizer, sampling, self._ends)
         except Unsupported as problem:
-            return problem
-        return matcher.refusal() or matcher
+            return _refusal(problem)
+        error = matcher.refusal()
+        return matcher if error is None else _refusal(error)
 
 
 class Matcher:
@@ -264,6 +277,10 @@ def _plain_escape(escape: re.Match[str]) -> str:
     if code < 0x80:
         return f"\\x{code:02x}"
     return chr(code) if code < 0xD800 or 0xE000 <= code < 0x110000 else escape[0]
+
+
+def _refusal(problem: ServingError) -> Refusal:
+    return Refusal(str(problem), getattr(problem, "parameter", None))
 
 
 def _refused(sampling: Sampling, reason: str) -> Unsupported:

@@ -4,7 +4,9 @@ host's share, under each option.
     python -m tests.bench.llama_cpp_steps model.gguf --threads 1 --rows 1 8 16 --set
     kv_unified=true,false --set flash_attention=on,off
 
-wait_policy is fixed when llama.cpp is loaded: compare its values in runs of their own.
+wait_policy is fixed when llama.cpp is loaded: compare its values in runs of their own; likewise
+huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1). `--context` compares tokens of context a slot,
+of which the same few are filled.
 
 Each cell is measured in rounds that go through all variants in turn, so that a drifting machine
 hits all alike; the best and the median round are printed. With one thread the process's CPU time is
@@ -46,10 +48,16 @@ def main() -> None:
         metavar="KEY=A,B",
         help="an option and the values to compare",
     )
+    parser.add_argument("--context", type=int, nargs="+", help="without it: as much as is filled")
     arguments = parser.parse_args()
     keys = [item.split("=", 1)[0] for item in arguments.set]
     values = [item.split("=", 1)[1].split(",") for item in arguments.set]
-    variants = [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*values)]
+    filled = -(-(arguments.prompt + arguments.steps * arguments.rounds + 16) // 256) * 256
+    variants = [
+        (context, dict(zip(keys, chosen, strict=True)))
+        for context in arguments.context or [filled]
+        for chosen in itertools.product(*values)
+    ]
     clock: Callable[[], float] = time.process_time if arguments.threads == 1 else time.perf_counter
     most = max(arguments.rows) * (2 if arguments.scattered else 1)
     backends = [
@@ -59,17 +67,14 @@ def main() -> None:
                 model_path=str(arguments.model),
                 model_name="m",
                 slots=most,
-                context_tokens=-(
-                    -(arguments.prompt + arguments.steps * arguments.rounds + 16) // 256
-                )
-                * 256,
+                context_tokens=context,
                 threads=arguments.threads,
                 kv_dtype=arguments.kv_dtype,
                 options=dict(variant),
             ),
             lambda what, fraction: None,
         )
-        for variant in variants
+        for context, variant in variants
     ]
     decode: dict[tuple[int, int], list[float]] = {}
     prefill: dict[int, list[float]] = {}
@@ -88,8 +93,8 @@ def main() -> None:
         f"{arguments.model.name}, {arguments.threads} threads, "
         f"{'CPU' if arguments.threads == 1 else 'wall'} time, best (median), tokens/s"
     )
-    for index, variant in enumerate(variants):
-        name = " ".join(f"{key}={value}" for key, value in variant.items()) or "defaults"
+    for index, (context, variant) in enumerate(variants):
+        name = f"context={context} " + " ".join(f"{key}={value}" for key, value in variant.items())
         cells = [
             f"n={count}: {max(decode[index, count]):.0f} "
             f"({statistics.median(decode[index, count]):.0f})"

@@ -12,7 +12,9 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -23,8 +25,9 @@ from pathlib import Path
 import pytest
 
 from serving.errors import EngineState
+from serving.http.connections import HANDSHAKE_SECONDS, OTHER_DESCRIPTORS
 from tests.serving.cli.test_serve import Run, Server, server
-from tests.serving.fakes import FakeSupervisor, app_on, ask, complete, served
+from tests.serving.fakes import FakeSupervisor, app_on, ask, complete, served, wait_until
 
 API, ADMIN = {"Authorization": "Bearer api-secret"}, {"Authorization": "Bearer admin-secret"}
 
@@ -209,6 +212,31 @@ def test_a_connection_that_never_shakes_hands_is_closed(tmp_path: Path) -> None:
     with server(tmp_path, *files, main=("-c", main)) as one:
         with socket.create_connection(("127.0.0.1", port_of(one)), timeout=5) as client:
             assert client.recv(1) == b""
+        assert one.end() == 0 and "Traceback" not in one.log.read_text()
+
+
+def test_silent_sockets_do_not_take_all_descriptors(tmp_path: Path) -> None:
+    pem, key = certificate(tmp_path)
+    files = ("--tls-certificate", str(pem), "--tls-key", str(key))
+    trusting = ssl.create_default_context(cafile=str(pem))
+    with (
+        contextlib.ExitStack() as crowd,
+        server(tmp_path, *files, "--max-connections", "60") as one,
+    ):
+        about = one.wait_ready()
+        silent = [
+            crowd.enter_context(socket.create_connection(("127.0.0.1", port_of(one)), timeout=5))
+            for _ in range(150)
+        ]
+        silent[-1].settimeout(HANDSHAKE_SECONDS / 2)
+        assert silent[-1].recv(1) == b""  # at once, and not after the time of a handshake
+        open_now = len(os.listdir(f"/proc/{about['pid']}/fd"))
+        assert 60 < open_now <= 60 + OTHER_DESCRIPTORS // 2 + 1
+        for client in silent[:100]:
+            client.close()
+        wait_until(lambda: len(os.listdir(f"/proc/{about['pid']}/fd")) < 60)
+        with urllib.request.urlopen(f"{about['url']}/health", timeout=10, context=trusting) as ok:
+            assert ok.status == 200
         assert one.end() == 0 and "Traceback" not in one.log.read_text()
 
 

@@ -4,6 +4,7 @@ unbounded.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import time
@@ -309,6 +310,33 @@ def test_a_grammar_that_takes_too_long_is_given_up(
         masks += 1
     assert isinstance(matcher.error, Unsupported) and "takes too long" in str(matcher.error)
     assert 0 < masks < 1000
+
+
+@pytest.mark.parametrize(
+    "text", ['root ::= "a"{1,  ', "a ::= b\n" * 600, 'root ::= "a"', 'root ::= r\nr ::= r "a"']
+)
+def test_nothing_of_a_grammar_waits_for_the_garbage_collector(
+    table: list[bytes], text: str
+) -> None:
+    """The engine's collector hardly ever runs, and it does not see a matcher's megabytes."""
+    grammars = Grammars(table, frozenset(ENDS))
+
+    def ask(number: int) -> None:
+        for _ in range(3):
+            try:
+                opened(grammars, f"{text}\n# {number}")
+            except Unsupported as problem:
+                assert problem.parameter == "grammar"
+
+    ask(0)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, 2 * module.KEPT):
+            ask(number)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_the_answers_of_a_request_share_one_compilation(

@@ -1,0 +1,1 @@
+"""Normal traffic alone, then with attackers beside: `python -m tests.bench.soak`."""
