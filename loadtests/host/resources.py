@@ -266,7 +266,9 @@ class Rapl:
     def __init__(self, root: Path = RAPL, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._packages = sorted(
-            path for path in root.glob("intel-rapl:*") if path.name.count(":") == 1
+            path
+            for path in root.glob("intel-rapl:*")
+            if path.name.count(":") == 1 and not _is_platform(path)
         )
         self._before: tuple[float, list[int]] | None = None
         self.reason = (
@@ -276,7 +278,7 @@ class Rapl:
         )
 
     def read(self) -> float | None:
-        """Mean since the last call; None at the first."""
+        """Mean since the last call; None at the first, and where the counters do not say it."""
         if not self._packages:
             return None
         try:
@@ -294,11 +296,19 @@ class Rapl:
         self._before = now
         if before is None or now[0] <= before[0]:
             return None
-        used = sum(
-            (new - old) % (limit + 1)
-            for new, old, limit in zip(now[1], before[1], ranges, strict=True)
-        )
-        return round(used / 1e6 / (now[0] - before[0]), 3)
+        counted = zip(now[1], before[1], ranges, strict=True)
+        used = [((new - old) % (limit + 1), limit) for new, old, limit in counted]
+        if any(one > limit / 2 for one, limit in used):
+            return None  # a counter that was set back, or a gap of more than one wrap-around
+        return round(sum(one for one, _ in used) / 1e6 / (now[0] - before[0]), 3)
+
+
+def _is_platform(zone: Path) -> bool:
+    """The zone `psys` holds the packages once more."""
+    try:
+        return (zone / "name").read_text().strip() == "psys"
+    except OSError:
+        return False
 
 
 class Steal:

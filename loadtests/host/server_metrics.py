@@ -1,7 +1,8 @@
 """What a server says of itself at /metrics: ours, vLLM's, llama-server's (--metrics).
 
     source = Remote("http://127.0.0.1:8000")
-    source()          # a RemoteSample, or a sentence why there is none
+    source()                # a RemoteSample, or a sentence why there is none
+    source.engine_time()    # an EngineTime of a Crossover server, else None
 
 Of an endpoint on another machine nothing else can be seen; what it does not tell is None.
 """
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.errors import TargetUnusable
-from loadtests.records.schema import RemoteSample
+from loadtests.records.schema import EngineTime, RemoteSample
 
 TIMEOUT_SECONDS = 2.0
 MOST_BYTES = 8 << 20
@@ -50,6 +51,13 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# steps, seconds of the backend, seconds of everything else while there was work
+ENGINE_TIME = (
+    "crossover_step_backend_seconds_count",
+    "crossover_step_backend_seconds_sum",
+    "crossover_engine_loop_hold_seconds_sum",
+)
+
 
 class Remote:
     """Reads one endpoint's /metrics. Calling it never raises for what the endpoint does."""
@@ -77,6 +85,20 @@ class Remote:
         self._cpu: tuple[float, float] | None = None
 
     def __call__(self) -> RemoteSample | str:
+        found = self._read()
+        return found if isinstance(found, str) else self._sample(found)
+
+    def engine_time(self) -> EngineTime | None:
+        """Of all its models together; None for another server, and where it does not answer."""
+        found = self._read()
+        self._connection.close()  # it is asked once a level: no server keeps it that long
+        if isinstance(found, str) or any(name not in found for name in ENGINE_TIME):
+            return None
+        steps, device, host = (found[name] for name in ENGINE_TIME)
+        return EngineTime(steps=round(steps), device_seconds=device, host_seconds=host)
+
+    def _read(self) -> dict[str, float] | str:
+        """Name -> value, or why there are none."""
         try:
             self._connection.request("GET", self._path, headers=self._headers)
             answer = self._connection.getresponse()
@@ -87,10 +109,9 @@ class Remote:
         if answer.status != 200:
             return f"{self._path} answered {answer.status}"
         try:
-            found = parse(text)
+            return parse(text)
         except ValueError as problem:
             return f"{self._path} is not in Prometheus' text format: {problem}"
-        return self._sample(found)
 
     def _sample(self, found: Mapping[str, float]) -> RemoteSample | str:
         kind = next((kind for kind, fields in NAMES.items() if _known(fields, found)), "")

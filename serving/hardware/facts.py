@@ -1,7 +1,7 @@
 """Facts of this machine for placement, reports and `crossover doctor`.
 
     facts = hardware_facts()                # milliseconds; the GPU driver is asked in a child
-    facts = hardware_facts(bandwidth=True)  # a second more: memory bandwidth is measured
+    facts = hardware_facts(bandwidth=True)  # a second more: bandwidth and arithmetic are measured
 
 Sizes are bytes, frequencies hertz. What the machine does not say is None, never 0.
 """
@@ -25,6 +25,7 @@ from models.machine import (
     read_text,
     sizes,
 )
+from serving.hardware.arithmetic import gemm_rate
 from serving.hardware.bandwidth import array_bytes, read_bandwidth
 from serving.hardware.gpu import GpuFacts, find_gpus
 
@@ -57,6 +58,7 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     swap_total_bytes: int = 0
     swap_used_bytes: int = 0
     bandwidth_bytes_per_second: float | None = None  # read by all usable cores, if measured
+    gemm_flops_per_second: float | None = None  # float32 products on all usable cores, if measured
     gpus: tuple[GpuFacts, ...] = ()
     gpu_cause: str | None = None  # a serving.errors.Cause where there is no usable GPU
     gpu_note: str | None = None
@@ -114,13 +116,15 @@ def hardware_facts(
         virtualisation=_virtualisation(root, flags),
         hostname=platform.node(),
     )
-    return _with_bandwidth(facts) if bandwidth else facts
+    return _with_peaks(facts) if bandwidth else facts
 
 
-def _with_bandwidth(facts: HardwareFacts) -> HardwareFacts:
+def _with_peaks(facts: HardwareFacts) -> HardwareFacts:
     threads = max(1, int(facts.usable_cores))
     measured = read_bandwidth(threads, array_bytes=array_bytes(facts.l3_bytes, threads))
-    return msgspec.structs.replace(facts, bandwidth_bytes_per_second=measured)
+    return msgspec.structs.replace(
+        facts, bandwidth_bytes_per_second=measured, gemm_flops_per_second=gemm_rate()
+    )
 
 
 def allowed_cores() -> tuple[int, ...]:

@@ -9,32 +9,26 @@ does only makes a step longer.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from models.isolated import run_python
 from models.spec import ModelSpec
-from serving.backends import backend_class
 from serving.backends.base import Backend, EngineConfig
 from serving.errors import ServingError
 from serving.placement.engine_choice import EngineTimes
-from serving.sampling.types import Row
+from serving.placement.timed_steps import MOST_STEPS, Clock, TimedSteps, in_child
 
 CONFIG_VARIABLE = "CROSSOVER_MEASURED_ENGINE"
 PART_SECONDS = 0.5  # of each of: prompts, filling the slots, single rows, rows of all slots
-LEAST_STEPS, MOST_STEPS = 4, 64  # of each part
+LEAST_STEPS = 4  # of each part; at most MOST_STEPS
 DECODED_TOKENS = 2 * MOST_STEPS + 1  # at most, in one slot
 WARM_UP_TOKENS = 16
 LONGEST_PROMPT = 256  # longer ones cost as much a token, but for attention
 TIMEOUT_SECONDS = 120.0
-_FIRST_TOKEN = 3  # ids below it are special
 
 
 class StepTimes(msgspec.Struct, frozen=True):
@@ -97,79 +91,33 @@ def step_times(
     backend: Backend,
     prompt_tokens: int,
     part_seconds: float = PART_SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock | None = None,
 ) -> StepTimes:
     """The times of a loaded backend."""
+    steps = TimedSteps(backend, clock or time.perf_counter)
     info = backend.info
-    random = np.random.default_rng(1)
-
-    def tokens(count: int) -> np.ndarray:
-        return random.integers(_FIRST_TOKEN, info.vocabulary, count, np.int32)
-
-    def took(rows: list[Row]) -> float:
-        began = clock()
-        backend.step(rows)
-        return max(clock() - began, 1e-9)
-
-    def prompt(slot: int, count: int) -> Row:
-        return Row(slot, tokens(count), 0, True)
-
-    took([prompt(0, WARM_UP_TOKENS)])
+    steps.prompt(0, WARM_UP_TOKENS)
     most = min(prompt_tokens, info.step_tokens, info.context_tokens - DECODED_TOKENS)
-    guess = WARM_UP_TOKENS / took([prompt(0, WARM_UP_TOKENS)])
+    guess = WARM_UP_TOKENS / steps.prompt(0, WARM_UP_TOKENS)
     length = int(min(most, max(WARM_UP_TOKENS, guess * part_seconds)))
-    prefill = _quick(lambda: took([prompt(0, length)]), part_seconds, 1, clock)
+    prefill = steps.quick(lambda: steps.prompt(0, length), part_seconds, 1)
     # The others hold as much as there is time to fill them with.
     each = int(min(length, max(4, part_seconds * length / prefill / max(1, info.slots - 1))))
-    held = [length] + [each] * (info.slots - 1)
     for slot in range(1, info.slots):
-        backend.step([prompt(slot, each)])
-
-    def decode(slots: int) -> float:
-        rows = [Row(slot, tokens(1), held[slot], True) for slot in range(slots)]
-        for slot in range(slots):
-            held[slot] += 1
-        return took(rows)
-
-    alone = _quick(lambda: decode(1), part_seconds, LEAST_STEPS, clock)
-    together = _quick(lambda: decode(info.slots), part_seconds, LEAST_STEPS, clock)
+        steps.prompt(slot, each)
+    alone = steps.quick(lambda: steps.decode(1), part_seconds, LEAST_STEPS)
+    together = steps.quick(lambda: steps.decode(info.slots), part_seconds, LEAST_STEPS)
     return StepTimes(length / prefill, alone, together)
-
-
-def _quick(
-    measure: Callable[[], float], seconds: float, least: int, clock: Callable[[], float]
-) -> float:
-    """The lower quartile of as many measurements as `seconds` hold."""
-    until = clock() + seconds
-    found: list[float] = []
-    while len(found) < least or (clock() < until and len(found) < MOST_STEPS):
-        found.append(measure())
-    return sorted(found)[len(found) // 4]
-
-
-def _waited_seconds() -> dict[str, float]:
-    """Of each thread, how long it was runnable and had no core (man 5 proc, schedstat)."""
-    found = {}
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            found[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
-    return found or {"": 0.0}
 
 
 def main() -> None:
     """The child: one line of JSON."""
     config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)
-    backend: Backend = backend_class(config.backend)(config, lambda what, fraction: None)
-    began, waited = time.perf_counter(), _waited_seconds()
-    try:
-        found = step_times(backend, int(sys.argv[1]), float(sys.argv[2]))
-        more = max(seconds - waited.get(name, 0.0) for name, seconds in _waited_seconds().items())
-        share = round(more / (time.perf_counter() - began), 4)
-        found = msgspec.structs.replace(found, waited_share=share)
-    finally:
-        backend.close()
+    prompt_tokens, part_seconds = int(sys.argv[1]), float(sys.argv[2])
+    found, waited = in_child(
+        config, lambda backend: step_times(backend, prompt_tokens, part_seconds)
+    )
+    found = msgspec.structs.replace(found, waited_share=waited)
     print(f"\n{msgspec.json.encode(found).decode()}", flush=True)
 
 

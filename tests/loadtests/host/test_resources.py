@@ -25,7 +25,7 @@ from loadtests.host.server_metrics import Remote, parse
 from loadtests.metrics.level import summarise
 from loadtests.metrics.level_summary import Window
 from loadtests.metrics.slo import SLO_PRESETS
-from loadtests.records.schema import RemoteSample, ResourceSample
+from loadtests.records.schema import EngineTime, RemoteSample, ResourceSample
 from tests.tools.records import request as a_request
 
 
@@ -255,6 +255,18 @@ def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
     (package / "energy_uj").write_text("100000")  # it wrapped around: 0.2 J
     watts = rapl.read()
     assert watts == pytest.approx(2.0, rel=0.01) and rapl.reason is None
+    whole = tmp_path / "intel-rapl:1"
+    whole.mkdir()
+    (whole / "name").write_text("psys\n")  # the platform: it holds the package once more
+    (whole / "energy_uj").write_text("5")
+    (whole / "max_energy_range_uj").write_text("1000000")
+    times = iter((100.2, 100.3, 4000.0))
+    again = Rapl(tmp_path, clock=lambda: next(times))
+    assert again.read() is None
+    (package / "energy_uj").write_text("150000")
+    assert again.read() == pytest.approx(0.5, rel=0.01)
+    (package / "energy_uj").write_text("20000")
+    assert again.read() is None, "set back, or wrapped around more than once: nobody knows"
     (package / "energy_uj").write_text("nonsense")
     assert rapl.read() is None and "intel-rapl:0 cannot be read" in (rapl.reason or "")
     assert Rapl(tmp_path / "nothing").read() is None
@@ -395,6 +407,30 @@ def test_a_remote_server_tells_by_its_metrics(metrics: tuple[str, list[tuple[int
     gone = Remote("http://127.0.0.1:9")()
     assert isinstance(gone, str) and "did not answer" in gone
     assert parse('a 1\na{x="y"} 2\n# a 5\nc NaN') == {"a": 3.0}
+
+
+def test_an_engine_s_time_is_told_by_a_crossover_server_alone(
+    metrics: tuple[str, list[tuple[int, str]]],
+) -> None:
+    url, answers = metrics
+    told = (
+        "crossover_step_backend_seconds_count {n}\ncrossover_step_backend_seconds_sum {d}\n"
+        "crossover_engine_loop_hold_seconds_sum {h}\n"
+    )
+    answers += [
+        (200, told.format(n=10, d=1.5, h=0.25)),
+        (200, told.format(n=30, d=4.5, h=1.0)),
+        (200, told.format(n=3, d=0.1, h=0.1)),
+        (200, LLAMA),
+    ]
+    remote = Remote(url)
+    first, second, anew = remote.engine_time(), remote.engine_time(), remote.engine_time()
+    assert first is not None and second is not None and anew is not None
+    passed = second.since(first)
+    assert passed == EngineTime(steps=20, device_seconds=3.0, host_seconds=0.75)
+    assert passed.host_share == pytest.approx(0.2)
+    assert anew.since(second) is None and remote.engine_time() is None
+    assert Remote("http://127.0.0.1:9").engine_time() is None
 
 
 def test_samples_of_an_endpoint_hold_what_it_says(

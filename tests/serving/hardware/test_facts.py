@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
 from models.machine import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
+from serving.hardware.arithmetic import gemm_rate
 from serving.hardware.bandwidth import read_bandwidth
 from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
 from serving.hardware.memory import (
@@ -239,3 +242,14 @@ def test_reading_facts_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_rate_of_products_is_that_of_products_timed_by_hand() -> None:
+    one = np.ones((1024, 1024), dtype=np.float32)
+    took = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.matmul(one, one)
+        took.append(time.perf_counter() - started)
+    by_hand = 2 * 1024**3 / min(took)
+    assert 0.3 * by_hand < gemm_rate(0.1) < 3 * by_hand
