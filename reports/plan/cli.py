@@ -1,0 +1,122 @@
+"""`crossover plan`: what serves a forecast, what it costs, and how sure that is.
+
+crossover plan --example > plan.toml
+crossover plan plan.toml
+crossover plan plan.toml --rate 2 --device "NVIDIA L4" --json
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+
+from reports.errors import ReportError
+from reports.plan.example import example
+from reports.plan.file import BadPlan, Question, question, read_plan
+from reports.plan.output import as_json, as_text
+from reports.plan.sources import planned
+
+TEXT_COLUMNS = 160
+RATE = "Requests/s: at this rate day and night; a daily curve needs a file."
+# What --rate takes the place of, in the file.
+NO_RATES = dict.fromkeys(("mean_rate", "users", "requests_per_user", "trace"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `crossover plan`."""
+
+    file: Annotated[Path | None, typer.Argument(help="The plan, TOML.", show_default=False)] = None
+    model: Annotated[str | None, typer.Option(help="A rung of the ladder, e.g. 8b.")] = None
+    rate: Annotated[float | None, typer.Option(help=RATE)] = None
+    slo: Annotated[str | None, typer.Option(help="chat, interactive, reading, batch, ...")] = None
+    device: Annotated[
+        list[str] | None, typer.Option(help="Consider this device; may be repeated.")
+    ] = None
+    run: Annotated[
+        list[Path] | None, typer.Option(help="A run folder of a machine of yours; may be repeated.")
+    ] = None
+    machine: Annotated[
+        list[Path] | None, typer.Option(help="A machine.json of yours; may be repeated.")
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")
+    ] = False
+    example: Annotated[
+        bool, typer.Option("--example", help="Print a plan file with every key and its default.")
+    ] = False
+
+
+def plan(**given: Any) -> None:
+    """Rank the ways to serve a forecast by what they cost: CPUs, GPUs, and both.
+
+    crossover plan --example > plan.toml; crossover plan plan.toml
+
+    crossover plan --model 8b --rate 2 --slo chat --run runs/mine
+    """
+    options = Options(**given)
+    if options.example:
+        typer.echo(example(), nl=False)
+        return
+    asked = _asked(options)
+    named = [
+        *(("--run", one) for one in options.run or []),
+        *(("--machine", one) for one in options.machine or []),
+    ]
+    first = len(asked.keys.machines) - len(named)
+    with Console(stderr=True).status("simulating") as status:
+        try:
+            made = planned(asked, lambda what: status.update(f"simulating: {what}"))
+        except BadPlan as problem:
+            said = str(problem)
+            for number, (option, path) in enumerate(named, first):
+                said = said.replace(f"`$.machines[{number}]`", f"`{option} {path}`")
+            raise BadPlan(said) from problem
+    typer.echo(as_json(made) if options.as_json else as_text(made, _columns()))
+
+
+def _asked(options: Options) -> Question:
+    """The plan file with the options in the place of its keys."""
+    given = {"model": options.model, "slo": options.slo, "devices": options.device or None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    named = [("run", one) for one in options.run or []]
+    named += [("file", one) for one in options.machine or []]
+    changes["machines"] = [{kind: str(path.resolve())} for kind, path in named]
+    if options.rate is not None:
+        if not 0 < options.rate < math.inf:
+            raise ReportError(f"--rate must be above 0 requests/s, got {options.rate}")
+        changes["forecast"] = {**NO_RATES, "peak_rate": options.rate}
+    if options.file is not None:
+        return read_plan(options.file, changes)
+    if options.model is None or options.rate is None:
+        raise ReportError(
+            "give a plan file, or --model and --rate; `crossover plan --example` prints a file"
+        )
+    return question(changes)
+
+
+def _columns() -> int:
+    console = Console()
+    return console.width if console.is_terminal else TEXT_COLUMNS
+
+
+def _parameters() -> list[inspect.Parameter]:
+    hints = get_type_hints(Options, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Options)
+    ]
+
+
+plan.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]

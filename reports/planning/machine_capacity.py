@@ -1,0 +1,224 @@
+"""The capacity of a machine that is not measured: the rate that it would hold under the SLO.
+
+    found = capacity_of(machine, rung("8b").spec, "Q4_K_M", pairs, Poisson(), SLO_PRESETS["chat"])
+    found.low, found.estimate, found.high      # requests/s; 90 %
+
+By the simulation that measured cells are predicted with: same lengths, arrivals, SLO and
+definition. The interval is that of machines whose steps all take the law's time times or over
+exp(half width of its band).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from loadtests.errors import LoadError
+from loadtests.metrics.slo import Slo
+from loadtests.simulation.batching import Pairs, Policy, Simulated
+from loadtests.simulation.capacity_band import capacity_band
+from loadtests.simulation.step_time import StepLaw
+from loadtests.workload.arrivals import Arrivals
+from models import formatting
+from models.formats import weight_bytes
+from models.formatting import GIB
+from models.spec import ModelSpec
+from reports.errors import ReportError
+from reports.planning.machines import Kind, Machine, runs_vllm, slots_of, step_law
+
+# On a GPU beside weights and KV. llama.cpp: CUDA context about 0.5 GiB, buffers of a step. vLLM:
+# activations 4.8-5.6 GiB of dense models, 0.13-0.6 outside torch, the context (llm-d, H100).
+LLAMA_CPP_FIXED_BYTES = 1 * GIB
+LLAMA_CPP_WEIGHT_SHARE = 0.05
+VLLM_FIXED_BYTES = 6.7 * GIB
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """How a machine serves: the engine's settings, devices that share each step, and the seed."""
+
+    slots: int | None = None  # None: what its engine is commonly given
+    devices: int = 1
+    prefill_tokens: int = 2048  # most prompt tokens of a step while someone decodes
+    step_tokens: int = 2048
+    kv_dtype: str = "fp16"
+    seed: int = 1
+
+
+class MachineCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine holds under an SLO, and at what cost. Missing is None; `reason` says why."""
+
+    device: str
+    kind: Kind
+    devices: int = 1  # tensor parallel
+    low: float | None = None  # requests/s under the SLO; low to high: 90 %
+    estimate: float | None = None
+    high: float | None = None
+    reason: str = ""  # why there is no rate
+    ttft_seconds: float | None = None  # medians at the estimate
+    tpot_seconds: float | None = None
+    memory_bytes_low: float | None = None  # llama.cpp
+    memory_bytes_high: float | None = None  # vLLM
+    joules_per_token: float | None = None  # output tokens, at the estimate and `watts` throughout
+    dollars_per_million_tokens: float | None = None  # output tokens, at the estimate
+    dollars_per_hour: float | None = None  # of all its devices
+    price_source: str = ""
+    half_width: float | None = None  # of the 90 % band of ln(step time)
+
+    @property
+    def name(self) -> str:
+        """`NVIDIA L4`, `2 x NVIDIA L4`."""
+        return self.device if self.devices == 1 else f"{self.devices} x {self.device}"
+
+
+def capacity_of(
+    machine: Machine,
+    spec: ModelSpec,
+    weight_format: str,
+    pairs: Pairs,
+    arrivals: Arrivals,
+    slo: Slo,
+    serving: Serving | None = None,
+) -> MachineCapacity:
+    """The capacity of a machine for requests of these (prompt, output) tokens, in their order.
+
+    At least 50 pairs. No rate, and the reason, where the memory does not suffice, no law is known
+    or single-stream requests fail the SLO.
+    """
+    how = serving or Serving()
+    price = machine.dollars_per_hour
+    found = MachineCapacity(
+        device=machine.name,
+        kind=machine.kind,
+        devices=how.devices,
+        dollars_per_hour=price * how.devices if price is not None else None,
+        price_source=machine.price_source,
+    )
+    slots = how.slots or slots_of(machine)
+    longest = float(pairs.sum(axis=1).max())
+    try:
+        law, half_width = step_law(machine, spec, weight_format, slots, how.devices)
+        needs = _Memory.of(machine, spec, weight_format, how)
+        found = msgspec.structs.replace(found, half_width=half_width)
+        found = _with_memory(found, needs, longest)
+        policy = policy_of(machine, spec, weight_format, pairs, how)
+    except (ReportError, KeyError) as problem:
+        return msgspec.structs.replace(found, reason=str(problem))
+    try:
+        band = capacity_band(law, policy, pairs, slo, math.exp(half_width), arrivals, how.seed)
+    except LoadError as problem:
+        return msgspec.structs.replace(found, reason=str(problem))
+    found = msgspec.structs.replace(found, low=band.low, estimate=band.estimate, high=band.high)
+    if band.played is None or band.pairs is None:
+        return msgspec.structs.replace(found, reason=f"it meets the SLO {slo.name} at no rate")
+    held = max(_kv_held(band.played, band.pairs, band.estimate), longest)
+    return _with_costs(_with_memory(found, needs, held), band.played, pairs, machine)
+
+
+def policy_of(
+    machine: Machine, spec: ModelSpec, weight_format: str, pairs: Pairs, how: Serving
+) -> Policy:
+    """The scheduler's settings, with the KV cache that the machine's memory leaves room for.
+
+    Raises ReportError where there is no room for the longest request, KeyError for an unknown
+    format.
+    """
+    needs = _Memory.of(machine, spec, weight_format, how)
+    longest = float(pairs.sum(axis=1).max())
+    room = needs.kv_room(machine.memory_bytes, how.devices)
+    if room is not None and room < longest:
+        least = needs.weights + longest * needs.kv_token + min(needs.low, needs.high)
+        raise ReportError(f"its memory does not suffice: {formatting.size(least)} needed")
+    return Policy(
+        slots=how.slots or slots_of(machine),
+        prefill_tokens=how.prefill_tokens,
+        step_tokens=how.step_tokens,
+        kv_tokens=None if room is None else int(room),
+    )
+
+
+def of_replicas(found: MachineCapacity, replicas: int) -> MachineCapacity:
+    """That of so many of it, each with its share of the requests.
+
+    Exact where a request goes to a replica by chance: arrivals thinned so are arrivals of the same
+    kind at a rate lower by the number of replicas. Going to the least loaded one does better. What
+    a token costs stays.
+    """
+    rates = (found.low, found.estimate, found.high)
+    low, estimate, high = (None if rate is None else rate * replicas for rate in rates)
+    price = found.dollars_per_hour
+    return msgspec.structs.replace(
+        found,
+        low=low,
+        estimate=estimate,
+        high=high,
+        dollars_per_hour=None if price is None else price * replicas,
+    )
+
+
+def scaled(law: StepLaw, factor: float) -> StepLaw:
+    """The law of a machine whose steps all take `factor` times as long."""
+    return msgspec.structs.replace(
+        law,
+        base_seconds=law.base_seconds * factor,
+        row_seconds=law.row_seconds * factor,
+        rows=tuple((rows, seconds * factor) for rows, seconds in law.rows),
+        prompt_token_seconds=law.prompt_token_seconds * factor,
+        kv_token_seconds=law.kv_token_seconds * factor,
+        weights_seconds=law.weights_seconds * factor,
+    )
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    """Bytes of all devices together."""
+
+    weights: float
+    kv_token: float
+    low: float  # beside weights and KV
+    high: float
+
+    @classmethod
+    def of(cls, machine: Machine, spec: ModelSpec, weight_format: str, how: Serving) -> _Memory:
+        weights = weight_bytes(spec, weight_format)
+        low = how.devices * LLAMA_CPP_FIXED_BYTES + LLAMA_CPP_WEIGHT_SHARE * weights
+        high = how.devices * VLLM_FIXED_BYTES if runs_vllm(machine) else low
+        return cls(weights, spec.kv_bytes_per_token(how.kv_dtype), low, high)
+
+    def kv_room(self, memory_bytes: float | None, devices: int) -> float | None:
+        """Tokens of KV cache that fit with the least overhead; None: the memory is not known."""
+        if memory_bytes is None:
+            return None
+        return (memory_bytes * devices - self.weights - self.low) / self.kv_token
+
+
+def _with_memory(found: MachineCapacity, needs: _Memory, kv_tokens: float) -> MachineCapacity:
+    held = needs.weights + kv_tokens * needs.kv_token
+    return msgspec.structs.replace(
+        found,
+        memory_bytes_low=held + min(needs.low, needs.high),
+        memory_bytes_high=held + max(needs.low, needs.high),
+    )
+
+
+def _kv_held(played: Simulated, pairs: Pairs, rate: float) -> float:
+    """Tokens in the KV cache on average, by Little's law."""
+    seconds = played.last_token - played.first_token
+    return rate * float((seconds * (pairs[:, 0] + pairs[:, 1] / 2)).mean())
+
+
+def _with_costs(
+    found: MachineCapacity, played: Simulated, pairs: Pairs, machine: Machine
+) -> MachineCapacity:
+    """Medians, and joules and dollars an output token; all of its devices' time is paid for."""
+    tokens_per_second = (found.estimate or 0.0) * float(pairs[:, 1].mean())
+    tpot = played.tpot_seconds
+    watts, dollars = machine.watts, machine.dollars_per_hour
+    each = found.devices / tokens_per_second
+    return msgspec.structs.replace(
+        found,
+        ttft_seconds=float(np.median(played.ttft_seconds)),
+        tpot_seconds=None if np.isnan(tpot).all() else float(np.nanmedian(tpot)),
+        joules_per_token=None if watts is None else watts * each,
+        dollars_per_million_tokens=None if dollars is None else dollars / 3600 * each * 1e6,
+    )
