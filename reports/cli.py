@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import webbrowser
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -13,7 +14,8 @@ import typer
 from loadtests.metrics.slo import SLO_PRESETS
 from reports.errors import ReportError
 
-FORMATS = ("html", "md", "csv", "png", "svg")
+FORMATS = ("html", "md", "csv", "json", "parquet", "png", "svg")
+USUAL = "html,md,csv"
 PRESETS = ", ".join(SLO_PRESETS)
 
 
@@ -30,8 +32,14 @@ class Options:
         Path | None, _limit("Where to write (default: `report` in the first run's folder).")
     ] = None
     formats: Annotated[
-        str, typer.Option("--format", help=f"What to write, of {', '.join(FORMATS)}.")
-    ] = "html,md,csv"
+        str | None,
+        typer.Option(
+            "--format",
+            help=f"What to write, of {', '.join(FORMATS)} (default: {USUAL}; nothing with --json "
+            "or --check).",
+            show_default=False,
+        ),
+    ] = None
     png: Annotated[bool, typer.Option("--png", help="Write every chart as PNG too.")] = False
     rate: Annotated[
         float | None, _limit("The requests/s that you need: drawn into the map and answered.")
@@ -40,21 +48,52 @@ class Options:
     ttft: Annotated[float | None, _limit("Another limit for the first token, in seconds.")] = None
     tpot: Annotated[float | None, _limit("Another limit for the time per token, in s.")] = None
     target: Annotated[float | None, _limit("Another share of good requests, 0 to 1.")] = None
+    machine: Annotated[
+        list[Path] | None,
+        _limit("A file of `crossover calibrate`: what that machine would hold. Several times."),
+    ] = None
+    plan: Annotated[
+        Path | None, _limit("A plan file: what would serve its forecast, with this machine in it.")
+    ] = None
     separate: Annotated[
         bool, typer.Option("--separate", help="A report for each run, for machines that differ.")
     ] = False
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the report as JSON (docs/report.md), and nothing else."),
+    ] = False
+    checks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--check",
+            metavar="CONDITION",
+            help="End with status 1 unless this is so, e.g. 'capacity(\"1b\") >= 0.5' "
+            "(docs/report.md); may be repeated.",
+            show_default=False,
+        ),
+    ] = None
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False
 
 
 def report(**given: Any) -> None:
-    """Turn runs into one HTML page, Markdown and CSV, computed from their records."""
-    from reports.write import Asked, write_report
-
+    """Turn runs into one HTML page, Markdown, CSV and more, computed from their records."""
     options = Options(**given)
     if options.rate is not None and not options.rate > 0:
         raise ReportError(f"--rate must be above 0 requests/s, got {options.rate}")
     if len({folder.resolve() for folder in options.runs}) < len(options.runs):
         raise ReportError("the same run is named twice")
+    groups = [[folder] for folder in options.runs] if options.separate else [options.runs]
+    if options.as_json and len(groups) > 1:
+        raise ReportError("--json prints one report: leave --separate out")
+    passed = [_one(group, options) for group in groups]
+    if not all(passed):
+        raise typer.Exit(1)
+
+
+def _one(group: list[Path], options: Options) -> bool:
+    """A report; whether all that is to be checked is so."""
+    from reports.write import Asked, as_json, checked, read, write
+
     asked = Asked(
         formats=_formats(options),
         rate=options.rate,
@@ -62,20 +101,36 @@ def report(**given: Any) -> None:
         ttft_seconds=options.ttft,
         tpot_seconds=options.tpot,
         target=options.target,
+        machines=tuple(options.machine or ()),
+        say=partial(typer.echo, err=True),
+        predicts=bool(_formats(options)) or options.as_json,
+        plan=options.plan,
     )
-    for group in [[folder] for folder in options.runs] if options.separate else [options.runs]:
+    found = read(group, asked)
+    checks = checked(found, options.checks or ())
+    if options.as_json:
+        typer.echo(as_json(found), nl=False)
+    else:
+        typer.echo(f"\n{found.headline}\n")
+    if asked.formats:
         folder = options.out or group[0] / "report"
         if options.separate and options.out is not None:
             folder = options.out / group[0].resolve().name
-        headline, main = write_report(group, folder, asked)
-        typer.echo(f"\n{headline}\n\nReport: {main}")
+        main = write(found, folder, asked)
+        typer.echo(f"Report: {main}", err=options.as_json)
         if options.open_page and main.suffix == ".html":
             webbrowser.open(main.resolve().as_uri())
+    for one in checks:
+        state = {True: "passed", False: "FAILED", None: "NOT KNOWN, so not passed"}[one.passed]
+        typer.echo(f"{state}: {one.text}  [{'; '.join(one.values)}]", err=options.as_json)
+    return all(one.passed for one in checks)
 
 
 def _formats(options: Options) -> tuple[str, ...]:
-    asked = [name.strip() for name in options.formats.split(",") if name.strip()]
-    if set(asked) - set(FORMATS) or not asked:
+    usual = "" if options.as_json or options.checks else USUAL
+    text = usual if options.formats is None else options.formats
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    if set(asked) - set(FORMATS) or (not asked and options.formats is not None):
         raise ReportError(f"--format {options.formats!r} is none of {', '.join(FORMATS)}")
     return tuple(dict.fromkeys([*asked, *(["png"] if options.png else [])]))
 

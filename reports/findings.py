@@ -17,8 +17,10 @@ from loadtests.metrics.slo import Slo
 from loadtests.records.events import CapacityStatus, SkipCause
 from models.ladder import LADDER
 from models.spec import ModelSpec
+from reports.elsewhere import Capacities, ElsewhereNumbers
 from reports.numbers import CellNumbers, MemoryNumbers, RunNumbers
 from reports.planning import hardware, predict
+from reports.planning.machine_capacity import MachineCapacity
 
 
 class GpuOption(msgspec.Struct, frozen=True):
@@ -45,6 +47,20 @@ class Takeover(msgspec.Struct, frozen=True):
     need_16bit: predict.Need
     options: tuple[GpuOption, ...]  # smallest memory first
     rate_per_second: float | None = None  # that it must serve: as asked, else what the CPU holds
+    rates: tuple[MachineCapacity, ...] = ()  # what each GPU of the list is predicted to hold
+
+    def rate_of(self, device: str) -> MachineCapacity | None:
+        """What one such device is predicted to hold; None: not predicted, or only of several."""
+        own = (one for one in self.rates if one.device == device and one.devices == 1)
+        return next(own, None)
+
+    @property
+    def surest(self) -> MachineCapacity | None:
+        """The cheapest that is predicted to hold the rate (any, where none is) in nine of ten."""
+        wanted = self.rate_per_second or 0.0
+        fit = [one for one in self.rates if one.dollars_per_hour and (one.low or 0.0) > 0.0]
+        sure = [one for one in fit if (one.low or 0.0) >= wanted]
+        return min(sure, key=lambda one: one.dollars_per_hour or math.inf, default=None)
 
     @property
     def cheapest(self) -> GpuOption | None:
@@ -80,6 +96,8 @@ class Crossover(msgspec.Struct, frozen=True):
     takeovers: tuple[Takeover, ...]
     rungs: tuple[Rung, ...]
     asked_rate: float | None = None
+    elsewhere: tuple[ElsewhereNumbers, ...] = ()  # the run's models on calibrated machines
+    capacities: Capacities = {}  # of GPUs, predicted, by cell
 
     @property
     def takeover(self) -> Takeover | None:
@@ -88,14 +106,21 @@ class Crossover(msgspec.Struct, frozen=True):
         return next((one for one in self.takeovers if one.cell is wanted), None)
 
 
-def crossover(run: RunNumbers, asked_rate: float | None = None) -> Crossover:
-    """The findings of one run. `asked_rate`: the requests/s that are needed, where known."""
+def crossover(
+    run: RunNumbers, asked_rate: float | None = None, capacities: Capacities | None = None
+) -> Crossover:
+    """The findings of one run.
+
+    `asked_rate`: the requests/s that are needed, where known. `capacities`: what GPUs would hold
+    (gpu_list.gpu_capacities); None: not predicted.
+    """
     stand = standing(run.cells)
     wanting = [cell for cell in run.cells if _is_lost(cell) or _too_slow(cell, asked_rate)]
     if not any(cell.spec for cell in wanting):
         wanting = [stand.largest] if stand.largest else []
     rungs = tuple(ladder(run))
-    takeovers = (takeover(cell, run, asked_rate) for cell in wanting)
+    held = capacities or {}
+    takeovers = (takeover(cell, run, asked_rate, held) for cell in wanting)
     return Crossover(
         largest=stand.largest,
         first_not=stand.first_not,
@@ -104,6 +129,7 @@ def crossover(run: RunNumbers, asked_rate: float | None = None) -> Crossover:
         takeovers=tuple(one for one in takeovers if one is not None),
         rungs=rungs,
         asked_rate=asked_rate,
+        capacities=held,
     )
 
 
@@ -172,7 +198,9 @@ def does_not_fit(cell: CellNumbers) -> bool:
     return cell.skip_cause is SkipCause.MEMORY
 
 
-def takeover(cell: CellNumbers, run: RunNumbers, asked_rate: float | None) -> Takeover | None:
+def takeover(
+    cell: CellNumbers, run: RunNumbers, asked_rate: float | None, capacities: Capacities
+) -> Takeover | None:
     """The memory that a GPU needs for this cell and the GPUs that have it; None: not known.
 
     Requests are as long as those that were measured, of this cell or else of another of the run.
@@ -188,7 +216,8 @@ def takeover(cell: CellNumbers, run: RunNumbers, asked_rate: float | None) -> Ta
         if line is not None:
             options.append(_judged(device, line, run.slo, wanted))
     need_16bit = predict.gpu_need(cell.spec, "bf16", cell.kv_tokens)
-    return Takeover(cell, need, need_16bit, tuple(options), wanted)
+    rates = capacities.get(cell.key, ())
+    return Takeover(cell, need, need_16bit, tuple(options), wanted, rates)
 
 
 def is_on_cpu(cell: CellNumbers) -> bool:

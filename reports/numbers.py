@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from loadtests.metrics.distribution import Distribution
+from loadtests.metrics.energy import Energy
+from loadtests.metrics.fallback import Fallback
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.named_warning import NamedWarning
 from loadtests.metrics.slo import Slo, Verdict
@@ -21,8 +23,9 @@ from loadtests.records.events import (
     PredictedRate,
     SkipCause,
 )
-from loadtests.records.schema import RunManifest
+from loadtests.records.schema import EngineTime, RunManifest
 from loadtests.simulation.calibration import prediction_ratio
+from loadtests.simulation.step_time import StepLaw, StepObservation
 from models.spec import ModelSpec
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
@@ -54,6 +57,8 @@ class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
     send_lag_seconds: float | None = None  # p99
     confirms: bool = False  # it is one of the levels that confirm the cell's capacity
     queue_grows: bool = False  # more requests were in flight at its end than a queue's wandering
+    engine_time: EngineTime | None = None  # device and host; None: not on record
+    energy: Energy | None = None  # in the window; None: not measured
 
     @property
     def is_single_stream(self) -> bool:
@@ -128,6 +133,11 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     nice: int = 0  # of the engine; above 0: these go before it
     busy: str = ""  # by whom the machine was disturbed until the search gave up; "": it did not
     busy_slos: tuple[str, ...] = ()  # ... and which SLOs were not searched to the end
+    observations: tuple[StepObservation, ...] = ()  # of its calibration
+    law: StepLaw | None = None  # fitted on these; None: too few
+    loads: tuple[float, ...] = ()  # seconds of each load of the model, in order
+    fallbacks: tuple[Fallback, ...] = ()  # one of each level in which the engine changed
+    not_sampled: dict[str, str] = {}  # what could not be read beside the load, and why
 
     @property
     def status(self) -> CapacityStatus | None:

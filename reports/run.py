@@ -21,6 +21,7 @@ from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.levels import Level, judge, level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
+from loadtests.metrics.energy import energy_of
 from loadtests.metrics.level_warnings import longest_send_lag
 from loadtests.metrics.request_metrics import (
     first_chunk_tokens,
@@ -48,6 +49,7 @@ from reports.numbers import (
     RunNumbers,
 )
 from reports.planning.predict import memory_here
+from reports.steps import with_steps
 from reports.warnings import run_warnings
 from serving.backends.spec import AUTO
 
@@ -133,6 +135,9 @@ def _cells(run: RunRecords, slo: Slo) -> Iterator[CellNumbers]:
     samples: dict[str, list[ResourceSample]] = defaultdict(list)
     levels: dict[str, list[LevelNumbers]] = defaultdict(list)
     events: dict[str | None, list[Event]] = defaultdict(list)
+    requests: dict[str, dict[str, list[RequestRecord]]] = defaultdict(lambda: defaultdict(list))
+    for record in run.requests:
+        requests[record.cell][record.level].append(record)
     for sample in run.samples:
         samples[sample.cell].append(sample)
     for level in run.levels():
@@ -142,8 +147,9 @@ def _cells(run: RunRecords, slo: Slo) -> Iterator[CellNumbers]:
     for cell in run.manifest.cells:
         key = str(cell.get("key"))
         found = _cell(run.manifest.run_id, cell, events[key], tuple(levels[key]))
-        measured = _with_capacity(found, run.manifest, events[key], slo)
-        yield _with_memory(measured, events[key], samples[key])
+        found = _with_capacity(found, run.manifest, events[key], slo)
+        found = with_steps(found, events[key], requests[key])
+        yield _with_memory(found, events[key], samples[key])
 
 
 def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
@@ -153,6 +159,8 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
         *(level.requests, level.samples, said, end.window_seconds, slo), end.disturbance
     )
     inside = summary.window.due(level.requests)
+    begin = said.started_unix_seconds
+    window = (begin + summary.window.start_seconds, begin + summary.window.end_seconds)
     return LevelNumbers(
         cell=said.cell,
         level=said.level,
@@ -164,6 +172,8 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
         summary=summary,
         answers=tuple(_answer(record) for record in inside),
         send_lag_seconds=longest_send_lag(inside),
+        engine_time=end.engine_time,
+        energy=energy_of(level.samples, *window),
         queue_grows=grows(*in_flight_at_ends(level.requests, summary.window)),
     )
 

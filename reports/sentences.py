@@ -34,6 +34,7 @@ from reports.findings import (
     usable_bytes,
 )
 from reports.numbers import CellNumbers, RunNumbers, middle
+from reports.planning.machine_capacity import MachineCapacity
 
 
 def headline(run: RunNumbers, found: Crossover) -> str:
@@ -180,8 +181,18 @@ def takeover_words(found: Takeover) -> str:
     """What a GPU must have to take a model over, and the cheapest that nothing rules out."""
     need = f"{formatting.size(found.need.total_bytes)} of memory{setting_words(found.cell)}"
     text = f"A GPU for {title(found.cell)} needs {need} (predicted)"
-    if not found.options:
+    if not found.options and found.surest is None:
         return f"{text}; no single GPU in the list has that much."
+    sure = found.surest
+    if sure is not None:
+        wanted = formatting.requests(found.rate_per_second) if found.rate_per_second else "a rate"
+        price = formatting.dollars_per_hour(sure.dollars_per_hour)
+        return (
+            f"{text}. The cheapest that is predicted to hold {wanted} under the SLO in nine of ten "
+            f"cases is the {sure.name} at {price} (published): {held_words(sure)} (predicted: its "
+            "steps by its datasheet and published measurements of its like, its rate by simulating "
+            "this run's traffic)."
+        )
     best = found.cheapest
     judged = formatting.listing(judged_by(found))
     if best is None:
@@ -205,6 +216,33 @@ def judged_by(found: Takeover) -> list[str]:
     line = found.options[0].roofline if found.options else None
     asked = f"{formatting.requests(found.rate_per_second)}" if found.rate_per_second else ""
     return ["memory", "TTFT", "TPOT", *([asked] if asked and line is not None else [])]
+
+
+def held_words(found: MachineCapacity) -> str:
+    """`8.1 requests/s (5.0-13), TTFT 60 ms, TPOT 12 ms, 5.1 GiB to 11 GiB, ...`; or why not."""
+    if not found.estimate:
+        return found.reason
+    parts = [formatting.rate_with_interval(found.estimate, found.low, found.high)]
+    for name, value in (("TTFT", found.ttft_seconds), ("TPOT", found.tpot_seconds)):
+        parts += [f"{name} {formatting.seconds(value)}"] if value is not None else []
+    parts.append(memory_words(found))
+    if found.joules_per_token is not None:
+        parts.append(f"{formatting.significant(found.joules_per_token)} J a token")
+    if found.dollars_per_million_tokens is not None:
+        parts.append(f"{dollars(found.dollars_per_million_tokens)} per 1M tokens")
+    return ", ".join(part for part in parts if part)
+
+
+def memory_words(found: MachineCapacity) -> str:
+    """With llama.cpp to with vLLM; "" where it is not known."""
+    low, high = found.memory_bytes_low, found.memory_bytes_high
+    if low is None or high is None:
+        return ""
+    return f"{formatting.size(low)} to {formatting.size(high)}"
+
+
+def dollars(value: float) -> str:
+    return f"${formatting.significant(value)}"
 
 
 def bounds_words(option: GpuOption) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadtests.records.schema import Disturbance
+from loadtests.records.schema import Disturbance, EngineTime
 
 
 class SkipCause(StrEnum):
@@ -269,6 +269,8 @@ class LevelFinished(Event, frozen=True, kw_only=True):
     # loadtests.workload.arrivals.ArrivalCheck; None: closed loop
     arrivals: dict[str, Any] | None = None
     disturbance: Disturbance | None = None  # None: it was not watched
+    # of the whole level, warm-up and drain included; None: the server does not say
+    engine_time: EngineTime | None = None
 
     @property
     def is_set_aside(self) -> bool:

@@ -140,6 +140,35 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     counts: bool = False  # the campaign lets a disturbed level count
 
 
+class EngineTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine's time went while it had work: seconds by its own clock, since it started.
+
+    `device_seconds` are the backend's, with the calls that start its kernels; `host_seconds` are
+    all others between the first and the last step of a busy stretch: scheduling, sampling outside
+    the backend, text, messages.
+    """
+
+    steps: int
+    device_seconds: float
+    host_seconds: float
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of its busy time that the device waited for the host; None: no step."""
+        busy = self.device_seconds + self.host_seconds
+        return self.host_seconds / busy if busy > 0 else None
+
+    def since(self, before: EngineTime) -> EngineTime | None:
+        """From `before` to this; None where the counters began anew between them."""
+        if self.steps < before.steps or self.device_seconds < before.device_seconds:
+            return None
+        return EngineTime(
+            steps=self.steps - before.steps,
+            device_seconds=round(self.device_seconds - before.device_seconds, 6),
+            host_seconds=round(max(0.0, self.host_seconds - before.host_seconds), 6),
+        )
+
+
 class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The machine beside the load at one moment, in Unix seconds.
 

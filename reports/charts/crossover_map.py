@@ -17,13 +17,15 @@ from loadtests.capacity.words import ALONE_ONLY, AT_NO_RATE, UNRESOLVED, in_word
 from loadtests.records.events import Capacity, CapacityStatus
 from models import formatting
 from models.formatting import model_title
-from reports.charts import parts, style
+from reports.charts import machine_bands, parts, style
+from reports.elsewhere import Capacities
 from reports.findings import does_not_fit, is_on_cpu
 from reports.numbers import CellNumbers, LevelNumbers
 
 HOLDS = "holds (confirmed)"
 UNSURE = "not confirmed, within the interval"
 UNKNOWN = "not known"
+ROOM = 1.6  # above the highest predicted rate
 _SHAPES = {"holds": "circle", "fails": "cross", "unresolved": "diamond"}
 
 
@@ -32,6 +34,7 @@ class MapRows(msgspec.Struct, frozen=True):
 
     columns: list[parts.Row]
     points: list[parts.Row]
+    machines: list[parts.Row]  # bands of GPUs, predicted
     bottom: float  # requests/s
     top: float
     half: float  # half a column's width, as a factor on the size axis
@@ -41,14 +44,18 @@ def map_rows(
     cells: Sequence[CellNumbers],
     gpu_texts: Mapping[str, str] | None = None,
     asked_rate: float | None = None,
+    capacities: Capacities | None = None,
 ) -> MapRows:
     """The map's data for the cells of known size."""
     known = [cell for cell in cells if cell.parameters]
     half = _half_width([cell.parameters or 1 for cell in known])
     bottom, top = rate_ends(known, asked_rate)
+    machines = machine_bands.bands_of(known, capacities or {})
+    top = max([top, *(ROOM * row["estimate"] for row in machines)])
     return MapRows(
         columns=[_column(cell, half, (gpu_texts or {}).get(cell.key, "")) for cell in known],
         points=[_point(cell, level) for cell in known for level in cell.loaded],
+        machines=machines,
         bottom=bottom,
         top=top,
         half=half,
@@ -146,26 +153,52 @@ def _half_width(sizes: Sequence[int]) -> float:
 
 
 def crossover_map(
-    cells: Sequence[CellNumbers], gpu_texts: Mapping[str, str], asked_rate: float | None = None
+    cells: Sequence[CellNumbers],
+    gpu_texts: Mapping[str, str],
+    asked_rate: float | None = None,
+    capacities: Capacities | None = None,
 ) -> parts.Spec | None:
     """The map of these cells; None where the size of none is known."""
-    rows = map_rows(cells, gpu_texts, asked_rate)
+    rows = map_rows(cells, gpu_texts, asked_rate, capacities)
     if not rows.columns:
         return None
     scale = parts.log_scale(rows.bottom, rows.top)
+    colour = _colour(above_words(cells), machine_bands.devices_of(rows.machines, capacities or {}))
+    same = colour.copy()
+    same["legend"] = None  # one legend is enough
+    bands = machine_bands.layers(same, scale, rows.bottom, rows.half) if rows.machines else []
     layers = [
-        _regions(rows, scale, above_words(cells)),
+        _regions(rows, scale, above_words(cells), colour),
+        *bands,
         *_predictions(scale),
         *_capacities(scale),
-        _no_capacities(),
+        _no_capacities(280 if rows.machines else 150),
         _levels(scale),
         *_asked(asked_rate, scale),
     ]
     datasets = {"columns": rows.columns, "points": rows.points}
+    if rows.machines:
+        datasets["machines"] = rows.machines
     return parts.spec(layers, height=380, datasets=datasets)
 
 
-def _regions(rows: MapRows, scale: alt.Scale, above: str) -> parts.Layer:
+def _colour(above: str, devices: Mapping[str, str]) -> alt.Color:
+    """Of a region: what this CPU holds, which GPU is predicted to."""
+    colours = {
+        HOLDS: style.CPU,
+        UNSURE: style.INTERVAL,
+        above: style.ABOVE,
+        UNKNOWN: style.UNKNOWN,
+        **devices,
+    }
+    return alt.Color(
+        "region:N",
+        scale=alt.Scale(domain=list(colours), range=list(colours.values())),
+        legend=alt.Legend(columns=parts.when_wide(4, 1), labelLimit=300),
+    )
+
+
+def _regions(rows: MapRows, scale: alt.Scale, above: str, colour: alt.Color) -> parts.Layer:
     """Up to three rectangles a column: below the floor, up to the roof, above it."""
     bottom, top = rows.bottom, rows.top
     pieces = (
@@ -185,23 +218,12 @@ def _regions(rows: MapRows, scale: alt.Scale, above: str) -> parts.Layer:
         .transform_filter("datum.b > datum.a")
     )
     axis = parts.rate_labels("requests (log scale)", bottom, top)
-    colours = {
-        HOLDS: style.CPU,
-        UNSURE: style.INTERVAL,
-        above: style.ABOVE,
-        UNKNOWN: style.UNKNOWN,
-    }
-    palette = alt.Scale(domain=list(colours), range=list(colours.values()))
     return rectangles.mark_rect(cornerRadius=1).encode(
         x=_size_axis(rows),
         x2="right:Q",
         y=alt.Y("a:Q", scale=scale, axis=axis),
         y2="b:Q",
-        color=alt.Color(
-            "region:N",
-            scale=palette,
-            legend=alt.Legend(columns=parts.when_wide(4, 1), labelLimit=300),
-        ),
+        color=colour,
         tooltip=[
             alt.Tooltip("model:N", title="model"),
             alt.Tooltip("words:N", title="capacity"),
@@ -255,13 +277,14 @@ def _capacities(scale: alt.Scale) -> parts.Layers:
     return parts.haloed(known, place, **look, dx=-6, dy=9, align="right", baseline="middle")
 
 
-def _no_capacities() -> parts.Layer:
-    """Why there is no capacity, in the middle of the column."""
+def _no_capacities(top: int) -> parts.Layer:
+    """Why there is no capacity: in the column; on a phone along it, beside the levels' marks."""
     unknown = _columns().transform_filter("datum.floor == null || datum.roof === 0")
     size = parts.when_wide(13, 10)
     look: dict[str, Any] = {"fontWeight": 700, "fontSize": size, "color": style.ABOVE_INK}
-    texts = unknown.mark_text(**look, baseline="middle", angle=parts.when_wide(0, -90))
-    return texts.encode(x="size:Q", y=alt.value(150), text="label:N")
+    turned = {"angle": parts.when_wide(0, -90), "dy": parts.when_wide(0, 12)}
+    texts = unknown.mark_text(**look, **turned, baseline="middle")
+    return texts.encode(x="size:Q", y=alt.value(top), text="label:N")
 
 
 def _levels(scale: alt.Scale) -> parts.Layer:

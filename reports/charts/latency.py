@@ -22,6 +22,7 @@ def under_load(cell: CellNumbers, metric: Metric, limit_seconds: float | None) -
             "quantile": name,
             "seconds": value,
             "verdict": level.verdict,
+            "kind": f"measured here, {level.summary.counts.due:,} requests",
         }
         for level in cell.loaded
         for name in ("p50", "p95")
@@ -58,6 +59,8 @@ def _quantiles(rows: list[parts.Row], last: list[parts.Row], x: alt.X, y: alt.Y)
         alt.Tooltip("quantile:N"),
         alt.Tooltip("rate:Q", title="requests/s", format=".3~r"),
         alt.Tooltip("seconds:Q", title="seconds", format=".3~r"),
+        alt.Tooltip("verdict:N", title="the SLO"),
+        alt.Tooltip("kind:N"),
     ]
     names = [  # apart from each other, also where the two meet
         parts.data([row for row in last if row["quantile"] == name])
@@ -84,6 +87,7 @@ def alone(
             "seconds": value,
             "text": formatting.seconds(value),
             "verdict": "fails" if limit_seconds and value > limit_seconds else "holds",
+            "kind": f"measured here, {cell.single_stream.summary.counts.due:,} requests alone",
         }
         for cell in cells
         if cell.parameters
@@ -107,7 +111,7 @@ def alone(
     layers = [
         *_slo(limit_seconds, y),
         base.mark_line(color=style.LINE, strokeWidth=1.5).encode(x=x, y=y),
-        dots.encode(x=x, y=y, color=colour, tooltip=["model:N", "text:N"]),
+        dots.encode(x=x, y=y, color=colour, tooltip=["model:N", "text:N", "kind:N"]),
         texts.encode(x=x, y=y, text="text:N", color=colour),
     ]
     return parts.spec(layers, height=230)

@@ -16,6 +16,7 @@ CPU = "#2a78b5"  # confirmed to hold
 INTERVAL = "#9cc5e3"  # up to the end of the interval
 ABOVE = "#f7d9ae"  # above what holds
 ABOVE_INK = "#8a4b00"
+GPUS = ("#fbd38d", "#f0a35e", "#d97b3f", "#ab5327", "#7a3517")  # predicted, cheapest first
 PREDICTED = "#7a3e9d"
 UNKNOWN = "#e4e8ec"
 VERDICTS = {"holds": "#0b7a5a", "fails": "#b3261e", "unresolved": "#8a6d00"}

@@ -19,7 +19,7 @@ def throughput(cells: Sequence[CellNumbers]) -> parts.Spec | None:
         return None
     axis = alt.Axis(title="output tokens per second", tickCount=5)
     y = alt.Y("value:Q", scale=alt.Scale(zero=True, nice=True), axis=axis)
-    value = alt.Tooltip("value:Q", title="output tokens/s", format=".3~r")
+    value = [alt.Tooltip("value:Q", title="output tokens/s", format=".3~r")]
     return parts.spec(_lines(rows, y, value), height=300)
 
 
@@ -32,7 +32,11 @@ def attainment(cells: Sequence[CellNumbers], target: float) -> parts.Spec | None
         title="requests that meet the SLO", format=".0%", values=[0, 0.25, 0.5, 0.75, 1]
     )
     y = alt.Y("value:Q", scale=alt.Scale(domain=[0, 1.04], nice=False), axis=axis)
-    value = alt.Tooltip("value:Q", title="good", format=".1%")
+    value = [
+        alt.Tooltip("value:Q", title="good", format=".1%"),
+        alt.Tooltip("low:Q", title="from", format=".1%"),
+        alt.Tooltip("high:Q", title="to", format=".1%"),
+    ]
     bars = parts.data(rows).mark_rule(strokeWidth=1.4, opacity=0.75)
     layers = [
         bars.encode(x="rate:Q", y="low:Q", y2="high:Q", color=_series(rows)),
@@ -54,6 +58,7 @@ def _rows(
             "low": level.summary.counts.attainment_low,
             "high": level.summary.counts.attainment_high,
             "verdict": level.verdict,
+            "kind": f"measured here, {level.summary.counts.due:,} requests",
         }
         for cell in cells
         for level in cell.loaded
@@ -61,7 +66,7 @@ def _rows(
     ]
 
 
-def _lines(rows: list[parts.Row], y: alt.Y, value: alt.Tooltip) -> parts.Layers:
+def _lines(rows: list[parts.Row], y: alt.Y, value: list[alt.Tooltip]) -> parts.Layers:
     """One line per model with its name at the end; dots are full where the SLO was met."""
     rates = sorted({row["rate"] for row in rows})
     x = parts.rate_axis(rates, "requests asked (log scale)", room=1.9)
@@ -69,8 +74,9 @@ def _lines(rows: list[parts.Row], y: alt.Y, value: alt.Tooltip) -> parts.Layers:
     tips = [
         alt.Tooltip("model:N"),
         alt.Tooltip("rate:Q", title="requests/s asked", format=".3~r"),
-        value,
+        *value,
         alt.Tooltip("verdict:N", title="the SLO"),
+        alt.Tooltip("kind:N"),
     ]
     base = parts.data(rows)
     colour = _series(rows)

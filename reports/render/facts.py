@@ -54,6 +54,7 @@ def machine_facts(facts: Mapping[str, Any]) -> Facts:
         ("Instruction sets", ", ".join(facts.get("isa") or [])),
         ("Memory", _memory(facts)),
         ("Memory bandwidth", _bandwidth(facts)),
+        ("Arithmetic", _arithmetic(facts)),
         ("Swap in use", _swap(facts)),
         ("GPU", _gpus(facts)),
         ("System", ", ".join(_known(facts, "system", "kernel", "virtualisation"))),
@@ -79,6 +80,11 @@ def _memory(facts: Mapping[str, Any]) -> str:
 def _bandwidth(facts: Mapping[str, Any]) -> str:
     found = facts.get("bandwidth_bytes_per_second")
     return f"{formatting.bandwidth(found)} read" if found else ""
+
+
+def _arithmetic(facts: Mapping[str, Any]) -> str:
+    found = facts.get("gemm_flops_per_second")
+    return f"{formatting.operations(found)} in float32 products" if found else ""
 
 
 def _swap(facts: Mapping[str, Any]) -> str:

@@ -12,8 +12,11 @@ from models import formatting
 from reports.charts.figures import Figure
 from reports.findings import Crossover
 from reports.numbers import RunNumbers
-from reports.render import engines, facts, tables
+from reports.plan.ranking import Plan
+from reports.render import elsewhere, engines, facts, tables
+from reports.render.accelerator.sections import sections_of
 from reports.render.page import has_quality
+from reports.render.plan_section import plan_section
 from reports.sentences import headline, sentences, slo_source
 
 
@@ -22,6 +25,7 @@ def markdown(
     found: Crossover,
     figures: Sequence[Figure] = (),
     images: Mapping[str, str] | None = None,
+    plan: Plan | None = None,
 ) -> str:
     """`images`: figure slug -> the file it was drawn to, relative to the Markdown file."""
     drawn = [figure for figure in figures if figure.slug in (images or {})]
@@ -36,7 +40,10 @@ def markdown(
         *(_drawn(figure, (images or {})[figure.slug]) for figure in drawn),
         "## Memory (predicted, and measured here)",
         table_text(tables.memory_table(found)),
+        *_sections(run, found),
         *_gpus(found),
+        *_elsewhere(found),
+        *([] if plan is None else _plan(plan)),
         "## Every level measured",
         facts.counts_words(run),
         table_text(tables.level_table(run)),
@@ -49,6 +56,17 @@ def markdown(
         f"A value that is missing is “{formatting.NOT_MEASURED}”.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _plan(plan: Plan) -> list[str]:
+    shown = plan_section(plan)
+    notes = [*shown.notes, *(f"Not: {machine}: {reason}" for machine, reason in shown.refused)]
+    return [
+        "## Plan",
+        f"**{_escape(shown.sentence)}**",
+        table_text(shown.options),
+        "\n".join(f"- {_escape(note)}" for note in notes),
+    ]
 
 
 def table_text(table: tables.Table) -> str:
@@ -65,8 +83,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text that is no table's end, link, picture or HTML, whoever named the model."""
-    for mark in "\\|[]<":
+    """Text that GitHub shows as it is: no table's end, link, picture, HTML, emphasis or formula."""
+    for mark in "\\|[]<*`~$":
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.splitlines())
 
@@ -92,10 +110,32 @@ def _engines(run: RunNumbers) -> Iterator[str]:
         yield table_text(table)
 
 
+def _sections(run: RunNumbers, found: Crossover) -> Iterator[str]:
+    yield "## What an accelerator changes"
+    for one in sections_of(run, found):
+        yield f"### {one.title}{f' ({formatting.listing(list(one.kinds))})' if one.kinds else ''}"
+        yield _escape(one.finding)
+        yield _escape(one.note)
+        yield table_text(one.table)
+
+
 def _gpus(found: Crossover) -> Iterator[str]:
     if found.takeovers:
+        rates = elsewhere.gpu_rates_table(found)
+        if rates.rows:
+            yield "## What GPUs would hold (predicted)"
+            yield elsewhere.GPU_WORDS
+            yield table_text(rates)
+            yield "\n".join(f"- {line}" for line in elsewhere.gpu_errors(found))
         yield "## GPUs that take over (memory and TPOT floor predicted, facts and prices published)"
         yield table_text(tables.gpu_table(found))
+
+
+def _elsewhere(found: Crossover) -> Iterator[str]:
+    if found.elsewhere:
+        yield "## Other machines (predicted)"
+        yield elsewhere.WORDS
+        yield table_text(elsewhere.elsewhere_table(found))
 
 
 def _warnings(run: RunNumbers) -> str:

@@ -27,20 +27,45 @@ from loadtests.simulation.prediction_words import ratio_words
 from models import formatting
 from models.formatting import model_title
 from reports import sentences as words
+from reports.accelerator.batching import batching_of
+from reports.accelerator.costs import comparisons_of
 from reports.charts.figures import Figure, vl_convert
 from reports.charts.style import dark_rules
 from reports.findings import Crossover, Takeover
 from reports.numbers import RunNumbers
+from reports.plan.ranking import Plan
 from reports.render import engines, facts, lattice, tables
+from reports.render.accelerator.batch_lattice import batch_lattice
+from reports.render.accelerator.cost_lattice import cost_lattice
+from reports.render.accelerator.sections import sections_of
+from reports.render.elsewhere import (
+    GPU_WORDS,
+    WORDS,
+    elsewhere_table,
+    gpu_errors,
+    gpu_rates_table,
+)
+from reports.render.plan_section import plan_section
 from reports.run import search_config
 
-GROUPS = ("crossover", "alone", "latency", "throughput", "attainment", "memory")
+GROUPS = (
+    *("crossover", "alone", "latency", "throughput", "attainment", "memory"),
+    *("phases", "batch", "formats", "energy", "cost", "fallback"),
+)
+# Group of figures -> the table with the numbers behind them.
+TABLES_OF = {group: group for group in GROUPS} | {
+    "crossover": "capacity",
+    **dict.fromkeys(("alone", "latency", "throughput", "attainment"), "levels"),
+}
 CONTENTS = {
     "crossover": "Crossover",
     "latency": "Latency",
     "throughput": "Throughput",
     "memory": "Memory",
+    "accelerator": "Accelerator",
     "gpu": "GPU",
+    "elsewhere": "Other machines",
+    "plan": "Plan",
     "levels": "Levels",
     "warnings": "Warnings",
     "repeat": "How to repeat",
@@ -56,7 +81,9 @@ class Card(msgspec.Struct, frozen=True):
     source: str = "measured here"
 
 
-def page(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> str:
+def page(
+    run: RunNumbers, found: Crossover, drawn: Sequence[Figure], plan: Plan | None = None
+) -> str:
     """The whole page."""
     live = bool(run.levels) and any(figure.group == "crossover" for figure in drawn)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -67,6 +94,7 @@ def page(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> str:
         headline=words.headline(run, found),
         sentences=words.sentences(run, found),
         page=_values(run, found, drawn) | {"live": live},
+        plan=None if plan is None else plan_section(plan),
         groups={name: [one for one in drawn if one.group == name] for name in GROUPS},
         svgs={figure.slug: Markup(_still(figure)) for figure in drawn},
         tables={
@@ -76,15 +104,35 @@ def page(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> str:
             "memory": tables.memory_table(found),
             "gpu": tables.gpu_table(found),
             "sources": tables.source_table(),
+            "elsewhere": elsewhere_table(found),
+            "rates": gpu_rates_table(found),
         },
+        sections=sections_of(run, found),
         specs=specs,
         specs_json=Markup(_json(specs)),
-        lattice_json=Markup(_json(lattice.lattice(run, found) if live else {})),
+        lattice_json=Markup(_json(_lattice(run, found, drawn) if live else {})),
         bundle=Markup(_bundle(_asset("page.js"))) if specs else "",
         css=Markup(_asset("page.css") + dark_rules()),
         missing=formatting.NOT_MEASURED,
     )
     return text + "\n"
+
+
+def _lattice(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[str, Any]:
+    """All that the sliders look up."""
+    looked_up = lattice.lattice(run, found)
+    held = {
+        cell["key"]: [one["held"] for one in cell["found"]["values"] if one["held"]]
+        for cell in looked_up["cells"]
+    }
+    return looked_up | {
+        "batch": batch_lattice(batching_of(run), lattice.axes(run).tpot),
+        "cost": cost_lattice(comparisons_of(run, found.capacities), held),
+        "charts": {
+            kind: {one.cell: one.slug for one in drawn if one.slug.startswith(f"{kind}-")}
+            for kind in ("batch", "cost", "joules")
+        },
+    }
 
 
 def cards(run: RunNumbers, found: Crossover) -> Iterator[Card]:
@@ -136,7 +184,12 @@ def _gpu_card(found: Takeover) -> Card:
     """Memory, and the cheapest GPU that nothing rules out."""
     need = f"{formatting.size(found.need.total_bytes)} for {words.title(found.cell)}"
     judged = formatting.listing(words.judged_by(found))
-    best = found.cheapest
+    sure, best = found.surest, found.cheapest
+    if sure is not None:
+        price = formatting.dollars_per_hour(sure.dollars_per_hour)
+        held = formatting.rate_with_interval(sure.estimate, sure.low, sure.high)
+        note = f"{words.title(found.cell)}: {held} at {price}; the cheapest that is likely to"
+        return Card("GPU that takes over", sure.name, note, "predicted")
     if best is None:
         return Card("GPU that may take over", "not known", f"{need}; by {judged}", "predicted")
     price = formatting.dollars_per_hour(best.device.dollars_per_hour)
@@ -150,9 +203,11 @@ def _gpu_card(found: Takeover) -> Card:
 def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[str, Any]:
     manifest, slo = run.manifest, run.slo
     names = words.names_of(run.cells)
-    pairs = {key: [one for one in drawn if one.cell == key] for key in names}
+    latency = [one for one in drawn if one.group == "latency"]
+    pairs = {key: [one for one in latency if one.cell == key] for key in names}
     elsewhere = manifest.client_facts.get("hostname") != run.facts.get("hostname")
     campaign = msgspec.json.format(msgspec.json.encode(manifest.campaign), indent=2).decode()
+    shown = {"gpu": bool(found.takeovers), "elsewhere": bool(found.elsewhere)}
     return {
         "version": manifest.crossover_version,
         "run_id": run.name,
@@ -162,12 +217,16 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
         "engines": engines.ENGINE_WORDS,
         "quality": tables.QUALITY_WORDS if has_quality(run) else "",
         "confidence": formatting.share(search_config(manifest).confidence),
-        "contents": [one for one in CONTENTS.items() if one[0] != "gpu" or found.takeovers],
+        "contents": [one for one in CONTENTS.items() if shown.get(one[0], True)],
+        "tables_of": TABLES_OF,
         "cards": list(cards(run, found)),
         "serious": [warning for warning in run.warnings if warning.is_serious],
         "waited": _waited(run),
         "share": formatting.share(slo.target),
         "latency": [(names[key], pair) for key, pair in pairs.items() if pair],
+        "elsewhere": WORDS,
+        "rates": GPU_WORDS,
+        "errors": gpu_errors(found),
         "takeovers": [_takeover(takeover) for takeover in found.takeovers],
         "counts": facts.counts_words(run),
         "folder": run.folder,

@@ -21,6 +21,7 @@ from models.formatting import NOT_MEASURED, model_title
 from reports.findings import Crossover, Rung, Takeover, breaks_first, machines
 from reports.numbers import CellNumbers, LevelNumbers, RunNumbers, middle
 from reports.planning import hardware
+from reports.render.machine_record import machine_record
 from reports.sentences import bounds_words, title
 
 Record = dict[str, Any]
@@ -45,7 +46,7 @@ class Table(msgspec.Struct, frozen=True):
     rows: tuple[tuple[str, ...], ...]
 
 
-def _table(items: Iterable[T], columns: Sequence[tuple[str, bool, Callable[[T], str]]]) -> Table:
+def table_of(items: Iterable[T], columns: Sequence[tuple[str, bool, Callable[[T], str]]]) -> Table:
     """One row per item. A column: its title, whether it holds numbers, its text of an item."""
     heads = tuple(Column(name, numeric) for name, numeric, _ in columns)
     return Table(heads, tuple(tuple(text(item) for _, _, text in columns) for item in items))
@@ -90,7 +91,7 @@ def capacity_table(run: RunNumbers, found: Crossover) -> Table:
             return "unknown" if count is None else f"{count:,}"
 
         columns.append((f"machines for {formatting.rate(asked)}", True, needed))
-    return _table(run.cells, columns)
+    return table_of(run.cells, columns)
 
 
 def engine_words(cell: CellNumbers) -> str:
@@ -136,7 +137,7 @@ def level_table(run: RunNumbers) -> Table:
     def tpot(name: str) -> Callable[[LevelNumbers], str]:
         return lambda level: percentile(level.summary.latencies.tpot, name)
 
-    return _table(
+    return table_of(
         run.levels,
         [
             ("model", False, lambda level: models[level.cell]),
@@ -214,7 +215,7 @@ def memory_table(found: Crossover) -> Table:
         ("peak RSS (measured)", True, lambda x: formatting.size(x.memory.measured_peak_bytes)),
         ("fits here", False, lambda x: {True: "yes", False: "no", None: "unknown"}[x.fits]),
     ]
-    return _table(found.rungs, columns)
+    return table_of(found.rungs, columns)
 
 
 def gpu_table(found: Crossover) -> Table:
@@ -243,7 +244,7 @@ def gpu_table(found: Crossover) -> Table:
         ("price of", False, lambda x: f"{x.price_basis}, {x.price_date}" if x.price_basis else ""),
         *((f"{title(one.cell)} (predicted)", False, bounds(one)) for one in found.takeovers),
     ]
-    return _table(hardware.sufficient(hardware.gpus(), smallest), columns)
+    return table_of(hardware.sufficient(hardware.gpus(), smallest), columns)
 
 
 def source_table() -> Table:
@@ -254,7 +255,7 @@ def source_table() -> Table:
         ("price from", False, lambda one: one.price_source or ""),
         ("confidence", False, lambda one: one.confidence),
     ]
-    return _table(hardware.gpus(), columns)
+    return table_of(hardware.gpus(), columns)
 
 
 # ---------------------------------------------------------------- for programs
@@ -370,6 +371,7 @@ def gpu_records(found: Crossover) -> list[Record]:
             "asked_rate_per_second": takeover.rate_per_second,
             "misses": " ".join(option.misses),
             "not_known": " ".join(option.unknown),
+            **machine_record(takeover.rate_of(option.device.name)),
             "dollars_per_hour_published": option.device.dollars_per_hour,
             **_fields(option.device, "price_basis", "price_date", "source"),
         }

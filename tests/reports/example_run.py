@@ -38,6 +38,7 @@ from loadtests.records.schema import (
     ResourceSample,
     RunManifest,
 )
+from loadtests.simulation.step_time import StepObservation
 from models.formats import weight_bytes
 from models.ladder import rung
 
@@ -78,6 +79,7 @@ FACTS: dict[str, Any] = {
     "swap_total_bytes": 0,
     "swap_used_bytes": 0,
     "bandwidth_bytes_per_second": 18.4e9,
+    "gemm_flops_per_second": 95e9,
     "gpus": [],
     "gpu_cause": "no_driver",
     "gpu_note": "no GPU driver",
@@ -131,6 +133,17 @@ def simulate(
             if output_tokens > 1:
                 active[joined] = output_tokens - 1
     return results
+
+
+def observed(law: Law) -> list[dict[str, Any]]:
+    """What a calibration sees of this law: prompts alone, and two bursts that end one by one."""
+    seen = [StepObservation(0, n, 0, law.base + law.prompt * n) for n in (16, 120, 200)]
+    for burst in (None, 1, 2):
+        for rows in (1,) if burst is None else (2, 3, 4, 6, 8, 12, 16):
+            seconds = law.base + law.row * rows
+            steps = (0.95 * seconds, seconds, seconds, 1.05 * seconds)
+            seen.append(StepObservation(rows, 0, 150.0 * rows, seconds, steps, burst))
+    return [msgspec.to_builtins(one) for one in seen]
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[tuple[float, int, int]]:
@@ -190,8 +203,8 @@ class _Writer:
             if model in self.predicted:
                 low, middle, high = self.predicted[model]
                 made = PredictedRate(rate=middle, low=low, high=high)
-                made_rates = {self.slo.name: made}
-                self._event(Calibrated, cell=key, spent_seconds=9.0, rates=made_rates)
+                told = {"rates": {self.slo.name: made}, "observations": observed(law)}
+                self._event(Calibrated, cell=key, spent_seconds=9.0, **told)
             self.clock += 3
             self._level(model, law, "single_stream", None)
             for rate in rates:

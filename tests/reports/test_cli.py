@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,8 @@ def test_formats_out_and_slo(small: Path, tmp_path: Path) -> None:
     assert "SLO reading: first token within 5 s" in output_of(done)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "for 80 % of requests" in text and "At your 2.0 requests/s, " in text
+    charts = re.findall(r"\]\((\S+\.svg)\)", text)
+    assert len(charts) > 3 and all((tmp_path / "out" / name).exists() for name in charts)
     assert not (tmp_path / "out" / "index.html").exists() and (
         tmp_path / "out" / "crossover.svg"
     ).read_text().startswith("<svg")
@@ -77,7 +80,7 @@ def test_formats_out_and_slo(small: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "pdf"], "--format 'pdf' is none of html, md, csv, png, svg"),
+        (["--format", "pdf"], "--format 'pdf' is none of html, md, csv, json, parquet, png, svg"),
         (["--rate", "0"], "--rate must be above 0"),
         (["--slo", "soon"], "SLO 'soon' is not one of chat"),
         (["--target", "1.5"], "target must be between 0 and 1"),
@@ -87,6 +90,14 @@ def test_formats_out_and_slo(small: Path, tmp_path: Path) -> None:
 def test_bad_options_are_one_sentence(small: Path, arguments: list[str], message: str) -> None:
     done = crossover("report", small, *arguments)
     assert isinstance(done.exception, ReportError) and message in str(done.exception)
+
+
+@pytest.mark.parametrize("option", ["--machine", "--plan"])
+def test_files_are_read_before_anything_is_simulated(small: Path, option: str) -> None:
+    done = crossover("report", small, option, "nope.file")
+    assert "nope.file cannot be read" in str(done.exception)
+    assert option == "--plan" or "--machine nope.file" in str(done.exception)
+    assert "would hold" not in done.stderr
 
 
 def test_no_run_there_is_one_sentence_and_exit_status_2(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -495,11 +496,19 @@ def test_a_gpu_is_chosen_by_memory_ttft_tpot_and_rate_together(run: RunNumbers) 
     assert any("is too slow by memory, TTFT, TPOT and" in text for text in sentences(run, found))
 
 
-def test_a_gpu_without_its_arithmetic_peak_is_not_known_to_suffice(run: RunNumbers) -> None:
+def test_a_gpu_without_its_arithmetic_peak_is_not_known_to_suffice(
+    run: RunNumbers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    facts = {"kind": "gpu", "memory_type": "gddr", "memory_gib": 48, "source_date": "2026-01-01"}
+    row = {"name": "Ours", "bandwidth_gb_per_second": 900, "source": "us", "confidence": "low"}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {**row, **facts}.items()]
+    (tmp_path / "crossover").mkdir()
+    (tmp_path / "crossover" / "hardware.toml").write_text("\n".join(["[[device]]", *lines]))
     takeover = crossover(run, asked_rate=1.0).takeovers[0]
-    unknown = [one for one in takeover.options if one.device.dense_tflops is None]
-    assert unknown and all(one.may_suffice is not True for one in unknown)
-    assert {"TTFT", "rate"} <= set(unknown[0].unknown + unknown[0].misses)
+    (ours,) = (one for one in takeover.options if one.device.name == "Ours")
+    assert ours.may_suffice is not True
+    assert {"TTFT", "rate"} <= set(ours.unknown + ours.misses)
 
 
 def test_what_lies_above_an_endpoint_of_unknown_hardware_is_no_cpus(

@@ -14,8 +14,19 @@ import msgspec
 import pytest
 
 from loadtests.capacity.words import in_words
+from models import formatting
+from reports.accelerator.batching import batching_of
+from reports.accelerator.costs import comparisons_of, priced
+from reports.charts.figures import figures
+from reports.findings import crossover
 from reports.numbers import RunNumbers
+from reports.planning.machine_capacity import MachineCapacity
+from reports.render.accelerator.batch_lattice import contexts_of
+from reports.render.accelerator.cost_lattice import rate_words
+from reports.render.accelerator.money import cost_words
+from reports.render.accelerator.speed import best_words
 from reports.render.lattice import at
+from reports.render.page import page
 
 BROWSER = next(
     (
@@ -30,8 +41,8 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this mac
 ASK = """<script type="module">
 const told = [];
 window.addEventListener("error", (event) => told.push(String(event.message)));
-const move = (id, value) => {
-  const input = document.getElementById(id);
+const move = (name, value) => {
+  const input = document.querySelector(`[data-knob="${name}"]`);
   input.value = value;
   input.dispatchEvent(new Event("input"));
 };
@@ -59,11 +70,41 @@ const timer = setInterval(() => {
         found: window.crossover.results(ttft, tpot).cells.map((one) => one.found),
       });
     }
+  const batches = [], costs = [];
+  const step = (line) => [line.line, line.rows, line.seconds, line.speed];
+  for (let context = 0; context < data.batch.contexts.length; context++)
+    for (let tpot = 0; tpot < data.tpot.length; tpot++) {
+      move("context", context);
+      move("tpot", tpot);
+      batches.push({
+        context, limit: data.tpot[tpot].value,
+        says: document.getElementById("batch-says").textContent,
+        steps: window.crossover.batches(context, tpot).map((one) => one.lines.map(step)),
+        best: window.crossover.batches(context, tpot).map((one) => one.best.map((x) => x.rows)),
+      });
+    }
+  for (let price = 0; price < data.cost.prices.length; price++)
+    for (const ttft of [0, 3, Math.floor(data.own / data.tpot.length)]) {
+      const isOwn = ttft === Math.floor(data.own / data.tpot.length);
+      const tpot = isOwn ? data.own % data.tpot.length : data.tpot.length - 1;
+      const point = ttft * data.tpot.length + tpot;
+      const rate = (7 * price + 3 * ttft) % data.rates.length;
+      for (const [id, value] of Object.entries({ price, ttft, tpot, rate })) move(id, value);
+      costs.push({
+        price: data.cost.prices[price].value, rate: data.rates[rate].value,
+        held: window.crossover.costs(point, price)
+          .map((one) => [one.cell.key, one.sides[0].held, one.sides.length]),
+        own: isOwn,
+        says: document.getElementById("cost-says").textContent,
+        at: document.getElementById("cost-at").textContent,
+      });
+    }
+  move("ttft", 0);
   setTimeout(() => {
     const answer = document.createElement("pre");
     answer.id = "answer";
     answer.textContent = JSON.stringify({
-      drawn: document.documentElement.dataset.drawn, own, rows, points, told,
+      drawn: document.documentElement.dataset.drawn, own, rows, points, told, batches, costs,
       dark: getComputedStyle(document.body).backgroundColor,
       ink: all('#chart-crossover svg [fill="#1b2530"]').map((one) => getComputedStyle(one).fill),
       moved: before !== document.querySelector("#chart-crossover svg").outerHTML,
@@ -73,6 +114,22 @@ const timer = setInterval(() => {
   }, 200);
 }, 50);
 </script>"""
+
+
+def capacities(run: RunNumbers) -> dict[str, tuple[MachineCapacity, ...]]:
+    """Of every cell on two GPUs, said and not simulated."""
+    slow = MachineCapacity(device="NVIDIA T4", kind="predicted", low=0.7, estimate=1.1, high=1.6)
+    fast = MachineCapacity(device="NVIDIA L4", kind="predicted", low=20.0, estimate=30.0, high=45.0)
+    return {cell.key: (slow, fast) for cell in run.cells}
+
+
+@pytest.fixture(scope="module")
+def written(run: RunNumbers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the example run with those GPUs."""
+    found = crossover(run, 0.5, capacities(run))
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "index.html").write_text(page(run, found, figures(run, found)))
+    return folder
 
 
 def ask(written: Path, folder: Path, *options: str) -> dict[str, Any]:
@@ -156,3 +213,51 @@ def test_at_every_point_the_page_says_what_python_estimates(
                 for name in ("held", "low", "estimate", "high"):
                     value = getattr(capacity, name)
                     assert found[name] == (None if value is None else pytest.approx(value, 1e-8))
+
+
+def test_at_every_context_and_limit_the_page_says_what_the_law_says(
+    answer: dict[str, Any], run: RunNumbers
+) -> None:
+    found = batching_of(run)
+    contexts = contexts_of(found)
+    assert len(found) == 2 and len(answer["batches"]) >= 20
+    for point in answer["batches"]:
+        place = point["context"]
+        for one, steps, best in zip(found, point["steps"], point["best"], strict=True):
+            context = contexts[place] if place else one.context_tokens
+            for line, rows, seconds, speed in steps:
+                of = one.law_seconds if line == "step law" else one.roof_seconds
+                assert seconds == pytest.approx(of(rows, context), 1e-8)
+                assert speed == pytest.approx(rows / seconds, 1e-8)
+            chosen = one.best(point["limit"], context)
+            assert best == ([] if chosen is None else [chosen.rows])
+        said = [
+            best_words(one, point["limit"], contexts[place] if place else one.context_tokens)
+            for one in found
+        ]
+        assert point["says"] == " ".join(said)
+
+
+def test_at_every_price_and_rate_the_page_says_what_python_says(
+    answer: dict[str, Any], run: RunNumbers
+) -> None:
+    by_key = {one.cell.key: one for one in comparisons_of(run, capacities(run))}
+    assert all(one.there for one in by_key.values())
+    assert len(answer["costs"]) >= 20 and any(point["held"] for point in answer["costs"])
+    for point in answer["costs"]:
+        moved = [
+            priced(
+                by_key[key] if count > 1 else msgspec.structs.replace(by_key[key], there=()),
+                point["price"],
+                held,
+            )
+            for key, held, count in point["held"]
+        ]
+        assert point["own"] == any(count > 1 for _, _, count in point["held"])
+        words = " ".join(cost_words(one) for one in moved) or "No rate is confirmed under your SLO."
+        assert point["says"] == words
+        at = [
+            f"At {formatting.rate(point['rate'])}: {rate_words(one, point['rate'])}."
+            for one in moved
+        ]
+        assert point["at"] == " ".join(at)

@@ -166,7 +166,10 @@ def test_the_quality_of_a_format_is_shown_where_it_was_measured(
 def test_every_chart_is_drawn_and_specified(reader: Reader) -> None:
     specs = json.loads(reader.scripts["specs"])
     kinds = {slug.split("-")[0] for slug in specs}
-    assert kinds == {"crossover", "alone", "latency", "throughput", "attainment", "memory"}
+    assert kinds == {
+        *("crossover", "alone", "latency", "throughput", "attainment", "memory"),
+        *("roofline", "batch", "cost"),
+    }
     assert {f"chart-{slug}" for slug in specs} <= set(reader.ids)
     assert reader.tags.count("svg") == len(specs)
     columns = {row["key"]: row for row in specs["crossover"]["datasets"]["columns"]}
@@ -271,7 +274,7 @@ def test_markdown_tables_are_whole(written: Path) -> None:
     for line in rows:
         if set(line) <= set("|-: "):
             widths.append(line.count("|"))
-    assert len(widths) == 4
+    assert len(widths) == 4 + 4  # and prefill against decode, batch, loading, cost
     assert {line.count("|") for line in rows} == set(widths)
 
 

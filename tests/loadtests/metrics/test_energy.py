@@ -1,0 +1,35 @@
+"""Energy of a level: from watts whose sum is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtests.metrics.energy import energy_of
+from tests.tools.records import sample
+
+
+def test_the_energy_of_a_part_of_the_samples_is_their_watts_by_their_time() -> None:
+    samples = [sample(float(at), cpu_watts=10.0 + at, gpu_watts=100.0) for at in range(11)]
+    found = energy_of(samples, 2.5, 6.0)
+    assert found is not None and found.seconds == 3.5
+    # 0.5 s of the sample at 3, then those at 4, 5 and 6
+    assert found.cpu_joules == pytest.approx(0.5 * 13 + 14 + 15 + 16)
+    assert found.gpu_joules == pytest.approx(350.0)
+    assert found.joules == pytest.approx(found.cpu_joules + 350.0)
+    assert found.measured_by == "RAPL and NVML"
+
+
+def test_counters_bridge_a_gap_and_readings_of_the_moment_do_not() -> None:
+    """RAPL's mean is of the whole gap; what a GPU drew in it nobody saw."""
+    moments = [0.0, 1.0, 2.0, 3.0, 9.0, 10.0, 11.0, 12.0]
+    samples = [sample(at, cpu_watts=20.0, gpu_watts=50.0) for at in moments]
+    found = energy_of(samples, 0.0, 12.0)
+    assert found is not None and found.cpu_joules == pytest.approx(240.0)
+    assert found.gpu_joules is None and found.measured_by == "RAPL"
+
+
+def test_nothing_is_measured_where_nobody_looked() -> None:
+    assert energy_of([sample(0.0), sample(1.0), sample(2.0)], 0.0, 2.0) is None
+    assert energy_of([sample(0.0, cpu_watts=5.0)], 0.0, 1.0) is None
+    few = [sample(float(at), cpu_watts=5.0) for at in range(4)]
+    assert energy_of(few, 0.0, 10.0) is None, "a third of the time is no measurement"
