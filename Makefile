@@ -12,12 +12,13 @@ RUNS ?= runs
 DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo test clients lint types env bench clean help
+.PHONY: demo test clients lint types env bench images test-images clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
 	@echo "make test   the tests (some 7 minutes on 2 cores)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
+	@echo "make images test-images  the images of docker/, built with buildah and run with podman (Debian packages; says what is missing)"
 	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
 
 demo: $(STAMP)
@@ -44,6 +45,16 @@ lint: $(STAMP)
 	$(BIN)/python -m tests.house
 	$(BIN)/bandit -q -c pyproject.toml -r models serving loadtests reports crossover.py
 	$(BIN)/python -m tests.audit
+
+images:
+	@for tool in buildah podman runc mmdebstrap; do command -v $$tool >/dev/null || { echo "images: not built, this machine has no $$tool"; exit 0; }; done; \
+	export CONTAINERS_CONF=$(CURDIR)/docker/containers.conf BASE=localhost/debian:12-slim; \
+	podman image exists $$BASE || docker/base.sh; \
+	docker/build.sh cpu localhost/crossover:cpu && docker/build.sh load localhost/crossover:load && \
+	docker/build.sh "" localhost/prometheus docker/prometheus/Dockerfile
+
+test-images:
+	docker/test-images.sh
 
 env: $(STAMP)
 
