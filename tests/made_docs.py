@@ -11,12 +11,19 @@ import importlib
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from loadtests.campaign.template import key_table
+from reports.check import FUNCTIONS
+from reports.plan import example, output
+from reports.plan.file import read_plan
+from reports.plan.sources import planned
+from reports.prediction.predictor import predictor
+from reports.render import document
 from serving.backends import BACKENDS
 from serving.backends.base import CAPABILITIES
 from serving.http.wire.requests import ChatRequest, CompletionRequest
@@ -117,11 +124,52 @@ def _values(kind: dict[str, Any]) -> str:
     return f"{kind.get('type', 'any')}{items}{bounds}"
 
 
+def functions() -> list[str]:
+    """What a condition of `report --check` may ask for."""
+    return [
+        "| function | what it is |",
+        "|---|---|",
+        *(
+            f"| `{name}(MODEL{', RATE' if one.most_rates else ''})` | {one.about} |"
+            for name, one in FUNCTIONS.items()
+        ),
+    ]
+
+
+def errors() -> list[str]:
+    """The errors of predicted steps, by class."""
+    heads = ("class", "rows", "devices", "median %", "MAPE %", "p90 %", "bias %", "covered %")
+    out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for name, one in predictor().errors.items():
+        kind = name.replace("|", " ")
+        values = f"{one.rows} | {one.devices} | {one.median} | {one.mape} | {one.p90}"
+        out.append(f"| {kind} | {values} | {one.bias:+} | {one.covered} |")
+    return out
+
+
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"rooms": rooms, "map": tree},
     "docs/api.md": {"engines": engines, "keys": keys},
     "docs/campaign.md": {"keys": key_table},
+    "docs/plan.md": {"keys": example.key_table},
+    "docs/report.md": {"functions": functions},
+    "docs/prediction.md": {"errors": errors},
+}
+
+
+def plan_outputs(name: str) -> str:
+    """What `crossover plan` says to a file of docs/plan-examples."""
+    made = planned(read_plan(ROOT / "docs" / "plan-examples" / f"{name}.toml"))
+    return f"$ crossover plan docs/plan-examples/{name}.toml\n{output.as_text(made, 150)}\n"
+
+
+PLANS = ("chat-on-a-laptop", "office-hours", "code-at-night", "70b")
+# Files that are made as a whole.
+WHOLE: dict[str, Callable[[], str]] = {
+    "docs/report.schema.json": lambda: json.dumps(document.schema(), indent=1) + "\n",
+    "docs/plan.schema.json": lambda: json.dumps(output.schema(), indent=1) + "\n",
+    **{f"docs/plan-examples/{name}.txt": partial(plan_outputs, name) for name in PLANS},
 }
 
 
@@ -145,3 +193,5 @@ if __name__ == "__main__":
     for name in MADE:
         path = ROOT / name
         path.write_text(replaced(name, path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, make in WHOLE.items():
+        (ROOT / name).write_text(make(), encoding="utf-8")

@@ -4,12 +4,13 @@ import doctest
 import importlib
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import crossover
-from tests.made_docs import MADE, replaced
+from tests.made_docs import MADE, WHOLE, replaced
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -20,6 +21,11 @@ PAGES = (README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
 def test_what_is_made_from_the_code_is_as_the_code_is(name: str) -> None:
     text = (ROOT / name).read_text()
     assert replaced(name, text) == text, "run: python -m tests.made_docs"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_made_as_a_whole_is_as_the_code_is(name: str) -> None:
+    assert (ROOT / name).read_text() == WHOLE[name](), "run: python -m tests.made_docs"
 
 
 def test_the_readme_is_short() -> None:
@@ -63,6 +69,30 @@ def test_files_named_in_the_docs_exist() -> None:
         )
         wrong += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
     assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_that_is_shown_exists(
+    page: Path, crossover: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    helps: dict[str, str] = {}
+    for line in re.findall(r"^\s*crossover (.+)$", page.read_text(), re.M):
+        words = line.split("#")[0].split()
+        verb = words[:2] if words[0] in ("campaign", "models", "hardware") else words[:1]
+        if (key := " ".join(verb)) not in helps:
+            helps[key] = crossover(*verb, "--help", COLUMNS="200").stdout
+        for option in re.findall(r"(?<=\s)--[a-z-]+", line.split("#")[0]):
+            assert option in helps[key], line
+
+
+def test_every_warning_is_explained() -> None:
+    sources = ("loadtests/metrics/level_warnings.py", "reports/warnings.py")
+    text = "".join((ROOT / name).read_text() for name in sources)
+    raised = set(re.findall(r'(?:NamedWarning\(\s*|_about\(cell, )"([A-Z]\w+)"', text))
+    raised |= set(re.findall(r'^[A-Z_]+ = "([A-Z][a-z]\w+)"$', text, re.M))
+    page = (ROOT / "docs" / "reading-a-report.md").read_text()
+    assert set(re.findall(r"^\| ([A-Z]\w+) \|", page, re.M)) == raised
+    assert len(raised) > 35
 
 
 def _modules_with_examples() -> list[str]:
