@@ -40,6 +40,18 @@ VERBS: dict[str, tuple[str, str]] = {
         "loadtests.cli:selftest",
         "Check the accuracy of the load generator on this machine.",
     ),
+    "calibrate": (
+        "loadtests.calibrate.cli:app",
+        "Measure this machine in a minute: a file that plans and reports take as a device.",
+    ),
+    "hardware": (
+        "reports.planning.hardware_cli:app",
+        "Devices that one can buy, rent or own, with their prices: list, add, update.",
+    ),
+    "plan": (
+        "reports.plan.cli:plan",
+        "Rank CPUs, GPUs and both by what they cost to serve a forecast.",
+    ),
     "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown and CSV."),
 }
 

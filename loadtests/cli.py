@@ -40,9 +40,9 @@ campaign = typer.Typer(
     rich_markup_mode="rich",
     help="Measure a ladder of models: the highest load at which each meets the SLO. "
     "A run can be killed at any moment and resumed.",
-    epilog="A campaign file:  name = 'mine'  models = ['135m', '1b']  budget_seconds = 600  "
-    "\\[slo] preset = 'chat'.  crossover campaign init prints one with every key, its default and "
-    "a comment.",
+    epilog="A campaign file:\n\nname = 'mine'\n\nmodels = ['135m', '1b']\n\n"
+    "budget_seconds = 600\n\nslo = 'chat'\n\ncrossover campaign init prints one with every key, "
+    "its default and a comment.",
 )
 
 

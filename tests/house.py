@@ -33,11 +33,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "loadtests": (
         *("errors", "records", "workload", "metrics", "capacity", "simulation", "host"),
-        *("generator", "locustfile", "campaign", "comparison", "selftest", "terminal", "cli"),
+        *("generator", "locustfile", "campaign", "calibrate", "comparison", "selftest"),
+        *("terminal", "cli"),
     ),
     "reports": (
-        *("errors", "numbers", "planning", "warnings", "run", "merge", "findings", "sentences"),
-        *("charts", "render", "write", "cli"),
+        *("errors", "numbers", "prediction", "planning", "warnings", "steps", "run", "merge"),
+        *("elsewhere", "findings", "sentences", "plan", "check", "accelerator", "charts"),
+        *("render", "write", "cli"),
     ),
 }
 
@@ -54,7 +56,7 @@ DEFERRED_OUTSIDE = frozenset(
         *("torch", "transformers", "llama_cpp", "onnx", "onnx_ir", "onnxruntime", "optimum"),
         *("onnxruntime_genai", "gguf", "huggingface_hub", "accelerate", "tokenizers"),
         *("safetensors", "llguidance", "pynvml", "opentelemetry", "uvicorn", "locust", "gevent"),
-        *("geventhttpclient", "altair", "vl_convert", "scipy", "typer", "rich"),
+        *("geventhttpclient", "altair", "vl_convert", "scipy", "typer", "rich", "pyarrow"),
     }
 )
 # Of our own modules, only these may be imported inside functions: the adapters of an optional

@@ -279,6 +279,12 @@ def machine_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
             else "not measured (--bandwidth measures it)",
         ),
         (
+            "arithmetic",
+            f"{formatting.operations(facts.gemm_flops_per_second, 3)} in float32 products"
+            if facts.gemm_flops_per_second
+            else "not measured (--bandwidth measures it)",
+        ),
+        (
             "swap",
             f"{size(facts.swap_total_bytes)}, {size(facts.swap_used_bytes)} used"
             if facts.swap_total_bytes

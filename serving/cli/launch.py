@@ -247,7 +247,7 @@ async def _serve(
     url = url_of(served[0].port, tls=options.tls_certificate is not None)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    bound_handshakes(loop)
+    bound_handshakes(loop, app.limits.connections)
     for number in _SIGNALS:
         loop.add_signal_handler(number, _on_signal, registry, stop, narrator)
     gc.collect()

@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -114,8 +115,23 @@ def library(wait_policy: str = "default", must: bool = True) -> Any:
             f"{PACKAGE} cannot be imported: {problem}; pip install 'llm-crossover[llama-cpp]'"
         ) from problem
     LOG.install(llama_cpp)
+    _load_devices(llama_cpp)
     llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+def _load_devices(llama: Any) -> None:
+    """Load GGML's backends that are files beside the library, the best for this CPU.
+
+    A build for many CPUs (GGML_BACKEND_DL) has none inside, and llama.cpp alone looks for none.
+    """
+    folder = Path(llama.__file__).parent / "lib"
+    if not (folder / "libggml.so").is_file():
+        return
+    ggml = ctypes.CDLL(str(folder / "libggml.so"))
+    ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
+    if ggml.ggml_backend_reg_count() == 0:
+        ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
 
 
 def build_details(llama: Any) -> dict[str, str]:

@@ -91,6 +91,7 @@ def test_the_page_for_people_says_what_there_is(capsys: pytest.CaptureFixture[st
     facts = machine(
         gpus=(GpuFacts("Test GPU", "nvidia", 80 * GIB, 70 * GIB, "550.1", "9.0"),),
         bandwidth_bytes_per_second=2.05e10,
+        gemm_flops_per_second=1.9e11,
         cgroup_cores=1.5,
     )
     broken = BackendProbe("torch", False, problem="it [bold]broke")
@@ -102,6 +103,7 @@ def test_the_page_for_people_says_what_there_is(capsys: pytest.CaptureFixture[st
     assert rows["bandwidth"] == "20.5 GB/s read" and rows["GPU 0"].startswith(
         "Test GPU, 80 GiB, 70 GiB free, driver 550.1"
     )
+    assert rows["arithmetic"] == "190 GFLOP/s in float32 products"
     assert "1.5 cores' time" in rows["cores"] and rows["C++ compiler"].startswith("none:")
     show(diagnosis)
     page = capsys.readouterr().out
