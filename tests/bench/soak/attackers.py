@@ -1,4 +1,6 @@
-"""The attackers of the soak: `python -m tests.bench.soak.attackers PORT`, until SIGTERM.
+"""The attackers of the soak: `python -m tests.bench.soak.attackers PORT [NAME]`, until SIGTERM.
+
+NAME: only those whose name has it; `polite`: clients that behave and ask the model for as much.
 
 Each attack begins every so many seconds, at a random moment of its period; `ATTACKS` states them.
 What they ask of the model is small (TOKENS_PER_SECOND), so that the edge is tried and not the
@@ -16,7 +18,7 @@ import socket
 import struct
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from serving.hardware.priority import lower_priority
@@ -27,6 +29,8 @@ FLOOD = 500  # connections at once; the server's limit is 4,096
 SLOW = 100  # sockets that send a header byte a second
 WAIT_SECONDS = 120.0  # for an answer
 UNREAD_TOKENS, LEFT_TOKENS, GRAMMAR_ANSWERS, GRAMMAR_TOKENS = 300, 200, 4, 8
+SECOND_TOKENS = 20  # of one stream, about
+GRAMMAR_EVERY, UNREAD_EVERY, LEFT_EVERY = 10.0, 120.0, 10.0  # seconds
 PROMPT = "Once upon a time"
 
 
@@ -174,6 +178,24 @@ async def slow(port: int, draw: random.Random) -> str:
     return "never closed"
 
 
+async def answers(port: int, draw: random.Random) -> str:
+    """As many tokens as a grammar's answers."""
+    asked = {"n": GRAMMAR_ANSWERS, "max_tokens": GRAMMAR_TOKENS, "ignore_eos": True}
+    return await status(port, closing(post(prompt=f"{draw.random()} {PROMPT}", **asked)))
+
+
+async def stream(port: int, draw: random.Random) -> str:
+    """As many tokens as a stream that nobody reads."""
+    asked = {"max_tokens": UNREAD_TOKENS, "stream": True, "ignore_eos": True}
+    return await status(port, closing(post(prompt=f"{draw.random()} {PROMPT}", **asked)))
+
+
+async def short(port: int, draw: random.Random) -> str:
+    """As many tokens as a leaver has had."""
+    asked = {"max_tokens": SECOND_TOKENS, "ignore_eos": True}
+    return await status(port, closing(post(prompt=f"{draw.random()} {PROMPT}", **asked)))
+
+
 class Attack(NamedTuple):
     """`every_seconds`: from one start to the next; None: `SLOW` of them all the time.
 
@@ -188,11 +210,16 @@ class Attack(NamedTuple):
 
 ATTACKS = (
     Attack(f"slowloris, {SLOW} sockets", None, 0, slow),
-    Attack("costly grammars, each new", 10.0, GRAMMAR_ANSWERS * GRAMMAR_TOKENS, grammar),
+    Attack("costly grammars, each new", GRAMMAR_EVERY, GRAMMAR_ANSWERS * GRAMMAR_TOKENS, grammar),
     Attack("huge bodies", 5.0, 1, body),
-    Attack("a stream that nobody reads", 120.0, UNREAD_TOKENS, unread),
-    Attack("leaves after a second", 10.0, 20, leaver),
+    Attack("a stream that nobody reads", UNREAD_EVERY, UNREAD_TOKENS, unread),
+    Attack("leaves after a second", LEFT_EVERY, SECOND_TOKENS, leaver),
     Attack(f"{FLOOD} connections for 5 s", 20.0, 0, flood),
+)
+POLITE = (
+    Attack("four answers", GRAMMAR_EVERY, GRAMMAR_ANSWERS * GRAMMAR_TOKENS, answers),
+    Attack("a long stream", UNREAD_EVERY, UNREAD_TOKENS, stream),
+    Attack("a short answer", LEFT_EVERY, SECOND_TOKENS, short),
 )
 TOKENS_PER_SECOND = sum(one.tokens / one.every_seconds for one in ATTACKS if one.every_seconds)
 
@@ -221,11 +248,11 @@ async def _every(attack: Attack, port: int, draw: random.Random, seen: Counter[s
             await asyncio.sleep(attack.every_seconds - moment)
 
 
-async def attack_all(port: int) -> dict[str, dict[str, int]]:
+async def attack_all(port: int, attacks: Sequence[Attack]) -> dict[str, dict[str, int]]:
     """All of them until SIGTERM; what became of them."""
-    draw, found = random.Random(3), {one.name: Counter[str]() for one in ATTACKS}
+    draw, found = random.Random(3), {one.name: Counter[str]() for one in attacks}
     tasks = []
-    for one in ATTACKS:
+    for one in attacks:
         if one.every_seconds is None:
             tasks += [_again(one, port, draw, found[one.name]) for _ in range(SLOW)]
         else:
@@ -241,7 +268,9 @@ async def attack_all(port: int) -> dict[str, dict[str, int]]:
 
 def main() -> int:
     lower_priority(19)
-    print(json.dumps(run(attack_all(int(sys.argv[1])))), flush=True)
+    port, name = int(sys.argv[1]), "".join(sys.argv[2:3])
+    attacks = POLITE if name == "polite" else [one for one in ATTACKS if name in one.name]
+    print(json.dumps(run(attack_all(port, attacks))), flush=True)
     return 0
 
 

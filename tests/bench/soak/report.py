@@ -16,6 +16,7 @@ MOST_RATIO = 2.0
 MOST_GROWTH_BYTES = 16 << 20
 SETTLING = 1 / 6  # of the attacked time, before the slope of memory is looked at
 PROCESSES = ("api", "engine")
+PHASES: tuple[Phase, ...] = ("alone", "polite", "attacked")
 
 
 def ttfts(soak: Soak, phase: Phase) -> list[float]:
@@ -31,25 +32,30 @@ def percentile(values: Sequence[float], share: float) -> tuple[float, float, flo
     return float(np.quantile(values, share)), values[at[0]], values[at[1]]
 
 
-def ratio(soak: Soak) -> float | None:
-    """TTFT p99 beside attackers over alone."""
-    alone = percentile(ttfts(soak, "alone"), 0.99)
+def ratio(soak: Soak, without: Phase = "alone") -> float | None:
+    """TTFT p99 beside attackers over alone, or over beside polite clients."""
+    alone = percentile(ttfts(soak, without), 0.99)
     attacked = percentile(ttfts(soak, "attacked"), 0.99)
     return attacked[0] / alone[0] if alone and attacked else None
 
 
 def slopes(soak: Soak) -> dict[str, tuple[Trend, float]]:
-    """RSS while attacked, with the hours that it was watched; empty where that is too short."""
+    """RSS while attacked, the least of each minute, with the hours that it was watched; empty where
+    that is too short.
+    """
     attacked = [one for one in soak.samples if one.phase == "attacked"]
     later = attacked[int(len(attacked) * SETTLING) :]
-    if len(later) < 5:
+    minutes = sorted({int(one.seconds // 60) for one in later})
+    if len(minutes) < 5:
         return {}
-    times = [one.seconds for one in later]
-    hours = (times[-1] - times[0]) / 3600
+    hours = (later[-1].seconds - later[0].seconds) / 3600
     found = {}
     for name in PROCESSES:
-        values = [float(getattr(one, name).rss_bytes) for one in later]
-        found[name] = trend(times, values), hours
+        least = [
+            min(float(getattr(one, name).rss_bytes) for one in later if one.seconds // 60 == minute)
+            for minute in minutes
+        ]
+        found[name] = trend([60.0 * minute for minute in minutes], least), hours
     return found
 
 
@@ -88,8 +94,10 @@ def verdicts(soak: Soak) -> dict[str, bool]:
 
 def printed(soak: Soak) -> str:
     lines = [_HEAD, *_minutes(soak)]
-    for phase in ("alone", "attacked"):
+    for phase in PHASES:
         times = ttfts(soak, phase)
+        if phase == "polite" and not times:
+            continue
         mine = [one for one in soak.requests if one.phase == phase]
         lags = [one.send_lag for one in mine if one.send_lag is not None]
         lines.append(
@@ -104,11 +112,13 @@ def printed(soak: Soak) -> str:
     ]
     for name, (slope, hours) in slopes(soak).items():
         lines.append(
-            f"RSS of {name}: {mib(slope.mean)}; {slope.samples} samples in {60 * hours:.0f} min; "
+            f"RSS of {name}: {mib(slope.mean)}; {slope.samples} minutes within {60 * hours:.0f}; "
             f"{mib(slope.slope)}/h ({mib(slope.low)} to {mib(slope.high)}), Theil-Sen "
             f"{mib(slope.theil_sen)}/h: {slope.verdict}, at most {mib(slope.high * hours)} in all"
         )
     lines += [f"{name} at rest: {a} -> {b}" for name, (a, b) in at_rest(soak).items()]
+    if (fair := ratio(soak, "polite")) is not None:
+        lines.append(f"TTFT p99 beside attackers / beside polite clients: {fair:.2f}")
     for name, seen in soak.attacks.items():
         told = ", ".join(f"{count} x {what}" for what, count in sorted(seen.items()))
         lines.append(f"attack: {name}: {told or 'none'}")

@@ -1,5 +1,8 @@
 """Does the soak's verdict say what was measured?"""
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from tests.bench.pressure.wire import Held, Server
@@ -47,6 +50,16 @@ def test_what_holds_is_kept() -> None:
 def test_what_does_not_hold_is_missed(soak: Soak, missed: str) -> None:
     assert not next(kept for text, kept in verdicts(soak).items() if missed in text)
     assert printed(soak)
+
+
+def test_memory_that_is_given_back_within_the_minute_is_not_growth() -> None:
+    soak = soaked(0.15, 0)
+    draw = random.Random(1)
+    for place, sample in enumerate(soak.samples):
+        if draw.random() < 0.5:
+            held = replace(sample.api, rss_bytes=sample.api.rss_bytes + (16 << 20))
+            soak.samples[place] = replace(sample, api=held)
+    assert all(verdicts(soak).values())
 
 
 def test_a_percentile_has_an_interval_of_order_statistics() -> None:

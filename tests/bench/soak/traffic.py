@@ -14,7 +14,7 @@ from tests.bench.pressure.wire import Client, Held, Outcome, Server, held, post,
 PROMPT_WORDS, OUTPUT_TOKENS = 20, 32  # a word of three digits is three tokens or fewer
 MOST_OPEN = 500  # a server that has stopped answering shall not fill this process's memory
 TASKS = "crossover_event_loop_tasks"
-Phase = Literal["warm-up", "alone", "attacked"]
+Phase = Literal["warm-up", "alone", "polite", "attacked"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,22 @@ class Soak:
 
         await asyncio.gather(*(user() for _ in range(streams)))
         return sum(seconds / 3 <= end < seconds for end in ends) / (seconds * 2 / 3)
+
+    async def first_grammar(self) -> None:
+        """A request with a grammar: the engine compiles the first one in a thread that it keeps.
+
+        A backend without grammars refuses it.
+        """
+        outcome = await self.client.ask(post(prompt="x", max_tokens=1, grammar='root ::= "x"'))
+        if outcome.status not in (200, 400):
+            raise RuntimeError(f"a grammar: {outcome.status} {outcome.body[:200]!r}")
+
+    def add_attacks(self, seen: dict[str, dict[str, int]]) -> None:
+        """What became of the attacks of one turn."""
+        for name, counts in seen.items():
+            known = self.attacks.setdefault(name, {})
+            for what, count in counts.items():
+                known[what] = known.get(what, 0) + count
 
     async def traffic(self, phase: Phase, rate: float, seconds: float) -> None:
         """Poisson arrivals for so long; those under way go on into what follows."""
