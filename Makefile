@@ -3,22 +3,27 @@
 #   PYTHON      the interpreter to make the environment with (3.11 or newer)
 #   VENV        where the environment goes
 #   PIP_FLAGS   extra flags for pip; on a machine without a GPU, PyTorch's own CPU index saves several GB: PIP_FLAGS="--extra-index-url URL"
+#   IMAGE_BASE  what `make images` builds on; where a registry of images can be reached: docker.io/library/debian:12-slim
 
 SHELL = /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 RUNS ?= runs
+IMAGE_BASE ?= localhost/debian:12-slim
 DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo test clients lint types env bench images test-images clean help
+.PHONY: demo test clients lint types env bench images test-images lint-images docs release-check clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
 	@echo "make test   the tests (some 7 minutes on 2 cores)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make images test-images  the images of docker/, built with buildah and run with podman (Debian packages; says what is missing)"
+	@echo "make lint-images  hadolint, shellcheck, the schemas of compose and Kubernetes, for docker/"
+	@echo "make docs   the guides as a site, in site/"
+	@echo "make release-check  sdist and wheel, installed without torch in a clean environment: serve, load, campaign, report"
 	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
 
 demo: $(STAMP)
@@ -47,19 +52,32 @@ lint: $(STAMP)
 	$(BIN)/python -m tests.audit
 
 images:
-	@for tool in buildah podman runc mmdebstrap; do command -v $$tool >/dev/null || { echo "images: not built, this machine has no $$tool"; exit 0; }; done; \
-	export CONTAINERS_CONF=$(CURDIR)/docker/containers.conf BASE=localhost/debian:12-slim; \
-	podman image exists $$BASE || docker/base.sh; \
-	docker/build.sh cpu localhost/crossover:cpu && docker/build.sh load localhost/crossover:load && \
+	@for tool in buildah podman runc $(if $(findstring localhost/,$(IMAGE_BASE)),mmdebstrap); do \
+	  command -v $$tool >/dev/null || { echo "images: not built, this machine has no $$tool (Debian: apt-get install $$tool)"; exit 0; }; done; \
+	set -e; export CONTAINERS_CONF=$(CURDIR)/docker/containers.conf BASE=$(IMAGE_BASE); \
+	$(if $(findstring localhost/,$(IMAGE_BASE)),podman image exists $$BASE || docker/base.sh;) \
+	for name in cpu load report; do docker/build.sh $$name localhost/crossover:$$name; done; \
 	docker/build.sh "" localhost/prometheus docker/prometheus/Dockerfile
 
 test-images:
 	docker/test-images.sh
 
+lint-images:
+	PYTHON=$(PYTHON) PIP_FLAGS="$(PIP_FLAGS)" VENV=$(VENV) docker/lint.sh
+
+docs: $(STAMP)
+	@$(BIN)/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m tests.docs_site
+
+release-check:
+	$(PYTHON) -m tests.release_check
+
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "crossover: needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "crossover: $(PYTHON) cannot make environments. Debian, Ubuntu:  apt-get install python3-venv"; exit 1; }
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \
 	  echo "crossover: no C++ compiler found, and llama-cpp-python is built from source."; \
 	  echo "  Debian, Ubuntu:  apt-get install build-essential"; \

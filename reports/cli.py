@@ -92,10 +92,15 @@ def report(**given: Any) -> None:
 
 def _one(group: list[Path], options: Options) -> bool:
     """A report; whether all that is to be checked is so."""
+    from reports.charts.figure import draws, missing_charts
     from reports.write import Asked, as_json, checked, read, write
 
+    formats = _formats(options)
+    if options.formats is None and "html" in formats and not draws():
+        typer.echo(f"No page: {missing_charts('it needs')}", err=True)
+        formats = tuple(name for name in formats if name != "html")
     asked = Asked(
-        formats=_formats(options),
+        formats=formats,
         rate=options.rate,
         slo=options.slo,
         ttft_seconds=options.ttft,
@@ -103,7 +108,7 @@ def _one(group: list[Path], options: Options) -> bool:
         target=options.target,
         machines=tuple(options.machine or ()),
         say=partial(typer.echo, err=True),
-        predicts=bool(_formats(options)) or options.as_json,
+        predicts=bool(formats) or options.as_json,
         plan=options.plan,
     )
     found = read(group, asked)

@@ -10,7 +10,7 @@ import msgspec
 from loadtests.calibrate.machine_file import BadMachineFile
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from models.manifest import write_atomically
-from reports.charts.figures import figures
+from reports.charts.figure import Figure, draws, missing_charts
 from reports.check import Checked, check
 from reports.elsewhere import elsewhere, gpu_capacities
 from reports.errors import ReportError
@@ -21,7 +21,7 @@ from reports.plan.file import read_plan
 from reports.plan.ranking import Plan
 from reports.plan.sources import planned
 from reports.planning.calibrated import CalibratedMachine, load_machine
-from reports.render import document, markdown, page, parquet, tables
+from reports.render import document, markdown, parquet, tables
 from reports.render.elsewhere import elsewhere_records
 from reports.run import numbers_of, read_records, slo_of
 from reports.sentences import headline
@@ -117,10 +117,10 @@ def as_json(of: Found) -> bytes:
 def write(of: Found, out: Path, asked: Asked) -> Path:
     """Write the report into `out`; its main file. Raises ReportError."""
     run, found = of.run, of.crossover
-    drawn = figures(run, found)
+    drawn = _figures(of) if {"html", "png", "svg"} & set(asked.formats) else ()
     files: dict[str, bytes] = {}
     if "html" in asked.formats:
-        files["index.html"] = page.page(run, found, drawn, of.plan).encode()
+        files["index.html"] = _page(of, drawn).encode()
     if "md" in asked.formats:
         kinds = [kind for kind in ("svg", "png") if kind in asked.formats]
         images = {one.slug: f"{one.slug}.{kind}" for kind in kinds for one in drawn}
@@ -141,6 +141,21 @@ def write(of: Found, out: Path, asked: Asked) -> Path:
         files |= {f"{figure.slug}.svg": figure.svg().encode() for figure in drawn}
     _write(out, files)
     return out / next(iter(files), "")
+
+
+def _figures(of: Found) -> tuple[Figure, ...]:
+    """Raises MissingPackage."""
+    if not draws():
+        raise missing_charts("the page and its charts need")
+    from reports.charts.figures import figures
+
+    return figures(of.run, of.crossover)
+
+
+def _page(of: Found, drawn: tuple[Figure, ...]) -> str:
+    from reports.render.page import page
+
+    return page(of.run, of.crossover, drawn, of.plan)
 
 
 def _parquet(of: Found) -> dict[str, bytes]:

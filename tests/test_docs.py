@@ -2,19 +2,29 @@
 
 import doctest
 import importlib
+import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import crossover
+from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = (README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    README,
+    ROOT / "SECURITY.md",
+    ROOT / "docker" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -41,8 +51,8 @@ def test_every_verb_that_is_shown_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_target_that_is_named_exists(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = set(re.findall(r"`make ([a-z]+)", page.read_text()))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"`make ([a-z-]+)", page.read_text()))
     assert named <= targets
     assert named or page != README
 
@@ -83,6 +93,33 @@ def test_every_option_that_is_shown_exists(
             helps[key] = crossover(*verb, "--help", COLUMNS="200").stdout
         for option in re.findall(r"(?<=\s)--[a-z-]+", line.split("#")[0]):
             assert option in helps[key], line
+
+
+def _named(entries: list[Any]) -> list[str]:
+    """The addresses in a part of the site's navigation."""
+    found: list[str] = []
+    for entry in entries:
+        value = entry if isinstance(entry, str) else next(iter(entry.values()))
+        found += [value] if isinstance(value, str) else _named(value)
+    return found
+
+
+def test_the_site_names_every_page_once() -> None:
+    named = _named(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert len(named) == len(set(named))
+    assert set(named) - set(outside().values()) == pages
+    assert not pages & set(outside().values())
+
+
+def test_the_site_is_built_and_loads_nothing_from_elsewhere() -> None:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed (make docs)")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.docs_site"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not loaded_from_elsewhere() and (SITE / "accelerators.html").exists()
 
 
 def test_every_warning_is_explained() -> None:

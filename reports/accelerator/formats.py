@@ -86,3 +86,10 @@ def _bytes(spec: ModelSpec | None, weight_format: str) -> int | None:
         return weight_bytes(spec, weight_format)
     except KeyError:
         return None
+
+
+def kind_words(one: FormatRow) -> str:
+    """Measured with the model itself, or scaled from a smaller one."""
+    if one.measured_on:
+        return f"predicted: measured on {one.measured_on} and scaled"
+    return "measured here"

@@ -8,9 +8,6 @@ for figure in figures(run, found):
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
-
-import msgspec
 
 from models import formatting
 from models.formatting import model_title
@@ -19,25 +16,19 @@ from reports.accelerator.costs import comparisons_of
 from reports.accelerator.formats import formats_of
 from reports.accelerator.joules import energies_of
 from reports.accelerator.phases import phases_of
-from reports.charts import latency, memory, style, throughput
+from reports.charts import latency, memory, throughput
 from reports.charts.batching import batch_chart
 from reports.charts.costs import cost_chart, joule_chart
 from reports.charts.crossover_map import above_words, crossover_map
 from reports.charts.energy import energy_chart
 from reports.charts.fallback import fallback_chart
+from reports.charts.figure import MEASURED, Figure, Source
 from reports.charts.formats import format_chart
-from reports.charts.parts import Spec
 from reports.charts.phases import roofline
-from reports.errors import MissingPackage
 from reports.findings import Crossover, Rung
 from reports.numbers import CellNumbers, RunNumbers
 from reports.planning.predict import need_of
 from reports.sentences import names_of, setting_words, slo_words
-
-Source = Literal["measured here", "predicted", "published"]
-MEASURED: tuple[Source, ...] = ("measured here",)
-STATIC_WIDTH = 860
-HALF_WIDTH = 400
 
 MAP_CAPTION = (
     "Blue: a level at that rate or above ran, long enough, and met the SLO ({slo}). Pale blue: not "
@@ -92,30 +83,6 @@ PEAK_CAPTION = (
     " Diamonds: the measured peak of the engine's resident memory. "
     "A KV cache that was never filled is not resident."
 )
-
-
-class Figure(msgspec.Struct, frozen=True):
-    """One chart. `group` puts small multiples together; two `half` ones stand side by side."""
-
-    group: str
-    slug: str
-    title: str
-    caption: str
-    chart: Spec  # as wide as its container
-    sources: tuple[Source, ...] = MEASURED
-    half: bool = False
-    cell: str = ""  # the key of the one cell that it shows
-
-    def spec(self, width: int | None = None) -> Spec:
-        """Vega-Lite with a fixed width in pixels."""
-        return self.chart | {"width": width or (HALF_WIDTH if self.half else STATIC_WIDTH)}
-
-    def svg(self) -> str:
-        return str(vl_convert().vegalite_to_svg(self.spec()))
-
-    def png(self, scale: float = 2.0) -> bytes:
-        framed = self.spec() | {"background": style.PAPER, "padding": 12}
-        return bytes(vl_convert().vegalite_to_png(framed, scale=scale))
 
 
 def figures(run: RunNumbers, found: Crossover) -> tuple[Figure, ...]:
@@ -273,14 +240,3 @@ def _memory_caption(rungs: Sequence[Rung]) -> str:
 def _slug(key: str) -> str:
     kept = [letter if letter.isalnum() or letter in ".-" else "-" for letter in key.lower()]
     return "".join(kept).strip("-")
-
-
-def vl_convert() -> Any:
-    """The package that draws. Raises MissingPackage where it is not installed."""
-    try:
-        import vl_convert as package
-    except ImportError as problem:
-        raise MissingPackage(
-            "charts need the package vl-convert-python; install llm-crossover[report]"
-        ) from problem
-    return package

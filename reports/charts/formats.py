@@ -8,7 +8,7 @@ import altair as alt
 
 from models import formatting
 from models.formatting import GIB
-from reports.accelerator.formats import FormatRow
+from reports.accelerator.formats import FormatRow, kind_words
 from reports.charts import parts, style
 
 
@@ -51,10 +51,3 @@ def format_chart(found: Sequence[FormatRow]) -> parts.Spec | None:
         ],
         height=210,
     )
-
-
-def kind_words(one: FormatRow) -> str:
-    """Measured with the model itself, or scaled from a smaller one."""
-    if one.measured_on:
-        return f"predicted: measured on {one.measured_on} and scaled"
-    return "measured here"

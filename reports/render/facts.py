@@ -14,6 +14,17 @@ from reports.numbers import RunNumbers
 from reports.sentences import machine_words
 
 Facts = list[tuple[str, str]]  # name, value
+QUALITY_WORDS = (
+    "A format's KL is the mean divergence of its next-token probabilities from those of the float "
+    "model, measured when the weights were converted. For random weights it shows that the "
+    "conversion is right, not how good a trained model would be."
+)
+
+
+def quality_words(run: RunNumbers) -> str:
+    """What KL is; "" where no format's quality is known."""
+    known = any(cell.quality_kl_nats is not None for cell in run.cells)
+    return QUALITY_WORDS if known else ""
 
 
 def counts_words(run: RunNumbers) -> str:

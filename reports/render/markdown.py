@@ -9,13 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from models import formatting
-from reports.charts.figures import Figure
+from reports.charts.figure import Figure
 from reports.findings import Crossover
 from reports.numbers import RunNumbers
 from reports.plan.ranking import Plan
 from reports.render import elsewhere, engines, facts, tables
 from reports.render.accelerator.sections import sections_of
-from reports.render.page import has_quality
 from reports.render.plan_section import plan_section
 from reports.sentences import headline, sentences, slo_source
 
@@ -35,7 +34,7 @@ def markdown(
         "\n".join(f"- {_escape(sentence)}" for sentence in sentences(run, found)),
         "## Capacity (measured here)",
         table_text(tables.capacity_table(run, found)),
-        tables.QUALITY_WORDS if has_quality(run) else "",
+        facts.quality_words(run),
         *_engines(run),
         *(_drawn(figure, (images or {})[figure.slug]) for figure in drawn),
         "## Memory (predicted, and measured here)",

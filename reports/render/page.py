@@ -29,7 +29,7 @@ from models.formatting import model_title
 from reports import sentences as words
 from reports.accelerator.batching import batching_of
 from reports.accelerator.costs import comparisons_of
-from reports.charts.figures import Figure, vl_convert
+from reports.charts.figure import Figure, vl_convert
 from reports.charts.style import dark_rules
 from reports.findings import Crossover, Takeover
 from reports.numbers import RunNumbers
@@ -215,7 +215,7 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
         "slo_name": slo.name,
         "slo_source": words.slo_source(slo),
         "engines": engines.ENGINE_WORDS,
-        "quality": tables.QUALITY_WORDS if has_quality(run) else "",
+        "quality": facts.quality_words(run),
         "confidence": formatting.share(search_config(manifest).confidence),
         "contents": [one for one in CONTENTS.items() if shown.get(one[0], True)],
         "tables_of": TABLES_OF,
@@ -249,11 +249,6 @@ def _waited(run: RunNumbers) -> str:
     if not parts:
         return ""
     return f" Answers were waited for up to {formatting.listing(parts)}: the sliders end there."
-
-
-def has_quality(run: RunNumbers) -> bool:
-    """Whether a format's quality is known."""
-    return any(cell.quality_kl_nats is not None for cell in run.cells)
 
 
 def _takeover(found: Any) -> dict[str, str]:

@@ -27,12 +27,6 @@ from reports.sentences import bounds_words, title
 Record = dict[str, Any]
 T = TypeVar("T")
 
-QUALITY_WORDS = (
-    "A format's KL is the mean divergence of its next-token probabilities from those of the float "
-    "model, measured when the weights were converted. For random weights it shows that the "
-    "conversion is right, not how good a trained model would be."
-)
-
 
 class Column(msgspec.Struct, frozen=True):
     title: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -100,8 +101,23 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def install(self) -> str:
-        """The command that installs its package."""
+        """The command that installs its package.
+
+        No index has llm-crossover: pip takes the one that is installed, and adds what is missing.
+        """
         return f"pip install 'llm-crossover[{self.extra}]'"
+
+    @property
+    def reinstall(self) -> str:
+        """The command that installs its package anew, in the version that is there.
+
+        Not from pip's cache, which has the wheel that was compiled for another CPU.
+        """
+        names = importlib.metadata.packages_distributions().get(self.package or "")
+        if not names:
+            return self.install
+        wanted = f"{names[0].replace('_', '-')}=={importlib.metadata.version(names[0])}"
+        return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
 
 
 class BackendProbe(msgspec.Struct, frozen=True):

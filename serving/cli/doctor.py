@@ -100,7 +100,7 @@ def advice(probe: BackendProbe, facts: HardwareFacts, compiler: str | None) -> s
             )
         if "not installed" in (probe.problem or ""):
             return spec.install
-        return f"reinstall it: {spec.install} --force-reinstall"
+        return f"reinstall it: {spec.reinstall}"
     if facts.gpus and not probe.gpu:
         if spec.gpu_advice and probe.gpu_cause in (None, Cause.backend_missing):
             return f"for the GPU: {spec.gpu_advice}"

@@ -120,3 +120,30 @@ def test_machines_that_differ_need_a_report_each(small: Path, tmp_path: Path) ->
         tmp_path / "out" / "other" / "report.md"
     ).exists()
     assert "Intel Xeon 6980P" in shown and "AMD EPYC 7B13" in shown
+
+
+WITHOUT_CHARTS = """
+import sys
+sys.modules |= {"altair": None, "vl_convert": None}
+import crossover
+crossover.main()
+"""
+
+
+def test_without_the_packages_that_draw_there_is_everything_but_the_page(
+    small: Path, tmp_path: Path
+) -> None:
+    def run(*options: str | Path) -> subprocess.CompletedProcess[str]:
+        words = ["report", str(small), *map(str, options)]
+        command = [sys.executable, "-c", WITHOUT_CHARTS, *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = run("--out", tmp_path / "usual")
+    assert done.returncode == 0, done.stderr
+    written = {path.name for path in (tmp_path / "usual").iterdir()}
+    assert written == {"report.md", "cells.csv", "levels.csv", "gpus.csv"}
+    note = "needs? altair and vl-convert-python, .* pip install 'llm-crossover\\[report\\]'"
+    assert re.search(f"No page: it {note}", done.stderr)
+    refused = run("--png", "--out", tmp_path / "asked")
+    assert refused.returncode == 2 and re.search(f"charts {note}", refused.stderr)
+    assert not (tmp_path / "asked").exists()

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from models import formatting
 from models.formatting import NOT_MEASURED, model_title
-from reports.accelerator.formats import FormatRow
-from reports.charts.formats import kind_words
+from reports.accelerator.formats import FormatRow, kind_words
 from reports.render.accelerator.section import Section
 from reports.render.tables import state_words, table_of
 

@@ -14,7 +14,7 @@ from reports.charts import style
 from reports.charts.figures import figures
 from reports.findings import Crossover, crossover
 from reports.numbers import RunNumbers
-from reports.render import tables
+from reports.render import facts, tables
 from reports.render.markdown import markdown
 from reports.render.page import cards, page
 from reports.write import Asked, write_report
@@ -155,7 +155,7 @@ def test_the_quality_of_a_format_is_shown_where_it_was_measured(
     assert shown["SmolLM2-135M"] == "0.014 nats" and shown["Llama-3.2-1B"] == "not measured"
     assert "0.014 nats" in text and "mean divergence of its next-token probabilities" in text
     written = markdown(run, found)
-    assert "| 0.014 nats |" in written and tables.QUALITY_WORDS in written
+    assert "| 0.014 nats |" in written and facts.QUALITY_WORDS in written
     records = tables.cell_records(run)
     assert {record["model"]: record["quality_kl_nats"] for record in records}[
         "smollm2-135m"

@@ -1,5 +1,6 @@
 """What doctor makes of facts: warnings with advice, and how to get what is missing."""
 
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -67,8 +68,10 @@ def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
         advice(missing, debian, None) or ""
     )
     assert advice(missing, debian, "g++") == "pip install 'llm-crossover[llama-cpp]'"
-    assert "--force-reinstall" in (
-        advice(BackendProbe("torch", False, problem="ended by SIGSEGV"), debian, "g++") or ""
+    broken = advice(BackendProbe("llama_cpp", False, problem="ended by SIGILL"), debian, "g++")
+    assert broken == (
+        "reinstall it: pip install --force-reinstall --no-cache-dir --no-deps "
+        f"llama-cpp-python=={version('llama-cpp-python')}"
     )
     assert advice(WORKS, debian, "g++") is None
     assert "GGML_CUDA" in (advice(WORKS, with_gpu(), "g++") or "")

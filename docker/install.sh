@@ -1,0 +1,30 @@
+#!/bin/sh
+# Inside a build: installs what these extras need into /opt/crossover.  docker/install.sh llama-cpp onnx-run
+# llama.cpp is compiled first, into a folder of the cache that is named after all that it was compiled with: pip's own cache of wheels knows
+# nothing of CMAKE_ARGS, and would give the wheel of one image to another.
+set -eu
+pip=/opt/pip/bin/pip
+python3 docker/requirements.py "$@" > /tmp/requirements.txt
+wheels=
+pin=$(grep '^llama-cpp-python==' /tmp/requirements.txt || true)
+if [ -n "$pin" ]; then
+  key=$(printf '%s\n' "$pin" "$CMAKE_ARGS" "$CPU_VARIANTS" "$(uname -m)" "$(c++ --version)" | sha256sum | cut -c 1-16)
+  wheels=/root/.cache/pip/llama-cpp/$key
+  if ! ls "$wheels"/*.whl > /dev/null 2>&1; then
+    made=$(mktemp -d)
+    "$pip" download --no-deps --no-binary llama-cpp-python --dest "$made" "$pin"
+    tar -xzf "$made"/llama_cpp_python-*.tar.gz -C "$made" --strip-components 1
+    if [ -n "$CPU_VARIANTS" ] && [ "$(uname -m)" = x86_64 ]; then
+      list=$made/vendor/llama.cpp/ggml/src/CMakeLists.txt
+      for name in $CPU_VARIANTS; do
+        grep -q "ggml_add_cpu_backend_variant(${name}[ )]" "$list" || { echo "CPU_VARIANTS: GGML knows no $name" >&2; exit 1; }
+      done
+      sed -i -E "/ggml_add_cpu_backend_variant\(/{/\(($(echo "$CPU_VARIANTS" | tr ' ' '|'))[ )]/!d}" "$list"
+    fi
+    CMAKE_ARGS="-DLLAVA_BUILD=OFF $CMAKE_ARGS" "$pip" wheel --no-deps --wheel-dir "$made/wheel" "$made"
+    mkdir -p "$wheels"
+    cp "$made"/wheel/*.whl "$wheels"/
+    rm -rf "$made"
+  fi
+fi
+"$pip" --python /opt/crossover/bin/python install --progress-bar off ${wheels:+--find-links "$wheels"} -c constraints.txt -r /tmp/requirements.txt
