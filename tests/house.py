@@ -54,7 +54,7 @@ GOAL_PRODUCT_LINES = 27_500  # printed, not held
 DEFERRED_OUTSIDE = frozenset(
     {
         *("torch", "transformers", "llama_cpp", "onnx", "onnx_ir", "onnxruntime", "optimum"),
-        *("onnxruntime_genai", "gguf", "huggingface_hub", "accelerate", "tokenizers"),
+        *("onnxruntime_genai", "gguf", "huggingface_hub", "tokenizers"),
         *("safetensors", "llguidance", "pynvml", "opentelemetry", "uvicorn", "locust", "gevent"),
         *("geventhttpclient", "altair", "vl_convert", "scipy", "typer", "rich", "pyarrow"),
     }

@@ -65,7 +65,7 @@ def test_what_is_too_old_or_known_to_be_broken_is_named(
     assert audit.main(tmp_path, osv) == 1
     assert capsys.readouterr().out.splitlines() == [
         "constraints.txt: jinja2 3.1.5 is below 3.1.6 (CVE-2025-27516)",
-        "pyproject.toml: torch 2.5 is below 2.6.0 (CVE-2025-32434)",
+        "pyproject.toml: torch 2.5 is below 2.10.0 (CVE-2026-24747)",
         "osv.dev: jinja2 3.1.5: GHSA-2, CVE-2",
-        "audit: 3 found; 23 packages by the list, and 3 versions by osv.dev",
+        "audit: 3 found; 31 packages by the list, and 3 versions by osv.dev",
     ]

@@ -95,8 +95,13 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
 
 
 def v4_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config in the words of transformers 4.x, which 5.x reads too."""
-    out = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    """The same config in the words of transformers 4.x, which 5.x reads too.
+
+    Private keys and `attn_implementation` are left out: they name code of the hub that transformers
+    would fetch and run (CVE-2026-4372).
+    """
+    left_out = ("rope_parameters", "dtype", "attn_implementation")
+    out = {key: value for key, value in config.items() if key not in left_out and key[:1] != "_"}
     parameters = config.get("rope_parameters")
     if isinstance(parameters, dict):
         scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}

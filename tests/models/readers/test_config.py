@@ -68,6 +68,15 @@ def test_what_transformers_itself_writes_and_reads_agrees(spec: ModelSpec, tmp_p
     assert read_spec(tmp_path, spec.name) == spec
 
 
+@pytest.mark.parametrize("key", ["_attn_implementation_internal", "attn_implementation"])
+def test_a_config_names_no_code_for_transformers_to_fetch(key: str) -> None:
+    from transformers import AutoConfig
+
+    settings = v4_config(config_of(TINY["tiny-llama"], 5) | {key: "stranger/kernel"})
+    built = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    assert built._attn_implementation is None
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
