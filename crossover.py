@@ -33,7 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Measure a ladder of models: init, run, resume, repeat, show.",
     ),
     "compare": (
-        "loadtests.cli:comparison",
+        "loadtests.compare_cli:comparison",
         "Say where runs are faster or slower than others, by more than runs differ by themselves.",
     ),
     "selftest": (

@@ -1,4 +1,4 @@
-"""The verbs `campaign init | run | resume | repeat | show`, `load`, `compare` and `selftest`.
+"""The verbs `campaign init | run | resume | repeat | show`, `load` and `selftest`.
 
 Options in, lines and an exit status out. A verb imports what it needs when it is called.
 """
@@ -11,10 +11,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import typer
-from typer.core import TyperCommand
 
 from loadtests.errors import Incomplete, LoadError
-from loadtests.generator.options import CommandOptions, command_options
+from loadtests.generator.options import CommandOptions, check_machines, command_options
 from serving.bounds import spans, unbounded
 
 Beside = Annotated[
@@ -191,39 +190,63 @@ def load(
     crossover load http://127.0.0.1:8000 --rate 2
     crossover load http://127.0.0.1:8000 --concurrency 8 --workload 256x64 --duration 60
     crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
+    crossover load http://10.0.0.5:8000 --rate 800 --workers 4
+    crossover load http://10.0.0.5:8000 --rate 800 --master --bind 10.0.0.7 --expect-workers 2
+    crossover load http://10.0.0.5:8000 --join 10.0.0.7     # on each of the two
     """
     options = command_options(given)
-    if (options.rate is None) == (options.concurrency is None):
-        raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
+    check_machines(options)
     from loadtests.host.signals import signals_interrupt
 
     try:
         with signals_interrupt():
-            _load(url, options)
+            if options.join is not None:
+                _join(url, options, options.join)
+            else:
+                _load(url, options)
     except KeyboardInterrupt:
         raise Incomplete("stopped") from None
 
 
+def _join(url: str, options: CommandOptions, master: str) -> None:
+    from loadtests.generator.launcher import PORT, run_worker
+    from loadtests.generator.option_values import parse_place, target_of
+
+    target = target_of(url, options)
+    host, port = parse_place("--join", master, PORT)
+    typer.echo(f"joining {host}:{port}; sends to {target.url} and nowhere else", err=True)
+    run_worker(host, port, msgspec.json.encode(target))
+    typer.echo("the master has ended", err=True)
+
+
 def _load(url: str, options: CommandOptions) -> None:
+    from loadtests.generator.launcher import PORT, Listening
     from loadtests.generator.launcher import spare as started_early
 
-    with started_early(options.concurrency or 1) as spare:
+    listening = None
+    if options.master:
+        from loadtests.generator.option_values import parse_place
+
+        place = parse_place("--bind", options.bind or "127.0.0.1", PORT)
+        listening = Listening(options.expect_workers or 1, *place)
+    with started_early(options.concurrency or 1, options.workers or 1, listening) as spare:
         from loadtests.campaign.campaign_file import slo_of
         from loadtests.campaign.campaign_keys import SloSpec
         from loadtests.campaign.progress import Progress
         from loadtests.campaign.single_level import single_level
         from loadtests.generator.option_values import plan_of_command
         from loadtests.metrics.slo import SLO_PRESETS
-        from loadtests.terminal.level import show_level, wide_console
+        from loadtests.terminal.level import show_level, show_workers, wide_console
 
         if options.slo not in SLO_PRESETS:
             raise LoadError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
         slo = slo_of(SloSpec(preset=options.slo, target=options.target))
         with Progress() as progress:
             plan = plan_of_command(url, options)
-            summary, folder = single_level(plan, slo, options.out, progress, spare)
+            measured, folder = single_level(plan, slo, options.out, progress, spare)
     console = wide_console()
-    show_level(summary, console)
+    show_level(measured.summary, console)
+    show_workers(measured.workers, console)
     if folder is not None:
         console.print(f"records: {folder}")
 
@@ -252,93 +275,6 @@ load.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         *_parameters(CommandOptions),
     ]
 )
-
-
-class TwoArms(TyperCommand):
-    """`A1 A2 -- B1 B2`: what stands behind `--` are runs of the second arm."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--" in args:
-            at = args.index("--")
-            args = args[:at] + [f"--second={path}" for path in args[at + 1 :]]
-        rest: list[str] = super().parse_args(ctx, args)
-        return rest
-
-
-comparison = typer.Typer(add_completion=False)
-
-
-@comparison.command("compare", cls=TwoArms)
-def compare(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="A... -- B...",
-            help="Run folders, or folders of runs: the first arm, `--`, the second arm. "
-            "Two alone are one arm each.",
-        ),
-    ],
-    second: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="B", help="A run of the second arm, as behind `--`."),
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FACT",
-            help="A fact that may differ, e.g. format or cpu_model. May be given several times.",
-        ),
-    ] = None,
-    least: Annotated[
-        float, typer.Option(min=0.0, help="Differences below this share are no difference.")
-    ] = 0.01,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
-    fail_on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="slower|different",
-            help="End with status 1 where anything is slower, or differs at all; with status 2 "
-            "where that is not known.",
-        ),
-    ] = None,
-) -> None:
-    """Say where runs are faster or slower than others, by a test whose unit is the run.
-
-    At least three runs an arm, begun in turns; with fewer the differences are shown and the
-    verdict is "not known". Compared are TTFT, TPOT and E2E, the share of good requests and the
-    output at loads that both arms measured, and the capacity. Runs that differ in a fact (machine,
-    workload, settings) are refused with both values, unless --allow names it.
-
-    \b
-    crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
-    crossover compare --fail-on slower A A-2 A-3 -- B B-2 B-3
-    crossover compare old-version/ new-version/          # folders of runs
-    """
-    from loadtests.comparison import compare as comparing
-    from loadtests.comparison.run_values import read_arm
-    from loadtests.terminal.comparison import show_comparison
-    from loadtests.terminal.level import wide_console
-
-    if fail_on not in (None, "slower", "different"):
-        raise LoadError(f"--fail-on must be slower or different, got {fail_on!r}")
-    if not second and len(runs) != 2:
-        raise LoadError(
-            f"{len(runs)} runs and no `--`: write the first arm, `--`, the second arm: "
-            "crossover compare A1 A2 A3 -- B1 B2 B3"
-        )
-    arms = (runs, second) if second else (runs[:1], runs[1:])
-    found = comparing.compare(read_arm(arms[0]), read_arm(arms[1]), allow=allow or (), least=least)
-    if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
-    else:
-        show_comparison(found, wide_console())
-    if fail_on is None:
-        return
-    if found.verdict == "not known":
-        raise LoadError(f"--fail-on {fail_on}: not known: {found.reason}")
-    bad = {"slower": ("slower", "different"), "different": ("slower", "faster", "different")}
-    if found.verdict in bad[fail_on]:
-        raise typer.Exit(1)
 
 
 def selftest(

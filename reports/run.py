@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from loadtests.capacity.estimate import estimate, never_quiet
-from loadtests.capacity.levels import Level, judge, level_of
+from loadtests.capacity.levels import Level, judged, level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.energy import energy_of
@@ -155,9 +155,7 @@ def _cells(run: RunRecords, slo: Slo) -> Iterator[CellNumbers]:
 def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
     """One finished level; its window is as long as it came out."""
     said, end = level.started, level.finished
-    summary, _ = judge(
-        *(level.requests, level.samples, said, end.window_seconds, slo), end.disturbance
-    )
+    summary, _ = judged(level, slo)
     inside = summary.window.due(level.requests)
     begin = said.started_unix_seconds
     window = (begin + summary.window.start_seconds, begin + summary.window.end_seconds)

@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "loadtests": (
         *("errors", "records", "workload", "metrics", "capacity", "simulation", "host"),
         *("generator", "locustfile", "campaign", "calibrate", "comparison", "selftest"),
-        *("terminal", "cli"),
+        *("terminal", "cli", "compare_cli"),
     ),
     "reports": (
         *("errors", "numbers", "prediction", "planning", "warnings", "steps", "run", "merge"),
@@ -64,6 +64,7 @@ DEFERRED_OUTSIDE = frozenset(
 # importer -> the modules it may import inside functions; "*": any, for verbs.
 DEFERRED_OURS: dict[str, frozenset[str]] = {
     "loadtests.cli": frozenset({"*"}),
+    "loadtests.compare_cli": frozenset({"*"}),
     "reports.cli": frozenset({"reports.charts.figure", "reports.write"}),
     "reports.write": frozenset({"reports.charts.figures", "reports.render.page"}),  # altair
     "serving.cli.serve": frozenset({"serving.cli.launch", "serving.cli.doctor"}),

@@ -123,7 +123,8 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere() -> None:
 
 
 def test_every_warning_is_explained() -> None:
-    sources = ("loadtests/metrics/level_warnings.py", "reports/warnings.py")
+    metrics = ("level_warnings", "worker_warnings")
+    sources = (*(f"loadtests/metrics/{name}.py" for name in metrics), "reports/warnings.py")
     text = "".join((ROOT / name).read_text() for name in sources)
     raised = set(re.findall(r'(?:NamedWarning\(\s*|_about\(cell, )"([A-Z]\w+)"', text))
     raised |= set(re.findall(r'^[A-Z_]+ = "([A-Z][a-z]\w+)"$', text, re.M))

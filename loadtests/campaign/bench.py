@@ -117,6 +117,7 @@ def _on(
         facts = wait_until_it_serves(server, pool, progress)
         site = Site(state.run, state.cell, campaign, server, facts, pool, progress)
         site.metrics = metrics_of(target, facts)
+        site.processes = campaign.load.workers
         site.memory_bytes = server.watched_bytes if isinstance(server, Local) else None
         with Sampler(
             state.key,

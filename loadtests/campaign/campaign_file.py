@@ -27,6 +27,7 @@ import msgspec
 
 from loadtests.campaign.campaign_keys import (
     CampaignFile,
+    Load,
     OnDisturbance,
     Server,
     SloSpec,
@@ -69,6 +70,7 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sample_seconds: float
     disturbance: OnDisturbance = "wait"
     wait_seconds: float = 300.0
+    load: Load = Load()
     slos: tuple[Slo, ...] = ()  # all of them where there are several
     workloads: dict[str, Workload] = {}  # by name where there are several
     repeats: str | None = None  # the run whose levels are measured again
@@ -172,6 +174,7 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
         sample_seconds=file.sample_seconds,
         disturbance=file.disturbance,
         wait_seconds=file.wait_seconds,
+        load=file.load,
     )
     return Plan(campaign, cells_of(file), text)
 

@@ -42,6 +42,12 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ready_seconds: float = 1800.0  # most that loading may take, making the weights included
 
 
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who sends the load."""
+
+    workers: int = 1  # processes of this machine that share it
+
+
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One hardware budget: how much of this machine a cell may use."""
 
@@ -85,6 +91,7 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cells: list[OneCell] = []  # combinations beside the product
     target: Target | None = None  # an endpoint that runs already, in place of models
     server: Server = Server()  # how the server of each cell is started
+    load: Load = Load()  # who sends the load
     workload: Workload | None = None  # what is asked; none: the preset chat
     workloads: dict[str, Workload] = {}  # several, by name, in place of workload
     arrivals: Arrivals = Poisson()  # when requests are due
@@ -114,6 +121,7 @@ def _keys_at(place: str) -> list[str]:
     kinds: dict[str, Any] = {
         "": CampaignFile,
         "server": Server,
+        "load": Load,
         "workload": Workload,
         "workloads[...]": Workload,
         "slos[...]": SloSpec,
@@ -189,6 +197,7 @@ def _values(file: CampaignFile) -> list[Rule]:
             for name in ("slots", "context_tokens")
             for value in [getattr(file.server, name)]
         ],
+        _above_zero("workers", file.load.workers, "$.load.workers"),
         (file.server.policy not in POLICIES, "$.server.policy", policy),
         *_of_best(file),
     ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import gevent
 import msgspec
@@ -22,21 +22,21 @@ import msgspec
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.level_tally import Cut, LevelTally
 from loadtests.campaign.site import START_SECONDS, Guard, Site
-from loadtests.capacity.levels import Level, judge
+from loadtests.capacity.levels import Ending, Level, judge
 from loadtests.capacity.search import Measure
 from loadtests.errors import BurstDisturbed, LevelInterrupted
 from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.connection import clock
-from loadtests.generator.launcher import GeneratorProcess
 from loadtests.generator.load_plan import LoadPlan
-from loadtests.generator.messages import Ended, Late, Recorded, Started, Stop
+from loadtests.generator.messages import Ended, Late, Recorded, Started, Stop, WorkerClock
 from loadtests.generator.request_factory import Request, RequestFactory, Share
 from loadtests.generator.sse_request import stream
+from loadtests.generator.workers.facts import on_masters_clock, workers_of
 from loadtests.metrics.disturbance import in_words
 from loadtests.metrics.level_summary import Summary
 from loadtests.records.events import LevelFinished, LevelPurpose, LevelStarted
 from loadtests.records.run_folder import LevelRecords
-from loadtests.records.schema import Disturbance, RequestRecord
+from loadtests.records.schema import Disturbance, RequestRecord, WorkerFacts
 from loadtests.simulation.calibration import Burst
 from loadtests.workload.requests import Ask, Workload
 from models import formatting
@@ -54,6 +54,7 @@ class Measured:
     cut_short: str | None = None
     gave_up: int = 0  # requests that the client ended: the server may still be at work on them
     disturbance: Disturbance | None = None
+    workers: list[WorkerFacts] = field(default_factory=list)
 
     @property
     def in_words(self) -> str:
@@ -79,6 +80,7 @@ class _Records:
     window_seconds: float
     cut_short: str | None
     gave_up: int = 0
+    workers: list[WorkerFacts] = field(default_factory=list)
 
 
 def single_stream_level(site: Site, step: Measure, name: str, seed: int, attempt: int) -> Measured:
@@ -147,15 +149,7 @@ def loaded_level(
     plan = _plan(site, step, name, seed, concurrency=concurrency)
     mark = site.server.mark()
     site.progress.tick(f"{name}: starting the load generator")
-    process = site.spare
-    site.spare = None
-    if process is None:
-        process = GeneratorProcess(
-            log=site.run.folder / "logs" / f"{site.cell.key}.locust.log",
-            users=concurrency or 1,
-            cores=site.server.layout.client if site.server.layout is not None else (),
-        )
-    with LoadGenerator(process) as generator:
+    with site.load_generator(concurrency or 1) as generator:
         generator.tell(plan)
         started = _started(site, plan, purpose, attempt, _start_of(generator))
         site.sampler.client = generator.child.pid
@@ -165,7 +159,6 @@ def loaded_level(
         finally:
             site.sampler.level = None
             site.sampler.client = os.getpid()
-        generator.close()
     if site.server.mark() != mark:
         raise LevelInterrupted("the engine was restarted")
     return _finish(site, started, found, time.monotonic() - began)
@@ -192,16 +185,21 @@ def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _
     cut = Cut(tally, plan.drain_seconds / 2)
     guard = Guard(site, plan, t0)
     records: list[RequestRecord] = []
+    clocks: dict[int, WorkerClock] = {}
     for message in generator.told():
         match message:
+            case WorkerClock():
+                clocks[message.worker] = message
             case Recorded(record):
+                record = on_masters_clock(record, clocks)
                 site.run.request(record)
                 records.append(record)
                 tally.add(record)
             case Late(indices):
                 tally.late(indices)
             case Ended():
-                return _whole(plan, records, message, cut)
+                found = _whole(plan, records, message, cut)
+                return replace(found, workers=workers_of(message, records, clocks))
             case None:
                 guard.check(tally)
         now = time.monotonic() - t0
@@ -235,12 +233,18 @@ def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: f
     """The level's event, by the campaign's first SLO, and its numbers by the SLO searched for."""
     samples = list(site.samples)
     seconds = found.window_seconds
-    taken, cut = site.disturbance(), found.cut_short
-    shown, level = judge(found.records, samples, started, seconds, site.campaign.slo, taken, cut)
+    taken = site.disturbance()
+    ending = Ending(
+        window_seconds=seconds,
+        cut_short=found.cut_short,
+        disturbance=taken,
+        workers=found.workers,
+    )
+    shown, level = judge(found.records, samples, started, site.campaign.slo, ending)
     summary = shown
     first = site.campaign.all_slos[0]
     if first != site.campaign.slo:
-        summary, _ = judge(found.records, samples, started, seconds, first, taken)
+        summary, _ = judge(found.records, samples, started, first, ending)
     finished = LevelFinished(
         cell=site.cell.key,
         level=started.level,
@@ -258,9 +262,12 @@ def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: f
         arrivals=None if summary.arrivals is None else msgspec.to_builtins(summary.arrivals),
         disturbance=taken,
         engine_time=site.engine_time_of_level(),
+        workers=found.workers,
     )
     site.run.finish(LevelRecords(started, finished, list(found.records), samples))
-    return Measured(started.level, shown, level, found.cut_short, found.gave_up, taken)
+    return Measured(
+        *(started.level, shown, level, found.cut_short, found.gave_up, taken, found.workers)
+    )
 
 
 def _plan(

@@ -14,7 +14,7 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Plan, RepeatedLevel
 from loadtests.campaign.cells import Cell, plain
-from loadtests.capacity.levels import Level, judge
+from loadtests.capacity.levels import Level, judged
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
 from loadtests.metrics.slo import Slo
@@ -125,14 +125,7 @@ class CellState:
 
     def _level(self, one: LevelRecords, slo: Slo) -> Level:
         if (one.name, slo) not in self._judged:
-            seconds = one.finished.window_seconds
-            end = one.finished
-            _, level = judge(
-                *(one.requests, one.samples, one.started, seconds, slo),
-                disturbance=end.disturbance,
-                cut_short=end.cut_short,
-            )
-            self._judged[one.name, slo] = level
+            _, self._judged[one.name, slo] = judged(one, slo)
         return self._judged[one.name, slo]
 
     def next_level(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from loadtests.campaign.campaign_file import Campaign, Plan
 from loadtests.campaign.campaign_keys import Server
 from loadtests.campaign.cells import Cell, seed_of
-from loadtests.campaign.level import loaded_level
+from loadtests.campaign.level import Measured, loaded_level
 from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.servers import External
@@ -19,12 +20,13 @@ from loadtests.campaign.site import Site, metrics_of
 from loadtests.capacity.search import Measure
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import Incomplete, LevelInterrupted
+from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.endpoint import TargetFacts, pool_for, probe
 from loadtests.generator.http_client import Pool
-from loadtests.generator.launcher import GeneratorProcess
+from loadtests.generator.launcher import GeneratorProcess, Listening
 from loadtests.generator.load_plan import LoadPlan
+from loadtests.generator.messages import Workers
 from loadtests.host.sampler import Sampler
-from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
     CellFinished,
@@ -36,9 +38,12 @@ from loadtests.records.events import (
     RunStarted,
 )
 from loadtests.records.run_folder import RunFolder
+from models import formatting
 from serving.hardware.facts import hardware_facts
 
-LEVEL = "load#1.1"
+LEVEL = "load#1"
+JOIN_SECONDS = 600.0  # that workers may take to join
+BACK_SECONDS = 30.0  # that a lost one may take to be back
 
 
 def single_level(
@@ -47,8 +52,8 @@ def single_level(
     out: Path | None,
     progress: Progress,
     spare: GeneratorProcess | None = None,
-) -> tuple[Summary, Path | None]:
-    """Measure it; the summary, and the run's folder below `out` where that is given.
+) -> tuple[Measured, Path | None]:
+    """Measure it; what came out, and the run's folder below `out` where that is given.
 
     `spare` is a load generator that is starting already. Raises LoadError.
     """
@@ -77,7 +82,13 @@ def single_level(
             run.event(CellReady(cell=cell.key, url=plan.target.url, target=told))
             site = Site(run, cell, settings, External(plan.target), facts, pool, progress)
             site.metrics = metrics_of(plan.target, facts)
-            site.spare = spare
+            if spare is not None and spare.listening is not None:
+                site.master = LoadGenerator(spare)
+                stack.callback(site.master.close)
+                _wait_for_workers(site.master, spare.listening, JOIN_SECONDS, progress)
+            elif spare is not None:
+                site.spare = spare
+                site.processes = spare.processes
             sampler = Sampler(
                 cell.key,
                 site.keep_sample,
@@ -86,24 +97,72 @@ def single_level(
                 verify_tls=plan.target.verify_tls,
             )
             site.sampler = stack.enter_context(sampler)
-            measured = loaded_level(
-                site,
-                Measure(plan.rate_per_second, plan.window_seconds, "bracket"),
-                LEVEL,
-                seed_of(plan.seed, cell, LEVEL),
-                1,
-                concurrency=plan.concurrency,
-                purpose=LevelPurpose.LOAD,
-            )
+            measured = _measure(site, plan)
         except KeyboardInterrupt:
             kept = f"; the records so far are in {folder}" if out is not None else ""
             raise Incomplete(f"stopped{kept}") from None
-        except LevelInterrupted as problem:
-            run.event(LevelAbandoned(cell=cell.key, level=LEVEL, reason=str(problem)))
-            raise
         run.event(CellFinished(cell=cell.key))
         run.event(RunFinished())
-    return measured.summary, folder if out is not None else None
+    return measured, folder if out is not None else None
+
+
+def _measure(site: Site, plan: LoadPlan) -> Measured:
+    """The level; once more where it was interrupted and several load generators send it."""
+    listening = None if site.master is None else site.master.listening
+    attempts = 1 if site.master is None and site.processes == 1 else 2
+    for attempt in range(1, attempts + 1):
+        name = f"{LEVEL}.{attempt}"
+        try:
+            return loaded_level(
+                site,
+                Measure(plan.rate_per_second, plan.window_seconds, "bracket"),
+                name,
+                seed_of(plan.seed, site.cell, f"{LEVEL}.1"),
+                attempt,
+                concurrency=plan.concurrency,
+                purpose=LevelPurpose.LOAD,
+            )
+        except LevelInterrupted as problem:
+            run, reason = site.run, str(problem)
+            run.event(LevelAbandoned(cell=site.cell.key, level=name, reason=reason))
+            if attempt == attempts:
+                raise
+            site.progress.say(f"{reason}; measuring it once more", style="yellow")
+            if site.master is not None and listening is not None:
+                _wait_for_workers(site.master, listening, BACK_SECONDS, site.progress, least=1)
+    raise AssertionError("not reached")
+
+
+def _wait_for_workers(
+    master: LoadGenerator,
+    listening: Listening,
+    seconds: float,
+    progress: Progress,
+    least: int | None = None,
+) -> None:
+    """Until all have joined; `least` of them will do once `seconds` are over.
+
+    Raises LevelInterrupted where fewer are there.
+    """
+    wanted, until = listening.workers, time.monotonic() + seconds
+    names: list[str] = []
+    told = "no worker is there"
+    for message in master.told():
+        if isinstance(message, Workers):
+            names = message.names
+            who = f" ({', '.join(names)})" if names else ""
+            told = f"{len(names)} of {wanted} workers are there{who}"
+            progress.tick(f"{told}; the others: crossover load URL --join {listening.place}")
+            if len(names) >= wanted:
+                progress.say(told)
+                return
+        if time.monotonic() > until:
+            if least is None or len(names) < least:
+                break
+            progress.say(f"{told}: they send all of the load", style="yellow")
+            return
+    waited = formatting.duration(seconds)
+    raise LevelInterrupted(f"{len(names)} of {wanted} workers joined within {waited}")
 
 
 def _probe(plan: LoadPlan, pool: Pool, progress: Progress) -> TargetFacts:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from loadtests.campaign.campaign_file import Campaign
@@ -12,6 +14,7 @@ from loadtests.campaign.level_tally import LevelTally
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.servers import Server
 from loadtests.errors import LevelInterrupted, OverMemory
+from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.connection import clock
 from loadtests.generator.endpoint import Target, TargetFacts, body_of, path_of
 from loadtests.generator.http_client import Pool, post_bytes
@@ -44,6 +47,8 @@ class Site:
     metrics: Remote | None = None  # of a Crossover server
     sampler: Sampler = field(init=False)  # set once it runs
     spare: GeneratorProcess | None = None  # running already, for the next level that wants one
+    processes: int = 1  # that send a level
+    master: LoadGenerator | None = None  # of workers elsewhere: it sends every level, and stays
     samples: list[ResourceSample] = field(default_factory=list)  # of the level that runs now
     start: int | None = None  # which start of the cell's server this is, from 1
     memory_bytes: int | None = None  # a cap on server and engine that only we hold
@@ -51,6 +56,29 @@ class Site:
     probe: Probe | None = None  # the one before the level
     engine_time: EngineTime | None = None  # when the level began
     _looked_at: int = 0  # readings of the cores
+
+    @contextmanager
+    def load_generator(self, users: int) -> Iterator[LoadGenerator]:
+        """One for a level, with so many users where it is a closed loop."""
+        if self.master is not None:
+            try:
+                yield self.master
+            except LevelInterrupted:
+                self.master.settle()
+                raise
+            return
+        process = self.spare
+        self.spare = None
+        if process is None:
+            process = GeneratorProcess(
+                log=self.run.folder / "logs" / f"{self.cell.key}.locust.log",
+                users=users,
+                processes=self.processes,
+                cores=self.server.layout.client if self.server.layout is not None else (),
+            )
+        with LoadGenerator(process) as generator:
+            yield generator
+            generator.close()
 
     def begin(self, level: str) -> None:
         """A level begins: samples and engine's time from now on are its own."""

@@ -18,6 +18,7 @@ import msgspec
 from loadtests.campaign.campaign_keys import (
     CampaignFile,
     Hardware,
+    Load,
     OnDisturbance,
     OneCell,
     Server,
@@ -36,6 +37,7 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "slo": (SloSpec, {"preset": next(iter(SLO_PRESETS))}),
     "workload": (Workload, {"preset": "chat", "max_prompt_tokens": 512, "max_output_tokens": 256}),
     "server": (Server, {}),
+    "load": (Load, {}),
     "search": (SearchConfig, {}),
     "hardware": (Hardware, {}),
     "target": (Target, {}),

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.metrics.level import summarise, with_disturbance
+from loadtests.metrics.level import summarise, with_facts
 from loadtests.metrics.level_summary import Summary, Window
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import LevelStarted
-from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
+from loadtests.records.run_folder import LevelRecords
+from loadtests.records.schema import (
+    Disturbance,
+    RequestRecord,
+    ResourceSample,
+    WorkerFacts,
+)
 from loadtests.workload.arrivals import process_of
 
 STEADY_WINDOWS = 3.0  # that TTFT may grow for until it breaks the limit
@@ -35,20 +41,37 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     start: int | None = None  # which start of the server it ran on; None: not on record
 
 
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a level ended: fields of LevelFinished."""
+
+    window_seconds: float
+    cut_short: str | None = None
+    disturbance: Disturbance | None = None
+    workers: Sequence[WorkerFacts] = ()
+
+
+def judged(level: LevelRecords, slo: Slo) -> tuple[Summary, Level]:
+    """A level on record."""
+    end = level.finished
+    ending = Ending(
+        window_seconds=end.window_seconds,
+        cut_short=end.cut_short,
+        disturbance=end.disturbance,
+        workers=end.workers,
+    )
+    return judge(level.requests, level.samples, level.started, slo, ending)
+
+
 def judge(
     records: Sequence[RequestRecord],
     samples: Sequence[ResourceSample],
     started: LevelStarted,
-    window_seconds: float,
     slo: Slo,
-    disturbance: Disturbance | None = None,
-    cut_short: str | None = None,
+    ending: Ending,
 ) -> tuple[Summary, Level]:
-    """The summary of a level and its search result, the same from memory and from disk.
-
-    `disturbance` is that of LevelFinished.
-    """
-    window = Window(started.warmup_seconds, started.warmup_seconds + max(window_seconds, 1e-9))
+    """The summary of a level and its search result, the same from memory and from disk."""
+    seconds = max(ending.window_seconds, 1e-9)
+    window = Window(started.warmup_seconds, started.warmup_seconds + seconds)
     summary = summarise(
         records,
         samples,
@@ -58,8 +81,8 @@ def judge(
         started_unix_seconds=started.started_unix_seconds,
         arrivals=process_of(started.arrivals),
     )
-    summary = with_disturbance(summary, disturbance)
-    return summary, level_of(summary, cut_short is None, started.start)
+    summary = with_facts(summary, ending.disturbance, ending.workers, slo)
+    return summary, level_of(summary, ending.cut_short is None, started.start)
 
 
 def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) -> Level:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from loadtests.comparison.machines import Machines, Prices, compare_machines
 from loadtests.comparison.run_values import (
     CAPACITY,
     MORE_IS_BETTER,
@@ -29,7 +30,14 @@ from loadtests.comparison.run_values import (
 )
 from loadtests.comparison.welch import ALPHA, LEAST_RUNS, Arm, Difference, holm, welch
 from loadtests.errors import NotComparable
-from loadtests.records.comparability import CELL, FACTS, differences, versions_apart
+from loadtests.records.comparability import (
+    CELL,
+    FACTS,
+    MACHINE,
+    SERVER,
+    differences,
+    versions_apart,
+)
 from loadtests.records.schema import RunManifest
 
 LEAST_SHARE = 0.01  # smaller differences are of no use to anybody
@@ -61,6 +69,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     notes: list[str]
     capacities: list[str] = []  # of each cell, what each run says in words
+    machines: Machines | None = None  # of arms on different machines, if asked for
 
 
 class _Metric(msgspec.Struct, frozen=True):
@@ -87,11 +96,15 @@ def compare(
     *,
     allow: Sequence[str] = (),
     least: float = LEAST_SHARE,
+    machines: Prices | None = None,
 ) -> Comparison:
     """The second arm against the first. NotComparable: runs differ in a fact not allowed to.
 
-    Differences below `least` (a share) are no difference.
+    Differences below `least` (a share) are no difference. `machines`: the arms ran on different
+    ones, and are compared by their facts and prices as well.
     """
+    if machines is not None:
+        allow = (*allow, *MACHINE, *SERVER)
     notes = _check(first, second, allow)
     pairs = _pairs(first, second, allow)
     metrics: list[_Metric] = []
@@ -118,6 +131,11 @@ def compare(
         rows=rows,
         notes=notes,
         capacities=[_capacities(mine, theirs) for mine, theirs in pairs],
+        machines=(
+            None
+            if machines is None
+            else compare_machines((first[0].manifest, second[0].manifest), pairs, machines)
+        ),
     )
 
 
@@ -166,10 +184,12 @@ def _apart(one: RunManifest, other: RunManifest, allow: Sequence[str]) -> list[s
     notes = []
     for apart in differences(one, other):
         if apart.fact not in allow:
+            how = f"compare them all the same with --allow {apart.fact}"
+            if apart.fact in MACHINE:
+                how = f"compare machines with --machines, or {how.removeprefix('compare ')}"
             raise NotComparable(
                 f"runs {one.run_id} and {other.run_id} differ in {apart.name}: "
-                f"{apart.first} and {apart.second}; "
-                f"compare them all the same with --allow {apart.fact}"
+                f"{apart.first} and {apart.second}; {how}"
             )
         notes.append(f"{apart.name} differs: {apart.first} and {apart.second}")
     return notes + [f"versions differ: {line}" for line in versions_apart(one, other)]

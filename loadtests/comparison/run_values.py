@@ -17,11 +17,12 @@ from typing import Any
 import msgspec
 
 from loadtests.capacity.estimate import estimate
-from loadtests.capacity.levels import Level, judge
+from loadtests.capacity.levels import Level, judged
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.capacity.words import in_short
 from loadtests.comparison.welch import LEAST_ERROR
 from loadtests.errors import BadRunFolder
+from loadtests.metrics.energy import energy_of
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import EngineChosen, LevelStarted, of_kind
@@ -64,6 +65,8 @@ class CellValues(msgspec.Struct, frozen=True):
     capacity_reason: str = ""
     capacity_words: str = formatting.NOT_MEASURED  # what is confirmed
     left_out: int = 0  # levels that were cut short, not valid, or with requests missing
+    peak_tokens_per_second: float | None = None  # of output: the most of a level that counts
+    peak_watts: float | None = None  # of CPU and GPU during it, as far as measured
 
     @property
     def seeds(self) -> frozenset[int]:
@@ -117,23 +120,23 @@ def _cell(
     measured: list[LoadValues] = []
     seen: list[Level] = []
     left_out = 0
+    peak_tokens: float | None = None
+    peak_watts: float | None = None
     for one in levels:
         if not one.is_whole:
             left_out += 1
             continue
         start = one.started
-        end, cut_short = one.finished, one.finished.cut_short
-        summary, level = judge(
-            *(one.requests, one.samples, start, end.window_seconds, slo),
-            disturbance=end.disturbance,
-            cut_short=cut_short,
-        )
+        summary, level = judged(one, slo)
         if start.rate_per_second is not None or start.concurrency == 1:
             seen.append(level)
-        if cut_short is not None or not summary.is_valid:
+        if one.finished.cut_short is not None or not summary.is_valid:
             left_out += 1
         else:
             measured.append(values_of(_load(start), start.seed, summary))
+            tokens = summary.throughput.output_tokens_per_second
+            if tokens is not None and tokens > (peak_tokens or 0.0):
+                peak_tokens, peak_watts = tokens, _watts(one, summary)
     capacity = estimate(seen, config, slo) if seen else None
     return CellValues(
         key=str(cell["key"]),
@@ -143,7 +146,16 @@ def _cell(
         capacity_reason=capacity.reason if capacity is not None else "",
         capacity_words=in_short(capacity),
         left_out=left_out,
+        peak_tokens_per_second=peak_tokens,
+        peak_watts=peak_watts,
     )
+
+
+def _watts(level: LevelRecords, summary: Summary) -> float | None:
+    begin = level.started.started_unix_seconds
+    window = summary.window
+    found = energy_of(level.samples, begin + window.start_seconds, begin + window.end_seconds)
+    return None if found is None or found.joules is None else found.joules / found.seconds
 
 
 def values_of(load: float | None, seed: int, summary: Summary) -> LoadValues:

@@ -9,6 +9,7 @@ A process killed within a message loses that message only.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -20,7 +21,7 @@ import msgspec
 from loadtests.errors import LevelInterrupted
 from loadtests.generator.launcher import GeneratorProcess
 from loadtests.generator.load_plan import LoadPlan
-from loadtests.generator.messages import Failed, Order, Told
+from loadtests.generator.messages import Ended, Failed, Order, Stop, Told
 
 TICK_SECONDS = 0.1
 _READ_BYTES = 1 << 18
@@ -77,7 +78,9 @@ class LoadGenerator:
     def __init__(self, process: GeneratorProcess) -> None:
         self.child = process.child
         self.channel: Channel[Told] = Channel(process.pipe, Told)
+        self.listening = process.listening
         self._process = process
+        self._is_busy = False  # with a level
 
     def told(self, tick_seconds: float = TICK_SECONDS) -> Iterator[Told | None]:
         """Its messages as they come, and None about every `tick_seconds`.
@@ -91,6 +94,7 @@ class LoadGenerator:
             except EOFError:
                 raise self._ended_early() from None
             for message in messages:
+                self._is_busy &= not isinstance(message, Ended | Failed)
                 if isinstance(message, Failed):
                     raise LevelInterrupted(f"the load generator failed: {message.problem}")
                 yield message
@@ -100,12 +104,23 @@ class LoadGenerator:
 
     def tell(self, message: Order) -> None:
         """Raises LevelInterrupted when its process has ended before it had a plan."""
+        self._is_busy |= isinstance(message, LoadPlan)
         try:
             self.channel.send(message)
         except (BrokenPipeError, ConnectionResetError):
             if isinstance(message, LoadPlan):
                 raise self._ended_early() from None
             # else told() says how it ended, after all that it told
+
+    def settle(self, timeout_seconds: float = 20.0) -> None:
+        """Stop a level that counts for nothing any more, and hear it out, before the next."""
+        until = time.monotonic() + timeout_seconds
+        if self._is_busy:
+            self.tell(Stop())
+        with contextlib.suppress(LevelInterrupted):
+            for _ in self.told() if self._is_busy else ():
+                if not self._is_busy or time.monotonic() > until:
+                    return
 
     def _ended_early(self) -> LevelInterrupted:
         self.child.wait(5)

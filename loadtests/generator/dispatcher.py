@@ -55,7 +55,7 @@ class Dispatcher:
         self.factory = RequestFactory(plan, facts, self.pool, share)
         self.scheduled = self.factory.scheduled() if plan.is_open else []
         self.live: Live | None = None if plan.quiet else Live(SLO_PRESETS[plan.slo])
-        self.account = Ended()
+        self.account = Ended(worker=share.index)
         self.origin = 0.0  # t0 of the level, on `clock`
         self.began = gevent.event.Event()
         self.over = gevent.event.Event()  # nothing more is sent
@@ -72,12 +72,12 @@ class Dispatcher:
         self._answers: dict[str, dict[int, str]] = {}  # session -> turn -> the server's words
         self._alarm = Alarm()
 
-    def run(self, started_unix_seconds: float) -> Ended:
-        """Send all that is due, wait for the last answer, return the account."""
+    def run(self, origin: float) -> Ended:
+        """Send all that is due from `origin` on `clock`, wait for the last answer; the account."""
         gc.collect()
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
-        self.origin = clock() + (started_unix_seconds - time.time())
+        self.origin = origin
         cpu_seconds = time.process_time()
         watcher = gevent.spawn(self._tell_late)
         self.began.set()

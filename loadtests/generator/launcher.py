@@ -14,6 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
+from loadtests.errors import LoadError
 from loadtests.host.processes import Child
 from models.isolated import PACKAGE_ROOT, python_variables
 
@@ -21,23 +24,51 @@ CHANNEL_VARIABLE = "CROSSOVER_CHANNEL"  # the number of its file descriptor
 # Locust takes modules and a locust.conf from the folder it starts in: it starts in ours, and goes
 # to this one once it has read its options.
 FOLDER_VARIABLE = "CROSSOVER_FOLDER"
+OWN_TARGET_VARIABLE = "CROSSOVER_OWN_TARGET"  # of a worker that joined from elsewhere
 LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 LOCUST = (
     *("-m", "loadtests.generator.fast_locust", "-f", str(LOCUSTFILE)),
     *("--headless", "--only-summary", "--loglevel", "WARNING"),
 )
+PORT = 5557  # Locust's own
+
+
+class Listening(msgspec.Struct, frozen=True):
+    """A master of workers that are started elsewhere: where it listens, and for how many."""
+
+    workers: int
+    host: str = "127.0.0.1"
+    port: int = PORT
+
+    @property
+    def place(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class GeneratorProcess:
-    """The process and our end of the pipe. `users` are those of a closed loop."""
+    """The process and our end of the pipe. `users` are those of a closed loop.
+
+    `processes` work on this machine beside a master where there are several; `listening` makes it
+    the master of others. Raises LoadError where nothing can listen there.
+    """
 
     def __init__(
-        self, *, log: Path, users: int = 1, processes: int = 1, cores: tuple[int, ...] = ()
+        self,
+        *,
+        log: Path,
+        users: int = 1,
+        processes: int = 1,
+        cores: tuple[int, ...] = (),
+        listening: Listening | None = None,
     ) -> None:
-        self.pipe, its = socket.socketpair()
         command = [sys.executable, *LOCUST, "-u", str(users), "-r", str(users)]
-        if processes > 1:
+        if listening is not None:
+            command += _master_options(listening)
+        elif processes > 1:
             command += processes_options(processes)
+        self.processes = processes
+        self.listening = listening
+        self.pipe, its = socket.socketpair()
         with its:
             self.child = Child(
                 command,
@@ -58,6 +89,19 @@ class GeneratorProcess:
         self.child.stop()
 
 
+def _master_options(listening: Listening) -> list[str]:
+    """Locust's options for a master. Tried first: Locust would say it in its log alone."""
+    try:
+        family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
+        socket.create_server((listening.host, listening.port), family=family).close()
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise LoadError(f"the master cannot listen on {listening.place}: {reason}") from problem
+    host = f"[{listening.host}]" if ":" in listening.host else listening.host
+    place = ["--master-bind-host", host, "--master-bind-port", str(listening.port)]
+    return ["--master", *place, "--expect-workers", str(listening.workers)]
+
+
 def processes_options(processes: int) -> list[str]:
     """Locust's options for several processes that talk over a port which nobody else uses."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -66,12 +110,38 @@ def processes_options(processes: int) -> list[str]:
     return ["--processes", str(processes), *place]
 
 
+def run_worker(host: str, port: int, target: bytes) -> None:
+    """Be a worker that sends to `target` alone (a Target as JSON) until its master ends.
+
+    Raises LoadError where it ends before.
+    """
+    shown = f"[{host}]" if ":" in host else host
+    command = [sys.executable, *LOCUST, "--worker", "--master-host", shown]
+    child = Child(
+        [*command, "--master-port", str(port)],
+        environment=client_environment()
+        | {OWN_TARGET_VARIABLE: target.decode(), FOLDER_VARIABLE: os.getcwd()},
+        urgent=True,
+        folder=PACKAGE_ROOT,
+    )
+    with child:
+        status = None
+        while status is None:
+            status = child.wait(1.0)
+    if status != 0:
+        raise LoadError(f"the worker of {shown}:{port} ended early ({child.how_it_ended()})")
+
+
 @contextlib.contextmanager
-def spare(users: int = 1) -> Iterator[GeneratorProcess]:
+def spare(
+    users: int = 1, processes: int = 1, listening: Listening | None = None
+) -> Iterator[GeneratorProcess]:
     """A load generator started before its level is known, on no cores of its own."""
     with (
         tempfile.TemporaryDirectory(prefix="crossover-spare-") as folder,
-        GeneratorProcess(log=Path(folder) / "log", users=users) as process,
+        GeneratorProcess(
+            log=Path(folder) / "log", users=users, processes=processes, listening=listening
+        ) as process,
     ):
         yield process
 

@@ -1,17 +1,9 @@
-"""The Locust side: what each process does, and the messages between processes.
-
-    master, or the only process           each load generator (also the only process)
-    test starts  -- prepare ------------> open connections, make the prompts, lay out due times
-                 <----------- prepared --
-    choose t0    -- begin --------------> send; all times count from t0
-                 -- stop ---------------> the level is decided
-                 <---------------- told -- messages for the runner
-                 <------------- drained -- every request has ended
-    tell the runner, quit Locust
+"""The Locust side: what each process is, the master, a worker of one, or both in one.
 
 Started by the runner, a LoadPlan comes over the pipe (messages.py), one after the other until the
-pipe closes. Started by hand, the plan is made of Locust's options. `import locust` patches the
-process: only what runs inside Locust may import this module.
+pipe closes. Started by hand, the plan is made of Locust's options. What a master and its workers
+say to each other: workers/master.py. `import locust` patches the process: only what runs inside
+Locust may import this module.
 """
 
 from __future__ import annotations
@@ -28,38 +20,32 @@ from typing import Any
 import gevent
 import gevent.event
 import msgspec
-from locust import User, events, task
+from locust import User, events, runners, task
 from locust.env import Environment
 from locust.exception import StopUser
 from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
 from loadtests.errors import LoadError
-from loadtests.generator.channel import Channel, encode
+from loadtests.generator.channel import Channel
 from loadtests.generator.connection import clock
 from loadtests.generator.dispatcher import Dispatcher
-from loadtests.generator.launcher import CHANNEL_VARIABLE, FOLDER_VARIABLE
+from loadtests.generator.launcher import CHANNEL_VARIABLE, FOLDER_VARIABLE, OWN_TARGET_VARIABLE
 from loadtests.generator.live_page import attach, guard
 from loadtests.generator.live_stats import Live
 from loadtests.generator.load_plan import LoadPlan
-from loadtests.generator.messages import (
-    Ended,
-    Failed,
-    Order,
-    Recorded,
-    Started,
-    Told,
-    total,
-)
+from loadtests.generator.messages import Ended, Failed, Order, Recorded, Started, Told, total
 from loadtests.generator.option_values import plan_of_options
 from loadtests.generator.options import COMMAND_LINE_ONLY, add_options
 from loadtests.generator.request_factory import Share
+from loadtests.generator.workers.master import PATIENT_HEARTBEATS, Hooks, Master
+from loadtests.generator.workers.member import Member
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.lines import Appender
 from loadtests.records.schema import RequestRecord
 from models.errors import printable
 
 log = logging.getLogger("crossover")
-LEAD_SECONDS = 0.2  # between "begin" and t0: the message must have reached every worker
+LEAD_SECONDS = 0.01  # before t0, within one process
 
 
 class Traffic(User):  # type: ignore[misc]  # Locust is untyped
@@ -97,13 +83,13 @@ class Roles:
         self.dispatcher: Dispatcher | None = None
         self.level_runs = gevent.event.Event()  # a dispatcher is there
         self.channel: Channel[Order] | None = None  # None: started by hand, or a worker
-        self.is_led = CHANNEL_VARIABLE in os.environ  # by a runner
+        # By a runner, here or where the master is.
+        self.is_led = CHANNEL_VARIABLE in os.environ or OWN_TARGET_VARIABLE in os.environ
         self._environment: Any = None
         self._given: dict[str, Any] = {}  # the command line's options
         self._plan: LoadPlan | None = None
-        self._prepared = 0
-        self._accounts: list[Ended] = []
-        self._workers = 1
+        self._master: Master | None = None
+        self._is_obeying = False
         self._live = Live(SLO_PRESETS["chat"])  # what the page shows, of all workers
 
     @property
@@ -119,36 +105,46 @@ class Roles:
         if environment.web_ui is not None:
             guard(environment)
             attach(environment, lambda: self._live, self._facts)
-        messages: dict[str, Callable[[Any], None]] = {}
+        if isinstance(self._runner, WorkerRunner):
+            self._be_member()
+            return
+        if self.is_led:
+            self.channel = Channel(socket.socket(fileno=int(os.environ[CHANNEL_VARIABLE])), Order)
         if isinstance(self._runner, MasterRunner):
-            messages = {
-                "crossover_prepared": self._one_prepared,
-                "crossover_failed": lambda problem: self._abort(LoadError(problem)),
-                "crossover_told": self._pass_on,
-                "crossover_drained": self._one_drained,
-            }
-        elif isinstance(self._runner, WorkerRunner):
-            messages = {
-                "crossover_prepare": self._prepare,
-                "crossover_begin": self._begin,
-                "crossover_stop": lambda data: self._stop(is_decided=True),
-            }
-            if self.is_led:
-                os.close(int(os.environ[CHANNEL_VARIABLE]))  # the master's
-        for name, act in messages.items():
+            self._be_master()
+
+    def _be_member(self) -> None:
+        if CHANNEL_VARIABLE in os.environ:
+            os.close(int(os.environ[CHANNEL_VARIABLE]))  # the master's
+        elif OWN_TARGET_VARIABLE in os.environ:
+            log.setLevel(logging.INFO)  # somebody watches it
+        member = Member(self._runner, self._dispatch_with, self._forget, self.is_led)
+        for name, act in member.listeners.items():
             self._runner.register_message(
                 name,
                 lambda environment, msg, act=act, **kw: act(msg.data),
                 concurrent=name in ("crossover_prepare", "crossover_begin"),
             )
 
+    def _be_master(self) -> None:
+        hooks = Hooks(self._tell, self._pass_on, self._finish, self._level_failed)
+        if self.is_led:
+            runners.HEARTBEAT_LIVENESS = PATIENT_HEARTBEATS
+        self._master = Master(self._runner, hooks, runners.HEARTBEAT_LIVENESS)
+        for name, act in self._master.listeners.items():
+            self._runner.register_message(
+                name, lambda environment, msg, act=act, **kw: act(msg.node_id, msg.data)
+            )
+        if self.is_led:
+            gevent.spawn(self._master.tell_who_is_there)
+
     def on_test_start(self, environment: Environment, **_: Any) -> None:
         if isinstance(self._runner, WorkerRunner):
             return
-        if self.is_led:
-            end = socket.socket(fileno=int(os.environ[CHANNEL_VARIABLE]))
-            self.channel = Channel(end, Order)
-            gevent.spawn(self._obey, self.channel)
+        if self.channel is not None:
+            if not self._is_obeying:
+                self._is_obeying = True
+                gevent.spawn(self._obey, self.channel)
             return
         options = environment.parsed_options
         own = {name: self._given[name] for name in COMMAND_LINE_ONLY}
@@ -186,9 +182,12 @@ class Roles:
                 return
             for order in orders:
                 if isinstance(order, LoadPlan):
-                    self._start(order)
-                elif isinstance(self._runner, MasterRunner):
-                    self._runner.send_message("crossover_stop")
+                    try:
+                        self._start(order)
+                    except Exception as problem:  # in a greenlet, too
+                        self._abort(problem)
+                elif self._master is not None:
+                    self._master.stop()
                 else:
                     self._stop(is_decided=True)
 
@@ -200,20 +199,15 @@ class Roles:
         load = plan.load_in_words
         if plan.is_open:
             load += f", {msgspec.to_builtins(plan.arrivals)['kind']}"
-        workers = f", {self._workers} load generators" if self._workers > 1 else ""
+        count = self._master.workers if self._master is not None else 1
+        workers = f", {count} load generators" if count > 1 else ""
         return {"what": f"{plan.target.url}: {load}, for {plan.duration_seconds:g} s{workers}"}
 
     def _start(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._prepared = 0
-        self._accounts = []
         self._live = Live(SLO_PRESETS[plan.slo])
-        if isinstance(self._runner, MasterRunner):
-            self._workers = self._runner.worker_count
-            text = msgspec.json.encode(plan).decode()
-            for index, client in enumerate(sorted(self._runner.clients)):
-                data = {"plan": text, "index": index, "workers": self._workers}
-                self._runner.send_message("crossover_prepare", data, client_id=client)
+        if self._master is not None:
+            self._master.start(plan)
         elif isinstance(self._runner, LocalRunner):
             gevent.spawn(self._whole, plan)
 
@@ -221,21 +215,25 @@ class Roles:
         if self.dispatcher is not None:
             self.dispatcher.stop(is_decided)
 
-    def _dispatch_with(self, plan: LoadPlan, share: Share) -> Dispatcher:
-        self.dispatcher = Dispatcher(plan, share, self._teller(plan), self._counter(plan))
+    def _dispatch_with(
+        self, plan: LoadPlan, share: Share, tell: Callable[[Told], None] | None = None
+    ) -> Dispatcher:
+        """`tell`: where a load generator's messages go; None: to the runner, a file or nowhere."""
+        self.dispatcher = Dispatcher(plan, share, tell or self._teller(plan), self._counter(plan))
         self.level_runs.set()
         return self.dispatcher
 
     def _teller(self, plan: LoadPlan) -> Callable[[Told], None]:
-        """Where a load generator's messages go: to the runner, to a file, or nowhere."""
         if self.channel is not None:
             return self.channel.send
-        if self.is_led:
-            return lambda told: self._runner.send_message("crossover_told", encode(told))
         if plan.requests_file is None:
             return lambda told: None
         file: Appender[RequestRecord] = Appender(Path(plan.requests_file))
         return lambda told: file.append(told.record) if isinstance(told, Recorded) else None
+
+    def _tell(self, told: Told) -> None:
+        if self.channel is not None:
+            self.channel.send(told)
 
     def _pass_on(self, line: bytes) -> None:
         """A worker's message, to the runner."""
@@ -247,66 +245,32 @@ class Roles:
         try:
             dispatcher = self._dispatch_with(plan, Share(0, 1))
             self._live = dispatcher.live or self._live
-            started = time.time() + 0.01
-            self._announce(started)
-            account = dispatcher.run(started)
+            self._tell(Started(time.time() + LEAD_SECONDS))
+            account = dispatcher.run(clock() + LEAD_SECONDS)
         except Exception as problem:  # in a greenlet: Locust would not hear of it and run on
             self._abort(problem)
             return
-        self._finish([account])
-
-    def _prepare(self, data: dict[str, Any]) -> None:
-        try:
-            plan = msgspec.json.decode(data["plan"], type=LoadPlan)
-            self._dispatch_with(plan, Share(data["index"], data["workers"]))
-        except Exception as problem:
-            self._fail(problem)
-            return
-        self._runner.send_message("crossover_prepared")
-
-    def _one_prepared(self, _: Any) -> None:
-        self._prepared += 1
-        if self._prepared == self._workers:
-            started = time.time() + LEAD_SECONDS
-            self._announce(started)
-            self._runner.send_message("crossover_begin", {"started": started})
-
-    def _begin(self, data: dict[str, Any]) -> None:
-        assert self.dispatcher is not None
-        try:
-            account = self.dispatcher.run(data["started"])
-        except Exception as problem:
-            self._fail(problem)
-            return
         self._forget()
-        self._runner.send_message("crossover_drained", msgspec.to_builtins(account))
+        self._finish(total([account]))
 
-    def _fail(self, problem: Exception) -> None:
-        """In a worker: the master must end the level for all."""
-        log.error("%s", printable(str(problem)), exc_info=not isinstance(problem, LoadError))
-        self._runner.send_message("crossover_failed", f"{problem}")
-
-    def _one_drained(self, data: dict[str, Any]) -> None:
-        self._accounts.append(msgspec.convert(data, Ended))
-        if len(self._accounts) == self._workers:
-            self._finish(self._accounts)
-
-    def _announce(self, started_unix_seconds: float) -> None:
+    def _level_failed(self, problem: str) -> None:
+        """The runner may send the level again to those that are left."""
         if self.channel is not None:
-            self.channel.send(Started(started_unix_seconds))
+            log.error("%s", printable(problem))
+            self._tell(Failed(problem))
+        else:
+            self._abort(LoadError(problem))
 
     def _forget(self) -> None:
         self.level_runs.clear()
         self.dispatcher = None
         gc.collect()
 
-    def _finish(self, accounts: list[Ended]) -> None:
-        whole = total(accounts)
+    def _finish(self, whole: Ended) -> None:
         log.info(
             "%d requests were due, %d ended, %d given up", whole.due, whole.recorded, whole.gave_up
         )
         self._environment.process_exit_code = 0  # failed requests are results
-        self._forget()
         if self.channel is not None:
             self.channel.send(whole)  # and wait for the next plan
         elif self._environment.web_ui is None:
@@ -320,8 +284,7 @@ class Roles:
             "%s", printable(str(problem)), exc_info=not isinstance(problem, LoadError | OSError)
         )
         self._environment.process_exit_code = 2
-        if self.channel is not None:
-            self.channel.send(Failed(f"{problem}"))
+        self._tell(Failed(f"{problem}"))
         if self._environment.web_ui is None:
             gevent.spawn(self._runner.quit)  # not from here: quit() may wait for this listener
         else:

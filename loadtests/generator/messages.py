@@ -2,6 +2,7 @@
 
 runner -> load generator    LoadPlan; Stop when the level is decided; the end of the pipe: quit
 load generator -> runner    Started; Recorded and Late as they happen; Ended or Failed
+a master, besides           Workers while it waits for a plan; WorkerClock during a level
 """
 
 from __future__ import annotations
@@ -18,10 +19,30 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The level is decided: send nothing more, and end what is on its way."""
 
 
+class Workers(msgspec.Struct, frozen=True, tag="workers"):
+    """These machines' workers are connected, one name for each."""
+
+    names: list[str]
+
+
 class Started(msgspec.Struct, frozen=True, tag="started"):
     """The clock of the level starts at this moment."""
 
     unix_seconds: float
+
+
+class WorkerClock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+    """A worker's clock, as it is known since the last message about it.
+
+    Its times + `shift_seconds` are the master's, within `uncertainty_seconds`: the largest so far.
+    `offset_seconds` is by how much its date and time of day are ahead of the master's.
+    """
+
+    worker: int
+    name: str
+    shift_seconds: float
+    uncertainty_seconds: float
+    offset_seconds: float
 
 
 class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
@@ -46,6 +67,8 @@ class Ended(msgspec.Struct, kw_only=True, tag="ended"):
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
     processes: int = 1
+    worker: int = 0  # of a single load generator
+    each: list[Ended] = []  # of a total: the accounts that it sums
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -55,7 +78,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Order = LoadPlan | Stop
-Told = Started | Recorded | Late | Ended | Failed
+Told = Workers | Started | WorkerClock | Recorded | Late | Ended | Failed
 
 
 def total(accounts: Iterable[Ended]) -> Ended:
@@ -67,5 +90,6 @@ def total(accounts: Iterable[Ended]) -> Ended:
         stopped_seconds=min(stops) if stops else None,
         wall_seconds=max(one.wall_seconds for one in many),
         processes=len(many),
+        each=many,
         **{name: sum(getattr(one, name) for one in many) for name in sums},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -144,6 +145,19 @@ def parse_arrivals(text: str) -> Arrivals:
         return found
     except (msgspec.MsgspecError, ValueError) as problem:
         raise LoadError(f"--arrivals {text!r}: {problem}") from problem
+
+
+def parse_place(option: str, text: str, port: int) -> tuple[str, int]:
+    """ "HOST" or "HOST:PORT"; an IPv6 address with a port stands in brackets. Raises LoadError."""
+    try:
+        if text.count(":") > 1 and not text.startswith("["):
+            text = f"[{text}]"
+        parts = urlsplit(f"//{text}")
+        if parts.hostname and parts.netloc == text and "@" not in text:
+            return parts.hostname, port if parts.port is None else parts.port
+    except ValueError:  # its port is no port
+        pass
+    raise LoadError(f"{option} must be HOST or HOST:PORT, got {text!r}")
 
 
 def parse_extra_body(text: str | None) -> dict[str, Any]:

@@ -72,6 +72,53 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
         Path | None,
         Meta(description="Keep the run in a folder below this one; else nothing is kept."),
     ] = None
+    workers: Annotated[
+        Count | None,
+        Meta(description="Processes of this machine that share the load. Default: one."),
+    ] = None
+    master: Annotated[
+        bool, Meta(description="Share the load among workers that --join from elsewhere.")
+    ] = False
+    expect_workers: Annotated[
+        Count | None,
+        Meta(description="With --master: how many workers to wait for. Default: one."),
+    ] = None
+    bind: Annotated[
+        str | None,
+        Meta(
+            description="With --master: HOST[:PORT] to listen on. Default: 127.0.0.1:5557. Whoever "
+            "reaches it may take part: the protocol knows no keys."
+        ),
+    ] = None
+    join: Annotated[
+        str | None,
+        Meta(description="Be a worker of the master at HOST[:PORT], for as long as it is there."),
+    ] = None
+
+
+def check_machines(options: CommandOptions) -> None:
+    """Raises LoadError for options that contradict each other."""
+    if options.join is not None:
+        own = ("join", "api_key_env", "verify_tls")
+        for field in msgspec.structs.fields(CommandOptions):
+            if field.name not in own and getattr(options, field.name) != field.default:
+                raise LoadError(
+                    f"--join takes no {flag_of(field.name)}: the master's command says it"
+                )
+        return
+    if (options.rate is None) == (options.concurrency is None):
+        raise LoadError("give either --rate (open loop) or --concurrency (closed loop)")
+    if options.master and options.workers is not None:
+        raise LoadError("--workers are of this machine and --master has others': give one of them")
+    for name in ("expect_workers", "bind"):
+        if getattr(options, name) is not None and not options.master:
+            raise LoadError(f"{flag_of(name)} is of --master, which is not given")
+    workers = options.workers or options.expect_workers or 1
+    if options.concurrency is not None and options.concurrency < workers:
+        raise LoadError(
+            f"--concurrency {options.concurrency} is too few for {workers} workers: "
+            "each has at least one user"
+        )
 
 
 def command_options(given: Mapping[str, Any]) -> CommandOptions:

@@ -5,11 +5,13 @@ Nothing is made while the clock runs: all requests of an open level are bytes be
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from loadtests.errors import LoadError
 from loadtests.generator.endpoint import TargetFacts, body_of, count_tokens, path_of
@@ -17,8 +19,10 @@ from loadtests.generator.http_client import Pool, post_bytes
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.sse_request import Ask
 from loadtests.workload import requests as workloads
-from loadtests.workload.arrivals import deal, due_times
+from loadtests.workload.arrivals import Times, deal, due_times
 from loadtests.workload.prompts import PromptMaker
+
+DIGESTED = 256  # requests whose lengths are part of a level's digest
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -77,6 +81,18 @@ class RequestFactory:
         self._next = share.index
         self._begun = 0  # asks of the sessions that have begun
         self._said: dict[str, list[str]] = {}  # session -> the user's words of each turn
+        self._due: Times | None = None
+
+    @property
+    def draws(self) -> str:
+        """A digest of what all load generators of the level send: the same in each of them.
+
+        Due times count to the microsecond: logarithms differ between CPUs in the last digit.
+        """
+        due = np.zeros(0) if self._due is None else np.round(self._due * 1e6)
+        asks = workloads.draw(self._plan.workload, DIGESTED, self._plan.seed)
+        lengths = [(ask.prompt_tokens, ask.output_tokens, ask.session) for ask in asks]
+        return hashlib.sha256(due.tobytes() + msgspec.msgpack.encode(lengths)).hexdigest()
 
     def scheduled(self) -> list[Request]:
         """All requests of this share of an open level, by due time.
@@ -88,6 +104,7 @@ class RequestFactory:
             raise LoadError("a level without a rate has no due times")
         window = plan.duration_seconds
         due = due_times(plan.arrivals, plan.rate_per_second, window, plan.seed, plan.follow_seconds)
+        self._due = due
         asks = workloads.draw(plan.workload, len(due), plan.seed, due_seconds=due.tolist())
         if plan.workload.turns > 1:
             mine = [ask for ask in asks if self._is_mine(ask)]

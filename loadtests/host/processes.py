@@ -84,14 +84,17 @@ def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 class Child:
-    """One running program. Leaving the `with` block ends it and everything that it started."""
+    """One running program. Leaving the `with` block ends it and everything that it started.
+
+    Without a log it writes where this process does.
+    """
 
     def __init__(
         self,
         command: list[str],
         *,
         cores: tuple[int, ...] = (),
-        log: Path,
+        log: Path | None = None,
         environment: dict[str, str] | None = None,
         urgent: bool = False,
         pass_fds: tuple[int, ...] = (),
@@ -99,13 +102,13 @@ class Child:
     ) -> None:
         self.log = log
         bound = [str(os.getpid()), ",".join(map(str, cores)) or "-", str(int(urgent))]
-        with open(log, "ab") as output:
+        with open(log, "ab") if log is not None else contextlib.nullcontext() as output:
             self._process = start_python(
                 *("-I", "-S", str(PARENT_BOUND), *bound, *command),
                 environment=environment,
                 secrets=True,  # a server's token of the hub, a load generator's key
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if log is None else subprocess.STDOUT,
                 pass_fds=pass_fds,
                 cwd=folder,
             )
@@ -138,7 +141,7 @@ class Child:
         if status is None:
             return "still running"
         how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        words = last_line(self.log)
+        words = "" if self.log is None else last_line(self.log)
         return f"{how}: {words}" if words else how
 
     def __enter__(self) -> Child:

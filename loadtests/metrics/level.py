@@ -26,7 +26,13 @@ from loadtests.metrics.level_warnings import Evidence, disturbed, level_warnings
 from loadtests.metrics.request_metrics import outcome, ttft_seconds
 from loadtests.metrics.slo import Slo, Verdict, verdict
 from loadtests.metrics.stationarity import grows, in_flight_at_ends, is_steady
-from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
+from loadtests.metrics.worker_warnings import worker_warnings
+from loadtests.records.schema import (
+    Disturbance,
+    RequestRecord,
+    ResourceSample,
+    WorkerFacts,
+)
 from loadtests.workload.arrivals import Arrivals
 
 
@@ -75,12 +81,13 @@ def summarise(
     return msgspec.structs.replace(summary, warnings=warnings)
 
 
-def with_disturbance(summary: Summary, found: Disturbance | None) -> Summary:
-    """The summary of a level with what LevelFinished says of its disturbance."""
+def with_facts(
+    summary: Summary, found: Disturbance | None, workers: Sequence[WorkerFacts], slo: Slo
+) -> Summary:
+    """The summary of a level with what LevelFinished says of its disturbance and its workers."""
     warning = disturbed(found)
-    if warning is None:
-        return summary
-    return msgspec.structs.replace(summary, warnings=(*summary.warnings, warning))
+    added = (*(() if warning is None else (warning,)), *worker_warnings(workers, slo))
+    return msgspec.structs.replace(summary, warnings=(*summary.warnings, *added))
 
 
 def _is_steady(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -99,9 +100,15 @@ def late_sends(level: Evidence) -> NamedWarning | None:
 
 
 def longest_send_lag(inside: Sequence[RequestRecord]) -> float | None:
-    """p99 of the send lag in seconds, nearest rank; None where nothing was sent."""
-    lags = sorted(lag for r in inside if (lag := send_lag_seconds(r)) is not None)
-    return lags[math.ceil(0.99 * len(lags)) - 1] if lags else None
+    """p99 of the send lag in seconds, nearest rank, of the load generator that has the longest.
+
+    None where nothing was sent.
+    """
+    lags: dict[int, list[float]] = defaultdict(list)
+    for r in inside:
+        if (lag := send_lag_seconds(r)) is not None:
+            lags[r.worker or 0].append(lag)
+    return max((sorted(own)[math.ceil(0.99 * len(own)) - 1] for own in lags.values()), default=None)
 
 
 def late_sends_decide(lag_seconds: float, ttft_limit_seconds: float | None) -> bool:

@@ -125,6 +125,8 @@ def show(fact: str, value: Any) -> str:
         return "not known"
     if fact == "memory_total_bytes":
         return formatting.size(value)
+    if fact == "bandwidth_bytes_per_second":
+        return f"{value / 1e9:.3g} GB/s"
     if fact == "allowed_cores":
         return str(len(value))
     if fact == "gpus":
@@ -132,9 +134,14 @@ def show(fact: str, value: Any) -> str:
     return str(value)
 
 
+def server_machine(manifest: RunManifest) -> dict[str, Any] | None:
+    """Facts of the machine that serves; None where it is not ours."""
+    return manifest.server_facts if "cpu_model" in manifest.server_facts else None
+
+
 def _machine(manifest: RunManifest) -> dict[str, Any]:
     """The machine that serves, where it is ours; else the one that sends the load."""
-    return manifest.server_facts if "cpu_model" in manifest.server_facts else manifest.client_facts
+    return server_machine(manifest) or manifest.client_facts
 
 
 def _version(text: str | None) -> str:

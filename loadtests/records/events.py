@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loadtests.records.schema import Disturbance, EngineTime
+from loadtests.records.schema import Disturbance, EngineTime, WorkerFacts
 
 
 class SkipCause(StrEnum):
@@ -271,6 +271,7 @@ class LevelFinished(Event, frozen=True, kw_only=True):
     disturbance: Disturbance | None = None  # None: it was not watched
     # of the whole level, warm-up and drain included; None: the server does not say
     engine_time: EngineTime | None = None
+    workers: list[WorkerFacts] = []  # of several load generators
 
     @property
     def is_set_aside(self) -> bool:

@@ -140,6 +140,24 @@ class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     counts: bool = False  # the campaign lets a disturbed level count
 
 
+class WorkerFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One of several load generators of a level. Its records are on the master's clock.
+
+    `clock_*`: seconds, and None where it has the master's own clock. `offset`: by how much its date
+    and time of day are ahead; `moved`: by how much it ran away from the master's during the level;
+    `uncertainty`: how wrong its stamps may be at most.
+    """
+
+    worker: int  # as in RequestRecord
+    name: str | None = None  # of its machine
+    due: int  # requests
+    send_lag_p99_seconds: float | None = None  # nearest rank; None: nothing was sent
+    cpu_share: float | None = None  # of one core, over the level
+    clock_offset_seconds: float | None = None
+    clock_moved_seconds: float | None = None
+    clock_uncertainty_seconds: float | None = None
+
+
 class EngineTime(msgspec.Struct, frozen=True, kw_only=True):
     """Where an engine's time went while it had work: seconds by its own clock, since it started.
 

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.comparison.compare import Comparison, Row
+from loadtests.comparison.machines import Machines
 from loadtests.comparison.run_values import CAPACITY, GOOD, TOKENS
 from models import formatting
 
@@ -34,6 +35,21 @@ def show_comparison(found: Comparison, console: Console) -> None:
             *_difference_cells(row),
             f"{row.verdict} ({row.reason})" if row.reason else row.verdict,
         )
+    console.print(table)
+    if found.machines is not None:
+        show_machines(found.machines, console)
+
+
+def show_machines(found: Machines, console: Console) -> None:
+    """Print what two machines do, by what they have."""
+    for name, mine, theirs in found.differ:
+        console.print(f"the machines differ in {name}: {mine} and {theirs}", markup=False)
+    for note in found.notes:
+        console.print(note, style="dim", markup=False)
+    table = Table("cell", "quantity", "per", "first", "second", "ratio", box=None, pad_edge=False)
+    for row in found.rows:
+        values = (f"{row.first:.4g}", f"{row.second:.4g}", f"{row.ratio:.3g}")
+        table.add_row(row.cell, row.quantity, row.per, *values)
     console.print(table)
 
 

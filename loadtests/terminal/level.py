@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from loadtests.metrics.distribution import Distribution
 from loadtests.metrics.level_summary import Summary
+from loadtests.records.schema import WorkerFacts
 from loadtests.workload.goodness_of_fit import ArrivalCheck
 from models import formatting
 
+WORKERS = (
+    *("load generator", "requests", "send lag p99", "CPU", "clock ahead", "clock moved"),
+    "clock known to",
+)
 PERCENTILES = ("p50", "p90", "p95", "p99")
 
 
@@ -56,6 +62,24 @@ def show_level(summary: Summary, console: Console) -> None:
             style="red" if warning.is_serious else "yellow",
             markup=False,
         )
+
+
+def show_workers(workers: Sequence[WorkerFacts], console: Console) -> None:
+    """Print the load generators of one level where there are several."""
+    if not workers:
+        return
+    table = Table(*WORKERS, box=None, pad_edge=False)
+    for one in workers:
+        clock = [one.clock_offset_seconds, one.clock_moved_seconds, one.clock_uncertainty_seconds]
+        table.add_row(
+            f"{one.worker} on {one.name or 'this machine'}",
+            str(one.due),
+            formatting.seconds(one.send_lag_p99_seconds, 3, "-"),
+            "-" if one.cpu_share is None else f"{one.cpu_share:.0%}",
+            *("-" if seconds is None else f"{seconds * 1000:+.3f} ms" for seconds in clock[:2]),
+            formatting.seconds(clock[2], 2, "-"),
+        )
+    console.print(table)
 
 
 def _latencies(summary: Summary) -> Table:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtests.campaign.run_state import campaign_of, prediction_on_record
-from loadtests.capacity.levels import judge
+from loadtests.capacity.levels import judged
 from loadtests.capacity.words import in_words
 from loadtests.records.events import (
     CellFinished,
@@ -62,10 +62,7 @@ def show_run(folder: Path, console: Console | None = None) -> None:
         for level in finished:
             if level.cell == cell.key:
                 start, end = level.started, level.finished
-                summary, _ = judge(
-                    *(level.requests, level.samples, start, end.window_seconds, campaign.slo),
-                    end.disturbance,
-                )
+                summary, _ = judged(level, campaign.slo)
                 table.add_row(*level_row(load_in_words(start), summary, end.cut_short is not None))
         if table.row_count:
             console.print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loadtests.campaign.run_state import campaign_of
-from loadtests.capacity.levels import judge
+from loadtests.capacity.levels import judged
 from loadtests.records.events import (
     LevelAbandoned,
     LevelFinished,
@@ -33,9 +33,7 @@ def check_folder(folder: Path) -> None:
         end = level.finished
         indices = {record.index for record in level.requests}
         assert len(level.requests) == end.due == len(indices), "nothing twice, nothing lost"
-        summary, _ = judge(
-            level.requests, level.samples, level.started, end.window_seconds, slo, end.disturbance
-        )
+        summary, _ = judged(level, slo)
         found = (summary.counts.good, summary.counts.due, summary.verdict)
         assert found == (end.good, end.window_due, end.verdict), "numbers follow from the records"
 

@@ -26,7 +26,7 @@ from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.runner import World, resume, run
-from loadtests.capacity.levels import judge
+from loadtests.capacity.levels import Ending, judge
 from loadtests.errors import BurstDisturbed, LevelInterrupted
 from loadtests.metrics.disturbance import disturbance_of, in_words
 from loadtests.records.events import CellReady, Event, LevelFinished, LevelPurpose, LevelStarted
@@ -177,8 +177,9 @@ class Bench:
         part = server.cores(server.now - seconds, server.now)
         counts = level.campaign.disturbance == "ignore"
         found = disturbance_of([part], "engine", counts=counts)
-        shown, seen = judge(records, [], started, window, level.campaign.slo, found)
-        summary, _ = judge(records, [], started, window, level.campaign.all_slos[0], found)
+        ending = Ending(window_seconds=window, disturbance=found)
+        shown, seen = judge(records, [], started, level.campaign.slo, ending)
+        summary, _ = judge(records, [], started, level.campaign.all_slos[0], ending)
         finished = LevelFinished(
             cell=self.state.key,
             level=level.name,

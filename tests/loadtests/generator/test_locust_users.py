@@ -31,6 +31,8 @@ from loadtests.generator.messages import (
     Started,
     Stop,
     Told,
+    WorkerClock,
+    Workers,
 )
 from loadtests.records.lines import read_lines
 from loadtests.records.schema import RequestRecord
@@ -61,11 +63,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
 
 
 def told(generator: LoadGenerator, plan: LoadPlan, stop_at: type[Told] | None = None) -> list[Told]:
-    """All that it says of one level; `stop_at`: the level is stopped at the first such message."""
+    """All that it says of one level, but of its workers.
+
+    `stop_at`: the level is stopped at the first such message.
+    """
     generator.channel.send(plan)
     messages: list[Told] = []
     for message in generator.told():
-        if message is not None:
+        if message is not None and not isinstance(message, Workers | WorkerClock):
             messages.append(message)
         if stop_at is not None and isinstance(message, stop_at):
             generator.channel.send(Stop())

@@ -113,4 +113,5 @@ def test_accounts_add_up() -> None:
         cpu_seconds=0.75,
         wall_seconds=3.0,
         processes=2,
+        each=[one, two],
     )

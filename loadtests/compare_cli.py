@@ -1,0 +1,160 @@
+"""The verb `compare`. Options in, lines and an exit status out."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+import typer
+from typer.core import TyperCommand
+
+from loadtests.errors import LoadError
+
+
+class TwoArms(TyperCommand):
+    """`A1 A2 -- B1 B2`: what stands behind `--` are runs of the second arm."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            args = args[:at] + [f"--second={path}" for path in args[at + 1 :]]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
+comparison = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `crossover compare`."""
+
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="A... -- B...",
+            help="Run folders, or folders of runs: the first arm, `--`, the second arm. "
+            "Two alone are one arm each.",
+        ),
+    ]
+    second: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="B", help="A run of the second arm, as behind `--`."),
+    ] = None
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FACT",
+            help="A fact that may differ, e.g. format or cpu_model. May be given several times.",
+        ),
+    ] = None
+    machines: Annotated[
+        bool,
+        typer.Option(
+            "--machines",
+            help="The arms ran on different machines: what each does for a core, a GB/s, a dollar "
+            "and a watt. Model, workload and SLO must be the same.",
+        ),
+    ] = False
+    dollars: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--dollars-per-hour",
+            metavar="PRICE",
+            help="With --machines: the price of each, first and second.",
+        ),
+    ] = None
+    least: Annotated[
+        float, typer.Option(min=0.0, help="Differences below this share are no difference.")
+    ] = 0.01
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="slower|different",
+            help="End with status 1 where anything is slower, or differs at all; with status 2 "
+            "where that is not known.",
+        ),
+    ] = None
+
+
+def compare(**given: Any) -> None:
+    """Say where runs are faster or slower than others, by a test whose unit is the run.
+
+    At least three runs an arm, begun in turns; with fewer the differences are shown and the
+    verdict is "not known". Compared are TTFT, TPOT and E2E, the share of good requests and the
+    output at loads that both arms measured, and the capacity. Runs that differ in a fact (machine,
+    workload, settings) are refused with both values, unless --allow names it.
+
+    \b
+    crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
+    crossover compare --fail-on slower A A-2 A-3 -- B B-2 B-3
+    crossover compare old-version/ new-version/          # folders of runs
+    crossover compare --machines here/ there/ --dollars-per-hour 0.10 --dollars-per-hour 0.36
+    """
+    from loadtests.comparison import compare as comparing
+    from loadtests.comparison.machines import Prices
+    from loadtests.comparison.run_values import read_arm
+    from loadtests.terminal.comparison import show_comparison
+    from loadtests.terminal.level import wide_console
+
+    options = Options(**given)
+    first, second = _arms(options)
+    found = comparing.compare(
+        read_arm(first),
+        read_arm(second),
+        allow=options.allow or (),
+        least=options.least,
+        machines=Prices(*(options.dollars or ())) if options.machines else None,
+    )
+    if options.as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        show_comparison(found, wide_console())
+    if options.fail_on is None:
+        return
+    if found.verdict == "not known":
+        raise LoadError(f"--fail-on {options.fail_on}: not known: {found.reason}")
+    bad = {"slower": ("slower", "different"), "different": ("slower", "faster", "different")}
+    if found.verdict in bad[options.fail_on]:
+        raise typer.Exit(1)
+
+
+def _arms(options: Options) -> tuple[list[Path], list[Path]]:
+    """The runs of both arms. Raises LoadError for options that cannot be."""
+    if options.fail_on not in (None, "slower", "different"):
+        raise LoadError(f"--fail-on must be slower or different, got {options.fail_on!r}")
+    dollars = options.dollars
+    if dollars and (not options.machines or len(dollars) != 2 or min(dollars) <= 0):
+        raise LoadError(
+            f"--dollars-per-hour is given twice, above 0 and with --machines, got {dollars}"
+        )
+    if options.second:
+        return options.runs, options.second
+    if len(options.runs) != 2:
+        raise LoadError(
+            f"{len(options.runs)} runs and no `--`: write the first arm, `--`, the second arm: "
+            "crossover compare A1 A2 A3 -- B1 B2 B3"
+        )
+    return options.runs[:1], options.runs[1:]
+
+
+def _parameters() -> list[inspect.Parameter]:
+    hints = get_type_hints(Options, include_extras=True)
+    keyword, required = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    return [
+        inspect.Parameter(
+            field.name,
+            keyword,
+            default=required if field.name == "runs" else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Options)
+    ]
+
+
+compare.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+comparison.command("compare", cls=TwoArms)(compare)

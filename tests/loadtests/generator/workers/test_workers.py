@@ -1,0 +1,331 @@
+"""`crossover load` over several processes, which are real, over loopback; some are killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.single_level import _wait_for_workers
+from loadtests.errors import LevelInterrupted, LoadError
+from loadtests.generator.channel import LoadGenerator
+from loadtests.generator.endpoint import Target
+from loadtests.generator.http_client import connect, fetch, get_bytes
+from loadtests.generator.launcher import GeneratorProcess, Listening
+from loadtests.generator.load_plan import LoadPlan
+from loadtests.generator.messages import Recorded
+from loadtests.generator.option_values import parse_arrivals, parse_place
+from loadtests.generator.options import check_machines, command_options
+from loadtests.generator.workers.member import allowed
+from loadtests.metrics.level_summary import LATE_SECONDS
+from loadtests.records.events import LevelAbandoned, of_kind
+from loadtests.records.run_folder import LevelRecords, read_records
+from loadtests.workload.arrivals import Poisson, due_times
+from loadtests.workload.goodness_of_fit import check
+from loadtests.workload.requests import Workload
+from tests.loadtests.campaign.checks import check_folder
+
+Start = Callable[..., str]
+ROOT = Path(__file__).parents[4]
+LOAD = "--workload 16x8 --rate 60".split()
+
+
+class Cluster:
+    """A master and its workers as people start them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.place = f"127.0.0.1:{free.getsockname()[1]}"
+        self.children: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            [*before, sys.executable, "-m", "crossover", "load", *words],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.children.append(child)
+        return child
+
+    def master(self, url: str, workers: int, *words: str) -> subprocess.Popen[str]:
+        place = ("--master", "--bind", self.place, "--expect-workers", str(workers))
+        return self.start(url, *LOAD, *words, *place, "--out", str(self.folder))
+
+    def join(self, url: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        return self.start(url, "--join", self.place, before=before)
+
+    def run(self) -> Path:
+        (folder,) = self.folder.glob("*-load")
+        return folder
+
+    def wait_for_records(self, least: int) -> None:
+        """Until the level runs."""
+        until = time.monotonic() + 90
+        while sum(len(path.read_bytes().splitlines()) for path in self._records()) < least:
+            assert time.monotonic() < until and self.children[0].poll() is None, self.said(0)
+            time.sleep(0.05)
+
+    def _records(self) -> list[Path]:
+        return list(self.folder.glob("*-load/requests.jsonl"))
+
+    def said(self, child: int) -> str:
+        out = self.children[child].stdout
+        assert out is not None
+        return out.read()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    for child in made.children:
+        for one in (*psutil.Process(child.pid).children(True),) if child.poll() is None else ():
+            one.kill()
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def finished(folder: Path) -> tuple[LevelRecords, list[LevelAbandoned]]:
+    run = read_records(folder)
+    (level,) = run.levels()
+    return level, of_kind(run.events, LevelAbandoned)
+
+
+def is_one_poisson_process(level: LevelRecords, rate: float) -> None:
+    """Every due time of one seeded sequence, each once, and sent as a Poisson process."""
+    start = level.started
+    due = due_times(Poisson(), rate, start.window_seconds, start.seed, 60.0)
+    counted = [r for r in level.requests if r.due_seconds < start.window_seconds]
+    assert len({r.index for r in level.requests}) == len(level.requests)
+    assert sorted(r.index for r in counted) == list(range(int(np.sum(due < start.window_seconds))))
+    assert all(math.isclose(r.due_seconds, due[r.index], abs_tol=5e-3) for r in level.requests)
+    sent = np.array([r.sent_seconds for r in counted if r.sent_seconds is not None])
+    found = check(Poisson(), sent, rate, start.window_seconds, LATE_SECONDS)
+    assert found.as_asked and found.cv is not None and 0.8 < found.cv < 1.2, found
+
+
+def worker_of(joined: subprocess.Popen[str]) -> psutil.Process:
+    """The Locust process that a `--join` started."""
+    (child,) = psutil.Process(joined.pid).children()
+    return child
+
+
+def test_two_workers_that_joined_send_one_arrival_process(
+    truth_server: Start, cluster: Cluster
+) -> None:
+    url = truth_server(ttft=0.02, case="cluster")
+    elsewhere = truth_server(ttft=0.02, case="masters-url")
+    master = cluster.master(elsewhere, 2, "--duration", "4")
+    cluster.join(url)
+    cluster.join(url)
+    said = master.communicate(timeout=60)[0]
+    assert master.returncode == 0, said
+    assert "2 of 2 workers are there" in said and "clock known to" in said
+    check_folder(cluster.run())
+    level, abandoned = finished(cluster.run())
+    assert not abandoned
+    is_one_poisson_process(level, 60.0)
+    assert all(r.index % 2 == r.worker for r in level.requests)
+    facts = level.finished.workers
+    assert [one.worker for one in facts] == [0, 1]
+    assert sum(one.due for one in facts) == len(level.requests)
+    for one in facts:
+        # The same machine: what is said of its clock is nothing, within what is said of that.
+        assert one.clock_uncertainty_seconds is not None and 0 < one.clock_uncertainty_seconds < 0.1
+        assert one.clock_offset_seconds is not None and one.clock_moved_seconds is not None
+        assert abs(one.clock_offset_seconds) <= one.clock_uncertainty_seconds + 1e-3
+        assert abs(one.clock_moved_seconds) <= one.clock_uncertainty_seconds
+        assert one.send_lag_p99_seconds is not None and one.cpu_share is not None
+
+    def asked(server: str) -> int:
+        with connect(server) as pool:
+            log = json.loads(fetch(pool, get_bytes(pool, "/truth"))[2])
+        return sum(entry["body"]["max_tokens"] == 8 for entry in log.values())
+
+    assert asked(url) >= len(level.requests), "a worker sends to the URL of its own command"
+    assert asked(elsewhere) <= 3, "and not to the master's, which probed it"
+    for child in cluster.children[1:]:
+        assert child.wait(60) == 0 and "the master has ended" in (child.stdout or [""]).read()  # type: ignore[union-attr]
+
+
+def test_a_killed_worker_makes_the_level_invalid_and_it_is_measured_again(
+    truth_server: Start, cluster: Cluster
+) -> None:
+    url = truth_server(ttft=0.02, case="cluster")
+    master = cluster.master(url, 2, "--duration", "5")
+    doomed, other = cluster.join(url), cluster.join(url)
+    cluster.wait_for_records(60)
+    (port,) = {
+        one.laddr.ip
+        for child in psutil.Process(master.pid).children(True)
+        for one in child.net_connections()
+        if one.status == "LISTEN"
+    }
+    assert port == "127.0.0.1", "nobody else can join"
+    worker_of(doomed).send_signal(signal.SIGKILL)
+    assert doomed.wait(30) == 2, "it says that it is gone"
+    cluster.join(url)
+    said = master.communicate(timeout=60)[0]
+    assert master.returncode == 0, said
+    assert re.search(r"worker \d on \S+ was lost in the middle of the level; measuring it", said)
+    assert "2 of 2 workers are there" in said
+    check_folder(cluster.run())
+    level, (abandoned,) = finished(cluster.run())
+    assert (abandoned.level, level.name) == ("load#1.1", "load#1.2")
+    assert "lost in the middle" in abandoned.reason
+    is_one_poisson_process(level, 60.0)
+    assert len(level.finished.workers) == 2
+    assert other.wait(30) == 0
+
+
+def test_a_level_goes_on_with_those_that_are_left_and_says_so(
+    truth_server: Start, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two one is there: it is waited for, and then one sends it all, users included."""
+    host, _, port = cluster.place.partition(":")
+    listening = Listening(2, host, int(port))
+    url = truth_server(ttft=0.02, case="cluster")
+    with LoadGenerator(GeneratorProcess(log=tmp_path / "log", users=4, listening=listening)) as one:
+        joined = [cluster.join(url), cluster.join(url)]
+        with Progress() as progress:
+            _wait_for_workers(one, listening, 60.0, progress)
+            plan = LoadPlan(
+                target=Target(url=url),
+                workload=Workload(prompt_tokens=16, output_tokens=8),
+                concurrency=4,
+                window_seconds=30.0,
+            )
+            one.tell(plan)
+            killed = False
+            with pytest.raises(LevelInterrupted, match="was lost in the middle of the level"):
+                for message in one.told():
+                    if not killed and isinstance(message, Recorded):
+                        worker_of(joined[0]).kill()
+                        killed = True
+            _wait_for_workers(one, listening, 2.0, progress, least=1)
+            one.tell(plan)
+            seen = set()
+            for message in one.told():
+                if isinstance(message, Recorded):
+                    seen.add(message.record.worker)
+                    if message.record.due_seconds > 1.0:
+                        break
+            one.settle()
+        assert seen == {0}
+        one.close()
+    assert "1 of 2 workers are there" in capsys.readouterr().err
+    with (
+        pytest.raises(LoadError, match="cannot listen on 127.0.0.1:"),
+        socket.create_server((host, int(port))),
+    ):
+        GeneratorProcess(log=tmp_path / "log", listening=listening)
+
+
+def test_a_worker_whose_clock_is_another_sends_on_time(
+    truth_server: Start, cluster: Cluster
+) -> None:
+    """In a time namespace of its own, a thousand seconds ahead: as if booted earlier."""
+    ahead = ("unshare", "--time", "--monotonic", "1000", "--fork", "--kill-child")
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*ahead, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("no time namespace can be made here (unshare --time)")
+    url = truth_server(ttft=0.02, case="cluster")
+    master = cluster.master(url, 2, "--duration", "3")
+    cluster.join(url)
+    cluster.join(url, before=ahead)
+    said = master.communicate(timeout=60)[0]
+    assert master.returncode == 0, said
+    level, _ = finished(cluster.run())
+    is_one_poisson_process(level, 60.0)
+    for one in level.finished.workers:
+        assert one.clock_moved_seconds is not None and one.clock_uncertainty_seconds is not None
+        assert abs(one.clock_moved_seconds) <= one.clock_uncertainty_seconds < 0.1
+
+
+def test_a_killed_process_of_this_machine_is_replaced(
+    truth_server: Start, cluster: Cluster
+) -> None:
+    url = truth_server(ttft=0.02, case="cluster")
+    words = ("--duration", "4", "--workers", "2", "--out", str(cluster.folder))
+    child = cluster.start(url, *LOAD, *words)
+    cluster.wait_for_records(60)
+    (locust,) = [
+        one for one in psutil.Process(child.pid).children() if "fast_locust" in str(one.cmdline())
+    ]
+    locust.children()[0].kill()
+    said = child.communicate(timeout=60)[0]
+    assert child.returncode == 0, said
+    assert "was lost in the middle of the level; measuring it once more" in said
+    level, abandoned = finished(cluster.run())
+    assert len(abandoned) == 1 and len(level.finished.workers) == 2
+    is_one_poisson_process(level, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rate": 1.0, "workers": 2, "master": True}, "give one of them"),
+        ({"rate": 1.0, "bind": "0.0.0.0"}, "--bind is of --master"),
+        ({"rate": 1.0, "expect_workers": 2}, "--expect-workers is of --master"),
+        ({"concurrency": 2, "workers": 3}, "--concurrency 2 is too few for 3 workers"),
+        ({"join": "host", "rate": 1.0}, "--join takes no --rate"),
+        ({"join": "host", "master": True}, "--join takes no --master"),
+        ({"rate": 1.0, "workers": 0}, "--workers must be at least 1, got 0"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(LoadError, match=message):
+        check_machines(command_options(given))
+
+
+def test_places() -> None:
+    assert parse_place("--join", "host", 5557) == ("host", 5557)
+    assert parse_place("--join", "10.0.0.7:99", 5557) == ("10.0.0.7", 99)
+    assert parse_place("--join", "::1", 5557) == ("::1", 5557)
+    assert parse_place("--join", "[::1]:99", 5557) == ("::1", 99)
+    for wrong in ("", "host:tea", "host:99999", "host/path", "bob@host"):
+        with pytest.raises(LoadError, match=f"--join must be HOST or HOST:PORT, got {wrong!r}"):
+            parse_place("--join", wrong, 5557)
+
+
+def test_a_worker_that_joined_obeys_within_its_own_command() -> None:
+    """A stranger's plan: neither its URL nor its key nor its files are ours."""
+    plan = LoadPlan(
+        target=Target(url="http://evil", model="m", api_key_env="HOME", verify_tls=False),
+        rate_per_second=1.0,
+        requests_file="/tmp/x",
+    )
+    own = Target(url="http://mine", api_key_env="KEY")
+    found = allowed(plan, own)
+    assert found.target == Target(url="http://mine", model="m", api_key_env="KEY")
+    assert found.requests_file is None and allowed(plan, None) == plan
+    trace = LoadPlan(
+        target=own, rate_per_second=1.0, arrivals=parse_arrivals("trace:path=/etc/passwd")
+    )
+    rows = LoadPlan(target=own, rate_per_second=1.0, workload=Workload(file="/etc/passwd"))
+    for files in (trace, rows):
+        with pytest.raises(LoadError, match="reads no trace on its machine"):
+            allowed(files, own)
