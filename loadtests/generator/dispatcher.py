@@ -60,6 +60,9 @@ class Dispatcher:
         self.began = gevent.event.Event()
         self.over = gevent.event.Event()  # nothing more is sent
         self.finished = gevent.event.Event()
+        self.settled: Callable[[], None] = lambda: None  # every request of ours that counts is
+        self.others_settled = gevent.event.Event()  # and of the level's other load generators
+        self.others_settled.set()
         self._worker = share.index
         self._tell = tell
         self._ended = ended
@@ -186,11 +189,17 @@ class Dispatcher:
             rung.close()
 
     def _end_following(self) -> None:
-        """Nothing more is sent once every counted request has ended or broken every TTFT limit."""
+        """Nothing more is sent once every counted request has ended or broken every TTFT limit.
+
+        Those of other load generators too: theirs end beside our load.
+        """
         until = self.origin + self.plan.duration_seconds + self.plan.follow_seconds
         gevent.sleep(0)  # requests that were due last have not begun yet
         while self._is_open() and clock() < until and not self.over.wait(FOLLOW_EVERY_SECONDS):
             pass
+        self.settled()
+        left = max(0.0, until - clock())
+        gevent.wait([self.others_settled, self.over], timeout=left, count=1)
         self.stop()
 
     def _is_open(self) -> bool:

@@ -7,6 +7,8 @@
                                 <----------  pong: its clock
     begin: t0 on its own clock  ---------->  send
                                 <----------  told: messages for the runner
+                                <----------  settled: its requests that count are good or bad
+    settled                     ---------->  all are: nobody need send any more
     stop                        ---------->  the level is decided, or has failed
                                 <----------  drained: its account
 
@@ -62,6 +64,7 @@ class _Worker:
     worst_seconds: float = 0.0  # largest uncertainty so far
     heard: float = field(default_factory=clock)
     draws: str | None = None  # what it is to send, once it is prepared
+    is_settled: bool = False
     account: Ended | None = None
 
     @property
@@ -98,6 +101,7 @@ class Master:
             "crossover_prepared": self._prepared,
             "crossover_pong": self._pong,
             "crossover_told": self._told,
+            "crossover_settled": self._settled,
             "crossover_drained": self._drained,
             "crossover_failed": self._failed,
         }
@@ -263,6 +267,15 @@ class Master:
         if worker is not None:
             worker.heard = clock()
             self._hooks.pass_on(data["line"])
+
+    def _settled(self, client: str, data: Any) -> None:
+        worker = self._worker(client, data)
+        if worker is None:
+            return
+        worker.is_settled = True
+        if all(one.is_settled for one in self._workers.values()):
+            for one in self._workers.values():
+                self._send("crossover_settled", one, {})
 
     def _drained(self, client: str, data: Any) -> None:
         worker = self._worker(client, data)

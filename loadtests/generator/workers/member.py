@@ -58,6 +58,7 @@ class Member:
             "crossover_prepare": self._prepare,
             "crossover_begin": self._begin,
             "crossover_ping": self._ping,
+            "crossover_settled": self._others_settled,
             "crossover_stop": self._stop,
         }
 
@@ -77,7 +78,10 @@ class Member:
         try:
             plan = allowed(msgspec.json.decode(data["plan"], type=LoadPlan), self._own)
             share = Share(data["index"], data["workers"])
-            self._dispatcher = self._make(plan, share, tell if self._is_led else None)
+            dispatcher = self._make(plan, share, tell if self._is_led else None)
+            dispatcher.settled = lambda: self._send("crossover_settled", level)
+            dispatcher.others_settled.clear()
+            self._dispatcher = dispatcher
         except Exception as problem:
             self._fail(level, problem)
             return
@@ -87,7 +91,7 @@ class Member:
                 *(share.index, share.workers, plan.load_in_words, plan.target.url),
                 plan.duration_seconds,
             )
-        self._send("crossover_prepared", level, draws=self._dispatcher.factory.draws)
+        self._send("crossover_prepared", level, draws=dispatcher.factory.draws)
 
     def _begin(self, data: dict[str, Any]) -> None:
         level, dispatcher = data["level"], self._dispatcher
@@ -111,6 +115,10 @@ class Member:
         self._heard = there
         seen = {"sent": data["sent"], "there": there, "unix": time.time()}
         self._send("crossover_pong", data["level"], **seen)
+
+    def _others_settled(self, data: dict[str, Any]) -> None:
+        if self._dispatcher is not None and data["level"] == self._level:
+            self._dispatcher.others_settled.set()
 
     def _stop(self, data: dict[str, Any]) -> None:
         if self._dispatcher is not None and data["level"] == self._level:

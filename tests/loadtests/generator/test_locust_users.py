@@ -295,6 +295,22 @@ def test_load_goes_on_until_the_last_answer_that_counts(
     assert all("every answer that counts is there" in (r.error_message or "") for r in unanswered)
 
 
+def test_load_goes_on_until_the_last_answer_of_any_load_generator(
+    two: LoadGenerator, truth_server: Start
+) -> None:
+    """One has its last answer at 1.9 s, the other at 2.15 s: what is due at 2.0 s is sent."""
+    records, _, _ = level(
+        two,
+        truth_server(slots=99, ttft=0.85, case="both"),
+        rate_per_second=4.0,
+        arrivals=Constant(),
+        window_seconds=1.3,
+        follow_seconds=20.0,
+    )
+    assert sorted(record.index for record in records) == list(range(9))
+    assert all(record.error is None for record in records if record.due_seconds < 1.3)
+
+
 def test_load_goes_on_for_no_request_that_is_bad_already(
     alone: LoadGenerator, truth_server: Start
 ) -> None:
