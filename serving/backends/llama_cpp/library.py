@@ -124,13 +124,13 @@ def _load_devices(llama: Any) -> None:
     """Load GGML's backends that are files beside the library, the best for this CPU.
 
     A build for many CPUs (GGML_BACKEND_DL) has none inside, and llama.cpp alone looks for none.
+    Asked through libllama: a wheel has libggml.so and libggml.so.0 as two files, so that opening
+    one by its path may load a second GGML, whose backends llama.cpp does not see.
     """
-    folder = Path(llama.__file__).parent / "lib"
-    if not (folder / "libggml.so").is_file():
-        return
-    ggml = ctypes.CDLL(str(folder / "libggml.so"))
+    ggml = llama.llama_cpp._lib
     ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
     if ggml.ggml_backend_reg_count() == 0:
+        folder = Path(llama.__file__).parent / "lib"
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
 
 
