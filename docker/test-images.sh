@@ -17,7 +17,7 @@ for image in "$CROSSOVER_IMAGE" "$LOAD_IMAGE" "$REPORT_IMAGE" "$PROMETHEUS_IMAGE
 done
 if [[ ${1:-} != inside ]]; then
   unshare -n -m --propagation private true 2>/dev/null || { echo "test-images: not run, this user may not make a network namespace"; exit 0; }
-  exec unshare -n -m --propagation private "$0" inside
+  exec unshare -n -m --propagation private "$PWD/${0##*/}" inside
 fi
 ip link set lo up
 step() { printf '%6ss  %s\n' "$SECONDS" "$*"; }

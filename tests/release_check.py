@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = "llama-cpp,load"
-ABSENT = ("torch", "transformers", "onnxruntime", "altair", "vl_convert", "pytest")
+ABSENT = ("torch", "transformers", "onnxruntime", "altair", "vl_convert")
 CAMPAIGN = """
 name = "release"
 models = ["135m"]
