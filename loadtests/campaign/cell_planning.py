@@ -31,9 +31,10 @@ from serving.backends import BACKENDS
 from serving.errors import Cause, ServingError
 from serving.hardware.facts import HardwareFacts, allowed_cores
 from serving.placement.best_engine import BEST, Question, best_engine, choice_lines
+from serving.placement.decision import NoPlacement, PlacementRequest
 from serving.placement.engine_choice import EngineCandidate, EngineChoice, Work
 from serving.placement.memory import Sizes, forecast
-from serving.placement.plan import NoPlacement, PlacementRequest, plan
+from serving.placement.plan import plan
 from serving.placement.policy import Policy
 
 

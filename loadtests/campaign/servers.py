@@ -245,6 +245,7 @@ def info_of(placement: Mapping[str, Any]) -> EngineInfo:
         "device_name": placement.get("device_name"),
         "predicted": memory.get("predicted"),
         "measured": memory.get("measured"),
+        "gpu": memory.get("gpu"),
         "details": placement.get("details"),
     }
     return msgspec.convert(found, EngineInfo)

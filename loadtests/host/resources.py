@@ -11,12 +11,13 @@ ran between two samples is missed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from loadtests.host.gpu import Gpu
 from loadtests.records.schema import ProcessSample, RemoteSample, ResourceSample
 
 PSS_EVERY = 10  # samples: the kernel walks all pages for it
@@ -77,6 +78,8 @@ class Readings:
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         engine = self._groups["engine"].now if "engine" in self._groups else ()
         gpu = self._gpu.read(engine) if self._gpu is not None else {}
+        if self._gpu is not None:
+            reasons += self._gpu.doubts
         remote = self._remote() if self._remote is not None else None
         if isinstance(remote, str):
             reasons.append(remote)
@@ -102,6 +105,8 @@ class Readings:
         )
         if self._rapl is not None and self._rapl.reason:
             self.missing.setdefault("cpu_watts", self._rapl.reason)
+        if self._gpu is not None:
+            self.missing |= self._gpu.missing
         return sample
 
     def close(self) -> None:
@@ -186,78 +191,6 @@ def _is_engine(pid: int) -> bool:
         )
     except psutil.Error:
         return False
-
-
-# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
-THROTTLES: dict[int, str] = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "thermal",
-    0x40: "hardware thermal",
-    0x80: "power brake",
-}
-
-
-class Gpu:
-    """The first NVIDIA GPU by NVML; `reason`: why there is none to read."""
-
-    def __init__(self, nvml: Any = None) -> None:
-        """`nvml`: a module with pynvml's functions; None: pynvml itself."""
-        self.reason: str | None = None
-        self._nvml: Any = nvml
-        try:
-            if nvml is None:
-                import pynvml
-
-                self._nvml = pynvml
-            self._nvml.nvmlInit()
-            self._device = self._nvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception as problem:  # no package, no driver, no device
-            self._nvml = None
-            self.reason = f"no NVIDIA GPU to be read: {problem}"
-
-    def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
-        """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
-        if self._nvml is None:
-            return {}
-        nvml, device = self._nvml, self._device
-        memory = self._try(lambda: nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2))
-        if memory is None:
-            memory = self._try(lambda: nvml.nvmlDeviceGetMemoryInfo(device))
-        processes = self._try(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(device))
-        own = [p.usedGpuMemory for p in processes or [] if p.pid in engine]
-        bits = self._try(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(device))
-        reserved = getattr(memory, "reserved", None)
-        return {
-            "gpu_memory_bytes": None if memory is None else int(memory.used),
-            "gpu_reserved_bytes": None if reserved is None else int(reserved),
-            "gpu_engine_bytes": sum(map(int, own))
-            if own and None not in own
-            else None,  # None in a container: the driver hides it
-            "gpu_utilisation": self._try(
-                lambda: nvml.nvmlDeviceGetUtilizationRates(device).gpu / 100
-            ),
-            "gpu_watts": self._try(lambda: nvml.nvmlDeviceGetPowerUsage(device) / 1000),
-            "gpu_clock_hertz": self._try(
-                lambda: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM) * 1e6
-            ),
-            "gpu_throttled": [name for bit, name in THROTTLES.items() if bits and bits & bit],
-        }
-
-    def _try(self, read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except (
-            self._nvml.NVMLError,
-            AttributeError,
-        ):  # not every device, and not every version of the package, tells everything
-            return None
-
-    def close(self) -> None:
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-            self._nvml = None
 
 
 class Rapl:

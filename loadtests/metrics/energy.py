@@ -3,8 +3,9 @@
     energy_of(samples, start_unix_seconds, end_unix_seconds)     # Energy, or None
 
 CPU watts are means since the sample before, by RAPL's counters, so their sum is exact whatever the
-gaps. GPU watts are NVML's own readings of the moment: each stands for the time since the sample
-before, and a gap of more than `LONGEST_GAP` intervals is left out.
+gaps. So is what a GPU's energy counter says (nvmlDeviceGetTotalEnergyConsumption). Where it has
+none, its watts are readings of the moment: each stands for the time since the sample before, and a
+gap of more than `LONGEST_GAP` intervals is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from loadtests.records.schema import ResourceSample
 
+Watts = Callable[[ResourceSample, ResourceSample], float | None]  # between two samples
 LONGEST_GAP = 3.0  # usual intervals
 LEAST_COVERED = 0.9  # of the time, for the energy to count
 
@@ -25,7 +27,7 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
     """Joules over `seconds` of a level; None: not measured there."""
 
     cpu_joules: float | None = None  # of all CPU packages, by RAPL
-    gpu_joules: float | None = None  # of the GPU, by NVML
+    gpu_joules: float | None = None  # of the GPU, by its driver
     seconds: float
 
     @property
@@ -51,10 +53,10 @@ def energy_of(
         return None
     gap = LONGEST_GAP * float(np.median(steps))
 
-    def joules(watts: Callable[[ResourceSample], float | None], longest: float) -> float | None:
+    def joules(watts: Watts, longest: float) -> float | None:
         used = covered = 0.0
         for before, after in pairwise(ordered):
-            power = watts(after)
+            power = watts(before, after)
             begin = max(before.unix_seconds, start_unix_seconds)
             lasted = min(after.unix_seconds, end_unix_seconds) - begin
             step = after.unix_seconds - before.unix_seconds
@@ -63,9 +65,19 @@ def energy_of(
                 covered += lasted
         return used * seconds / covered if covered >= LEAST_COVERED * seconds else None
 
+    counted = joules(_counted_watts, seconds)
     found = Energy(
-        cpu_joules=joules(lambda one: one.cpu_watts, seconds),
-        gpu_joules=joules(lambda one: one.gpu_watts, gap),
+        cpu_joules=joules(lambda _, after: after.cpu_watts, seconds),
+        gpu_joules=joules(lambda _, after: after.gpu_watts, gap) if counted is None else counted,
         seconds=seconds,
     )
     return None if found.joules is None else found
+
+
+def _counted_watts(before: ResourceSample, after: ResourceSample) -> float | None:
+    """The GPU's mean power between two samples; None where its counter began anew between them."""
+    begin, end = before.gpu_energy_joules, after.gpu_energy_joules
+    seconds = after.unix_seconds - before.unix_seconds
+    if begin is None or end is None or end < begin or seconds <= 0:
+        return None
+    return (end - begin) / seconds

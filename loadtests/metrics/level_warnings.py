@@ -311,9 +311,12 @@ def throttled(level: Evidence) -> NamedWarning | None:
             f"the control group's CPU quota held processes back for {mean:.1%} of the time"
         )
     if len(held) > THROTTLED_SHARE * len(level.samples):
-        why = ", ".join(sorted({reason for s in held for reason in s.gpu_throttled}))
+        why = ", ".join(sorted({reason for s in held for reason in s.gpu_throttled or ()}))
+        told = [s for s in level.samples if s.gpu_throttled is not None]
+        watts = [s.gpu_watts for s in held if s.gpu_watts is not None]
+        at = f" at {sum(watts) / len(watts):.0f} W" if watts else ""
         parts.append(
-            f"the GPU's clock was held down in {len(held)} of {len(level.samples)} samples ({why})"
+            f"the GPU's clock was held down in {len(held)} of {len(told)} samples{at} ({why})"
         )
     if not parts:
         return None

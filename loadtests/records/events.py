@@ -100,6 +100,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     nice: int | None = None  # above 0: HTTP goes before it
     predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
     measured: dict[str, Any] | None = None
+    gpu: dict[str, Any] | None = None  # where its memory and the load's time went
     details: dict[str, Any] | None = None
 
 

@@ -208,8 +208,11 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     gpu_engine_bytes: int | None = None  # used by the engine's processes
     gpu_utilisation: float | None = None  # 0..1
     gpu_watts: float | None = None
+    gpu_energy_joules: float | None = None  # a counter, since its driver was loaded
     gpu_clock_hertz: float | None = None
-    gpu_throttled: list[str] = []  # why its clock is held down, idling left out
+    gpu_memory_clock_hertz: float | None = None
+    # why its clock is held down, idling left out; []: it is not, None: not told
+    gpu_throttled: list[str] | None = None
     cpu_watts: float | None = None
     cpu_clock_hertz: float | None = None  # mean of all cores
     steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others

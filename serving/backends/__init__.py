@@ -12,6 +12,7 @@ from typing import Any
 
 from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
 from serving.backends.spec import MIB, UNKNOWN_OVERHEAD, BackendSpec, KvRequest, Overhead
+from serving.backends.torch import need as torch_need
 from serving.errors import BackendUnavailable, Unsupported
 
 _BF16_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl"}), frozenset({"bf16"})
@@ -29,7 +30,7 @@ def _torch_kv(request: KvRequest) -> str:
 
 # Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
 # of the measured RSS, weights read into memory. onnx: int4 and int8 keep a prepacked copy, fp32 a
-# quarter. torch on the GPU: the CUDA context (0.5 GB), the graph pool, the allocator's slack.
+# quarter. torch on the GPU: what its largest step takes (torch/need.py).
 # Huge pages, 135M on one core: llama_cpp up to 2 % quicker, onnx at one stream 2 to 6 %, torch 0.
 BACKENDS: dict[str, BackendSpec] = {
     "llama_cpp": BackendSpec(
@@ -41,6 +42,11 @@ BACKENDS: dict[str, BackendSpec] = {
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
         },
+        options=(
+            *("flash_attention", "kv_unified", "mmap", "mlock", "repack", "step_tokens"),
+            *("ubatch_tokens", "prefill_threads", "wait_policy", "gpu_layers", "dry_run"),
+            "warm_up",
+        ),
         package="llama_cpp",
         extra="llama-cpp",
         probe="serving.backends.llama_cpp.probe:probe",
@@ -54,6 +60,8 @@ BACKENDS: dict[str, BackendSpec] = {
         weights="onnx",
         overhead={"cpu": Overhead(200 * MIB, 0, 600, 0.70, {"fp32": 0.25})},
         kv_dtype=lambda _: "fp32",  # of the graphs that models.convert.onnx makes
+        shares_kv=False,
+        options=("file", "spinning", "optimisation", "arena", "prefill_chunk"),
         package="onnxruntime",
         extra="onnx",
         probe="serving.backends.onnx.probe:probe",
@@ -65,9 +73,11 @@ BACKENDS: dict[str, BackendSpec] = {
         cpu_formats=PACKED_FORMATS,
         overhead={
             "cpu": Overhead(400 * MIB, 0, 600, 0.35),
-            "gpu": Overhead(900 * MIB, 0, 600, 0.08),
+            "gpu": Overhead(0, weight_share=0.01, step_bytes=torch_need.overhead_bytes),
         },
         kv_dtype=_torch_kv,
+        shares_kv=False,
+        options=("graphs", "device_sampling", "attention", "margin", "prefill_chunk"),
         kv_grain=64,
         kv_spare_tokens=1,
         package="torch",

@@ -45,6 +45,30 @@ class MemoryParts(msgspec.Struct, frozen=True):
         return sum(known) if known else None
 
 
+class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a GPU's memory and the time of a load went. Bytes and seconds. Missing is None.
+
+    `reasons` say why figures are not valid.
+    """
+
+    weight_bytes: int | None = None
+    kv_bytes: int | None = None
+    graph_bytes: int | None = None  # kept by captured graphs, as far as the allocator knows
+    workspace_bytes: int | None = None  # the allocator's rest: logits, libraries, cached blocks
+    context_bytes: int | None = None  # the driver's: context, kernels; the GPU's use by NVML
+    allocated_bytes: int | None = None  # in tensors
+    reserved_bytes: int | None = None  # taken from the driver by the allocator
+    largest_step_bytes: int | None = None  # of a dummy step, beside weights and KV cache
+    device_used_bytes: int | None = None  # by whomever
+    device_total_bytes: int | None = None
+    read_seconds: float | None = None  # weights from the file
+    transfer_seconds: float | None = None  # weights over the bus
+    capture_seconds: float | None = None
+    first_step_seconds: float | None = None  # the first prompt, with what it loads and builds
+    valid: bool = True
+    reasons: tuple[str, ...] = ()
+
+
 class BackendInfo(msgspec.Struct, frozen=True):
     """What a loaded backend says of itself."""
 
@@ -61,6 +85,7 @@ class BackendInfo(msgspec.Struct, frozen=True):
     measured: MemoryParts | None = None  # as the engine accounts for it after the load
     capabilities: frozenset[str] = frozenset()  # of CAPABILITIES below
     details: dict[str, str] = {}  # versions, build flags, system info: for reports
+    gpu: GpuLoad | None = None  # where the device's memory and the load's time went
 
 
 # What a request may ask for beyond greedy decoding; a backend lists what it can.
@@ -89,6 +114,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_format: str = ""
     tokenizer_path: str = ""  # tokenizer.json, a folder with one, or a GGUF file
     device: str = "cpu"  # "cpu" or "gpu"
+    device_id: str = ""  # UUID of the GPU, the only one that the engine sees; "": any
+    device_vendor: str = ""  # of the GPU: "nvidia" or "amd"
     slots: Count = 16
     context_tokens: Count = 2048
     kv_tokens: Count | None = None  # None: slots * context_tokens

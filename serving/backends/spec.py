@@ -23,12 +23,17 @@ class Overhead(msgspec.Struct, frozen=True):
     bytes_per_vocabulary: int = 0
     weight_share: float = 0.0
     format_shares: Mapping[str, float] = {}  # instead of weight_share
+    # Of the step: (model, weight format, slots) -> bytes, instead of what follows from the logits.
+    step_bytes: Callable[[ModelSpec, str, int], int] | None = None
 
     def total_bytes(
         self, model: ModelSpec, weight_format: str, weight_bytes: int, slots: int
     ) -> int:
         """Bytes for this model; each slot has a row of float32 logits."""
         share = self.format_shares.get(weight_format, self.weight_share)
+        if self.step_bytes is not None:
+            step = self.step_bytes(model, weight_format, slots)
+            return self.fixed_bytes + int(share * weight_bytes) + step
         return (
             self.fixed_bytes
             + self.bytes_per_hidden * model.hidden
@@ -66,6 +71,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
     kv_grain: int = 1  # KV rows are whole multiples of so many tokens
     kv_spare_tokens: int = 0  # that a KV row has beyond the context
+    shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
+    options: tuple[str, ...] | None = None  # names of its options; None: any
     package: str | None = None  # Python package that must be installed
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
@@ -129,6 +136,7 @@ class BackendProbe(msgspec.Struct, frozen=True):
     gpu: bool = False  # it can use a GPU here
     gpu_note: str | None = None  # which device, or why not
     gpu_cause: str | None = None  # a serving.errors.Cause
+    gpu_vendor: str | None = None  # of the GPUs that this build drives; None: of all
     problem: str | None = None
     details: dict[str, str] = {}
     seconds: float | None = None

@@ -43,7 +43,8 @@ from serving.http.limits import Limits
 from serving.http.tracing import make_tracer
 from serving.http.wire.cors import Cors, origins_of
 from serving.metrics import ServerMetrics, watch_loop
-from serving.placement.plan import Placement, explain
+from serving.placement.decision import Placement
+from serving.placement.plan import explain, has_room_again
 from serving.registry.model import ModelRouter
 from serving.registry.options import ModelOptions, ServeOptions, models_of, shared_of
 from serving.registry.prepare import Machine, Prepared, prepare
@@ -54,7 +55,6 @@ from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 from serving.supervisor.tasks import Background
 
-RETURN_NEED = 1.2  # of the predicted need must be free on the GPU for a failback
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -303,10 +303,7 @@ def _preferred_usable(placed: Callable[[], Placement]) -> Callable[[], Awaitable
         if placement.device != "gpu":
             return True
         found = await asyncio.to_thread(find_gpus)
-        return any(
-            gpu.free_bytes is None or gpu.free_bytes >= RETURN_NEED * placement.need_bytes
-            for gpu in found.gpus
-        )
+        return has_room_again(placement, found.gpus)
 
     return usable
 

@@ -31,16 +31,9 @@ from serving.backends.spec import AUTO
 from serving.bounds import Count
 from serving.cli.parameters import command_of
 from serving.hardware.facts import HardwareFacts, hardware_facts
-from serving.hardware.gpu import GpuFacts
-from serving.placement.plan import (
-    Attempt,
-    NoPlacement,
-    Obstacles,
-    Placement,
-    PlacementRequest,
-    explain,
-    plan,
-)
+from serving.hardware.gpu_facts import GpuFacts
+from serving.placement.decision import Attempt, NoPlacement, Obstacles, Placement, PlacementRequest
+from serving.placement.plan import explain, plan
 from serving.placement.policy import Policy
 from serving.registry.options import option
 

@@ -27,7 +27,8 @@ from models.machine import (
 )
 from serving.hardware.arithmetic import gemm_rate
 from serving.hardware.bandwidth import array_bytes, read_bandwidth
-from serving.hardware.gpu import GpuFacts, find_gpus
+from serving.hardware.gpu import find_gpus
+from serving.hardware.gpu_facts import GpuFacts
 
 # CPU flags that decide how fast the engines' kernels are.
 ISA_FLAGS: tuple[str, ...] = (

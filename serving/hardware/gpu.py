@@ -3,7 +3,7 @@
     find_gpus()    # no driver files: no child, microseconds
 
 `python -m serving.hardware.gpu module:function` calls the function and prints its result as JSON;
-run_probe runs it. AMD's GPUs are read from sysfs.
+run_probe runs it. AMD's GPUs are read from sysfs (amd.py), NVIDIA's by NVML (nvml.py).
 """
 
 from __future__ import annotations
@@ -12,58 +12,76 @@ import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from models.isolated import Ran, run_python
 from models.machine import ROOT
 from serving.errors import Cause
+from serving.hardware import amd, nvml
+from serving.hardware.gpu_facts import FoundGpus, GpuFacts, GpuMemory
 
-_NVIDIA_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
-
-
-class GpuFacts(msgspec.Struct, frozen=True):
-    """One GPU as its driver describes it."""
-
-    name: str
-    vendor: str  # "nvidia" or "amd"
-    total_bytes: int | None = None
-    free_bytes: int | None = None
-    driver: str | None = None
-    compute_capability: str | None = None  # "9.0"; NVIDIA only
-    index: int = 0
-
-
-class FoundGpus(msgspec.Struct, frozen=True):
-    """The GPUs, or the cause and a sentence why there is none."""
-
-    gpus: tuple[GpuFacts, ...] = ()
-    cause: Cause | None = None
-    note: str | None = None
-
-
-class GpuMemory(msgspec.Struct, frozen=True):
-    """One GPU's memory by NVML, in bytes, what other processes hold included."""
-
-    index: int
-    name: str
-    used_bytes: int
-    total_bytes: int
+_VISIBLE = {
+    "nvidia": ("CUDA_VISIBLE_DEVICES",),
+    "amd": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+}
 
 
 def find_gpus(*, root: Path = ROOT, timeout_seconds: float = 10.0) -> FoundGpus:
-    """The GPUs of this machine. Never raises, never takes longer than the limit."""
-    amd = _amd_gpus(root)
-    if amd:
-        return FoundGpus(amd)
-    if not any((root / file).exists() for file in _NVIDIA_FILES):
+    """The GPUs of this machine that this process may use, of all makers. Never raises, never takes
+    longer than the limit."""
+    amd_gpus = visible(amd.list_gpus(root), os.environ)
+    found = _find_nvidia(root, timeout_seconds)
+    shown = visible(found.gpus, os.environ)
+    if found.gpus and not shown:
+        note = "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU"
+        found = FoundGpus((), Cause.no_device, note)
+    found = msgspec.structs.replace(found, gpus=shown)
+    if amd_gpus:
+        note = found.note if found.cause not in (None, Cause.no_device) else None
+        return FoundGpus((*found.gpus, *amd_gpus), None, note)
+    if found.cause is Cause.no_device and amd.cards(root):
+        note = "the AMD GPU has too little memory of its own for a model"
+        return FoundGpus((), Cause.no_device, note)
+    return found
+
+
+def visible(gpus: tuple[GpuFacts, ...], environment: Mapping[str, str]) -> tuple[GpuFacts, ...]:
+    """Those that the variables of CUDA and ROCm leave: engines are given one of them by its UUID.
+
+    Numbers are taken in the driver's order (CUDA_DEVICE_ORDER=PCI_BUS_ID); as CUDA does, a list
+    ends at the first entry that means nothing.
+    """
+    found: list[GpuFacts] = []
+    for vendor, names in _VISIBLE.items():
+        mine = [gpu for gpu in gpus if gpu.vendor == vendor]
+        told = next((environment[name] for name in names if name in environment), None)
+        if told is None or (vendor == "amd" and not told):  # HIP takes an empty list as none
+            found += mine
+            continue
+        for entry in told.split(","):
+            named = [gpu for gpu in mine if _is_named(gpu, entry.strip())]
+            if not named:
+                break
+            found += named
+    return tuple(found)
+
+
+def _is_named(gpu: GpuFacts, entry: str) -> bool:
+    if entry.isdigit():
+        return gpu.index == int(entry)
+    return bool(entry) and (gpu.uuid or "").startswith(entry)
+
+
+def _find_nvidia(root: Path, timeout_seconds: float) -> FoundGpus:
+    if not any((root / file).exists() for file in nvml.FILES):
         if _has_nvidia_card(root):
             note = "an NVIDIA card is there, but its driver is not loaded"
             return FoundGpus((), Cause.no_driver, note)
         return FoundGpus((), Cause.no_device, "this machine has no GPU")
-    ran = run_probe("serving.hardware.gpu:nvml", timeout_seconds)
+    ran = run_probe("serving.hardware.nvml:list_gpus", timeout_seconds)
     if ran.status is None:
         note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
         return FoundGpus((), Cause.health_timeout, note)
@@ -83,80 +101,8 @@ def run_probe(function: str, timeout_seconds: float) -> Ran:
 
 
 def gpu_memory() -> list[GpuMemory]:
-    """Every NVIDIA GPU's memory now; [] where the driver is not loaded or does not answer."""
-    if not Path("/proc/driver/nvidia/version").exists():
-        return []
-    import pynvml
-
-    found: list[GpuMemory] = []
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            for index, handle in enumerate(_handles(pynvml)):
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                name = str(pynvml.nvmlDeviceGetName(handle))
-                found.append(GpuMemory(index, name, int(memory.used), int(memory.total)))
-        finally:
-            pynvml.nvmlShutdown()
-    return found
-
-
-def nvml() -> FoundGpus:
-    """What NVML lists. Runs in the child."""
-    try:
-        import pynvml
-    except ImportError as problem:
-        note = f"nvidia-ml-py is not installed: {problem}"
-        return FoundGpus((), Cause.backend_missing, note)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as problem:
-        return FoundGpus((), _nvml_cause(str(problem)), f"NVML: {problem}")
-    driver = str(pynvml.nvmlSystemGetDriverVersion())
-    gpus = []
-    for index, handle in enumerate(_handles(pynvml)):
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        capability = "{}.{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-        name = str(pynvml.nvmlDeviceGetName(handle))
-        total, free = int(memory.total), int(memory.free)
-        gpus.append(GpuFacts(name, "nvidia", total, free, driver, capability, index))
-    pynvml.nvmlShutdown()
-    if not gpus:
-        return FoundGpus((), Cause.no_device, "the NVIDIA driver is there and lists no GPU")
-    return FoundGpus(tuple(gpus))
-
-
-def _handles(pynvml: Any) -> list[Any]:
-    count = pynvml.nvmlDeviceGetCount()
-    return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-
-
-def _nvml_cause(text: str) -> Cause:
-    lowered = text.lower()
-    if "mismatch" in lowered:
-        return Cause.driver_mismatch
-    if "shared library" in lowered:
-        return Cause.no_driver
-    is_absent = "no device" in lowered or "not found" in lowered
-    return Cause.no_device if is_absent else Cause.no_driver
-
-
-def _amd_gpus(root: Path) -> tuple[GpuFacts, ...]:
-    """AMD GPUs with a compute node (/dev/kfd), from sysfs."""
-    if not (root / "dev/kfd").exists():
-        return ()
-    found = []
-    sizes = sorted((root / "sys/class/drm").glob("card[0-9]*/device/mem_info_vram_total"))
-    for index, file in enumerate(sizes):
-        try:
-            total = int(file.read_text())
-            used = int((file.parent / "mem_info_vram_used").read_text())
-        except (OSError, ValueError):
-            continue
-        name_file = file.parent / "product_name"
-        name = name_file.read_text().strip() if name_file.exists() else ""
-        found.append(GpuFacts(name or "AMD GPU", "amd", total, total - used, index=index))
-    return tuple(found)
+    """Every GPU's memory now; [] where no driver is loaded or none answers."""
+    return [*nvml.memory_now(), *amd.memory_now()]
 
 
 def _has_nvidia_card(root: Path) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import msgspec
 import psutil
 
-from serving.hardware.gpu import GpuMemory, gpu_memory
+from serving.hardware.gpu import gpu_memory
+from serving.hardware.gpu_facts import GpuMemory
 
 PATIENCE_SECONDS = 2.0
 

@@ -38,7 +38,7 @@ from serving.http.admin_wire import (
 from serving.http.exchange import Exchange
 from serving.http.wire.errors import ApiError, as_answer, invalid, try_again
 from serving.http.wire.openapi import Route
-from serving.placement.plan import NoPlacement
+from serving.placement.decision import NoPlacement
 from serving.registry.model import ModelRouter, read_vocabulary
 from serving.registry.options import ModelOptions, model_options
 from serving.registry.prepare import prepare

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from serving.backends.base import MemoryParts
+from serving.backends.base import GpuLoad, MemoryParts
 from serving.engine.messages import Ready
 from serving.errors import EngineState
 from serving.http.wire.errors import scrubbed
@@ -31,6 +31,7 @@ class Memory(msgspec.Struct, frozen=True):
     measured: MemoryParts | None
     rss_bytes: int  # of the engine's process, right after the load
     peak_rss_bytes: int
+    gpu: GpuLoad | None = None  # where the device's memory and the load's time went
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -93,7 +94,8 @@ def view(served: EngineLike, model: str, explanation: Any) -> PlacementView:
 
 def _memory(ready: Ready) -> Memory:
     info = ready.info
-    return Memory(info.predicted, info.measured, ready.rss_bytes, ready.peak_rss_bytes)
+    resident = ready.rss_bytes, ready.peak_rss_bytes
+    return Memory(info.predicted, info.measured, *resident, info.gpu)
 
 
 def _happenings(events: Iterable[Any]) -> list[Happening]:

@@ -22,6 +22,7 @@ from models.spec import ModelSpec
 from serving.backends import BACKENDS, missing_backends, weights_of
 from serving.backends.base import EngineConfig
 from serving.hardware.facts import HardwareFacts
+from serving.placement.decision import NoPlacement, PlacementRequest
 from serving.placement.engine_choice import (
     BUSY,
     EngineCandidate,
@@ -31,7 +32,7 @@ from serving.placement.engine_choice import (
     choose,
 )
 from serving.placement.engine_times import measured_times, prompt_class
-from serving.placement.plan import NoPlacement, PlacementRequest, plan
+from serving.placement.plan import plan
 from serving.placement.policy import Policy
 from serving.placement.times_table import find, keep, read_table, table_path
 

@@ -48,7 +48,8 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
     if weights is None:
         weights = _nominal_bytes(model, weight_format) if spec.has_weights else 0
     tokens = sizes.kv_tokens
-    if tokens == sizes.slots * sizes.context_tokens:  # each slot has a row of its own
+    if not spec.shares_kv or tokens == sizes.slots * sizes.context_tokens:
+        # Each slot has a row of its own.
         tokens = sizes.slots * spec.kv_row_tokens(sizes.context_tokens)
     kv_bytes = tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0
     overhead = overhead_bytes(backend, device, weight_format, weights, model, sizes.slots)

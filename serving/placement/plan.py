@@ -5,120 +5,42 @@
     print("\\n".join(explain(placement)))
 
 Candidates are looked at in order: the GPU, with the backends that may drive it, then the CPU. The
-first one that fits is chosen, later ones are what the engine falls back to.
+first one that fits is chosen, later ones are what the engine falls back to. Of several GPUs it is
+the one with most free memory among those that a backend's build drives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from models.formatting import size
-from models.spec import KV_ELEMENT_BYTES, ModelSpec
+from models.spec import KV_ELEMENT_BYTES
 from serving.backends import BACKENDS, DEFAULTS, format_of, spec_of
 from serving.backends.spec import AUTO
-from serving.bounds import Count, check
-from serving.errors import Cause, ServingError, Unsupported
+from serving.bounds import check
+from serving.errors import Cause, Unsupported
 from serving.hardware.facts import HardwareFacts
+from serving.hardware.gpu_facts import GpuFacts
+from serving.placement.decision import (
+    NOTHING_KNOWN,
+    Attempt,
+    Candidate,
+    NoPlacement,
+    Obstacles,
+    Placement,
+    PlacementRequest,
+    Reason,
+)
 from serving.placement.memory import LEAST_CONTEXT, Sizes, default_context, forecast
 from serving.placement.policy import Policy
 
 HEADROOM = 0.95  # share of the free memory that may be planned with
-
-
-class Reason(msgspec.Struct, frozen=True):
-    """One step of the decision. `cause` is None for what speaks for the choice."""
-
-    cause: Cause | None
-    text: str
-
-
-class NoPlacement(ServingError):
-    """The model can run nowhere on this machine under this policy."""
-
-    def __init__(self, message: str, reasons: tuple[Reason, ...] = ()) -> None:
-        super().__init__(message)
-        self.reasons = reasons
-
-
-class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be placed. None: the tables of serving.backends decide."""
-
-    model: ModelSpec
-    policy: Policy = Policy.auto
-    backend: str | None = None
-    weight_format: str | None = None
-    slots: Count = 16
-    context_tokens: Count | None = None
-    kv_tokens: Count | None = None  # None: slots x context
-    kv_dtype: str = AUTO
-    weight_bytes: int | None = None  # of the file; None: there is none yet
-    check_memory: bool = True  # False: plan even what does not fit, and say so
-
-
-class Obstacles(msgspec.Struct, frozen=True):
-    """Backends that cannot run: not installed -> why; unable to use the GPU -> cause and why."""
-
-    missing: Mapping[str, str] = {}
-    gpu: Mapping[str, tuple[Cause, str]] = {}
-
-
-class Attempt(msgspec.Struct, frozen=True):
-    """One engine that may run the model; sizes in bytes."""
-
-    device: str  # "cpu" or "gpu"
-    backend: str
-    weight_format: str
-    device_name: str
-    weight_bytes: int
-    kv_bytes: int
-    overhead_bytes: int
-    free_bytes: int | None  # None: the machine does not say
-    kv_dtype: str = ""  # as the backend stores it
-
-    @property
-    def need_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.free_bytes is None or self.need_bytes <= self.free_bytes
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """The decision: the first attempt's fields, and all attempts in the order they are tried."""
-
-    model: str
-    policy: Policy
-    device: str
-    backend: str
-    weight_format: str
-    slots: int
-    context_tokens: int
-    kv_tokens: int
-    kv_dtype: str  # as the backend stores it
-    weight_bytes: int
-    kv_bytes: int
-    overhead_bytes: int
-    free_bytes: int | None
-    reasons: tuple[Reason, ...]
-    attempts: tuple[Attempt, ...]
-
-    @property
-    def need_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A device and backend that was looked at: usable, or the reason why not (or both)."""
-
-    attempt: Attempt | None
-    reason: Reason | None = None
-
-
-NOTHING_KNOWN = Obstacles()
+# What must be free on a GPU for a failback: the least of so much of the need, the need and so much
+# of the card, and so much of the card.
+RETURN_NEED, RETURN_SPARE, RETURN_MOST = 1.2, 0.05, 0.97
 
 
 def plan(
@@ -209,7 +131,11 @@ def candidates(
             can_use_gpu = can_use_gpu or candidate.attempt is not None
             yield candidate
     if request.policy is not Policy.gpu_only:
-        yield _cpu_candidate(request, sizes, facts, obstacles)
+        on_cpu = _cpu_candidate(request, sizes, facts, obstacles)
+        if can_use_gpu and on_cpu.attempt is None:
+            fewer = _with_fewer_slots(request, sizes, facts, obstacles)
+            on_cpu = on_cpu if fewer is None else fewer
+        yield on_cpu
     elif can_use_gpu:
         text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
         yield Candidate(None, Reason(Cause.forced, text))
@@ -218,17 +144,52 @@ def candidates(
 def _gpu_candidates(
     request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
 ) -> Iterator[Candidate]:
-    """The GPU with the first backend that can use it; before it those that cannot, and why."""
+    """The GPU with the first backend that can use it and fits; before it the others, and why."""
     names = [request.backend or default_backend("gpu", request.weight_format)]
     if request.backend is None and facts.gpus and request.weight_format is None:
         names = list(DEFAULTS["gpu"])
     for name in names:
         trouble = _gpu_trouble(request, facts, name, obstacles)
-        if trouble is None:
-            gpu = max(facts.gpus, key=lambda gpu: gpu.free_bytes or 0)
-            yield _fitted(request, sizes, name, "gpu", gpu.name, gpu.free_bytes)
+        if trouble is not None:
+            yield Candidate(None, trouble)
+            continue
+        gpu = max(gpus_for(name, facts, obstacles), key=lambda gpu: gpu.free_bytes or 0)
+        found = _fitted(request, sizes, name, gpu)
+        yield found
+        if found.attempt is not None:
             return
-        yield Candidate(None, trouble)
+
+
+def gpus_for(backend: str, facts: HardwareFacts, obstacles: Obstacles) -> list[GpuFacts]:
+    """The GPUs that the backend's build drives."""
+    vendor = obstacles.vendors.get(backend)
+    return [gpu for gpu in facts.gpus if vendor in (None, gpu.vendor)]
+
+
+def _with_fewer_slots(
+    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
+) -> Candidate | None:
+    """The CPU to fall back to, with as many slots as fit: better fewer than none. None: not one
+    fits, or the size of the pool is given."""
+    if request.kv_tokens is not None:
+        return None
+    low, high = 0, sizes.slots
+    found: Candidate | None = None
+    while low + 1 < high:
+        middle = (low + high) // 2
+        fewer = msgspec.structs.replace(
+            sizes, slots=middle, kv_tokens=middle * sizes.context_tokens
+        )
+        tried = _cpu_candidate(request, fewer, facts, obstacles)
+        if tried.attempt is None:
+            high = middle
+        else:
+            low, found = middle, tried
+    if found is None or found.attempt is None:
+        return None
+    attempt = msgspec.structs.replace(found.attempt, slots=low)
+    text = f"the CPU has room for {low} of the {sizes.slots} slots, should it be fallen back to"
+    return Candidate(attempt, Reason(None, text))
 
 
 def _cpu_candidate(
@@ -238,7 +199,7 @@ def _cpu_candidate(
     if name in obstacles.missing:
         text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
         return Candidate(None, Reason(Cause.backend_missing, text))
-    return _fitted(request, sizes, name, "cpu", facts.cpu_model, facts.usable_memory_bytes)
+    return _fitted(request, sizes, name, facts)
 
 
 def _gpu_trouble(
@@ -250,6 +211,7 @@ def _gpu_trouble(
         return Reason(cause, facts.gpu_note or "no GPU found")
     there = f"{facts.gpus[0].name} is there, but"
     spec = spec_of(backend)
+    vendor = obstacles.vendors.get(backend)
     if "gpu" not in spec.devices:
         able = ", ".join(sorted(name for name, one in BACKENDS.items() if "gpu" in one.devices))
         text = f"backend {backend!r} does not run on GPUs; those that do: {able}"
@@ -260,6 +222,9 @@ def _gpu_trouble(
     if backend in obstacles.gpu:
         cause, why = obstacles.gpu[backend]
         return Reason(cause, f"{there} {backend} cannot use it: {why}")
+    if not gpus_for(backend, facts, obstacles):
+        text = f"{there} this build of {backend} is for GPUs of {vendor}"
+        return Reason(Cause.backend_missing, text)
     if request.weight_format in spec.cpu_formats:
         text = f"the format {request.weight_format} of {backend} is packed for the CPU's kernels"
         return Reason(Cause.forced, text)
@@ -267,29 +232,33 @@ def _gpu_trouble(
 
 
 def _fitted(
-    request: PlacementRequest,
-    sizes: Sizes,
-    backend: str,
-    device: str,
-    device_name: str,
-    free_bytes: int | None,
+    request: PlacementRequest, sizes: Sizes, backend: str, place: GpuFacts | HardwareFacts
 ) -> Candidate:
     """The attempt where it fits, else the shortage (or both: check_memory is off)."""
+    gpu = place if isinstance(place, GpuFacts) else None
+    device = "cpu" if gpu is None else "gpu"
     weight_format = canonical_format(backend, request.weight_format)
     need = forecast(sizes, backend, device, weight_format)
     if request.kv_dtype not in (AUTO, need.kv_dtype):
         text = f"{backend} on the {device.upper()} holds its KV cache in {need.kv_dtype}"
         return Candidate(None, Reason(Cause.forced, f"{text}; {request.kv_dtype} was asked for"))
+    if isinstance(place, GpuFacts):
+        name, free_bytes = place.name, place.free_bytes
+    else:
+        name, free_bytes = place.cpu_model, place.usable_memory_bytes
     attempt = Attempt(
         device=device,
         backend=backend,
         weight_format=weight_format,
-        device_name=device_name,
+        device_name=name,
         weight_bytes=need.weight_bytes,
         kv_bytes=need.kv_bytes,
         overhead_bytes=need.overhead_bytes,
         free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
         kv_dtype=need.kv_dtype,
+        slots=sizes.slots,
+        device_id=(gpu.uuid or "") if gpu is not None else "",
+        vendor=gpu.vendor if gpu is not None else "",
     )
     if attempt.fits:
         return Candidate(attempt)
@@ -340,6 +309,21 @@ def narrowed(
     )
 
 
+def has_room_again(placement: Placement, gpus: Sequence[GpuFacts]) -> bool:
+    """Whether the first attempt, which is on a GPU, would fit on its GPU now, with a little to
+    spare: a load that fails again costs more than a late one. Never more than a card has."""
+    need, device_id = placement.need_bytes, placement.attempts[0].device_id
+    mine = [gpu for gpu in gpus if not device_id or gpu.uuid == device_id]
+    for gpu in mine:
+        wanted = RETURN_NEED * need
+        if gpu.total_bytes is not None:
+            spare = need + RETURN_SPARE * gpu.total_bytes
+            wanted = min(wanted, spare, RETURN_MOST * gpu.total_bytes)
+        if gpu.free_bytes is None or gpu.free_bytes >= wanted:
+            return True
+    return False
+
+
 def explain(placement: Placement) -> list[str]:
     """The decision as lines for people: what runs where, the arithmetic, every reason."""
     lines = [
@@ -366,7 +350,8 @@ def explain(placement: Placement) -> list[str]:
 def _chosen(attempt: Attempt) -> dict[str, Any]:
     """The fields that a placement takes from its first attempt."""
     fields = msgspec.structs.asdict(attempt)
-    del fields["device_name"]
+    for of_attempt in ("device_name", "slots", "device_id", "vendor"):
+        del fields[of_attempt]
     return fields
 
 

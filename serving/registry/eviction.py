@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from models import formatting
-from serving.placement.plan import Attempt
+from serving.placement.decision import Attempt
 
 Bytes = Mapping[str, int]  # device -> bytes
 

@@ -130,7 +130,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = True
     options: Annotated[
         dict[str, Any],
-        option(ENGINE, "For this backend only; may be repeated.", "option", "KEY=VALUE"),
+        option(ENGINE, "Of engines that have it; torch.KEY: of one alone.", "option", "KEY=VALUE"),
     ] = {}
     check_memory: Annotated[
         bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")

@@ -6,8 +6,9 @@ prepared.placement, prepared.configs, prepared.tokenizer_path
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,20 +22,13 @@ from serving.backends import BACKENDS, DEFAULTS, backend_for, missing_backends, 
 from serving.backends.base import EngineConfig
 from serving.backends.onnx.graph import weight_bytes
 from serving.backends.probing import probe_backend
-from serving.errors import Cause
+from serving.errors import Cause, Unsupported
 from serving.hardware.cores import CoreSplit, parse_cores, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.best_engine import Question, best_engine, choice_lines
+from serving.placement.decision import NoPlacement, Obstacles, Placement, PlacementRequest, Reason
 from serving.placement.engine_choice import EngineChoice, Work
-from serving.placement.plan import (
-    NoPlacement,
-    Obstacles,
-    Placement,
-    PlacementRequest,
-    Reason,
-    narrowed,
-    plan,
-)
+from serving.placement.plan import narrowed, plan
 from serving.placement.policy import Policy
 from serving.registry.options import ModelOptions
 
@@ -43,7 +37,7 @@ Progress = Callable[[str, float | None], None]  # what is under way, and its fra
 USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
 # Options that an engine's configuration takes as they are.
 _OF_AN_ENGINE = (
-    *("slots", "kv_tokens", "kv_dtype", "prefill_tokens", "step_seconds_target", "prefix_reuse"),
+    *("kv_tokens", "kv_dtype", "prefill_tokens", "step_seconds_target", "prefix_reuse"),
     "check_memory",
 )
 
@@ -74,10 +68,20 @@ class Prepared(FoundModel, frozen=True, kw_only=True):
     note: str
 
     def configs_of(self, placement: Placement) -> tuple[EngineConfig, ...]:
-        """The configurations of a later placement; attempts that had none are left out."""
+        """The configurations of a later placement, whose GPU may be another one; attempts that had
+        none are left out."""
         known = {(config.backend, config.device): config for config in self.configs}
-        wanted = [(attempt.backend, attempt.device) for attempt in placement.attempts]
-        return tuple(known[one] for one in wanted if one in known)
+        found = ((known.get((one.backend, one.device)), one) for one in placement.attempts)
+        return tuple(
+            msgspec.structs.replace(
+                config,
+                device_id=attempt.device_id,
+                device_vendor=attempt.vendor,
+                slots=attempt.slots or self.model.slots,
+            )
+            for config, attempt in found
+            if config is not None
+        )
 
 
 class Machine:
@@ -98,6 +102,7 @@ class Machine:
         self._allowed = allowed_cores()
         # Backend -> why it cannot use the GPU; asked once, since it takes seconds.
         self._trouble: dict[str, tuple[Cause, str] | None] = {}
+        self.vendors: dict[str, str] = {}  # of the GPUs that a backend's build drives
 
     def facts(self) -> HardwareFacts:
         """As they are now: free memory changes. Cores are those from before this process took its
@@ -128,6 +133,8 @@ class Machine:
                 cause = Cause(answer.gpu_cause) if answer.gpu_cause else Cause.backend_missing
                 why = answer.gpu_note or answer.problem or "it does not say why"
                 self._trouble[name] = None if answer.gpu else (cause, why)
+                if answer.gpu_vendor is not None:
+                    self.vendors[name] = answer.gpu_vendor
         return {name: found for name in names if (found := self._trouble[name]) is not None}
 
 
@@ -204,6 +211,7 @@ def _configs(
     """The configuration of each engine that may run the model, its weights made or fetched."""
     model, spec = found.model, found.spec
     configs: list[EngineConfig] = []
+    options = options_by_backend(model.options, [one.backend for one in placement.attempts])
     for attempt in placement.attempts:
         kind, weight_format = weights_of(attempt.backend, attempt.weight_format)
         files = resolve(
@@ -222,12 +230,15 @@ def _configs(
                 weight_format=files.weight_format,
                 tokenizer_path=files.tokenizer_path,
                 device=attempt.device,
+                device_id=attempt.device_id,
+                device_vendor=attempt.vendor,
+                slots=attempt.slots or model.slots,
                 context_tokens=placement.context_tokens,
                 threads=split.threads,
                 cores=split.engine,
                 nice=split.nice if attempt.device == "cpu" else 0,  # a GPU waits for its host
                 quality_kl_nats=files.quality_kl_nats,
-                options=known | model.options,
+                options=known | options[attempt.backend],
                 **{name: getattr(model, name) for name in _OF_AN_ENGINE},
             )
         )
@@ -237,6 +248,30 @@ def _configs(
                 "times and memory are those of the real model, the text is noise"
             )
     return tuple(configs)
+
+
+def options_by_backend(
+    given: Mapping[str, Any], backends: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """Which of the options each engine gets: `torch.margin` is torch's alone, `prefill_chunk` is of
+    every engine that has one. Raises Unsupported for one that none has: an engine that is fallen
+    back to must not find it out."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in backends}
+    for key, value in given.items():
+        owner, _, name = key.rpartition(".")
+        takers = [
+            one
+            for one in found
+            if owner in ("", one) and ((known := spec_of(one).options) is None or name in known)
+        ]
+        # A named owner that serves nowhere here is no mistake: its engine may on another machine.
+        if not takers and not (owner in BACKENDS and owner not in found):
+            known_to = {one: ", ".join(spec_of(one).options or ()) for one in found}
+            told = "; ".join(f"{one} has {names}" for one, names in known_to.items())
+            raise Unsupported(f"no engine here has the option {key!r}: {told}", key)
+        for one in takers:
+            found[one][name] = value
+    return found
 
 
 def _made_here(path: Path) -> bool:
@@ -253,7 +288,7 @@ def place(
     if check_memory is not None:
         request = msgspec.structs.replace(request, check_memory=check_memory)
     gpu = machine.gpu_trouble(facts, model.policy, model.backend)
-    return plan(request, facts, Obstacles(missing_backends(), gpu))
+    return plan(request, facts, Obstacles(missing_backends(), gpu, machine.vendors))
 
 
 def _request(found: FoundModel) -> PlacementRequest:

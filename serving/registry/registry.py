@@ -35,7 +35,7 @@ from serving.errors import (
     Unavailable,
 )
 from serving.metrics import Metrics
-from serving.placement.plan import Placement
+from serving.placement.decision import Placement
 from serving.registry.eviction import Resident
 from serving.registry.model import ModelRouter, ServedModel, Vocabulary, read_vocabulary
 from serving.registry.options import ModelOptions

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import msgspec
 
 from serving.errors import NoRoom
-from serving.placement.plan import Attempt, NoPlacement, Placement, Reason, narrowed
+from serving.placement.decision import Attempt, NoPlacement, Placement, Reason
+from serving.placement.plan import narrowed
 from serving.registry.eviction import Resident, bytes_free, bytes_needed, make_room
 from serving.registry.prepare import Prepared
 

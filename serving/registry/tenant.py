@@ -11,7 +11,8 @@ import msgspec
 
 from serving.errors import EngineState
 from serving.hardware.memory import resident_bytes
-from serving.placement.plan import Attempt, Placement, explain
+from serving.placement.decision import Attempt, Placement
+from serving.placement.plan import explain
 from serving.registry.eviction import Resident
 from serving.registry.model import ServedModel
 from serving.registry.prepare import Prepared

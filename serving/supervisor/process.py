@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -21,13 +20,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import psutil
 
 from models.isolated import start_python
-from serving.backends import spec_of
 from serving.backends.base import EngineConfig
 from serving.engine.messages import (
     Died,
@@ -40,16 +38,12 @@ from serving.engine.messages import (
     frame,
 )
 from serving.errors import Cause
+from serving.supervisor.engine_environment import environment
 from serving.supervisor.restart_policy import RecoveryLimits, is_hung
 
-CONFIG_VARIABLE = "CROSSOVER_ENGINE"
-SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
 KEPT_LINES = 20
-_TUNABLES = "GLIBC_TUNABLES"
-_HUGE_PAGES = "glibc.malloc.hugetlb"
-# Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
-# by default. Two threads, two cores and other work on both (load 7): 9 tokens/s, and 12 with this.
-SHORT_SPINS = "1000"
+# From SIGKILL to giving up: a process in the driver (state D) does not end (pytorch issue 24081).
+STUCK_AFTER_SECONDS = 10.0
 _BUSY_CPU_SHARE = 0.05  # of one core; below it the process counts as asleep
 
 
@@ -71,6 +65,7 @@ class EngineProcess:
         self.ready_at: float | None = None
         self.asked_to_end = False
         self.killed_for: str | None = None  # why it was given up as hung
+        self.is_stuck = False  # in the driver: SIGKILL has not ended it
         self.sequences: set[int] = set()
         self.started_at = now
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -142,6 +137,18 @@ class EngineProcess:
             self._killed_by_us = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_later(STUCK_AFTER_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        """Count a process as ended that SIGKILL does not end; whoever waits goes on without it."""
+        if self.returncode is not None or self._exit_told:
+            return
+        self.is_stuck = True
+        self._exit_told = True
+        if self._transport is not None:
+            self._transport.close()
+        self._on_exit(self)
 
     def took(self, sequence: int) -> None:
         """A sequence was given to it: from now on it has to step."""
@@ -159,7 +166,9 @@ class EngineProcess:
         self._look_at_cpu(now)
         if self.ready is None:
             silent = now - self._heard_at
-            if silent > limits.load_timeout_seconds:
+            is_gpu = self.config.device == "gpu"
+            most = limits.gpu_load_timeout_seconds if is_gpu else limits.load_timeout_seconds
+            if silent > most:
                 return f"no word from the loading engine for {silent:.0f} s"
             return None
         ages = now - self._step_at, now - self._busy_at
@@ -194,6 +203,10 @@ class EngineProcess:
 
     def why(self) -> tuple[Cause, str]:
         """The cause of an unasked-for end: hung, its last word, or its exit status."""
+        if self.is_stuck:
+            why = self.killed_for or "it was to end"
+            text = f"{why}; it is stuck in the driver, and SIGKILL has not ended it"
+            return Cause.health_timeout, text
         if self.killed_for is not None:
             return Cause.health_timeout, self.killed_for
         if self._died is not None:
@@ -207,7 +220,7 @@ class EngineProcess:
 
     def _cause_of_exit(self) -> Cause:
         was_ready = self.ready is not None
-        if self._killed_for_memory():
+        if self._killed_for_memory() or _says_memory(self.last_lines):
             return Cause.runtime_oom if was_ready else Cause.load_oom
         by_signal = self.returncode is not None and self.returncode < 0
         return Cause.engine_died if was_ready or by_signal else Cause.load_failed
@@ -226,10 +239,10 @@ class EngineProcess:
         how = f"exit status {self.returncode}"
         if self.returncode < 0:
             how = f"ended by {_signal_name(-self.returncode)}"
-        for line in reversed(self.last_lines):
-            if line.strip() and not line.startswith((" ", "Extension modules")):
-                return f"{how}: {line.strip()}"
-        return how
+        told = [line.strip() for line in self.last_lines if not _is_trace(line)]
+        about_memory = [line for line in told if _says_memory([line])]
+        last = (about_memory or told)[-1:]
+        return f"{how}: {last[0]}" if last else how
 
     # The wire's side, on the loop.
 
@@ -328,35 +341,17 @@ def label(config: EngineConfig) -> str:
     return f"{config.backend}/{config.device}"
 
 
-def environment(config: EngineConfig, socket_number: int) -> dict[str, str]:
-    """Variables of the engine beside ours: its configuration, thread counts, the allocator."""
-    threads = str(config.threads or len(config.cores) or len(os.sched_getaffinity(0)))
-    variables = {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": "1",  # numpy samples on one thread beside the engine's own
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",  # weights are resolved before; an engine opens no connection
-        CONFIG_VARIABLE: json.dumps(msgspec.to_builtins(config)),
-        SOCKET_VARIABLE: str(socket_number),
-    } | allocator(config.backend)
-    if config.device == "cpu":
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    if config.nice:
-        variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SHORT_SPINS)
-    return variables
+def _is_trace(line: str) -> bool:
+    """Lines of faulthandler, which say where and not why."""
+    return not line.strip() or line.startswith(
+        (" ", "Extension modules", "Current thread 0x", "Thread 0x", "Fatal Python error: Aborted")
+    )
 
 
-def allocator(backend: str) -> dict[str, str]:
-    """What glibc's allocator is told (huge_pages in serving.backends); GLIBC_TUNABLES come first.
-
-    GLIBC_TUNABLES=glibc.malloc.hugetlb=0 turns huge pages off.
-    """
-    given = os.environ.get(_TUNABLES, "")
-    if not spec_of(backend).huge_pages or _HUGE_PAGES in given:
-        return {}
-    return {_TUNABLES: ":".join(filter(None, (given, f"{_HUGE_PAGES}=1")))}
+def _says_memory(lines: Iterable[str]) -> bool:
+    """Whether a library said before it ended the process that memory ran out."""
+    words = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
+    return any(word in line for line in lines for word in words)
 
 
 def _memory_kills() -> int | None:

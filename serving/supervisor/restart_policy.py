@@ -52,10 +52,13 @@ class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lasted_seconds: float = 600.0  # uptime after which the backoff resets
     flips_per_hour: int = 4
     health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
-    # No step for so long with work, CPU or not. On a CPU 512 prompt tokens of 32B take 400 s.
-    step_timeout_seconds: float = 300.0
+    # No step for so long with work, CPU used or not: a process that waits for a GPU spins. On a CPU
+    # 512 prompt tokens of 32B take 400 s.
+    step_timeout_seconds: float = 30.0
     cpu_step_timeout_seconds: float = 1800.0
-    load_timeout_seconds: float = 1800.0  # no word from a loading engine for so long
+    # No word for so long from an engine that loads; one on a GPU tells of every layer.
+    gpu_load_timeout_seconds: float = 120.0
+    load_timeout_seconds: float = 1800.0
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
 
 

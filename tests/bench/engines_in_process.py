@@ -22,7 +22,7 @@ import msgspec
 from models.resolve import resolve
 from serving.backends import spec_of
 from serving.backends.base import EngineConfig
-from serving.supervisor.process import allocator
+from serving.supervisor.engine_environment import allocator
 from tests.bench.paired import Figures, Series, machine, machine_line, take_turns
 from tests.bench.peers.jobs import Child
 

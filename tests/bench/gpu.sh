@@ -1,22 +1,108 @@
 #!/usr/bin/env bash
-# What only a GPU can prove, in one go: the tests marked gpu, the torch engine against the floor that memory bandwidth sets, and against
-# transformers' ContinuousBatching.
+# What only a GPU can prove, in calls of at most nine minutes each, which can be made in any order and again: a call that has ended well is
+# not made twice, and what a call keeps is in FOLDER as it comes.
 #
-#   tests/bench/gpu.sh FOLDER     FOLDER gets the tables and every run as JSON
+#   tests/bench/gpu.sh FOLDER carry          where there is a network: the wheels of gpu_wheels.txt to FOLDER/wheels, 64 MiB at most
+#   tests/bench/gpu.sh FOLDER [CALL...]      where the GPU is, without a network; no CALL: the next one that is not done
+#   tests/bench/gpu.sh FOLDER --device cpu   the rehearsal: every call on a CPU, with a small model and few steps
 #
-# Uses the environment of `make env` (PYTHON names another). Weights are made on the spot, 24 GB of them for the three models.
+#   tests    what is marked gpu: the tokens of transformers, memory refused
+#   micro    attention by kernel, kernels of one step, memory and time of a load
+#   floor    the share of the floor that memory bandwidth sets, 1B, 3B and 8B at 1, 8, 32 and 128 rows, with and without the flash kernels
+#   peers    transformers' ContinuousBatching beside it, 1B and 8B
+#   faults   over HTTP: kill -9, memory taken by another process, a device-side assert: causes and times
+#
+# PYTHON: the interpreter, python3 where it is not said. CORES: of every engine, "2 3 4 5". CROSSOVER_CACHE: where weights are made, in RAM.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?name a folder for the results}
-python=${PYTHON:-.venv/bin/python}
+shift
+python=${PYTHON:-python3}
 mkdir -p "$out"
-"$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU here")'
-nvidia-smi -q > "$out/nvidia-smi.txt" || true
+out=$(realpath "$out")
+here=tests/bench
+if [[ ${1:-} == carry ]]; then
+  "$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any --dest "$out/wheels" --requirement "$here/gpu_wheels.txt"
+  kib=$(du -sk "$out/wheels" | cut -f1)
+  echo "$(find "$out/wheels" -name '*.whl' | wc -l) wheels, $((kib / 1024)) MiB"
+  [[ $kib -le 65536 ]] || { echo "more than 64 MiB" >&2; exit 1; }
+  exit 0
+fi
+device=gpu
+if [[ ${1:-} == --device ]]; then
+  device=${2:?gpu or cpu}
+  shift 2
+fi
+if [[ -d $out/wheels ]]; then
+  [[ -e $out/site/.complete ]] || "$python" -m pip install --quiet --no-index --no-deps --find-links "$out/wheels" --target "$out/site" \
+    --requirement "$here/gpu_wheels.txt"
+  touch "$out/site/.complete"
+  export PYTHONPATH=$out/site${PYTHONPATH:+:$PYTHONPATH}
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} CROSSOVER_CACHE=${CROSSOVER_CACHE:-/dev/shm/crossover} HF_HUB_OFFLINE=1
+read -r -a cores <<<"${CORES:-2 3 4 5}"
+big=8b models=(llama-3.2-1b llama-3.2-3b llama-3.1-8b) peers=(llama-3.2-1b llama-3.1-8b) rows=(1 8 32 128) contexts=(384 2048) steps=64 rounds=3
+if [[ $device == cpu ]]; then
+  big=135m models=(smollm2-135m) peers=(smollm2-135m) rows=(1 2) contexts=(128) steps=4 rounds=1
+  read -r -a cores <<<"${CORES:-0}"
+else
+  "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU here")'
+  nvidia-smi -q > "$out/nvidia-smi.txt" || true
+fi
+
+call() {
+  case $1 in
+  tests) "$python" -m pytest tests/serving/backends/test_torch.py -m gpu -p no:cacheprovider -o filterwarnings=default ;;
+  micro) "$python" -m tests.bench.gpu_micro --device "$device" --model "$big" --rows "${rows[@]}" --contexts "${contexts[@]}" --json "$out/micro.json" ;;
+  floor)
+    for attention in auto sdpa; do
+      "$python" -m tests.bench.torch_floor --device "$device" --attention "$attention" --models "${models[@]}" --rows "${rows[@]}" \
+        --steps "$steps" --rounds "$rounds" --cores "${cores[@]}" --json "$out/floor-$attention.json"
+    done
+    ;;
+  peers)
+    for model in "${peers[@]}"; do
+      "$python" -m tests.bench.torch_peers --device "$device" --model "$model" --dtypes bfloat16 --peers continuous-sdpa --cores "${cores[@]}" \
+        --workloads "${rows[@]}" --rounds "$rounds" --output "$steps" --json "$out/peers-$model.json"
+    done
+    ;;
+  faults) "$python" -m tests.bench.gpu_faults --device "$device" --model "$big" --json "$out/faults.json" ;;
+  *)
+    echo "no call $1; there are tests micro floor peers faults" >&2
+    return 2
+    ;;
+  esac
+}
+
+all=(tests micro floor peers faults)
+wanted=("$@")
+if [[ ${#wanted[@]} == 0 ]]; then
+  for one in "${all[@]}"; do
+    if [[ ! -e $out/$one.done ]]; then
+      wanted+=("$one")
+      [[ $device == cpu ]] || break
+    fi
+  done
+fi
 failed=0
-"$python" -m pytest -m gpu -p no:cacheprovider 2>&1 | tee "$out/tests.txt" || failed=1
-"$python" -m tests.bench.torch_floor --device gpu --json "$out/floor.json" 2>&1 | tee "$out/floor.txt" || failed=1
-for model in llama-3.2-1b llama-3.2-3b llama-3.1-8b; do
-  "$python" -m tests.bench.torch_peers --device gpu --model "$model" --dtypes bfloat16 --peers continuous-sdpa --workloads 1 8 32 128 --rounds 3 \
-    --json "$out/peers-$model.json" 2>&1 | tee "$out/peers-$model.txt" || failed=1
+for one in "${wanted[@]}"; do
+  [[ -e $out/$one.done ]] && continue
+  # The arrays do not pass through the environment: the call runs in this shell's child, with a watch on it.
+  call "$one" >"$out/$one.txt" 2>&1 &
+  child=$!
+  (sleep 540 && kill -TERM "$child") 2>/dev/null &
+  watch=$!
+  status=0
+  wait "$child" || status=$?
+  kill "$watch" 2>/dev/null || true
+  tail -n 40 "$out/$one.txt"
+  # 5: pytest has found no test to run, which is so without a GPU.
+  if [[ $status == 0 || ($device == cpu && $one == tests && $status == 5) ]]; then
+    touch "$out/$one.done"
+  else
+    echo "$one ended with status $status" >&2
+    failed=1
+  fi
 done
 exit $failed

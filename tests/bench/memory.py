@@ -26,7 +26,7 @@ from models.ladder import rung
 from models.machine import cpu_flags
 from serving.backends.spec import AUTO
 from serving.placement.memory import Sizes, forecast
-from serving.supervisor.process import allocator
+from serving.supervisor.engine_environment import allocator
 from tests.bench.engines_in_process import COMMAND, engine, settings
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child

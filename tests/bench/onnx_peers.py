@@ -24,7 +24,7 @@ import msgspec
 
 from models.resolve import resolve
 from serving.backends.base import EngineConfig
-from serving.supervisor.process import allocator
+from serving.supervisor.engine_environment import allocator
 from tests.bench.peers.crossover_http import served
 from tests.bench.peers.jobs import Child
 from tests.bench.peers.match import Player, add_options, compete, in_process, room

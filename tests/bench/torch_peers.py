@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -134,7 +135,9 @@ def our_config(
 
 
 def five() -> str:
-    """The python of the environment with transformers 5, made where it is not there yet."""
+    """The python of an environment with transformers 5: this one, or one that is made here."""
+    if importlib.metadata.version("transformers").startswith("5."):
+        return sys.executable
     script = Path(__file__).parent / "peers" / "transformers5.sh"
     environment = {**os.environ, "PYTHON": sys.executable}
     return subprocess.run(

@@ -29,7 +29,12 @@ from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, Memor
 from serving.backends.kv_slots import FLOPS_PER_THREAD
 from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, calls_of, dummies, rides
 from serving.backends.llama_cpp.buffers import Batch, LogitsView
-from serving.backends.llama_cpp.library import LOG, build_details, flash_attention_said
+from serving.backends.llama_cpp.library import (
+    LOG,
+    build_details,
+    devices_said,
+    flash_attention_said,
+)
 from serving.backends.llama_cpp.loading import Loader, Progress, is_memory
 from serving.backends.llama_cpp.options import LlamaOptions, kv_dtype_of
 from serving.backends.options import parse_options
@@ -114,9 +119,10 @@ class LlamaCppBackend:
                 self._lengths[row.slot] = row.start + len(row.tokens)
 
     def _filled_up(self, call: list[Row]) -> list[Row]:
-        """A call of single tokens with dummy rows, whose KV entries are dropped again."""
+        """A call of single tokens with dummy rows, whose KV entries are dropped again: each gap
+        between rows with parts of their own is another pass over the weights, on a GPU too."""
         is_decode = all(len(row.tokens) == 1 for row in call)
-        if self._least_cut is None or not self._can_rewind or not is_decode:
+        if self._unified or not self._can_rewind or not is_decode:
             return call
         present = {row.slot for row in call}
         free = {
@@ -214,7 +220,7 @@ class LlamaCppBackend:
             "parameters": str(llama.llama_model_n_params(model)),
             "rss_bytes": str(resident_bytes()),
         }
-        gpus = [line.split("device ", 1)[1] for line in LOG.lines if "using device" in line]
+        gpus = [name for name, _ in devices_said(LOG.lines)]
         return BackendInfo(
             name="llama_cpp",
             device=config.device,

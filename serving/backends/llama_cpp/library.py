@@ -85,6 +85,9 @@ class LogTail:
         line = text.decode("utf-8", "replace").strip()
         if level in (_LOG_WARN, _LOG_ERROR) and line:
             self.errors.append(line)
+        if level == _LOG_ERROR and line:
+            # It may be the last word: llama.cpp ends the process on a CUDA error.
+            print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
         if self.recording:
             self.lines.append(line)
 
@@ -173,17 +176,22 @@ def _wheel_origin() -> str:
     return ", ".join(parts)
 
 
-_BUFFER = re.compile(r"(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
+_BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
 _KV_SIZE = re.compile(r"llama_kv_cache\w*: size =\s*([\d.]+) MiB")
+_DEVICE = re.compile(
+    r"using device \S+ \((.*?)\)(?: \((?:[0-9a-fA-F:.]+|unknown id)\))? - (\d+) MiB free"
+)
+_HOST_BUFFERS = ("CPU", "AMX", "BLAS")  # how names of buffers in RAM begin; ..._Host is too
 
 
-def memory_parts(lines: list[str]) -> MemoryParts:
-    """What a load allocated on all devices, by llama.cpp's log (rounded to 0.01 MiB a line)."""
+def memory_parts(lines: list[str], device: str = "cpu") -> MemoryParts:
+    """What a load allocated by llama.cpp's log (rounded to 0.01 MiB a line): for device gpu in the
+    GPUs' memory alone, else everywhere."""
     sums: dict[str, float] = {}
     for line in lines:
         found = _BUFFER.search(line)
-        if found:
-            sums[found.group(1)] = sums.get(found.group(1), 0.0) + float(found.group(2))
+        if found and (device != "gpu" or _is_on_gpu(found.group(1))):
+            sums[found.group(2)] = sums.get(found.group(2), 0.0) + float(found.group(3))
 
     def together(*kinds: str) -> int | None:
         known = [sums[kind] for kind in kinds if kind in sums]
@@ -192,12 +200,24 @@ def memory_parts(lines: list[str]) -> MemoryParts:
     return MemoryParts(together("model"), together("KV", "RS"), together("compute", "output"))
 
 
-def dry_run_parts(lines: list[str], weight_bytes: int) -> MemoryParts:
+def _is_on_gpu(buffer: str) -> bool:
+    return not buffer.startswith(_HOST_BUFFERS) and not buffer.endswith("_Host")
+
+
+def dry_run_parts(lines: list[str], weight_bytes: int, device: str = "cpu") -> MemoryParts:
     """The same from a dry run, whose weight and KV buffers are empty: other lines tell these."""
     kv = [float(found.group(1)) for line in lines if (found := _KV_SIZE.search(line))]
     return MemoryParts(
-        weight_bytes, round(sum(kv) * 2**20) if kv else None, memory_parts(lines).compute_bytes
+        weight_bytes,
+        round(sum(kv) * 2**20) if kv else None,
+        memory_parts(lines, device).compute_bytes,
     )
+
+
+def devices_said(lines: list[str]) -> list[tuple[str, int]]:
+    """Name and free bytes of each GPU that a load uses, without what differs at every load."""
+    found = (match for line in lines if (match := _DEVICE.search(line)))
+    return [(match.group(1), int(match.group(2)) << 20) for match in found]
 
 
 def flash_attention_said(lines: list[str], asked: str) -> str:

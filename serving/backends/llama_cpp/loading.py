@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import BrokenWeights, UnsupportedModel
+from models.formatting import size
 from models.readers.gguf import read_header
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
     KV_TYPES,
     LOG,
+    devices_said,
     dry_run_parts,
     library,
     memory_parts,
@@ -60,18 +62,35 @@ class Loader:
             llama.llama_free(self._context(model))
         finally:
             llama.llama_model_free(model)
-        parts = dry_run_parts(LOG.stop(), weight_bytes + self._copied_bytes())
+        lines = LOG.stop()
+        parts = dry_run_parts(lines, weight_bytes + self._copied_bytes(), config.device)
         if config.device == "cpu" and config.check_memory:
             name = Path(config.model_path).name
             refuse_shortage(parts.total_bytes or 0, f"weights and KV cache of {name}")
+        if config.device == "gpu" and config.check_memory and self.options.gpu_layers < 0:
+            self._refuse_vram_shortage(parts, devices_said(lines))
         return parts
+
+    def _refuse_vram_shortage(self, parts: MemoryParts, gpus: list[tuple[str, int]]) -> None:
+        """Raises OutOfMemory where all layers do not fit in what the GPUs have free."""
+        file = Path(self.config.model_path)
+        embedding = read_header(file).tensors.get("token_embd.weight")
+        on_host = 0 if embedding is None else embedding.bytes  # stays in RAM
+        needed, free = (parts.total_bytes or 0) - on_host, sum(free for _, free in gpus)
+        if gpus and needed > free:
+            raise OutOfMemory(
+                f"weights and KV cache of {file.name} need {size(needed)} of VRAM and "
+                f"{size(free)} are free; fewer slots, a shorter context or less gpu_layers need "
+                "less"
+            )
 
     def load(self, progress: Progress) -> tuple[Any, Any, MemoryParts]:
         """The model, its context, and the memory that they took."""
         LOG.record()
         model = self._model(progress)
         try:
-            return model, self._context(model), memory_parts(LOG.stop())
+            context = self._context(model)
+            return model, context, memory_parts(LOG.stop(), self.config.device)
         except BaseException:
             self.llama.llama_model_free(model)
             raise

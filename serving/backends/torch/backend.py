@@ -2,8 +2,9 @@
 
 Its own forward pass over a KV cache of fixed rows (model.py), for the architectures of
 models/readers/config.py. Prompt pieces and decode rows of a step share one pass over the weights.
-On a GPU a step of decode rows only is a CUDA graph (cuda_graphs.py), and tokens are drawn on the
-device (sampler.py).
+On a GPU attention is one call of torch's flash kernels (packed.py), a step of decode rows only is a
+CUDA graph (cuda_graphs.py), and tokens are drawn on the device (sampler.py). There are as many
+slots as fit beside the largest step, which is run once before the KV cache is made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,21 +24,22 @@ from models.spec import ModelSpec
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.backends.kv_slots import RowMap, rider_tokens
 from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
+from serving.backends.torch.gpu_start import KINDS_OF_DRAWS, GpuStart, Plan, workspace_of
 from serving.backends.torch.matrices import compute_dtype, cpu_has_bf16
-from serving.backends.torch.model import SlotModel, cache_width
+from serving.backends.torch.model import SlotModel
 from serving.backends.torch.sampler import draw, drawable
 from serving.backends.torch.settings import (
     KV_NAMES,
-    TorchOptions,
     check_config,
     check_memory,
     check_options,
     chosen_format,
-    compute_bytes,
     device_of,
+    is_shortage,
     memory_errors,
 )
 from serving.backends.torch.step_batch import StepBatch
+from serving.backends.torch.transfer import send
 from serving.backends.torch.weights import load, predicted_bytes, stored_format
 from serving.errors import EngineFailed
 from serving.sampling.sampler import sample
@@ -52,51 +55,62 @@ class TorchBackend:
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         options = check_options(config.options, config.device)
         folder = Path(config.model_path)
+        self._is_gpu = config.device == "gpu"
         self._device = device = device_of(config.device)
         spec = read_spec(folder, config.model_name)
         manifest = read_manifest(folder)
         if manifest is not None:
             verify(folder, manifest, progress=progress)
         weight_format = chosen_format(config.weight_format, stored_format(folder), device)
+        assert options.prefill_chunk is not None
         self._chunk = options.prefill_chunk
         self._device_sampling = bool(options.device_sampling)
         self._threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
-        if device.type == "cpu":
+        if not self._is_gpu:
             torch.set_num_threads(self._threads)
-        slots, context = config.slots, config.context_tokens
         dtype = compute_dtype(weight_format, device)
         check_config(config, spec, KV_NAMES[dtype])
-        token_bytes = spec.kv_bytes_per_token("bf16") * dtype.itemsize // 2
-        predicted = MemoryParts(
-            predicted_bytes(spec, weight_format),
-            slots * cache_width(context) * token_bytes,
-            compute_bytes(spec, slots, self._chunk),
-        )
+        plan = Plan(config, options, spec, dtype, device)
+        predicted = plan.predicted(predicted_bytes(spec, weight_format))
+        start = GpuStart(plan) if self._is_gpu else None
         if config.check_memory:
-            check_memory(predicted, device, options.margin)
+            check_memory(plan.least(predicted), config.device, options.margin)
+        slots = config.slots
         with memory_errors("loading the weights"), torch.inference_mode():
-            weights = load(folder, spec, weight_format, device, progress)
-            self._model: SlotModel | None = SlotModel(spec, weights, slots, context, dtype, device)
-            self._graphs = self._decode_graphs(slots, options, progress)
+            weights = load(
+                *(folder, spec, weight_format, device, progress),
+                uplink=None if start is None else start.watch.uplink,
+            )
+            if start is not None:
+                slots = start.slots_that_fit(weights)
+            self._model: SlotModel | None = plan.new_model(weights, slots)
         # A full row has one more column for a dummy token (cache_width): every row can ride along.
-        price = self._rider_price(spec, token_bytes)
-        self._rows = RowMap(slots, context, price, spare_tokens=1)
+        price = self._rider_price(spec, plan.token_bytes)
+        self._rows = RowMap(slots, config.context_tokens, price, spare_tokens=1)
         self._columns = torch.arange(self._model.width, device=device)
-        held = weights.bytes + self._model.kv_bytes
+        self._logits: Tensor | None = None  # of every step on a GPU
+        self._graphs: DecodeGraphs | None = None
+        if start is not None:
+            with memory_errors("making graphs and a first step"), torch.inference_mode():
+                self._logits, self._graphs = start.graphs(self._model, slots, progress)
+                progress("first step", None)
+                start.watch.first_step(lambda: self._warm_up(slots))
+        gpu = None if start is None else start.watch.account()
         self.info = BackendInfo(
             name="torch",
             device=config.device,
-            device_name="CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
+            device_name=torch.cuda.get_device_name(device) if self._is_gpu else "CPU",
             slots=slots,
-            context_tokens=context,
-            kv_tokens=min(config.kv_tokens or slots * context, slots * context),
+            context_tokens=config.context_tokens,
+            kv_tokens=plan.kv_tokens(slots),
             vocabulary=spec.vocabulary,
             weight_format=weight_format,
-            step_tokens=max(512, 2 * slots, self._chunk),
+            step_tokens=plan.step_tokens,
             predicted=predicted,
-            measured=MemoryParts(weights.bytes, self._model.kv_bytes, self._reserved(held)),
+            measured=MemoryParts(weights.bytes, self._model.kv_bytes, workspace_of(gpu)),
             capabilities=CAN,
-            details=self._details(options, dtype, weight_format),
+            details=self._details(plan, weight_format) | (start.doubts if start else {}),
+            gpu=gpu,
         )
 
     @torch.inference_mode()
@@ -107,9 +121,26 @@ class TorchBackend:
         for row in rows:
             self._rows.place_of(row)
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
-            logits, wanted = self._run(self._model, rows)
-            drawn = dict(zip([row.slot for row in wanted], self._draw(logits, wanted), strict=True))
+            drawn = self._stepped(self._model, rows)
         return [drawn[row.slot] for row in rows if row.wants_token]
+
+    def _stepped(self, model: SlotModel, rows: list[Row]) -> dict[int, Sampled]:
+        """What each slot drew. On a GPU a step that found no memory is tried once more, with what
+        the allocator had kept given back: a step writes the same entries again."""
+        held = {row.slot: self._rows.length[self._rows.row_of[row.slot]] for row in rows}
+        try:
+            return self._run_and_draw(model, rows)
+        except RuntimeError as problem:
+            if not (self._is_gpu and is_shortage(problem)):
+                raise
+        torch.cuda.empty_cache()
+        for slot, length in held.items():
+            self._rows.length[self._rows.row_of[slot]] = length
+        return self._run_and_draw(model, rows)
+
+    def _run_and_draw(self, model: SlotModel, rows: list[Row]) -> dict[int, Sampled]:
+        logits, wanted = self._run(model, rows)
+        return dict(zip([row.slot for row in wanted], self._draw(logits, wanted), strict=True))
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -126,7 +157,8 @@ class TorchBackend:
         """See serving.backends.base.Backend.close."""
         self._model = None
         self._graphs = None
-        if self._device.type == "cuda":
+        self._logits = None
+        if self._is_gpu:
             torch.cuda.empty_cache()
 
     def _run(self, model: SlotModel, rows: list[Row]) -> tuple[Tensor, list[Row]]:
@@ -151,16 +183,22 @@ class TorchBackend:
                 self._swap(model, place, free.pop())
             places = [self._rows.row_of[row.slot] for row in rows]
         batch = bucket_of(max(places) + 1, graphs.batches)
-        ids = _host([0] * batch, self._device)
-        positions = _host(self._rows.length[:batch], self._device)
+        ids = [0] * batch
         for row, place in zip(rows, places, strict=True):
             ids[place] = int(row.tokens[0])
-        logits = graphs.run(ids, positions, max(self._rows.length[place] for place in places) + 1)
+        pairs = zip(places, rows, strict=True)
+        wanted = sorted((place, row.slot) for place, row in pairs if row.wants_token)
+        at = [place for place, _ in wanted]
+        host = _host([*ids, *self._rows.length[:batch], *at], self._device)
+        longest = max(self._rows.length[place] for place in places) + 1
+        logits, at_device = graphs.run(host, batch, longest)
         for place in places:
             self._rows.length[place] += 1
-        wanted = [(row, place) for row, place in zip(rows, places, strict=True) if row.wants_token]
-        at = torch.tensor([place for _, place in wanted], dtype=torch.int64, device=self._device)
-        return logits.index_select(0, at), [row for row, _ in wanted]
+        by_slot = {row.slot: row for row in rows}
+        asking = [by_slot[slot] for _, slot in wanted]
+        if at == list(range(len(at))):
+            return logits[: len(at)], asking
+        return logits.index_select(0, at_device), asking
 
     def _run_eager(
         self, model: SlotModel, decoding: list[Row], filling: list[Row]
@@ -175,7 +213,7 @@ class TorchBackend:
             batch.add_decode(decoding, window)
         for row, tokens, start in pieces:
             batch.add_prompt(row, tokens, start)
-        return batch.run(), batch.wanted
+        return batch.run(self._logits), batch.wanted
 
     def _run_ahead(self, model: SlotModel, row: Row) -> tuple[Tokens, int]:
         """All but the last chunk of a prompt row; returns the last chunk and where it starts."""
@@ -184,62 +222,66 @@ class TorchBackend:
         for first in range(0, last, self._chunk):
             batch = StepBatch(model, self._rows, self._columns)
             batch.add_prompt(silent, row.tokens[first : first + self._chunk], row.start + first)
-            batch.run()
+            batch.run(self._logits)
         return row.tokens[last:], row.start + last
 
     def _draw(self, logits: Tensor, rows: list[Row]) -> list[Sampled]:
         if not rows:
+            if self._is_gpu:  # else what the GPU still has to do would be the next step's time
+                torch.cuda.synchronize()
             return []
         if not self._device_sampling:
             return sample(logits.cpu().numpy(), rows)
-        here = [index for index, row in enumerate(rows) if drawable(row)]
-        out: dict[int, Sampled] = {}
-        if here:
-            subset = logits
-            if len(here) != len(rows):
-                subset = logits[torch.tensor(here, device=self._device)]
-            tokens, good = draw(subset, [rows[index] for index in here])
-            # One copy to the host, which waits for the step.
-            both = torch.stack((tokens, good.long())).cpu().tolist()
-            drawn = zip(here, *both, strict=True)
-            out = {index: Sampled(token) for index, token, is_good in drawn if is_good}
-        rest = [index for index in range(len(rows)) if index not in out]
+        tokens, good = draw(logits, rows)
+        # One copy to the host, which waits for the step.
+        both = torch.stack((tokens, good.long())).cpu().tolist()
+        drawn = zip(rows, *both, strict=True)
+        found = [Sampled(token) if good and drawable(row) else None for row, token, good in drawn]
+        rest = [index for index, one in enumerate(found) if one is None]
         if rest:
-            values = logits[torch.tensor(rest, device=self._device)].cpu().numpy()
-            out.update(zip(rest, sample(values, [rows[index] for index in rest]), strict=True))
-        return [out[index] for index in range(len(rows))]
+            (at,) = send([np.array(rest)], self._device)
+            values = logits[at].cpu().numpy()
+            late = dict(zip(rest, sample(values, [rows[index] for index in rest]), strict=True))
+            found = [late.get(index, one) for index, one in enumerate(found)]
+        return [one for one in found if one is not None]
 
     def _swap(self, model: SlotModel, a: int, b: int) -> None:
         model.swap(a, b, self._rows.length[a], self._rows.length[b])
         self._rows.swap(a, b)
 
-    def _decode_graphs(
-        self, slots: int, options: TorchOptions, progress: Progress
-    ) -> DecodeGraphs | None:
-        if self._device.type == "cpu" or self._model is None:
-            return None
-        capture = bool(options.graphs)
-        return DecodeGraphs(self._model, slots, capture=capture, progress=progress)
+    def _warm_up(self, slots: int) -> None:
+        """A prompt, draws of each kind, a mixed step and a copy: what they load and build must not
+        fall on the first request."""
+        assert self._model is not None
+        room = self._rows.context_tokens
+        count = max(1, min(self._chunk, room - len(KINDS_OF_DRAWS)))
+        prompt, one = np.zeros(count, np.int32), np.zeros(1, np.int32)
+        self._run_and_draw(self._model, [Row(0, prompt, 0, True)])
+        for index, sampling in enumerate(KINDS_OF_DRAWS[: room - count]):
+            self._run_and_draw(self._model, [Row(0, one, count + index, True, sampling)])
+        last = slots - 1
+        if last and room > count:
+            rows = [Row(0, one, count, True), Row(last, np.zeros(2, np.int32), 0, True)]
+            self._run_and_draw(self._model, rows)
+            self.copy(0, last, 2)
+            self._swap(self._model, 0, last)
+        for slot in (0, last):
+            self.truncate(slot, 0)
 
     def _rider_price(self, spec: ModelSpec, token_bytes: int) -> float:
         """See kv_slots. On a GPU a row more in a bucket costs next to nothing."""
-        if self._device.type != "cpu":
+        if self._is_gpu:
             return 0.0
         return rider_tokens(spec.flops_per_token(), self._threads, token_bytes)
 
-    def _reserved(self, accounted: int) -> int | None:
-        """Device memory beyond weights and KV: graph pool and workspaces; None on the CPU."""
-        if self._device.type != "cuda":
-            return None
-        return max(0, torch.cuda.memory_reserved(self._device) - accounted)
-
-    def _details(
-        self, options: TorchOptions, dtype: torch.dtype, weight_format: str
-    ) -> dict[str, str]:
+    def _details(self, plan: Plan, weight_format: str) -> dict[str, str]:
+        dtype, options = plan.dtype, plan.options
         type_name = str(dtype).removeprefix("torch.")
         version = str(torch.__version__)  # a class of its own, which no message can carry
         details = {"torch": version, "compute_dtype": type_name, "kv_dtype": KV_NAMES[dtype]}
-        if self._device.type == "cuda":
+        if self._is_gpu:
+            details["attention"] = "flash" if plan.uses_flash else "sdpa"
+            details["prefill_chunk"] = str(self._chunk)
             details["graphs"] = str(options.graphs).lower()
             details["device_sampling"] = str(options.device_sampling).lower()
             hip, cuda = torch.version.hip, torch.version.cuda

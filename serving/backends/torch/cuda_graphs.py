@@ -1,20 +1,23 @@
-"""CUDA graphs of the decode step, one per (batch bucket, context bucket).
+"""CUDA graphs of the decode step: one per batch bucket, and per context bucket for plain attention.
 
 Launching the kernels of 24 layers takes Python 5 to 8 ms, the GPU's work less than 1 ms. A graph
-has fixed shapes: batch and context are rounded up to buckets, and the rows that fill up a bucket
-compute a dummy token. Graphs share a memory pool and are captured largest first.
+has fixed shapes: the batch is rounded up to a bucket, and the rows that fill it up compute a dummy
+token. With packed attention that is all; plain attention also has contexts rounded up.
+
+Graphs share a memory pool and are captured largest first, on one stream: cuBLAS keeps a workspace
+for each (pytorch issue 99196). What they read and write lies outside of the pool, once for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from serving.backends.torch.model import DecodeSpan, SlotModel
+from serving.backends.torch.packed import Packed
 
 
 def batch_buckets(rows: int) -> list[int]:
@@ -44,80 +47,87 @@ def bucket_of(size: int, buckets: list[int]) -> int:
     raise ValueError(f"{size} is more than the largest bucket, {buckets[-1]}")
 
 
-@dataclass
-class Captured:
-    """A graph with the tensors it reads and writes."""
-
-    graph: Any
-    ids: Tensor  # int64 [batch]
-    positions: Tensor  # int64 [batch]
-    logits: Tensor  # float32 [batch, vocabulary]
-
-
 class DecodeGraphs:
-    """The decode step by bucket. With `capture=False` the same code runs eagerly, on any device."""
+    """The decode step by bucket. With `capture=False` the same code runs eagerly, on any device.
+
+    `logits`: float32 [at least rows, vocabulary], where every step writes.
+    """
 
     def __init__(
         self,
         model: SlotModel,
         rows: int,
+        logits: Tensor,
         *,
         capture: bool,
         progress: Callable[[str, float | None], None] | None = None,
     ) -> None:
         self._model = model
         self._device = model.device
+        self._logits = logits
         self.batches = batch_buckets(rows)
-        self.contexts = context_buckets(model.width)
+        self.contexts = [model.width] if model.is_packed else context_buckets(model.width)
+        self._inputs = torch.zeros(3 * rows, dtype=torch.int64, device=self._device)
         self._columns = torch.arange(model.width, device=self._device)
-        self._index = torch.arange(rows, device=self._device)
+        self._index = torch.arange(rows + 1, device=self._device)
+        self._starts_q = self._index.int()
+        self._starts_k = (self._index * model.width).int()
         self._closed = torch.full((), float("-inf"), dtype=model.dtype, device=self._device)
-        self._captured: dict[tuple[int, int], Captured] = {}
+        self._captured: dict[tuple[int, int], Any] = {}
         if capture:
             self._capture_all(progress or (lambda what, fraction: None))
 
-    def run(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Logits float32 [n, vocabulary] of one token in each of rows 0..n-1, n a batch bucket.
+    def run(self, host: Tensor, batch: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Logits float32 [batch, vocabulary] of one token in each of rows 0..batch-1, a bucket.
 
-        `ids`, `positions`: int64 [n] on the host. The next run overwrites the result.
+        `host`: int64 on the host: `batch` tokens, their positions, and up to `batch` more numbers,
+        which come back on the device. `longest`: keys of the longest row. The next run overwrites
+        both results.
         """
         width = bucket_of(longest, self.contexts)
-        captured = self._captured.get((len(ids), width))
-        if captured is None:
-            return self._step(ids.to(self._device), positions.to(self._device), width)
-        captured.ids.copy_(ids, non_blocking=True)
-        captured.positions.copy_(positions, non_blocking=True)
-        captured.graph.replay()
-        return captured.logits
+        self._inputs[: len(host)].copy_(host, non_blocking=True)
+        graph = self._captured.get((batch, width))
+        if graph is None:
+            self._step(batch, width)
+        else:
+            graph.replay()
+        return self._logits[:batch], self._inputs[2 * batch : len(host)]
 
-    def _step(self, ids: Tensor, positions: Tensor, width: int) -> Tensor:
-        count = len(ids)
-        allowed = self._columns[None, :width] <= positions[:, None]
-        mask = torch.where(allowed, 0.0, self._closed)[:, None, None]
-        return self._model.forward(
-            ids, positions, [DecodeSpan(0, 0, count, mask, self._index[:count])], None
-        )
+    def _step(self, batch: int, width: int) -> None:
+        ids, positions = self._inputs[:batch], self._inputs[batch : 2 * batch]
+        step: Packed | list[Any]
+        if self._model.is_packed:
+            step = Packed(
+                at=torch.add(positions, self._index[:batch], alpha=width),
+                starts_q=self._starts_q[: batch + 1],
+                starts_k=self._starts_k[: batch + 1],
+                held=(positions + 1).int(),
+                most_q=1,
+                most_k=width,
+            )
+        else:
+            allowed = self._columns[None, :width] <= positions[:, None]
+            mask = torch.where(allowed, 0.0, self._closed)[:, None, None]
+            step = [DecodeSpan(0, 0, batch, mask, self._index[:batch])]
+        self._model.forward(ids, positions, step, None, self._logits)
 
     def _capture_all(self, progress: Callable[[str, float | None], None]) -> None:
         shapes = [
             (batch, width) for width in reversed(self.contexts) for batch in reversed(self.batches)
         ]
         pool = None
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for done, (batch, width) in enumerate(shapes):
             progress(
                 f"capturing the decode step for {batch} rows of up to {width} tokens",
                 done / len(shapes),
             )
-            ids = torch.zeros(batch, dtype=torch.int64, device=self._device)
-            positions = torch.zeros(batch, dtype=torch.int64, device=self._device)
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # lazy initialisations must not fall into a capture
-                for _ in range(2):
-                    self._step(ids, positions, width)
+                self._step(batch, width)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._step(ids, positions, width)
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._step(batch, width)
             pool = pool or graph.pool()
-            self._captured[batch, width] = Captured(graph, ids, positions, logits)
+            self._captured[batch, width] = graph

@@ -1,11 +1,15 @@
 """The forward pass of Llama, Qwen2, Qwen3 and Mistral models over a KV cache of fixed rows.
 
 A step is one pass over the weights: the tokens of all decode rows and prompt pieces are laid end
-to end, and only attention looks at them apart. Keys and values are one tensor per layer, [rows,
-kv_heads, width, head_dim] (torch.compile would copy all of one big tensor at each write).
+to end, and only attention looks at them apart. It has two forms with the same results:
 
-The query heads that share a key head are the query length of attention, so keys and values are
-never expanded. The pass makes no decision on the device: a CUDA graph can capture it.
+- plain: torch's scaled_dot_product_attention, a call for each span. Keys and values are two tensors
+  per layer, [rows, kv_heads, width, head_dim] (torch.compile would copy all of one big tensor at
+  each write). The query heads that share a key head are the query length of attention, so keys and
+  values are never expanded.
+- packed (packed.py): one call of torch's flash kernels for all tokens, on GPUs that have them.
+
+The pass makes no decision on the device: a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.spec import ModelSpec
+from serving.backends.torch.matrices import Dense, Linear
+from serving.backends.torch.packed import Packed, PackedCache
 from serving.backends.torch.weights import Layer, Weights
 
 GRAIN = 64  # the cache's width, and what attention looks at, are multiples of this
@@ -46,67 +52,122 @@ class PromptSpan:
     mask: Tensor | None  # additive [count, start + count]; None: causal
 
 
-class SlotModel:
-    """Weights, RoPE tables and KV cache on one device."""
+Spans = list[DecodeSpan | PromptSpan]
+
+
+class HeadCache:
+    """Keys and values of `rows` rows of `width` tokens, head by head."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        rows: int,
-        context_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: ModelSpec, rows: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.spec = spec
-        self.weights = weights
-        self.dtype = dtype
-        self.device = device
-        self.width = cache_width(context_tokens)
-        shape = (rows, spec.kv_heads, self.width, spec.head_dim)
+        self.width = width
+        shape = (rows, spec.kv_heads, width, spec.head_dim)
         # Attention multiplies entries that were never written with 0: they must not be NaN.
         self.keys = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
         self.values = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.keys, *self.values]
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """The first `tokens` entries of one row into another."""
+        for cache in self.tensors:
+            cache[target, :, :tokens] = cache[source, :, :tokens]
+
+    def swap(self, a: int, b: int, held_a: int, held_b: int) -> None:
+        """Exchange what two rows hold."""
+        for cache in self.tensors:
+            kept = cache[a, :, :held_a].clone()
+            cache[a, :, :held_b] = cache[b, :, :held_b]
+            cache[b, :, :held_a] = kept
+
+
+class SlotModel:
+    """Weights, RoPE tables and KV cache on one device, the cache's."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, cache: PackedCache | HeadCache) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.cache = cache
+        self.width = cache.width
+        self.dtype = cache.tensors[0].dtype
+        self.device = cache.tensors[0].device
+        self.is_packed = isinstance(cache, PackedCache)
+        # Plain prompt attention has the query heads of a key head as rows, with a mask: on a GPU
+        # SDPA has no kernel but the slowest for a mask and grouped heads together.
+        self.groups_prompts = self.device.type != "cpu"
         self.cos, self.sin = (
-            table.to(device=device, dtype=dtype) for table in rope_tables(spec, self.width)
+            table.to(device=self.device, dtype=self.dtype)
+            for table in rope_tables(spec, self.width)
         )
+        self._turns = turn_table(self.cos, self.sin) if self.is_packed else None
+        packed = weights.layers if self.is_packed else []
+        self._head_scales = [head_scales(spec, layer) for layer in packed]
         self._queries = spec.heads * spec.head_dim
         self._scale = 1.0 / math.sqrt(spec.head_dim)
 
     @property
     def kv_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.cache.tensors)
 
     def forward(
         self,
         ids: Tensor,
         positions: Tensor,
-        spans: list[DecodeSpan | PromptSpan],
+        step: Spans | Packed,
         wanted: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Logits float32 [n, vocabulary] of the tokens with index `wanted` (None: of all).
 
         `ids`, `positions`: int64 [tokens]. Each token is written to the cache, then attended to.
+        `out`: where the logits go, [at least n, vocabulary].
         """
         x = functional.embedding(ids, self.weights.embedding).to(self.dtype)
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-        for index, layer in enumerate(self.weights.layers):
-            x = self._block(index, layer, x, positions, cos, sin, spans)
+        if isinstance(step, Packed):
+            assert self._turns is not None, "a model with rows head by head takes spans"
+            turns = self._turns[positions][:, None]
+            for index, layer in enumerate(self.weights.layers):
+                self._attend_packed(index, layer, x, turns, step)
+                self._feed_forward(layer, x)
+        else:
+            cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+            for index, layer in enumerate(self.weights.layers):
+                x = self._block(index, layer, x, positions, cos, sin, step)
         if wanted is not None:
             x = x.index_select(0, wanted)
-        return self.weights.head(self._norm(x, self.weights.norm)).float()
+        logits = self.weights.head(self._norm(x, self.weights.norm))
+        return logits.float() if out is None else out[: len(x)].copy_(logits)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of one row into another."""
-        for cache in (*self.keys, *self.values):
-            cache[target, :, :tokens] = cache[source, :, :tokens]
+        self.cache.copy(source, target, tokens)
 
     def swap(self, a: int, b: int, held_a: int, held_b: int) -> None:
         """Exchange what two rows hold."""
-        for cache in (*self.keys, *self.values):
-            kept = cache[a, :, :held_a].clone()
-            cache[a, :, :held_b] = cache[b, :, :held_b]
-            cache[b, :, :held_a] = kept
+        self.cache.swap(a, b, held_a, held_b)
+
+    def _attend_packed(
+        self, index: int, layer: Layer, x: Tensor, turns: Tensor, step: Packed
+    ) -> None:
+        """Attention of a layer, added to x."""
+        spec = self.spec
+        assert isinstance(self.cache, PackedCache)
+        heads = layer.qkv(self._norm(x, layer.attention_norm)).view(len(x), -1, spec.head_dim)
+        turned = heads[:, : -spec.kv_heads]
+        source, scales = turned, self._head_scales[index]
+        if scales is not None:
+            shape, epsilon = (spec.head_dim,), spec.norm_epsilon
+            source = functional.rms_norm(turned, shape, None, epsilon) * scales
+        turn_into(turned, source, turns)
+        _add_product(x, layer.out, self.cache.attend(index, heads, step, self._scale))
+
+    def _feed_forward(self, layer: Layer, x: Tensor) -> None:
+        """The feed-forward part of a layer, added to x."""
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        _add_product(x, layer.down, functional.silu(gate).mul_(up))
 
     def _block(
         self,
@@ -116,7 +177,7 @@ class SlotModel:
         positions: Tensor,
         cos: Tensor,
         sin: Tensor,
-        spans: list[DecodeSpan | PromptSpan],
+        spans: Spans,
     ) -> Tensor:
         spec = self.spec
         heads = layer.qkv(self._norm(x, layer.attention_norm)).view(len(x), -1, spec.head_dim)
@@ -141,10 +202,11 @@ class SlotModel:
     def _decode(
         self, index: int, span: DecodeSpan, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
     ) -> Tensor:
-        spec, count = self.spec, span.hi - span.lo
+        spec, count, cache = self.spec, span.hi - span.lo, self.cache
+        assert isinstance(cache, HeadCache)
         part = slice(span.first, span.first + count)
         width = span.mask.shape[-1]
-        keys, values = self.keys[index][span.lo : span.hi], self.values[index][span.lo : span.hi]
+        keys, values = cache.keys[index][span.lo : span.hi], cache.values[index][span.lo : span.hi]
         keys[span.index, :, positions[part]] = k[part]
         values[span.index, :, positions[part]] = v[part]
         grouped = q[part].view(count, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
@@ -159,9 +221,13 @@ class SlotModel:
 
     def _prompt(self, index: int, span: PromptSpan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         part, end = slice(span.first, span.first + span.count), span.start + span.count
-        keys, values = self.keys[index][span.row], self.values[index][span.row]
+        cache = self.cache
+        assert isinstance(cache, HeadCache)
+        keys, values = cache.keys[index][span.row], cache.values[index][span.row]
         keys[:, span.start : end] = k[part].transpose(0, 1)
         values[:, span.start : end] = v[part].transpose(0, 1)
+        if self.groups_prompts and span.mask is not None:
+            return self._grouped(q[part], keys[:, :end], values[:, :end], span.mask)
         out = functional.scaled_dot_product_attention(
             q[part].transpose(0, 1)[None],
             keys[None, :, :end],
@@ -172,6 +238,19 @@ class SlotModel:
             enable_gqa=self.spec.heads != self.spec.kv_heads,
         )
         return out[0].transpose(0, 1).reshape(span.count, self._queries)
+
+    def _grouped(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Attention with the query heads of a key head as rows: [count, heads * head_dim]."""
+        count, shared = len(q), self.spec.heads // self.spec.kv_heads
+        groups = q.view(count, -1, shared, self.spec.head_dim)
+        rows = groups.permute(1, 2, 0, 3).flatten(1, 2)
+        out = functional.scaled_dot_product_attention(
+            *(rows[None], keys[None], values[None]),
+            attn_mask=mask.repeat(shared, 1),
+            scale=self._scale,
+        )
+        by_head = out[0].view(-1, shared, count, self.spec.head_dim)
+        return by_head.permute(2, 0, 1, 3).reshape(count, -1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_epsilon)
@@ -218,6 +297,40 @@ def rope_tables(spec: ModelSpec, positions: int) -> tuple[Tensor, Tensor]:
     angles = torch.outer(torch.arange(positions).float(), frequencies)
     whole = torch.cat((angles, angles), -1)
     return whole.cos(), whole.sin()
+
+
+def head_scales(spec: ModelSpec, layer: Layer) -> Tensor | None:
+    """Norms of query and key heads as one tensor [heads + kv_heads, head_dim]; None: there are
+    none."""
+    if layer.query_norm is None or layer.key_norm is None:
+        return None
+    queries = layer.query_norm.expand(spec.heads, -1)
+    return torch.cat((queries, layer.key_norm.expand(spec.kv_heads, -1)))
+
+
+def turn_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE as 2 x 2 matrices over the halves of a head: [positions, 2, 2, head_dim / 2]."""
+    half = cos.shape[-1] // 2
+    cos, sin = cos[:, :half], sin[:, :half]
+    return torch.stack((torch.stack((cos, -sin), 1), torch.stack((sin, cos), 1)), 1)
+
+
+def turn_into(out: Tensor, x: Tensor, turns: Tensor) -> None:
+    """RoPE of x [tokens, heads, head_dim] into `out`, in two kernels, rounded as `_rotate` does.
+
+    `turns`: `turn_table` at the tokens' positions, [tokens, 1, 2, 2, head_dim / 2].
+    """
+    tokens, heads, _ = x.shape
+    product = x.view(tokens, heads, 1, 2, -1) * turns
+    torch.sum(product, 3, out=out.view(tokens, heads, 2, -1))
+
+
+def _add_product(x: Tensor, matrix: Linear, y: Tensor) -> None:
+    """x += matrix(y), in one kernel where the matrix is dense: the product adds on its way."""
+    if isinstance(matrix, Dense) and matrix.bias is None:
+        x.addmm_(y, matrix.weight.t())
+    else:
+        x.add_(matrix(y))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 import msgspec
 
@@ -28,22 +29,35 @@ def probe() -> BackendProbe:
     if not built_for:
         return no_gpu(Cause.backend_missing, "this build of torch is for the CPU only")
     details["built_for"] = built_for
+    answer = msgspec.structs.replace(answer, gpu_vendor="amd" if torch.version.hip else "nvidia")
     if not torch.cuda.is_available():
         return no_gpu(Cause.no_device, "torch sees no GPU")
-    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(0))
+    architecture = architecture_of(torch.cuda.get_device_properties(0))
     try:
-        ones = torch.ones(256, 256, device="cuda")
-        total = float((ones @ ones).sum().cpu())
+        for dtype in (torch.float32, torch.bfloat16):
+            ones = torch.ones(256, 256, device="cuda", dtype=dtype)
+            total = float((ones @ ones).float().sum().cpu())
+            if total != 256.0**3:
+                note = f"a product of {dtype} on the GPU came out wrong: {total}"
+                return no_gpu(Cause.driver_mismatch, note)
     except RuntimeError as problem:
         text = str(problem).splitlines()[0]
-        return no_gpu(_cause(text), f"{text} ({capability})")
-    if total != 256.0**3:
-        return no_gpu(Cause.driver_mismatch, f"a product on the GPU came out wrong: {total}")
-    details["capability"] = capability
+        return no_gpu(cause_of(text), f"{text} ({architecture})")
+    details["capability"] = architecture
     return msgspec.structs.replace(answer, gpu=True, gpu_note=torch.cuda.get_device_name(0))
 
 
-def _cause(text: str) -> Cause:
-    if "kernel image" in text:
+def architecture_of(properties: Any) -> str:
+    """ "gfx942" where ROCm says so, else "sm_90"."""
+    said = getattr(properties, "gcnArchName", "").split(":")[0]
+    return said or f"sm_{properties.major}{properties.minor}"
+
+
+def cause_of(text: str) -> Cause:
+    """The cause in the words of CUDA's and HIP's errors."""
+    if "kernel image" in text or "invalid device function" in text:
         return Cause.arch_unsupported
-    return Cause.insufficient_vram if "memory" in text else Cause.driver_mismatch
+    if "memory" in text:
+        return Cause.insufficient_vram
+    is_gone = "no CUDA-capable device" in text or "is lost" in text or "busy" in text
+    return Cause.no_device if is_gone else Cause.driver_mismatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -15,10 +15,15 @@ from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.options import parse_options
 from serving.backends.spec import AUTO
 from serving.backends.torch.matrices import DTYPES
+from serving.backends.torch.need import GPU_MARGIN, GPU_PREFILL_CHUNK
+from serving.backends.torch.packed import flash_trouble
 from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 
 KV_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+CPU_PREFILL_CHUNK = 512
+# What CUDA's libraries say when they find no memory, beside torch's own words.
+_MEMORY_WORDS = (*("not enough memory", "out of memory", "_ALLOC_FAILED", "ERROR_OUT_OF_MEMORY"),)
 
 
 class TorchOptions(msgspec.Struct, frozen=True):
@@ -26,8 +31,12 @@ class TorchOptions(msgspec.Struct, frozen=True):
 
     graphs: bool | None = None  # CUDA graphs
     device_sampling: bool | None = None  # draw on the device
-    margin: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = 0.1  # of the GPU's memory left free
-    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a pass
+    # flash: torch's FlashAttention-2 over packed rows; sdpa: scaled_dot_product_attention.
+    # auto: flash on GPUs that have it.
+    attention: Literal["auto", "flash", "sdpa"] = "auto"
+    margin: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = GPU_MARGIN  # of free VRAM, kept free
+    # Prompt tokens of a pass. None: 2048 on a GPU, 512 on the CPU.
+    prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] | None = None
 
 
 def check_options(given: dict[str, Any], device: str) -> TorchOptions:
@@ -40,7 +49,20 @@ def check_options(given: dict[str, Any], device: str) -> TorchOptions:
         options,
         graphs=is_gpu if options.graphs is None else options.graphs,
         device_sampling=is_gpu if options.device_sampling is None else options.device_sampling,
+        prefill_chunk=options.prefill_chunk or (GPU_PREFILL_CHUNK if is_gpu else CPU_PREFILL_CHUNK),
     )
+
+
+def uses_flash(
+    options: TorchOptions, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether attention is one packed call. Raises Unsupported where that is asked for in vain."""
+    if options.attention == "sdpa":
+        return False
+    trouble = flash_trouble(spec, dtype, device)
+    if trouble is not None and options.attention == "flash":
+        raise Unsupported(f"option attention is flash, and {trouble}", "attention")
+    return trouble is None
 
 
 def device_of(name: str) -> torch.device:
@@ -95,18 +117,18 @@ def check_config(config: EngineConfig, spec: ModelSpec, kv_dtype: str) -> None:
 
 
 def compute_bytes(spec: ModelSpec, slots: int, chunk: int) -> int:
-    """Working memory of the largest step: activations of the widest layer, logits, the runtime."""
+    """Working memory of the largest step on the CPU: activations, logits, the runtime."""
     attention = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     widest = max(2 * spec.intermediate, 3 * spec.hidden, attention)
     return 4 * (chunk + slots) * widest * 3 + 4 * slots * spec.vocabulary + (256 << 20)
 
 
-def check_memory(predicted: MemoryParts, device: torch.device, margin: float) -> None:
-    """Raises OutOfMemory where it cannot fit."""
-    if device.type == "cuda":
+def check_memory(predicted: MemoryParts, device: str, margin: float) -> None:
+    """Raises OutOfMemory where it cannot fit: on a GPU not even with one slot."""
+    if device == "gpu":
         needed = predicted.total_bytes or 0
-        free, total = torch.cuda.mem_get_info(device)
-        usable = free - int(margin * total)
+        free, total = torch.cuda.mem_get_info()
+        usable = int(free * (1 - margin))
         what = f"{size(free)} of the GPU's {size(total)} are free and {margin:.0%} are to stay so"
     else:
         needed = predicted.weight_bytes or 0  # pages of the KV cache count when they are written
@@ -133,7 +155,14 @@ class memory_errors:
         if not isinstance(problem, RuntimeError | MemoryError):
             return
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        is_memory = "not enough memory" in text or "out of memory" in text
-        if is_memory or isinstance(problem, torch.OutOfMemoryError | MemoryError):
+        if is_shortage(problem):
             raise OutOfMemory(f"{self._what} did not fit in memory: {text}") from problem
         raise EngineFailed(f"torch failed in {self._what}: {text}") from problem
+
+
+def is_shortage(problem: BaseException) -> bool:
+    """Whether an error says that memory ran out, in torch's words or those of CUDA's libraries."""
+    if isinstance(problem, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(problem)
+    return any(word in text for word in _MEMORY_WORDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from serving.backends.kv_slots import RowMap, Window
@@ -13,9 +12,12 @@ from serving.backends.torch.model import (
     DecodeSpan,
     PromptSpan,
     SlotModel,
+    Spans,
     additive_mask,
     seen_width,
 )
+from serving.backends.torch.packed import Packed
+from serving.backends.torch.transfer import send
 from serving.sampling.types import Row
 
 
@@ -28,7 +30,8 @@ class StepBatch:
         self._columns = columns  # arange(model.width) on the device
         self._ids: list[Any] = []
         self._positions: list[Any] = []
-        self._spans: list[DecodeSpan | PromptSpan] = []
+        self._window: Window | None = None
+        self._prompts: list[tuple[int, int, int, int]] = []  # first, count, row, start
         self._count = 0
         self.wanted: list[Row] = []  # rows that want a token, in the logits' order
         self._at: list[int] = []  # where in the pass their last token is
@@ -45,23 +48,15 @@ class StepBatch:
             if row.wants_token:
                 self.wanted.append(row)
                 self._at.append(place - lo)
-        model, columns = self._model, self._columns
-        width = seen_width(int(length.max()) + 1, model.width)
-        allowed = columns[None, :width] <= torch.from_numpy(length).to(model.device)[:, None]
-        mask = additive_mask(allowed, model.dtype)[:, None, None]
-        self._spans.append(DecodeSpan(0, lo, window.hi, mask, columns[:count]))
+        self._window = window
         self._ids.append(tokens)
         self._positions.append(length)
         self._count += count
 
     def add_prompt(self, row: Row, tokens: Any, start: int) -> None:
         """The piece `tokens` of a prompt from position `start` on."""
-        place, count, columns = self._rows.row_of[row.slot], len(tokens), self._columns
-        mask = None
-        if start:
-            allowed = columns[None, : start + count] <= columns[start : start + count, None]
-            mask = additive_mask(allowed, self._model.dtype)
-        self._spans.append(PromptSpan(self._count, count, place, start, mask))
+        place, count = self._rows.row_of[row.slot], len(tokens)
+        self._prompts.append((self._count, count, place, start))
         self._ids.append(tokens.astype(np.int64))
         self._positions.append(np.arange(start, start + count))
         self._count += count
@@ -70,12 +65,60 @@ class StepBatch:
             self.wanted.append(row)
             self._at.append(self._count - 1)
 
-    def run(self) -> Tensor:
-        """Logits float32 [n, vocabulary] of `wanted`."""
-        device, at = self._model.device, self._at
-        ids = torch.from_numpy(np.concatenate(self._ids)).to(device)
-        positions = torch.from_numpy(np.concatenate(self._positions)).to(device)
-        chosen = None
-        if len(at) != self._count:
-            chosen = torch.tensor(at, dtype=torch.int64, device=device)
-        return self._model.forward(ids, positions, self._spans, chosen)
+    def run(self, out: Tensor | None = None) -> Tensor:
+        """Logits float32 [n, vocabulary] of `wanted`, in `out` where there is one."""
+        model = self._model
+        arrays = [np.concatenate(self._ids), np.concatenate(self._positions)]
+        arrays.append(np.array(self._at, np.int64))
+        packed = self._packed_arrays(arrays[1]) if model.is_packed else []
+        ids, positions, at, *rest = send([*arrays, *packed], model.device)
+        step: Spans | Packed
+        if model.is_packed:
+            counts, held = np.diff(packed[1]), packed[3]
+            to_at, starts_q, starts_k, used = rest
+            most = int(counts.max()), int(held.max())
+            step = Packed(to_at, starts_q, starts_k, used, *most)
+        else:
+            step = self._spans(positions)
+        everything = len(self._at) == self._count
+        return model.forward(ids, positions, step, None if everything else at, out)
+
+    def _packed_arrays(self, positions: Any) -> list[Any]:
+        """`at`, `starts_q`, `starts_k` and `held` of serving.backends.torch.packed.Packed."""
+        places: list[int] = []
+        counts: list[int] = []
+        held: list[int] = []
+        if self._window is not None:
+            places += range(self._window.lo, self._window.hi)
+            counts += [1] * len(places)
+            held += (positions[: len(places)] + 1).tolist()
+        for _, count, place, start in self._prompts:
+            places.append(place)
+            counts.append(count)
+            held.append(start + count)
+        width = self._model.width
+        firsts = np.array(places, np.int64) * width
+        return [
+            np.repeat(firsts, counts) + positions,
+            np.cumsum([0, *counts]).astype(np.int32),
+            np.append(firsts, 0).astype(np.int32),
+            np.array(held, np.int32),
+        ]
+
+    def _spans(self, positions: Tensor) -> Spans:
+        """What plain attention is told."""
+        model, columns = self._model, self._columns
+        spans: Spans = []
+        if self._window is not None:
+            lo, hi = self._window.lo, self._window.hi
+            width = seen_width(int(self._positions[0].max()) + 1, model.width)
+            allowed = columns[None, :width] <= positions[: hi - lo, None]
+            mask = additive_mask(allowed, model.dtype)[:, None, None]
+            spans.append(DecodeSpan(0, lo, hi, mask, columns[: hi - lo]))
+        for first, count, place, start in self._prompts:
+            causal: Tensor | None = None
+            if start or model.groups_prompts:
+                allowed = columns[None, : start + count] <= columns[start : start + count, None]
+                causal = additive_mask(allowed, model.dtype)
+            spans.append(PromptSpan(first, count, place, start, causal))
+        return spans

@@ -33,6 +33,7 @@ from serving.backends.torch.matrices import (
     compute_dtype,
     dynamic_int8,
 )
+from serving.backends.torch.transfer import Uplink
 
 _IGNORED = ("rotary_emb.inv_freq",)  # written by old versions of transformers, computed here
 
@@ -123,10 +124,14 @@ def load(
     weight_format: str,
     device: torch.device,
     progress: Callable[[str, float | None], None],
+    uplink: Uplink | None = None,
 ) -> Weights:
-    """All weights, fused, as `weight_format` on `device`; packed ones stay packed (CPU only)."""
+    """All weights, fused, as `weight_format` on `device`; packed ones stay packed (CPU only).
+
+    `uplink`: what moves them there; None: torch does.
+    """
     checkpoint = Checkpoint(folder)
-    loader = _Loader(checkpoint, spec, weight_format, device)
+    loader = _Loader(checkpoint, spec, weight_format, device, uplink)
     packed = loader.packed
     if packed == "dynamic-int8" and "fbgemm" not in torch.backends.quantized.supported_engines:
         raise UnsupportedModel(
@@ -202,8 +207,14 @@ def predicted_bytes(spec: ModelSpec, weight_format: str, group: int = 32) -> int
 
 class _Loader:
     def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, weight_format: str, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        weight_format: str,
+        device: torch.device,
+        uplink: Uplink | None = None,
     ) -> None:
+        self._uplink = uplink
         self.packed = checkpoint.metadata.get("crossover_format", "")
         self.seen: set[str] = set()
         self._checkpoint = checkpoint
@@ -231,9 +242,10 @@ class _Loader:
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
         self.seen.add(name)
-        return self._checkpoint.read(name, self._shapes[name]).to(
-            device=self._device, dtype=dtype, copy=True
-        )
+        tensor = self._checkpoint.read(name, self._shapes[name])
+        if self._uplink is not None:
+            return self._uplink(tensor).to(dtype)
+        return tensor.to(device=self._device, dtype=dtype, copy=True)
 
     def optional(self, name: str) -> Tensor | None:
         return self.tensor(name) if name in self._shapes else None

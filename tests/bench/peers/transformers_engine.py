@@ -8,6 +8,7 @@ transformers5.sh.
 
 from __future__ import annotations
 
+import inspect
 import json
 import tempfile
 import time
@@ -70,13 +71,18 @@ def static(
 def continuous(model: Any, settings: dict[str, Any]) -> Callable[[Job], Times]:
     """A manager that lives as long as the process, requests added as they come due."""
     pages = -(-settings["context_tokens"] // PAGE_TOKENS)
+    asked = {
+        "num_blocks": settings["slots"] * pages + 1,
+        "max_batch_tokens": settings["batch_tokens"],
+        "max_requests_per_batch": settings["slots"],
+        "allow_block_sharing": False,  # no two prompts have a beginning in common
+        "auto_switch_to_flash": False,  # the attention is that which is named
+    }
+    known = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+    asked["page_size" if "page_size" in known else "block_size"] = PAGE_TOKENS  # before 5.23
+    # Whether it takes CUDA graphs is left to it: with a mask it says they cost more than they save.
     config = transformers.ContinuousBatchingConfig(
-        page_size=PAGE_TOKENS,
-        num_blocks=settings["slots"] * pages + 1,
-        max_batch_tokens=settings["batch_tokens"],
-        max_requests_per_batch=settings["slots"],
-        allow_block_sharing=False,  # no two prompts have a beginning in common
-        use_cuda_graph=settings["device"] == "cuda",
+        **{name: value for name, value in asked.items() if name in known}
     )
     greedy = transformers.GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=64

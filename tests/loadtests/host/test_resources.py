@@ -231,7 +231,7 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
     assert (
         found["gpu_watts"] is None
         and found["gpu_engine_bytes"] is None
-        and found["gpu_throttled"] == []
+        and found["gpu_throttled"] is None
     )
     assert found["gpu_memory_bytes"] == 20 << 30
 

@@ -282,9 +282,11 @@ def test_time_taken_by_others_counts_above_two_per_cent_in_the_mean():
 
 def test_one_sample_of_fifty_with_a_clock_held_down_is_allowed():
     hot = [sample(0.0, gpu_throttled=["power", "heat"]), sample(0.0, gpu_throttled=["heat"])]
-    cool = [sample(0.0)] * 48
+    cool = [sample(0.0, gpu_throttled=[], gpu_watts=50.0)] * 48
     assert throttled(evidence(samples=[hot[0], *cool, sample(0.0)])) is None
     assert "in 2 of 50 samples (heat, power)" in throttled(evidence(samples=[*hot, *cool])).text
+    drawing = [sample(0.0, gpu_throttled=["power"], gpu_watts=watts) for watts in (340.0, 360.0)]
+    assert "2 of 50 samples at 350 W" in throttled(evidence(samples=[*drawing, *cool])).text
 
 
 def test_a_warning_names_its_times_to_three_digits():

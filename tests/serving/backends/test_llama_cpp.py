@@ -576,6 +576,30 @@ def test_logits_are_the_same_however_a_step_is_cut_and_whoever_shares_it(
     np.testing.assert_allclose(cut._logits(2)[1], reference[1], rtol=0, atol=apart)
 
 
+def test_gaps_between_rows_are_filled_where_steps_stay_whole_too(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: each gap is another pass over the weights."""
+    backend, apart = make(slots=8), make(slots=8)
+    backend._least_cut = None
+    seen: list[list[int]] = []
+    fill = type(backend)._filled_up
+
+    def kept(call: list[Row]) -> list[Row]:
+        rows = fill(backend, call)
+        seen.append([one.slot for one in rows])
+        return rows
+
+    monkeypatch.setattr(backend, "_filled_up", kept)
+    prompts = {slot: prompt_of(backend, 9, slot) for slot in range(8) if slot != 3}
+    for one in (backend, apart):
+        one.step([row(slot, prompt, 0) for slot, prompt in prompts.items()])
+    together = backend.step([row(slot, [5], 9) for slot in prompts])
+    assert seen[-1] == list(range(8))
+    alone = [apart.step([row(slot, [5], 9)])[0].token for slot in prompts]
+    assert [one.token for one in together] == alone
+
+
 def test_a_prompts_last_token_and_an_idle_slot_run_along_and_nothing_changes(make: Make) -> None:
     """All slots but 3 decode: between them runs a prompt's token, then a dummy beside a prefix that
     is kept. Logits are the same to

@@ -16,7 +16,7 @@ from serving.cli.doctor import (
     show,
     warnings_of,
 )
-from serving.hardware.gpu import GpuFacts
+from serving.hardware.gpu_facts import GpuFacts
 from tests.serving.placement.test_plan import GIB, machine, with_gpu
 
 WORKS = BackendProbe("llama_cpp", True, "1.0", details={"system_info": "AVX2 = 1 [x]"})

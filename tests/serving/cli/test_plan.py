@@ -16,7 +16,8 @@ import pytest
 from models import formatting
 from models.ladder import rung
 from serving.cli.plan import machine_of
-from serving.placement.plan import PlacementRequest, plan
+from serving.placement.decision import PlacementRequest
+from serving.placement.plan import plan
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -73,10 +74,9 @@ def test_it_says_the_formula_the_sum_and_the_decision_in_words(asked: Ask) -> No
     )
     assert re.search(r"CPU llama_cpp Q4_0 .*: does not fit, 8.55 GiB may be used", shown)
     assert "serve --context 2048 would run llama-3.1-8b on the GPU with torch, format bf16" in shown
-    assert (
-        "insufficient_memory: llama-3.1-8b in Q4_0 needs" in shown
-        and "slots instead of 16 would fit" in shown
-    )
+    assert "the CPU has room for 15 of the 16 slots, should it be fallen back to" in shown
+    small = asked("8b", "--memory", "9GiB", "--vram", "4GiB", "--context", "2048").stdout
+    assert "llama-3.1-8b in Q4_0 needs" in small and "15 slots instead of 16 would fit" in small
 
 
 def test_what_serve_would_refuse_is_said_to_be_refused_and_why(asked: Ask) -> None:

@@ -125,15 +125,15 @@ def test_an_amd_gpu_is_read_from_sysfs(tmp_path: Path) -> None:
         tmp_path,
         {
             "dev/kfd": "",
-            folder + "mem_info_vram_total": "1000\n",
-            folder + "mem_info_vram_used": "300\n",
+            folder + "mem_info_vram_total": f"{16 << 30}\n",
+            folder + "mem_info_vram_used": f"{6 << 30}\n",
         },
     )
     (gpu,) = hardware_facts(root=tmp_path).gpus
     assert (gpu.vendor, gpu.total_bytes, gpu.free_bytes, gpu.compute_capability) == (
         "amd",
-        1000,
-        700,
+        16 << 30,
+        10 << 30,
         None,
     )
 

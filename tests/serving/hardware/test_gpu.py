@@ -125,7 +125,7 @@ def test_a_folder_named_models_where_the_user_stands_is_not_imported(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('wrong package')")
     monkeypatch.chdir(tmp_path)
-    code, output, error = run_probe("serving.hardware.gpu:nvml", 20)
+    code, output, error = run_probe("serving.hardware.nvml:list_gpus", 20)
     assert code == 0 and output, error
 
 

@@ -10,17 +10,9 @@ from models.ladder import LADDER, rung
 from models.spec import ModelSpec
 from serving.errors import Cause, Unsupported
 from serving.hardware.facts import HardwareFacts
-from serving.hardware.gpu import GpuFacts
-from serving.placement.plan import (
-    NoPlacement,
-    Obstacles,
-    Placement,
-    PlacementRequest,
-    canonical_format,
-    default_backend,
-    explain,
-    plan,
-)
+from serving.hardware.gpu_facts import GpuFacts
+from serving.placement.decision import NoPlacement, Obstacles, Placement, PlacementRequest
+from serving.placement.plan import canonical_format, default_backend, explain, plan
 from serving.placement.policy import Policy
 
 GIB = 1 << 30
@@ -159,7 +151,8 @@ def test_the_forecast_for_llama_cpp_is_near_what_real_loads_took(
 
 def test_a_gpu_that_is_too_small_is_a_reason_with_both_numbers_and_what_would_fit() -> None:
     facts = with_gpu(free_gib=20, memory_available_bytes=100 * GIB)
-    placement = planned(EIGHT, facts, slots=64, context_tokens=4096)
+    asked: dict[str, Any] = {"context_tokens": 4096, "backend": "torch", "weight_format": "bf16"}
+    placement = planned(EIGHT, facts, slots=64, **asked)
     assert placement.device == "cpu" and causes(placement) == [Cause.insufficient_vram]
     text = next(
         reason.text for reason in placement.reasons if reason.cause is Cause.insufficient_vram
@@ -168,8 +161,8 @@ def test_a_gpu_that_is_too_small_is_a_reason_with_both_numbers_and_what_would_fi
         "needs" in text and "19 GiB may be used" in text and "slots instead of 64 would fit" in text
     )
     fitting = int(text.split("; ")[1].split()[0])
-    assert planned(EIGHT, facts, slots=fitting, context_tokens=4096).device == "gpu"
-    assert planned(EIGHT, facts, slots=fitting + 1, context_tokens=4096).device == "cpu"
+    assert planned(EIGHT, facts, slots=fitting, **asked).device == "gpu"
+    assert planned(EIGHT, facts, slots=fitting + 1, **asked).device == "cpu"
 
 
 def test_the_policies_leave_a_device_aside_and_say_that_they_do() -> None:
@@ -186,7 +179,7 @@ def test_the_policies_leave_a_device_aside_and_say_that_they_do() -> None:
         planned(SMALL, machine(), Policy.gpu_only)
     assert [reason.cause for reason in refused.value.reasons] == [Cause.no_device]
     with pytest.raises(NoPlacement, match="VRAM|GPU"):
-        planned(rung("70b").spec, with_gpu(), Policy.gpu_only)
+        planned(rung("70b").spec, with_gpu(20), Policy.gpu_only)
 
 
 @pytest.mark.parametrize("cause", [Cause.no_driver, Cause.driver_mismatch, Cause.health_timeout])

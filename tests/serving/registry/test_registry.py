@@ -18,7 +18,7 @@ from serving.engine.messages import GenerationRequest
 from serving.errors import Busy, LoadFailed, Unavailable
 from serving.http.admin_wire import ModelState
 from serving.metrics import ServerMetrics
-from serving.placement.plan import NoPlacement
+from serving.placement.decision import NoPlacement
 from serving.registry import registry, tenant
 from serving.registry.model import ModelRouter, Vocabulary, read_vocabulary
 from serving.registry.options import ModelOptions

@@ -20,7 +20,7 @@ import pytest
 from models.tokenization.tokenizer import load_tokenizer
 from serving.errors import Cause
 from serving.hardware.facts import HardwareFacts
-from serving.hardware.gpu import GpuFacts
+from serving.hardware.gpu_facts import GpuFacts
 from serving.placement.plan import explain
 from serving.placement.policy import Policy
 from serving.registry.options import ModelOptions

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,7 +17,10 @@ import pytest
 from models.isolated import start_python
 from serving.backends import BACKENDS
 from serving.backends.base import EngineConfig
-from serving.supervisor.process import SHORT_SPINS, EngineProcess, allocator, environment
+from serving.errors import Cause
+from serving.supervisor.engine_environment import SHORT_SPINS, allocator, environment
+from serving.supervisor.process import EngineProcess
+from serving.supervisor.restart_policy import RecoveryLimits
 
 GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HOLD = """
@@ -91,3 +95,64 @@ def test_an_engines_number_is_its_own_until_its_end_is_known(
         assert engine.returncode == -signal.SIGKILL and not Path(f"/proc/{engine.pid}").exists()
 
     asyncio.run(scenario())
+
+
+ABORTED = (
+    "ggml_cuda_init: found 1 CUDA devices",
+    "llama.cpp: CUDA error: out of memory",
+    "Fatal Python error: Aborted",
+    "",
+    "Current thread 0x00007f1c2a7fc640 (most recent call first):",
+    '  File "/x/serving/backends/llama_cpp/backend.py", line 112 in _decode',
+    "Extension modules: numpy._core._multiarray_umath (total: 91)",
+)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_reason_of_an_abort_is_what_was_said_before_the_trace(loaded: bool) -> None:
+    engine = EngineProcess(0, EngineConfig("fake", "", "m"))
+    engine.returncode = -signal.SIGABRT
+    engine.last_lines.extend(ABORTED)
+    if loaded:
+        engine.ready = cast(Any, object())
+    cause, text = engine.why()
+    assert cause is (Cause.runtime_oom if loaded else Cause.load_oom)
+    assert text == "ended by SIGABRT: llama.cpp: CUDA error: out of memory"
+    engine.last_lines.clear()
+    engine.last_lines.extend(["GGML_ASSERT(n <= m) failed", *ABORTED[2:]])
+    cause, text = engine.why()
+    assert cause is Cause.engine_died and text == "ended by SIGABRT: GGML_ASSERT(n <= m) failed"
+
+
+def test_an_engine_that_sigkill_does_not_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that is in the driver: here nobody hears of its end."""
+    monkeypatch.setattr("serving.supervisor.process.start_python", start_python)  # no fork
+    monkeypatch.setattr("serving.supervisor.process.STUCK_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(EngineProcess, "_wait", lambda engine: None)
+
+    async def scenario() -> None:
+        ended = asyncio.Event()
+        engine = EngineProcess(0, EngineConfig("fake", "", "m"), lambda line: None)
+        await engine.start(lambda engine, message: None, lambda engine: ended.set())
+        engine.give_up("no step finished for 31.0 s")
+        await asyncio.wait_for(ended.wait(), 20)
+        cause, text = engine.why()
+        assert cause is Cause.health_timeout
+        assert text.startswith("no step finished for 31.0 s; it is stuck in the driver")
+        assert engine._process is not None
+        engine._process.wait()
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_load_on_a_gpu_is_given_up_earlier() -> None:
+    limits = RecoveryLimits()
+    for device, seconds in (("gpu", limits.gpu_load_timeout_seconds), ("cpu", None)):
+        engine = EngineProcess(0, EngineConfig("fake", "", "m", device=device))
+        engine.pid = os.getpid()
+        engine._heard_at = time.monotonic() - limits.gpu_load_timeout_seconds - 1
+        trouble = engine.trouble(limits)
+        assert (trouble is not None) == (seconds is not None)
+    assert limits.step_timeout_seconds == 30.0 < limits.cpu_step_timeout_seconds

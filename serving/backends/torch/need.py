@@ -1,0 +1,68 @@
+"""Memory of the torch engine on a GPU beside weights and KV cache, predicted without torch.
+
+Placement and the engine ask the same functions, so that what is planned is what is loaded. All
+sizes in bytes, from shapes alone: the allocator's rounding is in `WORKSPACE_BYTES`.
+"""
+
+from __future__ import annotations
+
+from models.spec import ModelSpec
+
+MIB = 1 << 20
+GPU_MARGIN = 0.05  # of a GPU's free memory, kept free: placement and the engine agree on it
+CONTEXT_BYTES = 600 * MIB  # the CUDA context and the modules of kernels; 0.5 to 1 GB are told
+# cuBLAS keeps 32 MiB for each stream on Hopper (there are two), the allocator whole blocks.
+WORKSPACE_BYTES = 160 * MIB
+STEP_TOKENS = 512  # the least that a step may hold
+GPU_PREFILL_CHUNK = 2048  # prompt tokens of a pass
+# Of each logit where tokens are drawn with top-p: a double, its mask, the candidates' sort.
+DRAW_BYTES = 12
+
+
+def step_tokens(slots: int, prefill_chunk: int) -> int:
+    """Most tokens of a step."""
+    return max(STEP_TOKENS, 2 * slots, prefill_chunk)
+
+
+def pass_bytes(spec: ModelSpec, tokens: int, logit_rows: int, element: int) -> int:
+    """Most bytes alive at once in a pass over `tokens` tokens, its logits' buffer left out.
+
+    x and the turns of its positions live throughout; over them come the heads with their products,
+    the widest layers of the feed-forward part, or the logits in the compute type.
+    """
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    throughout = element * tokens * (spec.hidden + 2 * spec.head_dim) + 12 * tokens
+    attention = element * tokens * (queries + 2 * keys + 2 * (queries + keys))
+    feed_forward = element * tokens * 3 * spec.intermediate
+    head = element * logit_rows * (spec.hidden + spec.vocabulary)
+    return throughout + max(attention, feed_forward, head)
+
+
+def logits_bytes(spec: ModelSpec, slots: int) -> int:
+    """The one buffer of float32 logits."""
+    return 4 * slots * spec.vocabulary
+
+
+def graph_bytes(spec: ModelSpec, slots: int, element: int) -> int:
+    """What the captured graphs of the decode step keep: the largest one's pass."""
+    return pass_bytes(spec, slots, slots, element)
+
+
+def working_bytes(spec: ModelSpec, slots: int, tokens: int, element: int) -> int:
+    """The largest step beside weights and KV cache, graphs and workspaces included."""
+    drawing = DRAW_BYTES * slots * spec.vocabulary
+    largest = max(pass_bytes(spec, tokens, slots, element), drawing)
+    kept = logits_bytes(spec, slots) + graph_bytes(spec, slots, element)
+    return largest + kept + WORKSPACE_BYTES
+
+
+def overhead_bytes(spec: ModelSpec, weight_format: str, slots: int) -> int:
+    """What placement adds to weights and KV cache."""
+    element = 4 if weight_format == "fp32" else 2
+    tokens = step_tokens(slots, GPU_PREFILL_CHUNK)
+    return CONTEXT_BYTES + working_bytes(spec, slots, tokens, element)
+
+
+def fitting_slots(room_bytes: int, row_bytes: int, asked: int) -> int:
+    """How many of the slots asked for have room for their rows of the KV cache."""
+    return max(0, min(asked, room_bytes // row_bytes))

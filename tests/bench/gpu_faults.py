@@ -1,0 +1,186 @@
+"""Faults of a real engine on a GPU, over HTTP: what it is called, and how long nobody is served.
+
+    python -m tests.bench.gpu_faults --device gpu --model 8b --json FILE
+
+`crossover serve` with the engine placed by itself. While requests come at a fixed rate:
+  kill      the engine is killed (SIGKILL)
+  balloon   another process takes all of the GPU's memory, then the engine is killed: it must load
+            on the CPU, and go back when the balloon is gone
+  assert    a device-side assert, by a token beyond the vocabulary: what the engine calls it
+
+The table has of each fault its cause, the engine that served after it, and the seconds from the
+fault to the first answer of a request that was sent after it. On the CPU there is only `kill`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+BALLOON = """
+import time, torch
+held = []
+print("holding", flush=True)
+while True:
+    free, _ = torch.cuda.mem_get_info()
+    if free > 256 << 20:
+        held.append(torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda"))
+    time.sleep(0.02)
+"""
+ASSERTION = """
+import sys, numpy
+from models.resolve import resolve
+from serving.backends.base import EngineConfig
+from serving.backends.torch.backend import TorchBackend
+from serving.sampling.types import Row
+files = resolve(sys.argv[1], kind="hf", weight_format="bf16")
+config = EngineConfig("torch", files.path, "m", weight_format="bf16", device="gpu", slots=2,
+                      context_tokens=256)
+backend = TorchBackend(config, lambda what, fraction: None)
+try:
+    beyond = numpy.array([backend.info.vocabulary + 5], numpy.int32)
+    backend.step([Row(0, beyond, 0, wants_token=True)])
+    print("nothing happened")
+except Exception as problem:
+    print(f"{type(problem).__name__}: {problem}")
+"""
+PATIENCE_SECONDS = 180.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
+    parser.add_argument("--model", default="8b")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    policy = "auto" if arguments.device == "gpu" else "cpu-only"
+    found: list[dict[str, Any]] = []
+    with serving(arguments.model, policy) as url:
+        found.append(strike(url, "kill"))
+        if arguments.device == "gpu":
+            with balloon():
+                found.append(strike(url, "kill", "balloon"))
+            found.append(returned(url))
+    if arguments.device == "gpu":
+        found.append(asserted(arguments.model))
+    for line in found:
+        print(json.dumps(line), flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+@contextlib.contextmanager
+def serving(model: str, policy: str) -> Iterator[str]:
+    """The base address of a server that is ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready.json"
+        command = [sys.executable, "-m", "serving", model, "--port", "0", "--policy", policy]
+        command += ["--ready-file", str(ready), "--slots", "8", "--context", "1024"]
+        server = subprocess.Popen(command)
+        try:
+            until = time.monotonic() + 8 * 60
+            while not ready.exists():
+                if server.poll() is not None or time.monotonic() > until:
+                    raise SystemExit("the server did not become ready")
+                time.sleep(0.2)
+            yield str(json.loads(ready.read_text())["url"]).rstrip("/")
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+def strike(url: str, fault: str, name: str = "") -> dict[str, Any]:
+    """Kill the engine, and ask until somebody answers."""
+    answered(url)
+    pid = engine_pid()
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    seconds = first_answer(url, began)
+    told = placement(url)
+    return {
+        "fault": name or fault,
+        "seconds": seconds,
+        "engine": told["engine"]["backend"] + "/" + told["engine"]["device"],
+        "happened": [f"{one['kind']} {one['cause'] or ''}".strip() for one in told["events"][-6:]],
+    }
+
+
+def returned(url: str) -> dict[str, Any]:
+    """How long until the GPU serves again once it has room."""
+    began = time.monotonic()
+    while time.monotonic() - began < PATIENCE_SECONDS:
+        if placement(url)["engine"]["device"] == "gpu":
+            return {"fault": "return", "seconds": time.monotonic() - began, "engine": "gpu"}
+        time.sleep(0.5)
+    return {"fault": "return", "seconds": None, "engine": "cpu"}
+
+
+def asserted(model: str) -> dict[str, Any]:
+    """What the engine says of a token that HTTP lets nobody send."""
+    command = [sys.executable, "-c", ASSERTION, model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return {"fault": "assert", "seconds": None, "said": done.stdout.strip().splitlines()[-1:]}
+
+
+@contextlib.contextmanager
+def balloon() -> Iterator[None]:
+    """All of the GPU's memory but 64 MiB, held by another process as soon as it is free."""
+    process = subprocess.Popen([sys.executable, "-c", BALLOON], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def first_answer(url: str, began: float) -> float | None:
+    while time.monotonic() - began < PATIENCE_SECONDS:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            answered(url)
+            return round(time.monotonic() - began, 3)
+        time.sleep(0.05)
+    return None
+
+
+def answered(url: str) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        json.load(answer)
+
+
+def placement(url: str) -> Any:
+    with urllib.request.urlopen(f"{url}/v1/placement", timeout=60) as answer:
+        return json.load(answer)
+
+
+def engine_pid() -> int:
+    """The engine below this process."""
+    for process in psutil.Process().children(recursive=True):
+        if any(part.endswith("serving.engine.worker") for part in process.cmdline()):
+            return int(process.pid)
+    raise SystemExit("no engine process is there")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""The torch backend's path on a GPU, on the CPU: its own code with a stand-in for CUDA's graphs and
+for the flash kernel (tests/tools/fake_cuda.py). Nothing here has run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.synthetic.write import write_hf_folder
+from serving.backends.base import EngineConfig
+from serving.backends.torch import need
+from serving.backends.torch.backend import TorchBackend
+from serving.backends.torch.cuda_graphs import batch_buckets
+from serving.backends.torch.matrices import Dense
+from serving.backends.torch.model import (
+    HeadCache,
+    _rotate,
+    rope_tables,
+    turn_into,
+    turn_table,
+)
+from serving.backends.torch.packed import PackedCache, flash_trouble
+from serving.backends.torch.sampler import draw
+from serving.backends.torch.settings import memory_errors
+from serving.backends.torch.transfer import STAGE_BYTES, Uplink, pack, packed_bytes, unpacked
+from serving.backends.torch.weights import load
+from serving.errors import EngineFailed, OutOfMemory, Unsupported
+from serving.sampling.types import Row, Sampling
+from tests.serving.backends.backend_contract import (
+    check_contract,
+    check_seeded,
+    generate,
+    prompt_of,
+    row,
+)
+from tests.serving.backends.hf_folders import generated, hf_folder
+from tests.shapes import TINY, TINY_LLAMA
+from tests.tools.fake_cuda import FakeCuda, install_flash
+from tests.tools.step_counts import META, HostTensors, Kernels, kernels_of_a_layer, traced
+
+Make = Callable[..., TorchBackend]
+SAMPLINGS = (
+    *(Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5)),
+    *(Sampling(temperature=1.3, top_p=0.6), Sampling(temperature=1.0, min_p=0.02, top_p=0.8)),
+)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    yield FakeCuda().install(monkeypatch)
+    torch.backends.cuda.enable_cudnn_sdp(was)
+
+
+@pytest.fixture
+def make(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    opened: list[TorchBackend] = []
+
+    def build(path: Path | str, attention: str = "flash", **settings: Any) -> TorchBackend:
+        options = {"attention": attention, "prefill_chunk": 64} | settings.pop("options", {})
+        if attention == "flash":
+            install_flash(monkeypatch)
+        settings = {"slots": 5, "context_tokens": 128, "device": "gpu"} | settings
+        config = EngineConfig(
+            *("torch", str(path), "m"), weight_format="fp32", options=options, **settings
+        )
+        opened.append(TorchBackend(config, lambda what, fraction: None))
+        return opened[-1]
+
+    yield build
+    for backend in opened:
+        backend.close()
+
+
+# --- the right tokens
+
+
+@pytest.mark.parametrize("shape", TINY)
+def test_packed_attention_in_graphs_gives_the_tokens_of_transformers(
+    make: Make, cuda: FakeCuda, shape: str
+) -> None:
+    backend = make(hf_folder(shape))
+    assert backend.info.details["attention"] == "flash"
+    check_contract(backend, generated(hf_folder(shape)))
+    assert sum(graph.replays for graph in cuda.graphs) > 100
+
+
+def test_plain_attention_in_graphs_gives_the_same_tokens(make: Make, cuda: FakeCuda) -> None:
+    backend = make(hf_folder("tiny-llama3"), attention="sdpa")
+    assert backend._model is not None and backend.info.details["attention"] == "sdpa"
+    backend._model.groups_prompts = True  # as on a device that is no CPU
+    check_contract(backend, generated(hf_folder("tiny-llama3")))
+
+
+def test_a_long_context_needs_no_other_graph(make: Make, cuda: FakeCuda) -> None:
+    backend = make(hf_folder("tiny-llama3"), slots=2, context_tokens=700)
+    prompt = prompt_of(backend, 640, 4)
+    assert generate(backend, prompt, 3) == generated(hf_folder("tiny-llama3"))(prompt, 3)
+    assert len(cuda.graphs) == len(batch_buckets(2))
+    before = len(cuda.graphs)
+    make(hf_folder("tiny-llama3"), attention="sdpa", slots=2, context_tokens=700)
+    assert len(cuda.graphs) - before == 3 * len(batch_buckets(2)), "256, 512, 704 wide"
+
+
+def test_seeded_requests_do_not_depend_on_their_batch_mates(make: Make) -> None:
+    check_seeded(make(hf_folder("tiny-qwen3")))
+
+
+# --- the call of the flash kernel
+
+
+def test_a_mixed_pass_is_one_call_that_says_where_every_row_is(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make(hf_folder("tiny-llama"), slots=4)
+    for slot, count in ((0, 9), (1, 20)):
+        backend.step([row(slot, prompt_of(backend, count, slot), 0)])
+    assert backend._rows.row_of == [3, 1, 2, 0], "the first step has swapped two"
+    calls: list[tuple[Any, ...]] = []
+    kernel = torch.ops.crossover_test.flash
+
+    def seen(*given: Any, **named: Any) -> Any:
+        calls.append((*given, named["seqused_k"]))
+        return kernel(*given, **named)
+
+    monkeypatch.setattr("serving.backends.torch.packed.flash_kernel", lambda: seen)
+    backend.step([row(0, [5], 9), row(1, [6], 20), row(3, prompt_of(backend, 7, 3), 0)])
+    assert len(calls) == TINY_LLAMA.layers
+    query, key, value, starts_q, starts_k, most_q, most_k, _, causal, _, held = calls[0]
+    width = 192  # 128 tokens of context, one spare, in grains of 64
+    assert key.shape == value.shape == (4 * width, 2, 16) and query.shape == (10, 4, 16)
+    assert starts_q.tolist() == [0, 1, 2, 3, 10] and causal
+    assert starts_k.tolist()[:4] == [width, 2 * width, 3 * width, 0], "row 2 rides along"
+    assert held.tolist() == [21, 1, 10, 7] and (most_q, most_k) == (7, 21)
+
+
+def test_the_packed_turn_is_rope_to_the_bit() -> None:
+    spec = TINY["tiny-llama3"]
+    for dtype in (torch.float32, torch.bfloat16):
+        cos, sin = (table.to(dtype) for table in rope_tables(spec, 300))
+        x = torch.randn(300, 5, spec.head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+        out = torch.empty(300, 9, spec.head_dim, dtype=dtype)[:, 2:7]
+        turn_into(out, x, turn_table(cos, sin)[:, None])
+        assert torch.equal(out, _rotate(x, cos[:, None], sin[:, None]))
+
+
+def test_what_the_flash_kernels_cannot_do_is_refused_by_name(make: Make) -> None:
+    cpu = torch.device("cpu")
+    assert "GPUs only" in (flash_trouble(TINY_LLAMA, torch.bfloat16, cpu) or "")
+    config = EngineConfig(
+        *("torch", str(hf_folder("tiny-llama")), "m"), options={"attention": "flash"}
+    )
+    with pytest.raises(Unsupported, match="attention is flash, and torch has the flash kernels"):
+        TorchBackend(config, lambda what, fraction: None)
+
+
+def test_the_caches_copy_and_swap_alike() -> None:
+    settings = (TINY_LLAMA, 3, 64, torch.float32, torch.device("cpu"))
+    packed, plain = PackedCache(*settings), HeadCache(*settings)
+    numbers = torch.randn(3, 64, 2, 2, 16)  # rows, width, key and value, heads, head_dim
+    for layer in range(TINY_LLAMA.layers):
+        packed.layers[layer].copy_(numbers.flatten(0, 1))
+        plain.keys[layer].copy_(numbers[:, :, 0].transpose(1, 2))
+        plain.values[layer].copy_(numbers[:, :, 1].transpose(1, 2))
+    for cache in (packed, plain):
+        cache.copy(0, 2, 9)
+        cache.swap(1, 2, 5, 30)
+    whole = packed.layers[1].unflatten(0, (3, 64))
+    assert torch.equal(whole[:, :, 0], plain.keys[1].transpose(1, 2))
+    assert torch.equal(whole[:, :, 1], plain.values[1].transpose(1, 2))
+    assert torch.equal(whole[1, :9], numbers[0, :9]) and torch.equal(whole[2, :5], numbers[1, :5])
+
+
+# --- graphs
+
+
+def test_graphs_share_a_stream_and_keep_no_logits(make: Make, cuda: FakeCuda) -> None:
+    backend = make(hf_folder("tiny-llama"), slots=16)
+    assert len(cuda.streams) == 1 and set(cuda.capture_streams) == set(cuda.streams)
+    assert cuda.kept_bytes == 0, "what a capture leaves alive, the next cannot use"
+    assert backend._logits is not None and backend._logits.shape == (16, TINY_LLAMA.vocabulary)
+
+
+@pytest.mark.parametrize("slots", [4, 24])
+def test_the_memory_of_graphs_is_predicted(make: Make, cuda: FakeCuda, slots: int) -> None:
+    make(hf_folder("tiny-llama"), slots=slots)
+    assert need.graph_bytes(TINY_LLAMA, slots, 4) == pytest.approx(cuda.pool_bytes, rel=0.05)
+
+
+def test_a_capture_that_fails_costs_the_graphs_not_the_gpu(
+    make: Make, cuda: FakeCuda, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cuda.refuses_capture = "CUDA error: operation failed due to a previous error during capture"
+    backend = make(hf_folder("tiny-llama"))
+    assert "could not be captured: CUDA error" in backend.info.details["graphs"]
+    assert "torch: graphs false" in capfd.readouterr().err
+    prompt = prompt_of(backend, 20, 1)
+    assert generate(backend, prompt, 4) == generated(hf_folder("tiny-llama"))(prompt, 4)
+
+
+def test_cudnn_does_not_choose_attention(make: Make) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    make(hf_folder("tiny-llama"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_step_that_nobody_wants_a_token_of_is_waited_for(make: Make, cuda: FakeCuda) -> None:
+    backend = make(hf_folder("tiny-llama"))
+    before = cuda.synchronised
+    backend.step([replace(row(0, prompt_of(backend, 9, 1), 0), wants_token=False)])
+    assert cuda.synchronised == before + 1
+    backend.step([row(0, [5], 9)])
+    assert cuda.synchronised == before + 1, "the result's copy waits"
+
+
+# --- memory
+
+
+def test_slots_are_what_fits_beside_the_largest_step(
+    make: Make, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(need, "WORKSPACE_BYTES", 0)  # of real libraries
+    whole = make(hf_folder("tiny-llama"), slots=8)
+    assert whole.info.slots == 8 and "slots" not in whole.info.details
+    account, measured = whole.info.gpu, whole.info.measured
+    assert account is not None and account.largest_step_bytes is not None
+    assert measured is not None and measured.kv_bytes is not None
+    assert account.largest_step_bytes > need.logits_bytes(TINY_LLAMA, 8), "a pass and a draw"
+    kept = need.graph_bytes(TINY_LLAMA, 8, 4) + account.largest_step_bytes
+    cuda.memory = (int((kept + 6.5 * measured.kv_bytes / 8) / 0.95), 10 << 30)
+    few = make(hf_folder("tiny-llama"), slots=8)
+    assert few.info.slots == 6 and few.info.details["slots"].startswith("6 of 8")
+    prompt = prompt_of(few, 20, 1)
+    assert generate(few, prompt, 4, slot=5) == generated(hf_folder("tiny-llama"))(prompt, 4)
+    cuda.memory = (kept, 10 << 30)
+    with pytest.raises(OutOfMemory, match="no slot of .* fits|do not fit"):
+        make(hf_folder("tiny-llama"), slots=8)
+
+
+def test_a_load_says_where_memory_and_time_went(make: Make, cuda: FakeCuda) -> None:
+    info = make(hf_folder("tiny-llama")).info
+    assert info.gpu is not None and info.measured is not None
+    assert info.gpu.weight_bytes == info.measured.weight_bytes
+    assert info.gpu.kv_bytes == 5 * 192 * TINY_LLAMA.kv_bytes_per_token("fp32")
+    assert info.gpu.graph_bytes == cuda.pool_bytes
+    assert info.gpu.device_total_bytes == 10 << 30
+    for seconds in (info.gpu.read_seconds, info.gpu.capture_seconds, info.gpu.first_step_seconds):
+        assert seconds is not None and seconds > 0
+    assert info.gpu.context_bytes is None and not info.gpu.valid
+    assert any("NVML does not say" in reason for reason in info.gpu.reasons)
+
+
+def test_a_step_that_finds_no_memory_is_tried_again_without_the_cache(
+    make: Make, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make(hf_folder("tiny-llama"))
+    prompt = prompt_of(backend, 20, 1)
+    run, failures = backend._run_eager, [1]
+
+    def short(*given: Any) -> Any:
+        out = run(*given)
+        if failures.pop() if failures else 0:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return out
+
+    monkeypatch.setattr(backend, "_run_eager", short)
+    before = cuda.emptied
+    first = backend.step([row(0, prompt, 0)])[0].token
+    assert first == generated(hf_folder("tiny-llama"))(prompt, 1)[0]
+    assert cuda.emptied == before + 1
+    failures += [1, 1]
+    with pytest.raises(OutOfMemory, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        backend.step([row(0, prompt, 0)])
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA out of memory. Tried to allocate 2 GiB", OutOfMemory),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", EngineFailed),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", OutOfMemory),
+        ("nvrtc: error: NVRTC_ERROR_OUT_OF_MEMORY", OutOfMemory),
+        ("CUDA error: device-side assert triggered", EngineFailed),
+    ],
+)
+def test_errors_of_cudas_libraries_are_memory_or_not(text: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind), memory_errors("a step"):
+        raise RuntimeError(text)
+
+
+# --- what is sent, and how often
+
+
+def test_a_steps_numbers_travel_in_one_buffer() -> None:
+    arrays = [
+        np.arange(5, dtype=np.int64),
+        np.arange(6, dtype=np.float64).reshape(2, 3).T,
+        np.zeros(0, np.int64),
+        np.array([7, 8, 9], np.int32),
+    ]
+    buffer = np.zeros(packed_bytes(arrays), np.uint8)
+    pack(arrays, buffer)
+    for array, tensor in zip(arrays, unpacked(arrays, torch.from_numpy(buffer)), strict=True):
+        assert np.array_equal(array, tensor.numpy()) and array.dtype == tensor.numpy().dtype
+
+
+def test_weights_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.backends.torch.transfer.STAGE_BYTES", 100)
+    assert STAGE_BYTES > 100
+    uplink = Uplink(torch.device("cpu"))
+    tensors = [torch.randn(17, 9).bfloat16(), torch.randn(3), torch.randn(8, 4).t()]
+    for tensor in tensors:
+        assert torch.equal(uplink(tensor), tensor)
+    assert uplink.bytes == sum(one.numel() * one.element_size() for one in tensors)
+    assert uplink.read_seconds > 0 and uplink.transfer_seconds > 0
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_layer_is_twelve_kernels(prompts: bool) -> None:
+    kernels, host = traced("8b", packed=True, prompts=prompts)
+    assert kernels_of_a_layer(kernels) <= 12, kernels.calls
+    assert not kernels.blocking and not host.made
+    plain, _ = traced("8b", packed=False, prompts=prompts)
+    assert plain.total > kernels.total
+
+
+def test_drawing_sends_its_parameters_in_one_copy() -> None:
+    logits = torch.empty(len(SAMPLINGS), 32000, device=META)
+    rows = [
+        Row(slot, np.array([1], np.int32), 9, True, sampling)
+        for slot, sampling in enumerate(SAMPLINGS)
+    ]
+    kernels = Kernels()
+    with HostTensors(kernels) as host, kernels:
+        draw(logits, rows)
+    assert not kernels.blocking and not host.made
+    assert kernels.calls["_to_copy"] < kernels.total / 3
+
+
+def test_dense_weights_load_alike_through_the_uplink(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    write_hf_folder(TINY_LLAMA, folder, dtype="bf16")
+    cpu = torch.device("cpu")
+    ours, theirs = (
+        load(folder, TINY_LLAMA, "bf16", cpu, lambda what, fraction: None, uplink)
+        for uplink in (Uplink(cpu), None)
+    )
+    assert torch.equal(ours.embedding, theirs.embedding)
+    mine, other = ours.layers[1].gate_up, theirs.layers[1].gate_up
+    if isinstance(mine, Dense) and isinstance(other, Dense):
+        assert torch.equal(mine.weight, other.weight)

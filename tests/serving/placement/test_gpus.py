@@ -1,0 +1,179 @@
+"""Which GPU, and which engine on it: made-up machines with several of them, divided ones, too small
+ones, and what an engine on the chosen one is told.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from models.ladder import rung
+from serving.backends import BACKENDS, backend_class
+from serving.backends.base import EngineConfig
+from serving.backends.spec import BackendSpec
+from serving.errors import Cause, Unsupported
+from serving.hardware.gpu_facts import GpuFacts
+from serving.placement.decision import Obstacles, Placement, PlacementRequest
+from serving.placement.memory import Sizes, forecast
+from serving.placement.plan import has_room_again, plan
+from serving.registry.options import ModelOptions
+from serving.registry.prepare import options_by_backend, prepare
+from serving.supervisor.engine_environment import CONFIG_VARIABLE, environment
+from tests.serving.placement.test_plan import machine, with_gpu
+from tests.serving.supervisor.test_causes import MadeUp
+from tests.tools.made_up_machines import MadeUpMachine, made_up_machines, placed_on
+
+GIB = 1 << 30
+ONE, EIGHT = rung("1b").spec, rung("8b").spec
+
+
+def nvidia(name: str, total: float, free: float | None = None, **more: Any) -> GpuFacts:
+    usable = int((total if free is None else free) * GIB)
+    return GpuFacts(name, "nvidia", int(total * GIB), usable, "550.1", "8.9", **more)
+
+
+def amd(name: str, total: float, **more: Any) -> GpuFacts:
+    return GpuFacts(name, "amd", int(total * GIB), int(total * GIB), **more)
+
+
+def placed(
+    *gpus: GpuFacts,
+    spec: Any = ONE,
+    vendors: dict[str, str] | None = None,
+    trouble: dict[str, tuple[Cause, str]] | None = None,
+    memory_gib: float = 64,
+    **asked: Any,
+) -> Placement:
+    facts = machine(memory_gib, gpus=gpus, gpu_cause=None, gpu_note=None)
+    request = PlacementRequest(model=spec, **{"context_tokens": 2048, **asked})
+    return plan(request, facts, Obstacles({}, trouble or {}, vendors or {}))
+
+
+def test_the_card_with_most_free_memory_is_named_to_the_engine() -> None:
+    placement = placed(
+        nvidia("Old", 24, 3, uuid="GPU-1"), nvidia("New", 12, 11, uuid="GPU-2", index=1)
+    )
+    first = placement.attempts[0]
+    assert (first.device_name, first.device_id, first.vendor) == ("New", "GPU-2", "nvidia")
+
+
+@pytest.mark.parametrize("one", list(made_up_machines()), ids=lambda one: one.name)
+def test_a_model_goes_where_it_must_on_made_up_machines(one: MadeUpMachine) -> None:
+    assert placed_on(one) == one.expected
+
+
+def test_a_build_is_given_a_gpu_of_its_vendor() -> None:
+    gpus = nvidia("RTX 4090", 24, uuid="GPU-n"), amd("Radeon", 48, uuid="GPU-a")
+    for vendor, name in (("nvidia", "RTX 4090"), ("amd", "Radeon")):
+        assert placed(*gpus, vendors={"torch": vendor}).attempts[0].device_name == name
+    placement = placed(gpus[1], vendors={"torch": "nvidia"})
+    reasons = [reason.text for reason in placement.reasons if reason.cause is not None]
+    assert placement.backend == "llama_cpp" and placement.device == "gpu"
+    assert reasons == ["Radeon is there, but this build of torch is for GPUs of nvidia"]
+
+
+def test_what_bf16_does_not_fit_is_tried_in_llama_cpps_format() -> None:
+    placement = placed(nvidia("RTX 4070", 12), spec=EIGHT, slots=4)
+    first, second = placement.attempts
+    assert (first.device, first.backend, first.weight_format) == ("gpu", "llama_cpp", "Q4_0")
+    assert second.device == "cpu"
+    assert [r.cause for r in placement.reasons if r.cause] == [Cause.insufficient_vram]
+    no_build = {"llama_cpp": (Cause.backend_missing, "built for the CPU only")}
+    assert placed(nvidia("RTX 4070", 12), spec=EIGHT, trouble=no_build).device == "cpu"
+
+
+def test_the_cpu_that_is_fallen_back_to_has_the_slots_that_fit() -> None:
+    card = nvidia("H100", 80, uuid="GPU-1")
+    placement = placed(card, spec=EIGHT, slots=128, memory_gib=32)
+    on_gpu, on_cpu = placement.attempts
+    assert on_gpu.slots == 128 and 1 <= on_cpu.slots < 128 and on_cpu.fits
+    assert any(f"{on_cpu.slots} of the 128 slots" in one.text for one in placement.reasons)
+    more = placed(card, spec=EIGHT, slots=128, memory_gib=33).attempts[1].slots
+    assert more > on_cpu.slots, "as many as fit"
+    assert len(placed(card, spec=EIGHT, slots=128, memory_gib=4).attempts) == 1
+
+
+def test_kv_rows_of_a_backend_without_a_pool_are_planned_whole() -> None:
+    sizes = Sizes(ONE, 8, 2048, 4096, "auto")
+    whole = msgspec.structs.replace(sizes, kv_tokens=8 * 2048)
+    assert forecast(sizes, "torch", "gpu", "bf16") == forecast(whole, "torch", "gpu", "bf16")
+    pool = forecast(sizes, "llama_cpp", "gpu", "Q4_0").kv_bytes
+    assert pool < forecast(whole, "llama_cpp", "gpu", "Q4_0").kv_bytes
+    in_32_bits = forecast(whole, "torch", "gpu", "fp32").kv_bytes
+    assert in_32_bits == 2 * forecast(whole, "torch", "gpu", "bf16").kv_bytes
+
+
+def test_overheads_of_a_gpu_grow_with_its_slots_and_its_logits() -> None:
+    few, many = (
+        forecast(Sizes(EIGHT, slots, 2048, slots * 2048, "auto"), "torch", "gpu", "bf16")
+        for slots in (1, 256)
+    )
+    logits = 256 * EIGHT.vocabulary
+    assert many.overhead_bytes - few.overhead_bytes > (4 + 2) * logits
+
+
+def test_a_gpu_is_gone_back_to_when_its_own_memory_is_free() -> None:
+    card = nvidia("RTX 4090", 24, uuid="GPU-1")
+    placement = placed(card, spec=EIGHT, slots=14)
+    need = placement.need_bytes
+    assert placement.device == "gpu" and need * 1.2 > 23 * GIB, "1.2 times it never is free"
+
+    def free(size: float, **changes: Any) -> GpuFacts:
+        return msgspec.structs.replace(card, free_bytes=int(size), **changes)
+
+    assert has_room_again(placement, [free(0.98 * 24 * GIB)])
+    assert not has_room_again(placement, [free(need - GIB)])
+    assert not has_room_again(placement, [free(24 * GIB, uuid="GPU-2")]), "another one"
+    assert not has_room_again(placement, [])
+
+
+def test_an_engine_sees_its_gpu_alone() -> None:
+    def seen(**settings: Any) -> dict[str, str]:
+        found = environment(EngineConfig("fake", "", "m", **settings), 3)
+        json.loads(found[CONFIG_VARIABLE])
+        return {key: value for key, value in found.items() if "VISIBLE_DEVICES" in key}
+
+    assert seen(device="gpu", device_id="GPU-1", device_vendor="nvidia") == {
+        "CUDA_VISIBLE_DEVICES": "GPU-1"
+    }
+    assert seen(device="gpu", device_id="GPU-a", device_vendor="amd") == {
+        "ROCR_VISIBLE_DEVICES": "GPU-a"
+    }
+    assert seen(device="gpu") == {}, "no driver said what its name is"
+    hidden = seen(device="cpu")
+    assert hidden["CUDA_VISIBLE_DEVICES"] == hidden["HIP_VISIBLE_DEVICES"] == "-1"
+    assert hidden["GGML_VK_VISIBLE_DEVICES"] == ""
+
+
+def test_each_engine_gets_its_own_options() -> None:
+    both = ("torch", "llama_cpp")
+    found = options_by_backend({"prefill_chunk": 2048, "llama_cpp.mlock": True}, both)
+    assert found == {"torch": {"prefill_chunk": 2048}, "llama_cpp": {"mlock": True}}
+    assert options_by_backend({"torch.margin": 0.2}, ("llama_cpp",)) == {"llama_cpp": {}}
+    for wrong in ("prefil_chunk", "torch.mlock", "nobody.margin"):
+        with pytest.raises(Unsupported, match=f"no engine here has the option '{wrong}'"):
+            options_by_backend({wrong: 1}, both)
+    assert options_by_backend({"what": 1}, ("some.where:Mine",)) == {"some.where:Mine": {"what": 1}}
+
+
+@pytest.mark.parametrize("name", [name for name, one in BACKENDS.items() if one.options])
+def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
+    spec: BackendSpec = BACKENDS[name]
+    module = __import__(backend_class(name).__module__, fromlist=["x"])
+    kinds = {"torch": "TorchOptions", "llama_cpp": "LlamaOptions", "onnx": "OnnxOptions"}
+    if name == "torch":
+        module = __import__("serving.backends.torch.settings", fromlist=["x"])
+    assert spec.options is not None
+    assert set(spec.options) == set(getattr(module, kinds[name]).__struct_fields__)
+
+
+def test_the_placement_is_what_the_engines_are_told() -> None:
+    gpu = msgspec.structs.replace(with_gpu().gpus[0], uuid="GPU-7")
+    facts = msgspec.structs.replace(with_gpu(), gpus=(gpu,))
+    model = ModelOptions(source="fake", name="m", backend="fake", slots=2)
+    on_gpu, on_cpu = prepare(model, MadeUp(facts)).configs
+    assert (on_gpu.device_id, on_gpu.device_vendor, on_gpu.slots) == ("GPU-7", "nvidia", 2)
+    assert (on_cpu.device_id, on_cpu.device_vendor, on_cpu.slots) == ("", "", 2)

@@ -1,0 +1,105 @@
+"""Twelve machines that are not there, and where an 8B model must go on each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from models.ladder import rung
+from serving.errors import Cause
+from serving.hardware import amd
+from serving.hardware.facts import HardwareFacts
+from serving.hardware.gpu_facts import GpuFacts
+from serving.placement.decision import NoPlacement, Obstacles, PlacementRequest
+from serving.placement.plan import plan
+from serving.placement.policy import Policy
+
+GIB = 1 << 30
+NO_BUILD = {"llama_cpp": (Cause.backend_missing, "this build of llama.cpp is for the CPU only")}
+FACTS = HardwareFacts(
+    cpu_model="Made-up CPU",
+    architecture="x86_64",
+    isa=("avx2",),
+    logical_cores=8,
+    physical_cores=4,
+    allowed_cores=(0, 1, 2, 3),
+    memory_total_bytes=64 * GIB,
+    memory_available_bytes=64 * GIB,
+    system="Linux",
+    kernel="6",
+    python="3.11",
+)
+
+
+class MadeUpMachine(NamedTuple):
+    """`expected`: device, backend and the GPU's UUID; None: it must be refused."""
+
+    name: str
+    gpus: tuple[GpuFacts, ...]
+    expected: tuple[str, str, str] | None
+    obstacles: Obstacles = Obstacles()
+    policy: Policy = Policy.auto
+    cause: Cause | None = None  # why there is no GPU
+
+
+def card(name: str, total: float, free: float, uuid: str, vendor: str = "nvidia") -> GpuFacts:
+    sizes = int(total * GIB), int(free * GIB)
+    return GpuFacts(name, vendor, *sizes, uuid=uuid)
+
+
+def own_graphics() -> tuple[GpuFacts, ...]:
+    """What the files of a Ryzen's own graphics say: that there is no GPU for a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        device = root / "sys/class/drm/card0/device"
+        device.mkdir(parents=True)
+        (root / "dev").mkdir()
+        (root / "dev/kfd").touch()
+        (device / "mem_info_vram_total").write_text(str(512 << 20))
+        (device / "mem_info_vram_used").write_text("0")
+        return amd.list_gpus(root)
+
+
+def made_up_machines() -> Iterator[MadeUpMachine]:
+    """The machines, in the order of the table."""
+    h100, rtx = card("H100", 80, 79, "GPU-h"), card("RTX 4090", 24, 23.5, "GPU-r")
+    on_cpu = "cpu", "llama_cpp", ""
+    nvidia, rocm = (Obstacles(vendors={"torch": one}) for one in ("nvidia", "amd"))
+    mi300 = card("MI300X", 192, 190, "GPU-m", "amd")
+    part = msgspec.structs.replace(card("H100 1g.10gb", 9.8, 9.7, "MIG-1"), is_part=True)
+    yield MadeUpMachine("no GPU", (), on_cpu)
+    yield MadeUpMachine("one H100", (h100,), ("gpu", "torch", "GPU-h"))
+    yield MadeUpMachine("one RTX 4090", (rtx,), ("gpu", "torch", "GPU-r"))
+    small = card("RTX 4070", 12, 11.6, "GPU-s")
+    yield MadeUpMachine("a card too small for bf16", (small,), ("gpu", "llama_cpp", "GPU-s"))
+    both = (*own_graphics(), rtx)
+    yield MadeUpMachine("a CPU's graphics beside a card", both, ("gpu", "torch", "GPU-r"), nvidia)
+    busy = card("H100", 80, 2, "GPU-1"), card("H100", 80, 78, "GPU-2")
+    yield MadeUpMachine("two cards, the first in use", busy, ("gpu", "torch", "GPU-2"))
+    yield MadeUpMachine("one card, in use", (busy[0],), on_cpu)
+    yield MadeUpMachine("a part of a card (MIG)", (part,), ("gpu", "llama_cpp", "MIG-1"))
+    yield MadeUpMachine("an MI300X, torch for ROCm", (mi300,), ("gpu", "torch", "GPU-m"), rocm)
+    wrong = Obstacles(gpu=NO_BUILD, vendors={"torch": "nvidia"})
+    yield MadeUpMachine("an MI300X, torch for CUDA", (mi300,), on_cpu, wrong)
+    ill = Cause.driver_mismatch
+    yield MadeUpMachine("a driver that does not fit", (), on_cpu, cause=ill)
+    yield MadeUpMachine("no GPU, and one is asked for", (), None, policy=Policy.gpu_only)
+
+
+def placed_on(machine: MadeUpMachine) -> tuple[str, str, str] | None:
+    """Where the model goes: as `expected`."""
+    facts = msgspec.structs.replace(
+        FACTS, gpus=machine.gpus, gpu_cause=machine.cause, gpu_note=machine.cause
+    )
+    request = PlacementRequest(
+        model=rung("8b").spec, policy=machine.policy, context_tokens=2048, slots=8
+    )
+    try:
+        first = plan(request, facts, machine.obstacles).attempts[0]
+    except NoPlacement:
+        return None
+    return first.device, first.backend, first.device_id

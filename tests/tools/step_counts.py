@@ -1,0 +1,147 @@
+"""What a step asks of the device: kernels and copies, counted on tensors without data.
+
+The device "meta" has shapes and no numbers, so that a shape of any size is traced in milliseconds.
+A call that makes no tensor of its own (a view, an allocation) is no kernel. Kernels within one aten
+call (the parts of a split attention, a product's own copies) are not seen. A norm and an attention
+are one kernel each, as torch has them for CUDA; elsewhere they are made of several.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.ladder import rung
+from models.spec import ModelSpec
+from serving.backends.kv_slots import RowMap
+from serving.backends.torch.matrices import Dense
+from serving.backends.torch.model import HeadCache, SlotModel
+from serving.backends.torch.packed import PackedCache
+from serving.backends.torch.step_batch import StepBatch
+from serving.backends.torch.weights import Layer, Weights
+from serving.sampling.types import Row
+
+_ONE_KERNEL = (rms_norm, torch.rms_norm, scaled_dot_product_attention)
+LAYERS = 3  # that are traced; what is not of a layer comes at most twice
+META = torch.device("meta")
+_MAKES_NOTHING = (
+    *("empty", "empty_strided", "empty_like", "new_empty", "detach", "alias"),
+    *("_unsafe_view", "lift_fresh"),
+)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts aten calls by name; `blocking`: copies between host and device that are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.blocking: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        devices = {one.device.type for one in _tensors((args, kwargs, out))}
+        if {"cpu", "meta"} <= devices and not _asks_to_go_on(args, kwargs):
+            scalars = [one for one in _tensors(args) if one.device.type == "cpu" and not one.dim()]
+            if not scalars:
+                self.blocking.append(name)
+        if "meta" in devices and not func.is_view and name not in _MAKES_NOTHING:
+            self.calls[name] += 1
+        return out
+
+    @property
+    def total(self) -> int:
+        return sum(self.calls.values())
+
+
+class HostTensors(TorchFunctionMode):
+    """Lists tensors made on the device from numbers of the host: each is a copy that is waited
+    for. Counts norms and attentions in `kernels`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.made: list[str] = []
+        self._kernels = kernels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ONE_KERNEL and args[0].device == META:
+            self._kernels.calls[func.__name__] += 1
+            return torch.empty_like(args[0])
+        device = kwargs.get("device")
+        if func in (torch.tensor, torch.as_tensor) and device not in (None, "cpu"):
+            if torch.device(device).type != "cpu":
+                self.made.append(func.__name__)
+        return func(*args, **kwargs)
+
+
+def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, HostTensors]:
+    """A step of 8 decode rows of a rung's shape, cut to a few layers; with `prompts` the last row
+    is a piece of a prompt."""
+    spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
+    cache = (PackedCache if packed else HeadCache)(spec, 8, 512, torch.bfloat16, META)
+    model = SlotModel(spec, meta_weights(spec), cache)
+    rows = RowMap(8, 511, 0.0)
+    rows.length = [20] * 8
+    batch = StepBatch(model, rows, torch.arange(512, device=META))
+    slots = list(range(7 if prompts else 8))
+    one = np.ones(1, np.int32)
+    batch.add_decode([Row(slot, one, 20, wants_token=True) for slot in slots], rows.window(slots))
+    if prompts:
+        piece = np.ones(40, np.int32)
+        batch.add_prompt(Row(7, piece, 20, wants_token=True), piece, 20)
+    out = torch.empty(8, spec.vocabulary, device=META)
+    kernels = Kernels()
+    with HostTensors(kernels) as host, kernels:
+        batch.run(out)
+    return kernels, host
+
+
+def kernels_of_a_layer(kernels: Kernels) -> int:
+    """Calls that come once a layer or oftener."""
+    return sum(count // LAYERS for count in kernels.calls.values())
+
+
+def meta_weights(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Weights:
+    """A model's weights without numbers."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    hidden, heads = spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    normed = spec.family == "qwen3"
+    layers = [
+        Layer(
+            qkv=Dense(tensor(heads, hidden), tensor(heads) if spec.qkv_bias else None),
+            out=Dense(tensor(hidden, spec.heads * spec.head_dim)),
+            gate_up=Dense(tensor(2 * spec.intermediate, hidden)),
+            down=Dense(tensor(hidden, spec.intermediate)),
+            attention_norm=tensor(hidden),
+            mlp_norm=tensor(hidden),
+            query_norm=tensor(spec.head_dim) if normed else None,
+            key_norm=tensor(spec.head_dim) if normed else None,
+        )
+        for _ in range(spec.layers)
+    ]
+    embedding = tensor(spec.vocabulary, hidden)
+    return Weights(embedding, Dense(embedding), tensor(hidden), layers, 0)
+
+
+def _asks_to_go_on(args: Any, kwargs: Any) -> bool:
+    """Whether a copy is asked for that the host does not wait for."""
+    return bool(kwargs.get("non_blocking")) or True in args[2:]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
