@@ -75,6 +75,10 @@ call() {
   esac
 }
 
+if [[ ${1:-} == --only ]]; then  # this script, under the limit of one call
+  call "$2"
+  exit
+fi
 all=(tests micro floor peers faults)
 wanted=("$@")
 if [[ ${#wanted[@]} == 0 ]]; then
@@ -88,14 +92,8 @@ fi
 failed=0
 for one in "${wanted[@]}"; do
   [[ -e $out/$one.done ]] && continue
-  # The arrays do not pass through the environment: the call runs in this shell's child, with a watch on it.
-  call "$one" >"$out/$one.txt" 2>&1 &
-  child=$!
-  (sleep 540 && kill -TERM "$child") 2>/dev/null &
-  watch=$!
   status=0
-  wait "$child" || status=$?
-  kill "$watch" 2>/dev/null || true
+  timeout --kill-after 10 540 bash "$here/gpu.sh" "$out" --device "$device" --only "$one" >"$out/$one.txt" 2>&1 || status=$?
   tail -n 40 "$out/$one.txt"
   # 5: pytest has found no test to run, which is so without a GPU.
   if [[ $status == 0 || ($device == cpu && $one == tests && $status == 5) ]]; then

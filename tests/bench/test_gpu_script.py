@@ -1,0 +1,46 @@
+"""tests/bench/gpu.sh as a script: which calls it makes, that it goes on where it was cut off, that
+every wheel has a version. The calls themselves are a stand-in here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "gpu.sh"
+CALLS = ["pytest", "gpu_micro", "torch_floor", "torch_floor", "torch_peers", "gpu_faults"]
+
+
+def called(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[int, list[str]]:
+    """The script's status, and the modules that it ran, with a Python that fails on one of them."""
+    python, log = folder / "python", folder / "log"
+    python.write_text(f'#!/bin/sh\necho "$2" >> {log}\n[ "$2" != "tests.bench.{fails}" ]\n')
+    python.chmod(0o755)
+    log.write_text("")
+    environment = {**os.environ, "PYTHON": str(python), "CROSSOVER_CACHE": str(folder / "cache")}
+    command = ["bash", str(SCRIPT), str(folder / "out"), "--device", "cpu", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    found = [line.removeprefix("tests.bench.") for line in log.read_text().split()]
+    return done.returncode, found
+
+
+def test_a_rehearsal_makes_every_call_once_and_goes_on_after_a_failure(tmp_path: Path) -> None:
+    status, calls = called(tmp_path, fails="gpu_micro")
+    assert status == 1 and calls == CALLS, "one that fails stops no other"
+    assert called(tmp_path) == (0, ["gpu_micro"]), "only what is not done"
+    assert called(tmp_path) == (0, [])
+
+
+def test_a_call_can_be_named_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    assert called(tmp_path, "faults") == (0, ["gpu_faults"])
+    status, calls = called(tmp_path, "flor")
+    assert status == 1 and calls == []
+    assert "there are tests micro floor peers faults" in (tmp_path / "out/flor.txt").read_text()
+
+
+def test_every_wheel_that_is_carried_has_its_version() -> None:
+    lines = (SCRIPT.parent / "gpu_wheels.txt").read_text().splitlines()
+    named = [line for line in lines if line and not line.startswith("#")]
+    assert named and all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9.]*", line) for line in named)
