@@ -52,6 +52,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "reports.plan.cli:plan",
         "Rank CPUs, GPUs and both by what they cost to serve a forecast.",
     ),
+    "share": (
+        "reports.reference.cli:share",
+        "An archive of a run without names, to give away; what it holds is shown first.",
+    ),
     "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown and CSV."),
 }
 

@@ -55,6 +55,12 @@ class Options:
     plan: Annotated[
         Path | None, _limit("A plan file: what would serve its forecast, with this machine in it.")
     ] = None
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference", help="Put shipped results of the same models beside the run's."
+        ),
+    ] = False
     separate: Annotated[
         bool, typer.Option("--separate", help="A report for each run, for machines that differ.")
     ] = False
@@ -110,6 +116,7 @@ def _one(group: list[Path], options: Options) -> bool:
         say=partial(typer.echo, err=True),
         predicts=bool(formats) or options.as_json,
         plan=options.plan,
+        reference=options.reference,
     )
     found = read(group, asked)
     checks = checked(found, options.checks or ())

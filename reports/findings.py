@@ -21,6 +21,7 @@ from reports.elsewhere import Capacities, ElsewhereNumbers
 from reports.numbers import CellNumbers, MemoryNumbers, RunNumbers
 from reports.planning import hardware, predict
 from reports.planning.machine_capacity import MachineCapacity
+from reports.reference.results import References
 
 
 class GpuOption(msgspec.Struct, frozen=True):
@@ -98,6 +99,7 @@ class Crossover(msgspec.Struct, frozen=True):
     asked_rate: float | None = None
     elsewhere: tuple[ElsewhereNumbers, ...] = ()  # the run's models on calibrated machines
     capacities: Capacities = {}  # of GPUs, predicted, by cell
+    references: References | None = None  # shipped results of the same; None: not asked for
 
     @property
     def takeover(self) -> Takeover | None:

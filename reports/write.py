@@ -21,6 +21,7 @@ from reports.plan.file import read_plan
 from reports.plan.ranking import Plan
 from reports.plan.sources import planned
 from reports.planning.calibrated import CalibratedMachine, load_machine
+from reports.reference.results import beside
 from reports.render import document, markdown, parquet, tables
 from reports.render.elsewhere import elsewhere_records
 from reports.run import numbers_of, read_records, slo_of
@@ -40,6 +41,7 @@ class Asked(msgspec.Struct, frozen=True):
     say: Callable[[str], None] = lambda text: None  # progress
     predicts: bool = True  # what GPUs would hold
     plan: Path | None = None  # a plan file; the runs are machines of it
+    reference: bool = False  # shipped results beside the run's
 
     def apply(self, own: Slo) -> Slo:
         """The SLO to judge by. Raises ReportError."""
@@ -84,6 +86,8 @@ def read(folders: Sequence[Path], asked: Asked) -> Found:
     found = crossover(run, asked.rate, held)
     if machines:
         found = msgspec.structs.replace(found, elsewhere=elsewhere(run, machines, asked.say))
+    if asked.reference:
+        found = msgspec.structs.replace(found, references=beside(run))
     plan = None
     if question is not None:
         asked.say("simulating the plan")

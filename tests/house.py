@@ -38,8 +38,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "reports": (
         *("errors", "numbers", "prediction", "planning", "warnings", "steps", "run", "merge"),
-        *("elsewhere", "findings", "sentences", "plan", "check", "accelerator", "charts"),
-        *("render", "write", "cli"),
+        *("reference", "elsewhere", "findings", "sentences", "plan", "check", "accelerator"),
+        *("charts", "render", "write", "cli"),
     ),
 }
 

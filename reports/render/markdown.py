@@ -13,7 +13,7 @@ from reports.charts.figure import Figure
 from reports.findings import Crossover
 from reports.numbers import RunNumbers
 from reports.plan.ranking import Plan
-from reports.render import elsewhere, engines, facts, tables
+from reports.render import elsewhere, engines, facts, references, tables
 from reports.render.accelerator.sections import sections_of
 from reports.render.plan_section import plan_section
 from reports.sentences import headline, sentences, slo_source
@@ -42,6 +42,7 @@ def markdown(
         *_sections(run, found),
         *_gpus(found),
         *_elsewhere(found),
+        *_references(run, found),
         *([] if plan is None else _plan(plan)),
         "## Every level measured",
         facts.counts_words(run),
@@ -135,6 +136,14 @@ def _elsewhere(found: Crossover) -> Iterator[str]:
         yield "## Other machines (predicted)"
         yield elsewhere.WORDS
         yield table_text(elsewhere.elsewhere_table(found))
+
+
+def _references(run: RunNumbers, found: Crossover) -> Iterator[str]:
+    if found.references is not None:
+        yield "## Shipped results beside this run (measured by others)"
+        yield references.WORDS
+        yield table_text(references.reference_table(run, found.references))
+        yield references.others_in_words(found.references)
 
 
 def _warnings(run: RunNumbers) -> str:

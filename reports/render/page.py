@@ -34,7 +34,7 @@ from reports.charts.style import dark_rules
 from reports.findings import Crossover, Takeover
 from reports.numbers import RunNumbers
 from reports.plan.ranking import Plan
-from reports.render import engines, facts, lattice, tables
+from reports.render import engines, facts, lattice, references, tables
 from reports.render.accelerator.batch_lattice import batch_lattice
 from reports.render.accelerator.cost_lattice import cost_lattice
 from reports.render.accelerator.sections import sections_of
@@ -65,6 +65,7 @@ CONTENTS = {
     "accelerator": "Accelerator",
     "gpu": "GPU",
     "elsewhere": "Other machines",
+    "references": "Shipped results",
     "plan": "Plan",
     "levels": "Levels",
     "warnings": "Warnings",
@@ -105,6 +106,11 @@ def page(
             "gpu": tables.gpu_table(found),
             "sources": tables.source_table(),
             "elsewhere": elsewhere_table(found),
+            "references": (
+                None
+                if found.references is None
+                else references.reference_table(run, found.references)
+            ),
             "rates": gpu_rates_table(found),
         },
         sections=sections_of(run, found),
@@ -207,7 +213,12 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
     pairs = {key: [one for one in latency if one.cell == key] for key in names}
     elsewhere = manifest.client_facts.get("hostname") != run.facts.get("hostname")
     campaign = msgspec.json.format(msgspec.json.encode(manifest.campaign), indent=2).decode()
-    shown = {"gpu": bool(found.takeovers), "elsewhere": bool(found.elsewhere)}
+    shown = {
+        "gpu": bool(found.takeovers),
+        "elsewhere": bool(found.elsewhere),
+        "references": found.references is not None,
+    }
+    beside = found.references
     return {
         "version": manifest.crossover_version,
         "run_id": run.name,
@@ -225,6 +236,8 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
         "share": formatting.share(slo.target),
         "latency": [(names[key], pair) for key, pair in pairs.items() if pair],
         "elsewhere": WORDS,
+        "references": references.WORDS,
+        "others": "" if beside is None else references.others_in_words(beside),
         "rates": GPU_WORDS,
         "errors": gpu_errors(found),
         "takeovers": [_takeover(takeover) for takeover in found.takeovers],

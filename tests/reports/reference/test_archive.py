@@ -1,0 +1,148 @@
+"""A run that is given away: the same numbers, and no name in it."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from crossover import app
+from loadtests.records.events import Interrupted, LevelFinished, Waited
+from loadtests.records.schema import Disturbance, Stranger, WorkerFacts
+from reports.errors import ReportError
+from reports.reference.archive import FILES, anonymised, opened, write_archive
+from reports.run import numbers_of, read_records, read_run
+from tests.reports.example_run import RUNGS, write_example_run
+
+ONE = {"smollm2-135m": RUNGS["smollm2-135m"]}
+NAMES = ("secret-host", "bob", "firefox", "corp.example", "/home", "sk-1", "our-model")
+
+
+def named_run(folder: Path):
+    """A run in which a host, a user, a process, an address and a path are named all over."""
+    run = read_records(write_example_run(folder, ONE))
+    manifest = run.manifest
+    facts = manifest.server_facts | {"hostname": "secret-host", "note": "/home/bob"}
+    server = manifest.campaign.get("server") or {}
+    events = []
+    for event in run.events:
+        if isinstance(event, LevelFinished):
+            strangers = [Stranger("firefox", 7, 1.0)]
+            found = Disturbance(subject="engine", seconds=1.0, strangers=strangers)
+            workers = [WorkerFacts(worker=0, name="secret-host", due=1)]
+            event = msgspec.structs.replace(event, disturbance=found, workers=workers)
+        events.append(event)
+    events.append(
+        Waited(cell="x", reason="firefox (0.3 cores)", spent_seconds=1, became_quiet=True)
+    )
+    events.append(Interrupted(reason="no file /home/bob/our-model.gguf"))
+    return msgspec.structs.replace(
+        run,
+        manifest=msgspec.structs.replace(
+            manifest,
+            server_facts=facts,
+            client_facts=facts,
+            command=["crossover", "campaign", "run", "/home/bob/our-model.toml"],
+            campaign_text="# https://corp.example sk-1",
+            campaign=manifest.campaign | {"server": server | {"cache": "/home/bob"}},
+        ),
+        events=events,
+        requests=[
+            msgspec.structs.replace(r, error_message="sk-1 at corp.example", request_id="bob-1")
+            for r in run.requests
+        ],
+    )
+
+
+def test_no_name_is_left_and_every_number_is(tmp_path: Path) -> None:
+    run = named_run(tmp_path / "run")
+    archive = anonymised(run)
+    for name in NAMES:
+        assert not any(name.encode() in data for data in archive.files.values()), name
+        assert not any(name in line for line in archive.held), name
+    write_archive(archive, tmp_path / "shared.tar.xz")
+    with opened(tmp_path / "shared.tar.xz") as folder:
+        shared = read_run(folder)
+    own = numbers_of(run)
+    for mine, theirs in zip(own.cells, shared.cells, strict=True):
+        assert mine.capacity == theirs.capacity and mine.law == theirs.law
+        assert [one.summary.latencies for one in mine.levels] == [
+            one.summary.latencies for one in theirs.levels
+        ]
+        assert [one.energy for one in mine.levels] == [one.energy for one in theirs.levels]
+    write_archive(anonymised(run), tmp_path / "again.tar.xz")
+    same = (tmp_path / "again.tar.xz").read_bytes()
+    assert (tmp_path / "shared.tar.xz").read_bytes() == same, "whoever packs it, and when"
+
+
+def test_an_endpoint_is_not_named(tmp_path: Path) -> None:
+    run = read_records(write_example_run(tmp_path / "run", ONE))
+    (cell,) = run.manifest.cells
+    key, new = str(cell["key"]), "our-model@corp.example"
+    cells = [cell | {"key": new, "model": "our-model", "url": "https://corp.example/v1"}]
+    target = {"url": "https://corp.example/v1", "model": "our-model", "api_key_env": "CORP_KEY"}
+
+    def renamed(one):
+        level = one.level and one.level.replace(key, new)
+        return msgspec.structs.replace(one, cell=one.cell and new, level=level)
+
+    archive = anonymised(
+        msgspec.structs.replace(
+            run,
+            manifest=msgspec.structs.replace(
+                run.manifest,
+                cells=cells,
+                campaign=run.manifest.campaign | {"target": target},
+                server_facts={"url": "https://corp.example/v1"},
+            ),
+            events=[renamed(one) for one in run.events],
+            requests=[renamed(one) for one in run.requests],
+            samples=[renamed(one) for one in run.samples],
+        )
+    )
+    whole = b"".join(archive.files.values())
+    assert b"corp" not in whole and b"our-model" not in whole and b"CORP_KEY" not in whole
+    assert b'"cell-1#' in whole and b"http://endpoint" in whole
+
+
+def test_a_name_that_would_stay_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "smollm2-135m")
+    with pytest.raises(ReportError, match="still holds 'smollm2-135m'.*nothing was written"):
+        anonymised(read_records(write_example_run(tmp_path / "run", ONE)))
+
+
+def test_a_strangers_archive_writes_four_files_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.tar.xz"
+    with tarfile.open(path, "w:xz") as tar:
+        for name in ("../../evil", "/etc/evil", "x/.lock", f"x/{FILES[0]}"):
+            member = tarfile.TarInfo(name)
+            member.size = 2
+            tar.addfile(member, io.BytesIO(b"{}"))
+        link = tarfile.TarInfo(f"x/{FILES[1]}")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    with opened(path) as folder:
+        assert [one.name for one in folder.iterdir()] == [FILES[0]]
+        assert not (folder.parent / "evil").exists()
+    (tmp_path / "text.tar.xz").write_text("no archive")
+    with (
+        pytest.raises(ReportError, match="is no archive of a run"),
+        opened(tmp_path / "text.tar.xz"),
+    ):
+        pass
+
+
+def test_the_verb_says_first_and_writes_when_told(tmp_path: Path) -> None:
+    folder = write_example_run(tmp_path / "run", ONE)
+    said = CliRunner().invoke(app, ["share", str(folder)])
+    assert said.exit_code == 0 and "nothing was written" in said.output
+    assert "requests (times and token counts)" in said.output and "texts in it: " in said.output
+    out = tmp_path / "x.tar.xz"
+    done = CliRunner().invoke(app, ["share", str(folder), "--out", str(out)])
+    assert done.exit_code == 0 and f"written: {out}" in done.output
+    with opened(out) as shared:
+        assert read_run(shared).cells[0].capacity == read_run(folder).cells[0].capacity
