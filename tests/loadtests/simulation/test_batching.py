@@ -73,6 +73,7 @@ POLICIES = [
     Policy(slots=4, prefill_tokens=32, step_tokens=128),
     Policy(slots=16, prefill_tokens=256, step_seconds_target=0.08),
     Policy(slots=8, kv_tokens=2000),
+    Policy(slots=8, kv_tokens=500, prefill_tokens=64),
 ]
 
 
@@ -81,22 +82,24 @@ def played_step_by_step(law, policy, due, pairs):
     waiting, running, first, last = list(range(len(due))), [], {}, {}
     left = {i: int(p) for i, (p, _) in enumerate(pairs)}
     made = dict.fromkeys(left, 0)
+    pool = policy.kv_tokens or math.inf
+
+    def known(i):
+        return pairs[i][0] + made[i]
+
+    def held(i):
+        return known(i) - (left[i] or 1)
+
     now = 0.0
     while waiting or running:
         if not running and due[waiting[0]] > now:
             now = due[waiting[0]]
         while waiting and due[waiting[0]] <= now and len(running) < policy.slots:
-            i = waiting[0]
-            held = sum(pairs[j][0] - left[j] + max(made[j] - 1, 0) for j in running)
-            if (
-                running
-                and policy.kv_tokens is not None
-                and held + pairs[i][0] + len(running) > policy.kv_tokens
-            ):
+            if running and sum(map(known, [*running, waiting[0]])) + len(running) > pool:
                 break
             running.append(waiting.pop(0))
         decoding = [i for i in running if left[i] == 0]
-        context = sum(pairs[i][0] + made[i] - 1 for i in decoding)
+        context = sum(map(held, decoding))
         room = policy.step_tokens - len(decoding)
         filling = [i for i in running if left[i] > 0]
         if decoding and filling:
@@ -112,20 +115,29 @@ def played_step_by_step(law, policy, due, pairs):
                 room = max(
                     MIN_PREFILL_TOKENS, min(room, max(0, int(spare / law.prompt_token_seconds)))
                 )
-        taken = 0
-        done = []
+        pieces = {}
         for i in filling:
-            piece = min(left[i], room - taken)
-            if taken and piece < min(left[i], PREFILL_MULTIPLE):
+            piece = min(left[i], room - sum(pieces.values()))
+            if pieces and piece < min(left[i], PREFILL_MULTIPLE):
                 break
             if PREFILL_MULTIPLE < piece < left[i]:
                 piece = piece // PREFILL_MULTIPLE * PREFILL_MULTIPLE
+            if piece > 0:
+                pieces[i] = piece
+        while (
+            len(running) > 1
+            and sum(map(held, running)) + len(decoding) + sum(pieces.values()) > pool
+        ):
+            youngest = max(running)
+            running.remove(youngest)
+            waiting.insert(0, youngest)
+            pieces.pop(youngest, None)
+            decoding = [i for i in decoding if i != youngest]
+            left[youngest] = known(youngest)
+        now += law.seconds(len(decoding), sum(pieces.values()), sum(map(held, decoding)))
+        for i, piece in pieces.items():
             left[i] -= piece
-            taken += piece
-            if left[i] == 0:
-                done.append(i)
-        now += law.seconds(len(decoding), taken, context)
-        for i in decoding + done:
+        for i in [*decoding, *(i for i in pieces if left[i] == 0)]:
             made[i] += 1
             first.setdefault(i, now)
             last[i] = now
@@ -160,13 +172,14 @@ class Clocked(FakeBackend):
 
 def scheduled(law, policy, due, pairs, told):
     """TTFT and TPOT, float64 [n], of the same requests under the server's own scheduler, which has
-    to learn the law.
+    to learn the law; and how often it preempted one.
     """
     config = EngineConfig(
         backend="fake",
         model_path="",
         model_name="fake",
         slots=policy.slots,
+        context_tokens=512,
         kv_tokens=policy.kv_tokens,
         prefill_tokens=policy.prefill_tokens,
         step_seconds_target=policy.step_seconds_target,
@@ -193,7 +206,7 @@ def scheduled(law, policy, due, pairs, told):
             first.setdefault(delta.id, backend.now)
             last[delta.id] = backend.now
     first, last = (np.array([times[i] for i in range(len(due))]) for times in (first, last))
-    return first - due, (last - first) / (pairs[:, 1] - 1)
+    return first - due, (last - first) / (pairs[:, 1] - 1), engine.preemptions
 
 
 # Small machines, where prompts are what a step mostly is, so that every bound on them matters;
@@ -233,7 +246,7 @@ def test_geometric_service_is_m_m_c(servers, load):
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["small", "target", "pool"])
+@pytest.mark.parametrize("policy", POLICIES, ids=["small", "target", "pool", "tight"])
 @pytest.mark.parametrize("law", LAWS, ids=["sum", "constant", "max"])
 def test_jumping_over_decode_steps_changes_nothing(law, policy):
     rng = np.random.default_rng(7)
@@ -246,18 +259,26 @@ def test_jumping_over_decode_steps_changes_nothing(law, policy):
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "learnt"])
-@pytest.mark.parametrize(("law", "rate"), [(SMALL, 1.0), (SLOW, 0.2)], ids=["small", "slow"])
-def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, told):
-    policy = Policy(slots=8, prefill_tokens=256, step_tokens=512, step_seconds_target=0.2)
+@pytest.mark.parametrize(
+    ("law", "rate", "kv_tokens"),
+    [(SMALL, 1.0, None), (SLOW, 0.2, None), (SMALL, 0.7, 700)],
+    ids=["small", "slow", "tight pool"],
+)
+def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, told):
+    policy = Policy(
+        slots=8,
+        prefill_tokens=256,
+        step_tokens=512,
+        kv_tokens=kv_tokens,
+        step_seconds_target=0.2,
+    )
     rng = np.random.default_rng(5)
     pairs = np.column_stack([rng.integers(20, 300, 400), rng.integers(10, 60, 400)])
     due = np.cumsum(rng.exponential(1 / rate, 400))
     played = simulate(law, policy, due, pairs)
-    for simulated, true in zip(
-        (played.ttft_seconds, played.tpot_seconds),
-        scheduled(law, policy, due, pairs, told),
-        strict=True,
-    ):
+    *times, preemptions = scheduled(law, policy, due, pairs, told)
+    assert (preemptions > 10) is (kv_tokens is not None)
+    for simulated, true in zip((played.ttft_seconds, played.tpot_seconds), times, strict=True):
         for share in (0.5, 0.9, 0.99):
             assert np.quantile(simulated, share) == pytest.approx(
                 np.quantile(true, share), rel=0.03
