@@ -27,6 +27,8 @@ from reports.prediction.facts import Chip
 # What the driver leaves of the memory on the label, at least:
 # L4 23034 of 24576 MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi).
 USABLE_SHARE = 0.937
+# ... and of HBM: A100 and H100 79.1 of 80 GiB (the total in vLLM's log).
+HBM_USABLE_SHARE = 0.989
 # Of memory that the GPU shares with its CPU: what macOS gives it unasked.
 SHARED_USABLE_SHARE = 0.75
 CARD_SIZES_GIB = (8, 16, 24, 48, 80)  # the lines of the memory chart
@@ -96,8 +98,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def usable_bytes(self) -> float | None:
         if self.memory_gib is None:
             return None
-        shared = self.memory_type in ("apple", "uma")
-        return self.memory_gib * GIB * (SHARED_USABLE_SHARE if shared else USABLE_SHARE)
+        shares = {
+            "apple": SHARED_USABLE_SHARE,
+            "uma": SHARED_USABLE_SHARE,
+            "hbm": HBM_USABLE_SHARE,
+        }
+        return self.memory_gib * GIB * shares.get(self.memory_type, USABLE_SHARE)
 
     @property
     def chip(self) -> Chip:

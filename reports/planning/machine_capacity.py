@@ -28,11 +28,17 @@ from models.spec import ModelSpec
 from reports.errors import ReportError
 from reports.planning.machines import Kind, Machine, runs_vllm, slots_of, step_law
 
-# On a GPU beside weights and KV. llama.cpp: CUDA context about 0.5 GiB, buffers of a step. vLLM:
-# activations 4.8-5.6 GiB of dense models, 0.13-0.6 outside torch, the context (llm-d, H100).
+# On a GPU beside weights and KV. llama.cpp: CUDA context about 0.5 GiB, buffers of a step.
 LLAMA_CPP_FIXED_BYTES = 1 * GIB
 LLAMA_CPP_WEIGHT_SHARE = 0.05
-VLLM_FIXED_BYTES = 6.7 * GIB
+# vLLM: its KV cache is gpu_memory_utilization x memory, less weights, less what its profiling run
+# takes at its peak, less what is outside torch (docs.vllm.ai, "Conserving Memory"; its worker's
+# log says the four). The peak is of sampling: for dense models 1.19 GiB with 256 sequences of
+# Llama-3.1-8B (its log on 80 GB), 4.8 with 1,024 and 5.6 with 1,024 of 152k tokens (llm-d, H100):
+# 39 bytes a sequence and token of the vocabulary, each. Outside torch 0.13-0.6 GiB (llm-d).
+VLLM_MEMORY_SHARE = 0.9
+VLLM_LOGIT_BYTES = 39
+VLLM_OUTSIDE_BYTES = 0.6 * GIB
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +64,8 @@ class MachineCapacity(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why there is no rate
     ttft_seconds: float | None = None  # medians at the estimate
     tpot_seconds: float | None = None
-    memory_bytes_low: float | None = None  # llama.cpp
-    memory_bytes_high: float | None = None  # vLLM
+    memory_bytes_low: float | None = None  # llama.cpp to vLLM, the lower one; of all devices
+    memory_bytes_high: float | None = None
     joules_per_token: float | None = None  # output tokens, at the estimate and `watts` throughout
     dollars_per_million_tokens: float | None = None  # output tokens, at the estimate
     dollars_per_hour: float | None = None  # of all its devices
@@ -128,8 +134,9 @@ def policy_of(
     longest = float(pairs.sum(axis=1).max())
     room = needs.kv_room(machine.memory_bytes, how.devices)
     if room is not None and room < longest:
-        least = needs.weights + longest * needs.kv_token + min(needs.low, needs.high)
-        raise ReportError(f"its memory does not suffice: {formatting.size(least)} needed")
+        least = formatting.size(needs.needed(longest)[1])
+        engine = "llama.cpp" if needs.vllm is None else "vLLM"
+        raise ReportError(f"its memory does not suffice: {least} needed by {engine}")
     return Policy(
         slots=how.slots or slots_of(machine),
         prefill_tokens=how.prefill_tokens,
@@ -171,34 +178,47 @@ def scaled(law: StepLaw, factor: float) -> StepLaw:
 
 
 class _Memory(msgspec.Struct, frozen=True):
-    """Bytes of all devices together."""
+    """Bytes of all devices together; of the engines, beside weights and KV."""
 
     weights: float
     kv_token: float
-    low: float  # beside weights and KV
-    high: float
+    llama_cpp: float
+    vllm: float | None = None  # None: it is served by llama.cpp
 
     @classmethod
     def of(cls, machine: Machine, spec: ModelSpec, weight_format: str, how: Serving) -> _Memory:
         weights = weight_bytes(spec, weight_format)
-        low = how.devices * LLAMA_CPP_FIXED_BYTES + LLAMA_CPP_WEIGHT_SHARE * weights
-        high = how.devices * VLLM_FIXED_BYTES if runs_vllm(machine) else low
-        return cls(weights, spec.kv_bytes_per_token(how.kv_dtype), low, high)
+        logits = (how.slots or slots_of(machine)) * spec.vocabulary
+        each = VLLM_LOGIT_BYTES * logits + VLLM_OUTSIDE_BYTES
+        return cls(
+            weights=weights,
+            kv_token=spec.kv_bytes_per_token(how.kv_dtype),
+            llama_cpp=how.devices * LLAMA_CPP_FIXED_BYTES + LLAMA_CPP_WEIGHT_SHARE * weights,
+            vllm=how.devices * each if runs_vllm(machine) else None,
+        )
 
     def kv_room(self, memory_bytes: float | None, devices: int) -> float | None:
-        """Tokens of KV cache that fit with the least overhead; None: the memory is not known."""
+        """Tokens of KV cache that its engine has room for; None: the memory is not known."""
         if memory_bytes is None:
             return None
-        return (memory_bytes * devices - self.weights - self.low) / self.kv_token
+        whole = memory_bytes * devices
+        free = whole - self.llama_cpp
+        if self.vllm is not None:
+            free = VLLM_MEMORY_SHARE * whole - self.vllm
+        return (free - self.weights) / self.kv_token
+
+    def needed(self, kv_tokens: float) -> tuple[float, float]:
+        """Memory with so much KV: under llama.cpp, and under its own engine."""
+        held = self.weights + kv_tokens * self.kv_token
+        own = held + self.llama_cpp
+        if self.vllm is not None:
+            own = (held + self.vllm) / VLLM_MEMORY_SHARE
+        return held + self.llama_cpp, own
 
 
 def _with_memory(found: MachineCapacity, needs: _Memory, kv_tokens: float) -> MachineCapacity:
-    held = needs.weights + kv_tokens * needs.kv_token
-    return msgspec.structs.replace(
-        found,
-        memory_bytes_low=held + min(needs.low, needs.high),
-        memory_bytes_high=held + max(needs.low, needs.high),
-    )
+    low, high = sorted(needs.needed(kv_tokens))
+    return msgspec.structs.replace(found, memory_bytes_low=low, memory_bytes_high=high)
 
 
 def _kv_held(played: Simulated, pairs: Pairs, rate: float) -> float:
