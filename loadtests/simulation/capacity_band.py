@@ -1,14 +1,19 @@
 """The simulated capacity of a server whose step times are known up to a factor: low to high.
 
     band = capacity_band(law, Policy(slots=256), pairs, SLO_PRESETS["chat"], spread=1.6)
-    band.low, band.estimate, band.high      # requests/s
+    band.low, band.estimate, band.high      # requests/s, mean of all arrivals
 
 For machines that nobody has measured: their band is wide, so one run of requests is enough, played
 at the few rates of a grid that lie about a guess. The guess is the mean field's: `n` requests
 decode, a step takes what the law says of `n`, and as many come as go. A server that is slower by a
 factor, under rates lower by it, is the same server under limits tighter by it, so the ends of the
-band are read from the same runs. That needs arrivals that keep their form when time is stretched:
-those in cycles of so many seconds are refused. No rate is above what the server answers at most.
+band are read from the same runs. No rate is above what the server answers at most.
+
+That needs arrivals that keep their form when time is stretched. Of those in cycles of so many
+seconds (on/off, stepped, daily) each end has runs of its own, of whole cycles; where a cycle is
+too long to be played, each of its phases is taken for steady: the requests of an hour are those of
+Poisson arrivals at the hour's rate, and an on phase has no end. Requests of one cluster of gamma
+arrivals share their fate, so runs are longer by cv^2, and refused where they would be too long.
 """
 
 from __future__ import annotations
@@ -24,13 +29,25 @@ from loadtests.metrics.slo import Slo
 from loadtests.simulation.batching import Pairs, Policy, Simulated, simulate
 from loadtests.simulation.simulated_capacity import LEAST_LENGTHS
 from loadtests.simulation.step_time import StepLaw
-from loadtests.workload.arrivals import Arrivals, Diurnal, OnOff, Piecewise, Poisson, due_times
+from loadtests.workload.arrivals import (
+    Arrivals,
+    Gamma,
+    OnOff,
+    Poisson,
+    cycle_seconds,
+    due_times,
+    phases,
+)
 
 STEP = 0.08  # of ln(rate), between the rates of the grid
 LEAST_REQUESTS = 1_500  # of a run
 IN_FLIGHT = 4  # times as many requests as can be in flight at once: it starts empty
+MOST_REQUESTS = 12_000  # of a run: takes a third of a second
+CYCLES = 8  # of on and off, whose lengths are by chance, that a run holds at least
+CLUSTERS = 500  # of gamma arrivals: cv^2 requests each
 WARM_UP = 0.25  # of a run
 COOL_DOWN = 0.05
+COUNTED = 1.0 - WARM_UP - COOL_DOWN
 LOWEST = 115  # place on the grid: 1e-4 of the rate at which the server is saturated
 OVERLOADED = -2  # a place above it: what holds there has no limit
 BUSY = 0.5  # of that rate: below it, the server's own speed is no limit
@@ -58,21 +75,33 @@ def capacity_band(
 ) -> CapacityBand:
     """By one run of requests, of these lengths in turn, at each rate that is looked at.
 
-    Raises LoadError for fewer than 50 lengths, and for on/off, stepped and diurnal arrivals.
+    Raises LoadError for fewer than 50 lengths, and for gamma arrivals of a `cv` above 4.9.
     """
     if len(pairs) < LEAST_LENGTHS:
         raise LoadError(f"{len(pairs)} requests are too few: at least {LEAST_LENGTHS} are needed")
-    if isinstance(arrivals, OnOff | Piecewise | Diurnal):
-        raise LoadError(f"not simulated for {arrivals.__struct_config__.tag} arrivals")
-    grid = _Grid(law, policy, pairs, Poisson() if arrivals is None else arrivals, seed)
+    process = Poisson() if arrivals is None else arrivals
+    if isinstance(process, Gamma) and CLUSTERS * process.cv**2 > MOST_REQUESTS:
+        most = math.sqrt(MOST_REQUESTS / CLUSTERS)
+        raise LoadError(
+            f"not simulated for gamma arrivals of cv {process.cv:g}: they come in clusters of some "
+            f"{process.cv**2:.0f}, too few of which fit in a run; cv up to {most:.1f} is simulated"
+        )
+    grid = _Grid(law, policy, pairs, process, seed)
+    if grid.cycle is not None and grid.requests(grid.guess(slo)) > MOST_REQUESTS:
+        grid = _Grid(law, policy, pairs, Poisson(), seed, phases(process))
     estimate = grid.crossing(slo)
-    low = grid.crossing(_tighter(slo, spread)) / spread
-    high = grid.crossing(_tighter(slo, 1 / spread)) * spread
+    if grid.cycle is None:
+        low = grid.crossing(_tighter(slo, spread)) / spread
+        high = grid.crossing(_tighter(slo, 1 / spread)) * spread
+    else:
+        slow, quick = (
+            _Grid(law.slower(factor), policy, pairs, process, seed).crossing(slo)
+            for factor in (spread, 1 / spread)
+        )
+        low, high = min(slow, estimate), max(quick, estimate)
     if estimate == 0.0:
         return CapacityBand(low=low, estimate=estimate, high=high)
-    played, lengths = grid.counted(grid.place_of(estimate))
-    if not len(lengths):
-        raise LoadError("not simulated: the arrivals leave too long without a request")
+    played, lengths = grid.counted(round(grid.usual_place(estimate)))
     return CapacityBand(low=low, estimate=estimate, high=high, played=played, pairs=lengths)
 
 
@@ -86,14 +115,26 @@ def _tighter(slo: Slo, factor: float) -> Slo:
 
 
 class _Grid:
-    """Runs of the same requests at rates `top` x exp(-STEP x place)."""
+    """Runs of the same requests at rates `top` x exp(-STEP x place).
+
+    `steady`: (share of the requests, rate over the mean) of times in each of which arrivals are as
+    given.
+    """
 
     def __init__(
-        self, law: StepLaw, policy: Policy, pairs: Pairs, arrivals: Arrivals, seed: int
+        self,
+        law: StepLaw,
+        policy: Policy,
+        pairs: Pairs,
+        arrivals: Arrivals,
+        seed: int,
+        steady: tuple[tuple[float, float], ...] = ((1.0, 1.0),),
     ) -> None:
         self.law = law
         self.policy = policy
+        self.cycle = cycle_seconds(arrivals)
         self._arrivals = arrivals
+        self._steady = [(share, -math.log(times) / STEP) for share, times in steady]
         self._seed = seed
         self.prompt = float(pairs[:, 0].mean())
         self.output = max(float(pairs[:, 1].mean()), 1.0)
@@ -102,6 +143,8 @@ class _Grid:
         room = math.inf if policy.kv_tokens is None else policy.kv_tokens / max(held.mean(), 1.0)
         self.most = max(1.0, min(policy.slots, room))  # requests at once
         count = max(LEAST_REQUESTS, math.ceil(IN_FLIGHT * self.most))
+        if isinstance(arrivals, Gamma):
+            count = max(count, math.ceil(CLUSTERS * arrivals.cv**2))
         self.pairs = pairs[np.arange(count) % len(pairs)]
         self.top = self.rate_of(self.most)[0]
         self._counted: dict[int, tuple[Simulated, Pairs]] = {}
@@ -124,14 +167,31 @@ class _Grid:
         usual = (math.sqrt(SPARE**2 / 4 + high) - SPARE / 2) ** 2
         return self.rate_of(max(usual, 1.0))[0]
 
-    def place_of(self, rate: float) -> int:
-        return round(math.log(self.top / rate) / STEP)
+    def place_of(self, rate: float) -> float:
+        return math.log(self.top / rate) / STEP
+
+    def usual_place(self, rate: float) -> float:
+        """Of the rate that requests meet on average, where the mean is this one."""
+        return self.place_of(rate) + sum(share * off for share, off in self._steady)
+
+    def requests(self, rate: float) -> float:
+        """Of a run at this rate."""
+        return self._counted_seconds(rate) * rate / COUNTED
+
+    def _counted_seconds(self, rate: float) -> float:
+        """Between warm-up and cool-down of a run: whole cycles where they are all alike."""
+        seconds = COUNTED * len(self.pairs) / rate
+        if self.cycle is None:
+            return seconds
+        if isinstance(self._arrivals, OnOff):
+            return max(seconds, CYCLES * self.cycle)
+        return math.ceil(seconds / self.cycle) * self.cycle
 
     def counted(self, place: int) -> tuple[Simulated, Pairs]:
         """The requests between warm-up and cool-down at this place, and their lengths."""
         if place not in self._counted:
             rate = self.top * math.exp(-STEP * place)
-            seconds = len(self.pairs) / rate
+            seconds = self._counted_seconds(rate) / COUNTED
             due = due_times(self._arrivals, rate, seconds, self._seed)
             lengths = self.pairs[np.arange(len(due)) % len(self.pairs)]
             played = simulate(self.law, self.policy, due, lengths)
@@ -146,8 +206,21 @@ class _Grid:
         return self._counted[place]
 
     def share(self, place: int, slo: Slo) -> float:
+        """Share of good requests; between two places on a straight line."""
+        found = 0.0
+        for share, off in self._steady:
+            at = place + off
+            below = math.floor(at)
+            found += share * (1 - (at - below)) * self._share(below, slo)
+            if at > below:
+                found += share * (at - below) * self._share(below + 1, slo)
+        return found
+
+    def _share(self, place: int, slo: Slo) -> float:
         good = self.counted(place)[0].good(slo)
-        return float(good.mean()) if len(good) else 0.0
+        if not len(good):
+            raise LoadError("not simulated: the arrivals leave too long without a request")
+        return float(good.mean())
 
     def share_alone(self, slo: Slo) -> float:
         """Share of good requests with one at a time."""
@@ -181,7 +254,7 @@ class _Grid:
         def holds(place: int) -> bool:
             return self.share(place, slo) >= slo.target
 
-        guess = self.place_of(self.guess(slo))
+        guess = round(self.place_of(self.guess(slo)) - min(off for _, off in self._steady))
         good = bad = guess + self._off
         stride = 1
         if holds(good):

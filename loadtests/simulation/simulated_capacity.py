@@ -23,7 +23,7 @@ from loadtests.metrics.slo import Slo
 from loadtests.simulation.batching import Array, Pairs, Policy, Simulated, simulate
 from loadtests.simulation.step_replay import LawSteps, ReplayedSteps, Residuals
 from loadtests.simulation.step_time import StepLaw
-from loadtests.workload.arrivals import Arrivals, Diurnal, OnOff, Piecewise, Poisson, due_times
+from loadtests.workload.arrivals import Arrivals, Poisson, cycle_seconds, due_times
 
 LEAST_LENGTHS = 50
 SINGLE_STREAM_LENGTHS = 400
@@ -43,6 +43,7 @@ SLOWER = 1.05  # factor of all step times that the sensitivity is told from
 MOST_SENSITIVE = 8.0
 OVERLOAD = 1.1  # times the rate at which the server is saturated: what holds there has no limit
 LOWEST = 1e-4  # of the rate at which the server is saturated
+NO_EVIDENCE = "the arrivals leave too long without a request: no simulated request counts"
 
 
 class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,13 +108,16 @@ class _Server:
         return self._played[key]
 
     def share(self, rate: float, runs: Sequence[int], count: int, slo: Slo) -> Array:
-        """Share of good requests between warm-up and cool-down of each run: float64 [runs]."""
+        """Share of good requests between warm-up and cool-down of each run: float64 [runs].
+
+        nan where no request was due then: that is no evidence.
+        """
         shares = []
         for run in runs:
             played = self.play(rate, run, count)
             part = played.due * rate / count
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
-            shares.append(float(played.good(slo)[counts].mean()) if counts.any() else 1.0)
+            shares.append(float(played.good(slo)[counts].mean()) if counts.any() else math.nan)
         return np.array(shares)
 
 
@@ -130,7 +134,8 @@ def predict(
     """The simulated capacity for these lengths, in the order they are asked.
 
     Runs of 2,000 requests are added until the lengths are used up or the standard error of
-    ln(rate) is at most 1 %. Raises LoadError for fewer than 50 lengths.
+    ln(rate) is at most 1 %. Raises LoadError for fewer than 50 lengths, and where arrivals leave
+    every run without a request that counts.
     """
     if len(pairs) < LEAST_LENGTHS:
         raise LoadError(
@@ -147,10 +152,11 @@ def predict(
         return found
     top = server.saturated_rate()
     count = _run_length(process, top, len(pairs))
-    rate = _coarse(server, slo, top, min(count, COARSE_LENGTHS) if _is_even(process) else count)
+    runs = list(range(max(1, len(pairs) // count)))
+    coarse = count if cycle_seconds(process) else min(count, COARSE_LENGTHS)
+    rate = _coarse(server, slo, top, runs, coarse)
     if rate == 0.0 or rate > top:  # at no rate that can be told from 0; or limited by no SLO
         return msgspec.structs.replace(found, rate=min(rate, top))
-    runs = list(range(max(1, len(pairs) // count)))
     for used in range(min(LEAST_RUNS, len(runs)), len(runs) + 1):
         look = _around(server, slo, rate, runs[:used], count)
         if look.error is not None and look.error <= PRECISION:
@@ -192,28 +198,24 @@ class _Look(msgspec.Struct, frozen=True):
         return math.sqrt((count - 1) * float(np.var(left)))
 
 
-def _is_even(arrivals: Arrivals) -> bool:
-    return not isinstance(arrivals, OnOff | Piecewise | Diurnal)
-
-
 def _run_length(arrivals: Arrivals, rate: float, most: int) -> int:
     """Requests of one run: longer where the arrivals come in cycles."""
-    cycle_seconds = 0.0
-    if isinstance(arrivals, Diurnal):
-        arrivals = arrivals.as_steps()
-    if isinstance(arrivals, OnOff):
-        cycle_seconds = arrivals.on_seconds + arrivals.off_seconds
-    elif isinstance(arrivals, Piecewise):
-        cycle_seconds = sum(seconds for seconds, _ in arrivals.steps)
-    wanted = max(RUN_LENGTHS, math.ceil(min(LONGEST_RUN, CYCLES * cycle_seconds * rate)))
-    return min(most, wanted)
+    cycles = CYCLES * (cycle_seconds(arrivals) or 0.0)
+    return min(most, max(RUN_LENGTHS, math.ceil(min(LONGEST_RUN, cycles * rate))))
 
 
-def _coarse(server: _Server, slo: Slo, top: float, count: int) -> float:
-    """The answer of one run to a tenth; above `top` where that holds, 0.0 where no rate does."""
+def _coarse(server: _Server, slo: Slo, top: float, runs: Sequence[int], count: int) -> float:
+    """The answer of one run to a tenth; above `top` where that holds, 0.0 where no rate does.
+
+    Of the first run that has requests.
+    """
 
     def holds(rate: float) -> bool:
-        return float(server.share(rate, [0], count, slo)[0]) >= slo.target
+        shares = (float(server.share(rate, [run], count, slo)[0]) for run in runs)
+        found = next((share for share in shares if not math.isnan(share)), None)
+        if found is None:
+            raise LoadError(NO_EVIDENCE)
+        return found >= slo.target
 
     high, low = top * OVERLOAD, top / 2
     if holds(high):
@@ -233,7 +235,7 @@ def _around(server: _Server, slo: Slo, near: float, runs: list[int], count: int)
     rates = [near * math.exp(STEP * place) for place in range(-MOST_STEPS, MOST_STEPS + 1)]
 
     def holds(place: int) -> bool:
-        return float(server.share(rates[place], runs, count, slo).mean()) >= slo.target
+        return float(_seen(server.share(rates[place], runs, count, slo)).mean()) >= slo.target
 
     place = MOST_STEPS
     while place > 1 and not holds(place):
@@ -247,7 +249,17 @@ def _look(
     server: _Server, slo: Slo, rates: tuple[float, float], runs: list[int], count: int
 ) -> _Look:
     shares = np.array([server.share(rate, runs, count, slo) for rate in rates])
-    return _Look(rates, runs, slo.target, shares)
+    seen = ~np.isnan(shares).any(axis=0)
+    kept = [run for run, is_seen in zip(runs, seen, strict=True) if is_seen]
+    return _Look(rates, kept, slo.target, _seen(shares))
+
+
+def _seen(shares: Array) -> Array:
+    """Those of runs in which requests were due at every rate: [..., runs]. LoadError for none."""
+    found: Array = shares[..., ~np.isnan(np.atleast_2d(shares)).any(axis=0)]
+    if found.size == 0:
+        raise LoadError(NO_EVIDENCE)
+    return found
 
 
 def _crossing(rates: tuple[float, float], shares: Array, target: float) -> float:

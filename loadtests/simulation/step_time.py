@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -81,6 +81,13 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True):
         if self.form == "sum":
             return self.base_seconds + (compute + memory)
         return self.base_seconds + max(compute, memory)
+
+    def slower(self, factor: float) -> StepLaw:
+        """The law of a machine whose steps all take `factor` times as long."""
+        names = [name for name in self.__struct_fields__ if name.endswith("_seconds")]
+        changes: dict[str, Any] = {name: getattr(self, name) * factor for name in names}
+        rows = tuple((count, seconds * factor) for count, seconds in self.rows)
+        return msgspec.structs.replace(self, rows=rows, **changes)
 
     def pieces(
         self, decode_rows: int, kv_tokens: float, steps: int

@@ -183,6 +183,37 @@ def due_times(
     return times[times < duration_seconds]
 
 
+def cycle_seconds(arrivals: Arrivals) -> float | None:
+    """How long a cycle lasts, on average, at any rate; None: the arrivals do not come in cycles."""
+    match arrivals:
+        case OnOff():
+            return arrivals.on_seconds + arrivals.off_seconds
+        case Piecewise():
+            return sum(seconds for seconds, _ in arrivals.steps)
+        case Diurnal():
+            return arrivals.period_seconds
+        case _:
+            return None
+
+
+def phases(arrivals: Arrivals) -> tuple[tuple[float, float], ...]:
+    """What a cycle is made of: (share of the requests, rate over the mean) of each kind of time."""
+    if isinstance(arrivals, Diurnal):
+        arrivals = arrivals.as_steps()
+    if isinstance(arrivals, OnOff):
+        return ((1.0, (arrivals.on_seconds + arrivals.off_seconds) / arrivals.on_seconds),)
+    if isinstance(arrivals, Piecewise):
+        seconds, weights = np.array(arrivals.steps).T
+        mean = np.dot(seconds, weights) / seconds.sum()
+        times = {weight: float(seconds[weights == weight].sum()) for weight in weights.tolist()}
+        return tuple(
+            (length * weight / float(seconds.sum() * mean), weight / float(mean))
+            for weight, length in times.items()
+            if weight > 0
+        )
+    return ((1.0, 1.0),)
+
+
 def process_of(detail: Mapping[str, Any]) -> Arrivals | None:
     """The process of a level's journal entry; None: closed loop. LoadError: not a process."""
     if detail.get("kind") == "closed":

@@ -81,7 +81,7 @@ class Server:
             return self._capacity(_tighter(slo, slower), replicas) / slower
         if slower not in self._others:
             self._others[slower] = Server(
-                _slowed(self.law, slower),
+                self.law.slower(slower),
                 *(self._policy, self._pairs, self._shape),
                 seed=self._seed,
                 requests=self._requests,
@@ -242,11 +242,3 @@ def _tighter(slo: Slo, factor: float) -> Slo:
     limits = (slo.ttft_seconds, slo.tpot_seconds)
     ttft, tpot = (None if limit is None else limit / factor for limit in limits)
     return msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot)
-
-
-def _slowed(law: StepLaw, factor: float) -> StepLaw:
-    """The law of a machine whose steps all take `factor` times as long."""
-    names = [name for name in law.__struct_fields__ if name.endswith("_seconds")]
-    slower = {name: getattr(law, name) * factor for name in names}
-    rows = tuple((count, seconds * factor) for count, seconds in law.rows)
-    return msgspec.structs.replace(law, rows=rows, **slower)

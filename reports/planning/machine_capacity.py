@@ -19,7 +19,6 @@ from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
 from loadtests.simulation.batching import Pairs, Policy, Simulated
 from loadtests.simulation.capacity_band import capacity_band
-from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Arrivals
 from models import formatting
 from models.formats import weight_bytes
@@ -142,38 +141,6 @@ def policy_of(
         prefill_tokens=how.prefill_tokens,
         step_tokens=how.step_tokens,
         kv_tokens=None if room is None else int(room),
-    )
-
-
-def of_replicas(found: MachineCapacity, replicas: int) -> MachineCapacity:
-    """That of so many of it, each with its share of the requests.
-
-    Exact where a request goes to a replica by chance: arrivals thinned so are arrivals of the same
-    kind at a rate lower by the number of replicas. Going to the least loaded one does better. What
-    a token costs stays.
-    """
-    rates = (found.low, found.estimate, found.high)
-    low, estimate, high = (None if rate is None else rate * replicas for rate in rates)
-    price = found.dollars_per_hour
-    return msgspec.structs.replace(
-        found,
-        low=low,
-        estimate=estimate,
-        high=high,
-        dollars_per_hour=None if price is None else price * replicas,
-    )
-
-
-def scaled(law: StepLaw, factor: float) -> StepLaw:
-    """The law of a machine whose steps all take `factor` times as long."""
-    return msgspec.structs.replace(
-        law,
-        base_seconds=law.base_seconds * factor,
-        row_seconds=law.row_seconds * factor,
-        rows=tuple((rows, seconds * factor) for rows, seconds in law.rows),
-        prompt_token_seconds=law.prompt_token_seconds * factor,
-        kv_token_seconds=law.kv_token_seconds * factor,
-        weights_seconds=law.weights_seconds * factor,
     )
 
 

@@ -148,3 +148,13 @@ def test_an_slo_that_single_stream_requests_break_has_no_capacity():
 def test_too_few_lengths_are_an_error() -> None:
     with pytest.raises(LoadError, match="at least 50"):
         predict(LAWS[0], Policy(), np.ones((49, 2), dtype=np.int64), SLO_PRESETS["chat"])
+
+
+def test_runs_without_a_request_are_no_evidence() -> None:
+    """All requests of the day come in its last hour, and a run ends before it."""
+    pairs = np.tile([100, 20], (2_000, 1))
+    last_hour = Diurnal(86_400.0, (0.0,) * 23 + (1.0,))
+    with pytest.raises(LoadError, match="no simulated request counts"):
+        predict(LAWS[0], Policy(), pairs, Slo("x", 1.0, 0.2, target=0.9), arrivals=last_hour)
+    server = _Server(LAWS[0], Policy(), pairs, None, last_hour, 1)
+    assert np.isnan(server.share(1.0, [0, 1], 2_000, Slo("x", 1.0, 0.2, target=0.9))).all()

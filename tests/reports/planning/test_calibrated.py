@@ -10,7 +10,6 @@ from models.formats import weight_bytes
 from models.ladder import rung
 from reports.errors import ReportError
 from reports.planning.calibrated import load_machine
-from reports.planning.machine_capacity import scaled
 from reports.planning.machines import Machine, step_law
 from tests.loadtests.calibrate.machine_files import law_of, machine_file
 
@@ -36,7 +35,7 @@ def test_a_format_that_one_model_was_measured_in_is_told_for_bigger_ones(tmp_pat
     eight = msgspec.structs.replace(
         file.engines[0],
         weight_format="Q8_0",
-        law=scaled(file.engines[0].law, 1.5),
+        law=file.engines[0].law.slower(1.5),
         head=tuple((rows, 1.5 * seconds) for rows, seconds in file.engines[0].head),
     )
     file = msgspec.structs.replace(file, engines=(*file.engines, eight))

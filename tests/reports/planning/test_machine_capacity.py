@@ -21,9 +21,7 @@ from reports.planning.machine_capacity import (
     MachineCapacity,
     Serving,
     capacity_of,
-    of_replicas,
     policy_of,
-    scaled,
 )
 from reports.planning.machines import KnownLaw, Machine, machine_of
 
@@ -75,7 +73,7 @@ def test_rate_interval_and_costs_are_those_of_the_simulation(pairs: Pairs) -> No
 def test_why_a_machine_holds_no_rate_is_said(pairs: Pairs) -> None:
     small = asked(machine(memory_bytes=1 * GIB), pairs)
     assert small.estimate is None and "memory does not suffice" in small.reason
-    slow = asked(machine(law=scaled(LAW, 20.0)), pairs)
+    slow = asked(machine(law=LAW.slower(20.0)), pairs)
     assert slow.estimate == 0.0 and "at no rate" in slow.reason
     unknown = asked(machine(), pairs, "Q8_0")
     assert unknown.estimate is None and "no step times" in unknown.reason
@@ -91,9 +89,6 @@ def test_a_gpu_of_the_list_is_predicted_with_its_band_memory_and_costs(pairs: Pa
     assert one.memory_bytes_low is not None and one.memory_bytes_high is not None
     assert one.memory_bytes_high - one.memory_bytes_low > 1 * GIB  # vLLM's activations
     assert one.joules_per_token and one.dollars_per_million_tokens and one.price_source
-    four = of_replicas(one, 4)
-    assert four.estimate == pytest.approx(4 * one.estimate)
-    assert four.dollars_per_million_tokens == one.dollars_per_million_tokens
     assert math.log(one.estimate / one.low) == pytest.approx(one.half_width, abs=0.35)
 
 
