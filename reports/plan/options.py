@@ -66,6 +66,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     dollars_per_month_if_fast: float | None = None  # at the fast end of its band
     bad_share: float | None = None  # of requests, at the estimate; None: not simulated
     bad_hours_per_month: float | None = None  # in which the SLO is missed, at the estimate
+    without_energy_of: tuple[str, ...] = ()  # owned or bought, of unknown power: not in its cost
     price_source: str = ""  # and its date
     reason: str = ""  # why it does not suffice
 
@@ -185,7 +186,10 @@ class Maker:
         elif holds == 0:
             reason = f"meets the SLO {self._terms.slo.name} at no rate"
         elif holds >= max(rates):
-            reason += ", but not with 90 % certainty"
+            reason = (
+                f"holds the {formatting.requests(max(rates))} by the estimate of "
+                f"{formatting.requests(holds)}, but not with 90 % certainty"
+            )
         return msgspec.structs.replace(made, reason=reason)
 
     def _all_hours(self, one: Candidate) -> float:
@@ -283,9 +287,19 @@ class Maker:
             capacity=self._capacity(one),
             dollars_per_month=money,
             dollars_per_month_if_fast=fast,
+            without_energy_of=self._without_energy_of(parts) if money.estimate is not None else (),
             dollars_per_million_tokens=money.times(1e6 * count / tokens),
             kwh_per_month=energy.times(1 / count),
             joules_per_token=energy.times(JOULES_A_KWH / tokens),
+        )
+
+    def _without_energy_of(self, parts: Sequence[Part]) -> tuple[str, ...]:
+        return tuple(
+            one.name
+            for one, _, uses in parts
+            if one.watts is None
+            and self._terms.dollars_per_kwh
+            and any(use is not None and use.own_hours for use in uses.values())
         )
 
     def _capacity(self, one: Candidate) -> Range:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from loadtests.errors import LoadError
-from loadtests.metrics.slo import Slo
+from loadtests.metrics.slo import Slo, is_as_strict
 from loadtests.records.events import Calibrated, of_kind
 from loadtests.records.schema import RunManifest
 from loadtests.simulation.batching import Policy
@@ -281,7 +281,8 @@ def _of_run(keys: MachineKeys, asked: Question) -> Candidate:
         return msgspec.structs.replace(plain, reason=reason)
     cell, law, policy = max(cells, key=lambda one: _estimate(one[0]))
     plain = msgspec.structs.replace(plain, is_cpu=cell.device != "gpu")
-    if cell.capacity is not None and cell.capacity.status == "none":
+    held_none = cell.capacity is not None and cell.capacity.status == "none"
+    if held_none and is_as_strict(asked.slo, run.slo):
         reason = f"by {keys.run} it meets the SLO {run.slo.name} at no rate"
         return msgspec.structs.replace(plain, reason=reason)
     server = Server(
@@ -289,10 +290,24 @@ def _of_run(keys: MachineKeys, asked: Question) -> Candidate:
         seed=asked.keys.seed,
         requests=asked.keys.requests,
     )
+    if held_none:
+        reason = (
+            f"by {keys.run} it meets the SLO {run.slo.name} at no rate, which says nothing of "
+            f"{asked.slo.name}: that is simulated by its step law, and measured by "
+            "`crossover campaign run` under the SLO of this plan"
+        )
+        return msgspec.structs.replace(
+            plain, kind="calibrated", server=server, errors=_own_law_errors(), reason=reason
+        )
     factor, errors, reason = _anchor(cell, server, run.manifest, run.slo, asked)
     return msgspec.structs.replace(
         plain, server=server, factor=factor, errors=errors, reason=reason
     )
+
+
+def _own_law_errors() -> Errors:
+    """Of capacities that were simulated by a measured step law, as the project's own were off."""
+    return Errors(rate=NORMAL_90 * error_scale(packaged_pairs()))
 
 
 def _estimate(cell: CellNumbers) -> float:
@@ -308,7 +323,7 @@ def _anchor(
     simulates, so that it is exact where the plan asks for what was measured; there the slow end is
     the low end of the measured interval. Elsewhere the error of simulation joins.
     """
-    guess = Errors(rate=NORMAL_90 * error_scale(packaged_pairs()))
+    guess = _own_law_errors()
     found = cell.capacity
     if found is None or not (found.estimate and found.low and found.high):
         return 1.0, guess, "no interval of its capacity was measured; it is simulated"

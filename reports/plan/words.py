@@ -32,6 +32,8 @@ def sentence(plan: Plan) -> str:
     cost = f"{_money_with_interval(first.dollars_per_month)} a month"
     if first.dollars_per_month.certain is None:
         cost = ENERGY_UNKNOWN
+    if first.without_energy_of:
+        cost += f" without the energy of {formatting.listing(list(first.without_energy_of))}"
     kept = " with one machine down" if plan.spares == 1 else ""
     if plan.spares > 1:
         kept = f" with {plan.spares} machines down"
@@ -129,6 +131,7 @@ def refused(plan: Plan) -> list[tuple[str, str]]:
 
 def _row(one: Option) -> list[str]:
     known = f"{one.machine_kind} to a factor of 3" if one.is_order_of_magnitude else ""
+    without = " + energy" if one.without_energy_of else ""
     return [
         title(one),
         known or one.machine_kind,
@@ -137,8 +140,8 @@ def _row(one: Option) -> list[str]:
         )
         if one.capacity.estimate
         else "at no rate",
-        _money_with_interval(one.dollars_per_month),
-        _money_with_interval(one.dollars_per_million_tokens),
+        _money_with_interval(one.dollars_per_month) + without,
+        _money_with_interval(one.dollars_per_million_tokens) + without,
         _with_interval(one.kwh_per_month),
         _with_interval(one.joules_per_token),
         suffices_words(one),
@@ -163,6 +166,7 @@ def notes(plan: Plan) -> list[str]:
     return [
         *plan.own_machines,
         *_own(plan),
+        *_without_energy(plan),
         *map(_changed, plan.changes),
         *_measures(plan),
         *_offers(plan),
@@ -175,7 +179,17 @@ def _own(plan: Plan) -> Iterator[str]:
     for one in plan.options:
         if one.kind == "as it is" and one is not first and one.reason:
             until = f" It suffices to month {one.months_held}." if one.months_held else ""
-            yield f"{one.machine} alone does not suffice: it {one.reason}.{until}"
+            name = f"{one.machine[:1].upper()}{one.machine[1:]}"
+            yield f"{name} alone does not suffice: it {one.reason}.{until}"
+
+
+def _without_energy(plan: Plan) -> Iterator[str]:
+    names = dict.fromkeys(name for one in plan.options for name in one.without_energy_of)
+    if names:
+        yield (
+            f"Energy of {formatting.listing(list(names))} is in no cost, where `+ energy` stands: "
+            "give its `watts`."
+        )
 
 
 def _changed(change: Change) -> str:

@@ -126,7 +126,13 @@ def _device(row: dict[str, Any], where: str, changed: Mapping[str, Device]) -> D
     Raises ReportError.
     """
     name = (row.get("name") or "").strip()
-    known = changed.get(name) or {one.name: one for one in devices()}.get(name)
+    there = {one.name.casefold(): one for one in (*devices(), *changed.values())}
+    known = there.get(name.casefold())
+    if known is not None and known.name != name:
+        raise ReportError(
+            f"{where}: name {name!r} is the known device {known.name!r} in other letters; "
+            "write it so to change its facts"
+        )
     facts: dict[str, Any] = msgspec.to_builtins(known) if known else {"confidence": "low"}
     facts["tflops"] = dict(facts.get("tflops") or {})
     given: set[str] = set()

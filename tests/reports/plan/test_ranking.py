@@ -126,3 +126,15 @@ def test_the_table_has_a_machine_once_a_kind_and_the_cheapest_way_of_it() -> Non
     assert [row[0] for row in rows if "GPU" in row[0] and "laptop" not in row[0]] == [
         "up to 5 x GPU, by the hour"
     ]
+
+
+def test_a_mix_whose_base_has_no_known_power_says_that_its_energy_is_not_in_the_cost() -> None:
+    made = plan(office(0.8), [laptop(watts=None), gpu()])
+    assert made.answer is not None and made.answer.kind == "mixed"
+    assert "a month without the energy of laptop: " in words.sentence(made)
+    _, rows = words.table(made)
+    assert [row[3].endswith(" + energy") for row in rows if "and up to" in row[0]] == [True]
+    assert [row[3] for row in rows if "GPU, all month" in row[0]][0].endswith("energy") is False
+    assert any(note.startswith("Energy of laptop is in no cost") for note in words.notes(made))
+    known = plan(office(0.8), [laptop(), gpu()])
+    assert not any("energy of" in note.lower() for note in words.notes(known))

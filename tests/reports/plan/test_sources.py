@@ -168,13 +168,19 @@ def test_a_workload_that_is_not_here_is_told(measured: Path, tmp_path: Path) -> 
     assert one.server is not None and "/nowhere/trace.csv" in one.reason
 
 
-def test_a_machine_that_holds_no_rate_takes_no_part(measured: Path, tmp_path: Path) -> None:
+def test_a_verdict_of_no_rate_counts_for_slos_as_tight_and_for_no_looser_one(
+    measured: Path, tmp_path: Path
+) -> None:
     shutil.copytree(measured, tmp_path / "none")
     manifest = json.loads((tmp_path / "none" / "manifest.json").read_text())
     manifest["campaign"]["slo"] |= {"ttft_seconds": 1e-6, "tpot_seconds": 1e-6}
     (tmp_path / "none" / "manifest.json").write_text(json.dumps(manifest))
-    (one,) = candidates_of(asked(tmp_path, machines=[{"run": "none"}]))
+    tight = {"ttft_seconds": 1e-7, "tpot_seconds": 1e-7}
+    (one,) = candidates_of(asked(tmp_path, machines=[{"run": "none"}], slo=tight))
     assert one.server is None and "at no rate" in one.reason
+    (one,) = candidates_of(asked(tmp_path, machines=[{"run": "none"}]))
+    assert one.server is not None and one.kind == "calibrated" and one.errors.rate > 0
+    assert "says nothing of" in one.reason and "`crossover campaign run`" in one.reason
 
 
 def test_the_report_has_a_section_of_the_plan(measured: Path, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_own_devices_stand_beside_the_shipped_ones(own_config: Path) -> None:
         (("add", "NVIDIA L4", "dollars_per_hour=-1"), "dollars_per_hour = '-1'"),
         (("add", "X", "wats=5"), "unknown key 'wats'"),
         (("add", "X", "fast"), "'fast' is not KEY=VALUE"),
+        (("add", "nvidia l4", "watts=5"), "'nvidia l4' is the known device 'NVIDIA L4' in other"),
         (("add", "NVIDIA L4", "kind=cpu"), "memory_type 'gddr' does not go with 'cpu'"),
         (("update", "nowhere.csv"), "nowhere.csv cannot be read"),
         (("list", "--kind", "phone"), "--kind 'phone' is not one of"),
