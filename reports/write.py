@@ -115,7 +115,7 @@ def checked(of: Found, conditions: Sequence[str]) -> list[Checked]:
 
 def as_json(of: Found) -> bytes:
     """What the page says, as JSON."""
-    return document.encoded(document.document(of.run, of.crossover))
+    return document.encoded(document.document(of.run, of.crossover, of.plan))
 
 
 def write(of: Found, out: Path, asked: Asked) -> Path:

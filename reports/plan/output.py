@@ -42,12 +42,16 @@ def as_text(plan: Plan, columns: int) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def as_json(plan: Plan) -> str:
-    """The whole plan, with its sentence and notes. docs/plan.md says what it promises."""
-    told = msgspec.structs.replace(
+def in_words(plan: Plan) -> Plan:
+    """The plan with its sentence and notes."""
+    return msgspec.structs.replace(
         plan, sentence=words.sentence(plan), notes=tuple(words.notes(plan))
     )
-    rounded = _rounded(msgspec.to_builtins(told))
+
+
+def as_json(plan: Plan) -> str:
+    """The whole plan, with its sentence and notes. docs/plan.md says what it promises."""
+    rounded = _rounded(msgspec.to_builtins(in_words(plan)))
     return msgspec.json.format(msgspec.json.encode(rounded), indent=1).decode()
 
 

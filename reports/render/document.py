@@ -20,8 +20,10 @@ from loadtests.records.events import Capacity, PredictedRate
 from loadtests.records.schema import EngineTime
 from reports.findings import Crossover, Stop, breaks_first
 from reports.numbers import CellNumbers, CellState, LevelNumbers, MemoryNumbers, RunNumbers
+from reports.plan.output import in_words
+from reports.plan.ranking import Plan
 from reports.render import tables
-from reports.render.elsewhere import elsewhere_records
+from reports.render.elsewhere import elsewhere_records, predicted_records
 from reports.sentences import headline, sentences
 
 # A new key leaves it as it is; a key that goes, or that means something else, raises it.
@@ -72,7 +74,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 class Document(msgspec.Struct, frozen=True, kw_only=True):
     """A report. `gpus` are the rows of gpus.csv, `machines` of machines.csv.
 
-    `facts` are those of the machine that served.
+    `predicted_machines`: what each GPU of the list, with a price, would hold of each cell's
+    requests, or why it holds none. `plan`: as `crossover plan --json` prints it, unrounded; null
+    without `--plan`. `facts` are those of the machine that served.
     """
 
     kind: Literal["crossover-report"] = "crossover-report"
@@ -89,6 +93,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[Cell, ...]
     gpus: tuple[dict[str, Any], ...]
     machines: tuple[dict[str, Any], ...]  # of `--machine`
+    predicted_machines: tuple[dict[str, Any], ...]
+    plan: Plan | None
     warnings: tuple[NamedWarning, ...]
     facts: dict[str, Any]
     requests: int
@@ -96,7 +102,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     measured_seconds: float | None
 
 
-def document(run: RunNumbers, found: Crossover) -> Document:
+def document(run: RunNumbers, found: Crossover, plan: Plan | None = None) -> Document:
     """What the page says, as numbers; `crossover_version` is the one that measured."""
     return Document(
         crossover_version=run.manifest.crossover_version,
@@ -111,6 +117,8 @@ def document(run: RunNumbers, found: Crossover) -> Document:
         cells=tuple(_cell(cell, run) for cell in run.cells),
         gpus=tuple(tables.gpu_records(found)),
         machines=tuple(elsewhere_records(found)),
+        predicted_machines=tuple(predicted_records(run, found)),
+        plan=None if plan is None else in_words(plan),
         warnings=run.warnings,
         facts=run.facts,
         requests=run.requests,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from models import formatting
 from models.formatting import model_title
 from reports.findings import Crossover
-from reports.numbers import CellNumbers
+from reports.numbers import CellNumbers, RunNumbers
 from reports.planning.hardware import devices
 from reports.planning.machine_capacity import MachineCapacity
 from reports.prediction.step_laws import band_of
@@ -100,3 +100,22 @@ def _row(cell: CellNumbers, weight_format: str, capacity: MachineCapacity) -> tu
 
 def _figure(value: float | None) -> str:
     return "unknown" if value is None else formatting.significant(value)
+
+
+def predicted_records(run: RunNumbers, found: Crossover) -> list[Record]:
+    """Every cell on every GPU that was predicted, or why it holds none of its requests."""
+    return [
+        {
+            "cell": cell.key,
+            "model": cell.model,
+            "machine": capacity.device,
+            "devices": capacity.devices,
+            "kind": capacity.kind,
+            "weight_format": cell.weight_format,
+            **machine_record(capacity),
+            "dollars_per_hour": capacity.dollars_per_hour,
+            "price_source": capacity.price_source,
+        }
+        for cell in run.cells
+        for capacity in found.capacities.get(cell.key, ())
+    ]

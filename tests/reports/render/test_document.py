@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 
 import jsonschema
+import msgspec
 import pytest
 
 from reports.findings import Crossover
 from reports.numbers import RunNumbers
+from reports.plan.output import as_json
+from reports.planning.machine_capacity import MachineCapacity
 from reports.render import document
 from reports.sentences import headline
+from tests.reports.plan.test_ranking import machines, plan
+from tests.reports.plan.worlds import office
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +44,27 @@ def test_numbers_are_those_of_the_run(
             level.summary.latencies.ttft.p95 for level in cell.levels
         ]
     assert cells[-1]["capacity"] is None  # skipped: missing is null
+
+
+def test_it_has_the_plan_and_the_machines_that_were_predicted(
+    made: dict[str, object], run: RunNumbers, found: Crossover
+) -> None:
+    assert made["plan"] is None and made["predicted_machines"] == []
+    key = run.cells[0].key
+    card = MachineCapacity(
+        device="NVIDIA L4", kind="predicted", devices=2, low=1.0, estimate=2.0, high=4.0
+    )
+    none = MachineCapacity(device="NVIDIA T4", kind="predicted", reason="too little memory")
+    held = msgspec.structs.replace(found, capacities={key: (none, card)})
+    own = plan(office(1.0), machines())
+    told = json.loads(document.encoded(document.document(run, held, own)))
+    jsonschema.Draft202012Validator(document.schema()).validate(told)
+    assert [one["reason"] for one in told["predicted_machines"]] == ["too little memory", ""]
+    last = told["predicted_machines"][1]
+    assert (last["cell"], last["machine"], last["devices"]) == (key, "NVIDIA L4", 2)
+    assert (last["low_per_second_predicted"], last["high_per_second_predicted"]) == (1.0, 4.0)
+    alone = json.loads(as_json(own))
+    assert told["plan"]["sentence"] == alone["sentence"] != ""
+    assert [one["machine"] for one in told["plan"]["options"]] == [
+        one["machine"] for one in alone["options"]
+    ]
