@@ -88,6 +88,7 @@ class _Engine:
     __slots__ = (
         *("law", "steps", "policy", "prompts", "outputs", "left", "first", "last", "pool"),
         *("now", "step", "context", "held", "promised", "waiting", "filling", "ends"),
+        "token_seconds",
     )
 
     def __init__(self, steps: LawSteps, policy: Policy, pairs: Pairs) -> None:
@@ -95,9 +96,11 @@ class _Engine:
         self.steps = steps  # what happens
         self.policy = policy
         # Of one that was preempted, what it has made is part of its prompt.
-        self.prompts: list[int] = pairs[:, 0].tolist()
-        self.outputs: list[int] = np.maximum(pairs[:, 1], 1).tolist()
+        self.prompts, self.outputs = np.maximum(pairs, 1).T.tolist()
         self.left = list(self.prompts)  # prompt tokens still to compute
+        # Of each prompt token its share of a pass, where whole prompts fit in a step.
+        mean = max(float(pairs[:, 0].mean()), 1.0) if len(pairs) else 1.0
+        self.token_seconds = self.law.prompt_token_seconds + self.law.pass_seconds / mean
         self.first = [math.inf] * len(pairs)
         self.last = [0.0] * len(pairs)
         self.pool = math.inf if policy.kv_tokens is None else policy.kv_tokens
@@ -150,25 +153,51 @@ class _Engine:
 
     def prefill_step(self) -> None:
         """One step: a token of each decoding request, then prompt tokens within the budget."""
-        pieces = self._pieces(_budget(self.law, self.policy, len(self.ends), self.context))
+        pieces = self._pieces(self._budget())
         while self.held + len(self.ends) + sum(pieces.values()) > self.pool:
             preempted = self._preempt_youngest()
             if preempted is None:
                 break
             pieces.pop(preempted, None)
         rows, taken = len(self.ends), sum(pieces.values())
-        self.now += self.steps.step(rows, taken, self.context)
+        passes = len(pieces) + (rows > 0)
+        self.now += self.steps.step(rows, taken, self.context, passes)
         self.step += 1
         self.context += rows
         self.held += rows + taken
         self.promised += rows
         for request, piece in pieces.items():
             self.left[request] -= piece
-        while self.filling and self.left[self.filling[0]] == 0:
-            request = self.filling.popleft()
+            if self.left[request]:
+                continue
+            self.filling.remove(request)
             self.first[request] = min(self.first[request], self.now)
             self.context += self.prompts[request]
             heapq.heappush(self.ends, (self.step + self.outputs[request] - 1, request))
+
+    def _budget(self) -> int:
+        """Prompt tokens of the next step: as Scheduler._schedule and PrefillBudget.
+
+        What that learns of passes is taken for learnt: `left` seconds are what its tokens take, be
+        they whole prompts or, where these are longer, a piece of one.
+        """
+        rows, law, policy = len(self.ends), self.law, self.policy
+        room = policy.step_tokens - rows
+        if rows == 0:
+            return room
+        most = min(room, policy.prefill_tokens)
+        if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
+            return max(1, most)
+        decode_seconds = law.seconds(rows, 0, self.context)
+        full_seconds = law.seconds(policy.slots, 0, self.context)
+        left = max(
+            policy.step_seconds_target - decode_seconds,
+            PREFILL_SHARE * decode_seconds,
+            PREFILL_WORTH * (decode_seconds / rows - full_seconds / policy.slots),
+        )
+        piece = (left - law.pass_seconds) / law.prompt_token_seconds
+        tokens = int(min(left / self.token_seconds, piece))
+        return max(1, min(most, max(MIN_PREFILL_TOKENS, tokens)))
 
     def _pieces(self, budget: int) -> dict[int, int]:
         """Prompt tokens of the next step by request, from the oldest prompts on."""
@@ -259,21 +288,3 @@ def simulate(
             engine.decode_until(due[arrived] if arrived < count else math.inf)
         engine.finish()
     return Simulated(np.array(due), np.array(engine.first), np.array(engine.last), pairs[:, 1])
-
-
-def _budget(law: StepLaw, policy: Policy, rows: int, context: int) -> int:
-    """Prompt tokens of the next step: as Scheduler._rows and _prefill_budget."""
-    room = policy.step_tokens - rows
-    if rows == 0:
-        return room
-    most = min(room, policy.prefill_tokens)
-    if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
-        return max(1, most)
-    decode_seconds = law.seconds(rows, 0, context)
-    lost_seconds = decode_seconds / rows - law.seconds(policy.slots, 0, context) / policy.slots
-    left = max(
-        policy.step_seconds_target - decode_seconds,
-        PREFILL_SHARE * decode_seconds,
-        PREFILL_WORTH * lost_seconds,
-    )
-    return max(1, min(most, max(MIN_PREFILL_TOKENS, int(left / law.prompt_token_seconds))))

@@ -5,8 +5,9 @@
 
 Prompts of two lengths alone tell what prefill costs. Then bursts of streams that are sent at one
 moment and end one after the other: each tells a step's time at many numbers of decode rows (8, 6,
-5, 4, 3, 2), so that no number of rows has to be told from its neighbours. As many as the time pays
-for, the second burst to tell chance from cost. All is timed at the client. Where an endpoint does
+5, 4, 3, 2), so that no number of rows has to be told from its neighbours, and at its beginning what
+several prompts in one step cost. As many as the time pays for, the second burst to tell chance from
+cost. All is timed at the client. Where an endpoint does
 not say its slots, bursts of 2, 4, 8 ... find them. The prediction aims the search; it is kept
 beside the measured capacity with its error.
 """
@@ -172,7 +173,8 @@ class _Plan:
         records = self._ask(Burst(self._prompt, output_tokens))
         for one in observations_of_burst(records, self._bursts):
             self.found.append(one)
-            self._step_seconds[round(one.decode_rows)] = one.seconds
+            if not one.prefill_tokens:
+                self._step_seconds[round(one.decode_rows)] = one.seconds
         return records
 
     def _cost(self, ladder: tuple[int, ...], steps: int) -> float:

@@ -41,11 +41,12 @@ def observations_of(records: Sequence[RequestRecord], concurrency: int) -> list[
 def observations_of_burst(
     records: Sequence[RequestRecord], burst: int | None = None
 ) -> list[StepObservation]:
-    """From streams sent at one moment: one observation for each number of streams that decode.
+    """From streams sent at one moment: one observation for each number of streams that decode, and
+    one for each step with several prompts, or with prompts beside decode rows.
 
-    Only chunks after the last stream's first count, so that no prompt shares these steps. Streams
-    that end one after the other show fewer and fewer rows. None where the streams never all decoded
-    together. `burst`: the number that the observations get.
+    For the former only chunks after the last stream's first count, so that no prompt shares these
+    steps. Streams that end one after the other show fewer and fewer rows. None where the streams
+    never all decoded together. `burst`: the number that the observations get.
     """
     streams = [
         r for r in records if outcome(r) == "ok" and r.output_tokens and len(r.content_seconds) > 1
@@ -56,12 +57,51 @@ def observations_of_burst(
     ends = sorted({r.content_seconds[-1] for r in streams})
     if ends[0] <= start:
         return []
-    found = []
+    found = _with_prompts(streams)
     for begin, end in zip([start, *ends], ends, strict=False):
         decoding = [r for r in streams if r.content_seconds[-1] >= end]
         seen = _decoding_together(decoding, begin, end)
         if seen is not None:
-            found.append(msgspec.structs.replace(seen, burst=burst))
+            found.append(seen)
+    return [msgspec.structs.replace(one, burst=burst) for one in found]
+
+
+def _with_prompts(streams: Sequence[RequestRecord]) -> list[StepObservation]:
+    """Steps of several passes, by the moments at which streams had their first tokens.
+
+    Streams whose first tokens come less than half a decode step apart shared a step. Not known is
+    when a step began before which nobody decoded, but for the first, and where those that decode
+    had more than one token since the step before.
+    """
+    each = [typical_seconds(_steps(r.content_seconds, _tokens_per_chunk(r))) for r in streams]
+    apart = min(each) / 2
+    if max(map(_tokens_per_chunk, streams)) > 1 or apart <= 0:
+        return []
+    groups: list[list[RequestRecord]] = []
+    for r in sorted(streams, key=lambda one: one.content_seconds[0]):
+        if groups and r.content_seconds[0] - groups[-1][0].content_seconds[0] < apart:
+            groups[-1].append(r)
+        else:
+            groups.append([r])
+    found = []
+    begin = max(r.sent_seconds or 0.0 for r in groups[0])
+    before: list[RequestRecord] = []
+    for group in groups:
+        end = group[-1].content_seconds[0]
+        since = [[at for at in r.content_seconds if begin + apart < at] for r in before]
+        decoding = [r for r, stamps in zip(before, since, strict=True) if stamps]
+        alone = all(sum(at < end + apart for at in stamps) == 1 for stamps in since if stamps)
+        passes = len(group) + bool(decoding)
+        if passes > 1 and alone and bool(before) == bool(decoding):
+            tokens = sum((r.prompt_tokens or 0) - (r.cached_tokens or 0) for r in group)
+            context = sum(
+                (r.prompt_tokens or 0) + sum(at < begin + apart for at in r.content_seconds)
+                for r in decoding
+            )
+            seen = StepObservation(len(decoding), tokens, context, end - begin, passes=passes)
+            found.append(seen)
+        begin = end
+        before += group
     return found
 
 

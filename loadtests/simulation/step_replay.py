@@ -44,7 +44,7 @@ def residuals_of(observations: Iterable[StepObservation], law: StepLaw) -> Resid
     """Every step that was observed, over what the law says of it."""
     found: tuple[list[float], list[float], list[float]] = ([], [], [])
     for one in observations:
-        said = law.seconds(one.decode_rows, one.prefill_tokens, one.kv_tokens)
+        said = law.seconds(one.decode_rows, one.prefill_tokens, one.kv_tokens, one.passes)
         if said > 0:
             kind = _kind(one.decode_rows, one.prefill_tokens)
             found[kind].extend(seconds / said for seconds in one.steps or (one.seconds,))
@@ -65,9 +65,9 @@ class LawSteps:
     def __init__(self, law: StepLaw) -> None:
         self.law = law
 
-    def step(self, rows: int, prompt_tokens: int, context: float) -> float:
+    def step(self, rows: int, prompt_tokens: int, context: float, passes: int = 1) -> float:
         """Seconds of the next step."""
-        return self.law.seconds(rows, prompt_tokens, context)
+        return self.law.seconds(rows, prompt_tokens, context, passes)
 
     def stretch(self, rows: int, context: float, steps: int) -> float:
         """Seconds of the next `steps` steps that only decode."""
@@ -94,11 +94,11 @@ class ReplayedSteps(LawSteps):
         self._moments: list[list[float]] = [_before(each * np.arange(DRAWN)) for each in drawn]
         self._at = [0] * len(drawn)
 
-    def step(self, rows: int, prompt_tokens: int, context: float) -> float:
+    def step(self, rows: int, prompt_tokens: int, context: float, passes: int = 1) -> float:
         kind = _kind(rows, prompt_tokens)
         at = self._at[kind]
         self._at[kind] = (at + 1) % DRAWN
-        return self.law.seconds(rows, prompt_tokens, context) * self._ratios[kind][at]
+        return self.law.seconds(rows, prompt_tokens, context, passes) * self._ratios[kind][at]
 
     def stretch(self, rows: int, context: float, steps: int) -> float:
         kind = _kind(rows, 0)

@@ -8,6 +8,9 @@ Two forms, chosen by Akaike's criterion on relative errors:
     sum   t = base + rows(decode rows) + prompt * prompt tokens + kv * context tokens       (CPUs)
     max   t = base + max(weights + kv * context, row * decode rows + prompt * prompt tokens)  (GPUs)
 
+and pass * (passes - 1) in both: engines on CPUs compute each prompt of a step, and its decode rows
+together, in a pass of its own, which reads all weights.
+
 What decode rows cost is a staircase on CPUs (kernels take rows by fours: 3 cost what 4 do), so
 rows() is a table that never falls, measured at each number of rows that was observed, straight in
 between. Coefficients are seconds, never negative (non-negative least squares on relative errors,
@@ -47,6 +50,7 @@ class StepObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float  # typical: stalls left out
     steps: tuple[float, ...] = ()  # seconds of each step in turn, stalls among them
     burst: int | None = None  # of the calibration, 1..; None: a single-stream request
+    passes: float = 1.0  # prompts, and one for the decode rows where there are some
 
 
 class StepLaw(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +63,7 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_seconds: float = 0.0
     kv_token_seconds: float = 0.0
     weights_seconds: float = 0.0
+    pass_seconds: float = 0.0  # of each pass but the first
     unseen: tuple[str, ...] = ()
     error: float | None = None  # relative, of what was left out of the fit; None: not known
 
@@ -74,13 +79,14 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True):
         right, high = knots[after]
         return low + (high - low) * (decode_rows - left) / (right - left)
 
-    def seconds(self, decode_rows: float, prefill_tokens: float, kv_tokens: float) -> float:
+    def seconds(
+        self, decode_rows: float, prefill_tokens: float, kv_tokens: float, passes: float = 1.0
+    ) -> float:
         """Of one step."""
         compute = self.rows_seconds(decode_rows) + self.prompt_token_seconds * prefill_tokens
         memory = self.weights_seconds + self.kv_token_seconds * kv_tokens
-        if self.form == "sum":
-            return self.base_seconds + (compute + memory)
-        return self.base_seconds + max(compute, memory)
+        base = self.base_seconds + self.pass_seconds * (passes - 1.0)
+        return base + (compute + memory if self.form == "sum" else max(compute, memory))
 
     def slower(self, factor: float) -> StepLaw:
         """The law of a machine whose steps all take `factor` times as long."""
@@ -127,16 +133,16 @@ def fit(observations: Sequence[StepObservation]) -> StepLaw:
             f"at least {LEAST_OBSERVATIONS} are needed"
         )
     table = np.array(
-        [(o.decode_rows, o.prefill_tokens, o.kv_tokens, o.seconds) for o in observations],
+        [(o.decode_rows, o.prefill_tokens, o.kv_tokens, o.passes, o.seconds) for o in observations],
         dtype=np.float64,
     )
-    if not np.all(np.isfinite(table)) or np.any(table[:, 3] <= 0) or np.any(table < 0):
+    if not np.all(np.isfinite(table)) or np.any(table[:, 4] <= 0) or np.any(table < 0):
         raise LoadError("step observations must have times above 0 and counts of 0 or more")
     names = ("decode_rows", "prefill_tokens", "kv_tokens")
     unseen = tuple(name for column, name in enumerate(names) if np.ptp(table[:, column]) == 0)
     by_sum, by_max = _fit_sum(table), _fit_max(table)
-    parameters = 4 + max(0, len(by_sum.rows) - 1)
-    is_sum = _score(by_sum, table, parameters) <= _score(by_max, table, 5)
+    parameters = 5 + max(0, len(by_sum.rows) - 1)
+    is_sum = _score(by_sum, table, parameters) <= _score(by_max, table, 6)
     error = _left_out_error(observations, table, _fit_sum if is_sum else _fit_max)
     best = by_sum if is_sum else by_max
     return msgspec.structs.replace(best, unseen=unseen, error=error)
@@ -171,13 +177,17 @@ def _fit_sum(table: Array) -> StepLaw:
     seen = np.unique(table[:, 0])
     knots = seen[seen > 0]
     rows = table[:, :1] if len(knots) < 2 else (table[:, :1] >= knots).astype(np.float64)
-    features = np.column_stack([np.ones(len(table)), rows, table[:, 1:3]])
+    features = np.column_stack([np.ones(len(table)), rows, table[:, 1:3], table[:, 3] - 1.0])
     never_varies = np.ptp(features, axis=0) == 0  # its cost cannot be told from the base's
     never_varies[0] = False
     features[:, never_varies] = 0.0
-    base, *costs, prompt, kv = _robust_nnls(features, table[:, 3])
+    base, *costs, prompt, kv, each_pass = _robust_nnls(features, table[:, 4])
     law = StepLaw(
-        base_seconds=base, row_seconds=costs[0], prompt_token_seconds=prompt, kv_token_seconds=kv
+        base_seconds=base,
+        row_seconds=costs[0],
+        prompt_token_seconds=prompt,
+        kv_token_seconds=kv,
+        pass_seconds=each_pass,
     )
     if len(knots) < 2:
         return law
@@ -189,7 +199,7 @@ def _fit_sum(table: Array) -> StepLaw:
 
 def _fit_max(table: Array) -> StepLaw:
     """Say of each observation which side binds, fit both, look again: from two starts."""
-    rows, prefill, kv, seconds = table.T
+    rows, prefill, kv, passes, seconds = table.T
     ones = np.ones(len(table))
     laws: list[StepLaw] = []
     for compute_bound in (prefill > 0, seconds > np.median(seconds)):
@@ -197,7 +207,9 @@ def _fit_max(table: Array) -> StepLaw:
             compute = compute_bound.astype(np.float64)
             memory = 1.0 - compute
             c = _robust_nnls(
-                np.column_stack([ones, compute * rows, compute * prefill, memory * kv, memory]),
+                np.column_stack(
+                    [ones, compute * rows, compute * prefill, memory * kv, memory, passes - 1.0]
+                ),
                 seconds,
             )
             laws.append(
@@ -208,13 +220,14 @@ def _fit_max(table: Array) -> StepLaw:
                     prompt_token_seconds=c[2],
                     kv_token_seconds=c[3],
                     weights_seconds=c[4],
+                    pass_seconds=c[5],
                 )
             )
             now = c[1] * rows + c[2] * prefill > c[4] + c[3] * kv
             if np.array_equal(now, compute_bound):
                 break
             compute_bound = now
-    return min(laws, key=lambda law: _score(law, table, 5))
+    return min(laws, key=lambda law: _score(law, table, 6))
 
 
 def _robust_nnls(features: Array, seconds: Array) -> tuple[float, ...]:

@@ -62,7 +62,11 @@ def phases_of(run: RunNumbers) -> list[Phase]:
 
 def _phases(run: RunNumbers, cell: CellNumbers) -> Iterator[Phase]:
     peaks = peaks_of(run, cell)
-    prompts = [one for one in cell.observations if not one.decode_rows and one.prefill_tokens]
+    prompts = [
+        one
+        for one in cell.observations
+        if not one.decode_rows and one.prefill_tokens and one.passes == 1
+    ]
     longest = max((one.prefill_tokens for one in prompts), default=0.0)
     # The longest prompts: of short ones most time is not arithmetic.
     yield from _phase(

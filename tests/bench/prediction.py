@@ -134,7 +134,7 @@ def predicted(world: World, seed: int, seconds: float) -> dict[str, float | None
     module = server_module()
     skewed = module.Skewed(seed)
 
-    def step_seconds(rows: int, prompt_tokens: int, context: int) -> float:
+    def step_seconds(rows: int, prompt_tokens: int, context: int, passes: int = 1) -> float:
         return float(world.seconds(rows, prompt_tokens) * skewed())
 
     server = module.Server(step_seconds, SLOTS)

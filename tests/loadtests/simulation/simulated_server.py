@@ -14,7 +14,8 @@ from loadtests.records.schema import RequestRecord
 PREFILL_TOKENS = 256  # of one step while someone decodes
 STEP_TOKENS = 2048
 
-StepSeconds = Callable[[int, int, int], float]  # decode rows, prompt tokens, context -> seconds
+# decode rows, prompt tokens, context, passes -> seconds
+StepSeconds = Callable[[int, int, int, int], float]
 
 
 def staircase(rows: int) -> int:
@@ -45,15 +46,16 @@ class Server:
                 running.append(waiting.pop(0))
             decoding = [i for i in running if left[i] == 0]
             room = PREFILL_TOKENS if decoding else STEP_TOKENS
-            taken, filled = 0, []
+            taken, filled, passes = 0, [], int(bool(decoding))
             for i in (i for i in running if left[i] > 0):
                 piece = min(left[i], room - taken)
                 left[i] -= piece
                 taken += piece
+                passes += piece > 0
                 if left[i] == 0:
                     filled.append(i)
             context = sum(prompt_tokens + len(stamps[i]) for i in decoding)
-            self.now += self.steps(len(decoding), taken, context)
+            self.now += self.steps(len(decoding), taken, context, passes)
             for i in decoding + filled:
                 stamps[i].append(self.now - sent)
                 if len(stamps[i]) == output_tokens[i]:

@@ -2,6 +2,7 @@
 the time-box kept.
 """
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -40,6 +41,7 @@ STAIRS = StepLaw(
     rows=tuple((rows, 0.0063 * staircase(rows)) for rows in range(1, 9)),
     prompt_token_seconds=0.0033,
 )
+CALLS = msgspec.structs.replace(STAIRS, base_seconds=0.012, pass_seconds=0.012)
 WORKLOAD = Workload(preset="chat", max_prompt_tokens=256, max_output_tokens=48)
 CHAT = Slo("chat", 2.0, 0.1, target=0.9)
 
@@ -147,13 +149,15 @@ def test_equal_lengths_get_a_sweep_of_prompts() -> None:
 
 def test_only_steps_in_which_the_same_streams_decode_are_counted() -> None:
     engine = Engine(LAW, 4)
-    (seen,) = observations_of_burst(engine(Burst(32, (20,) * 4)))
+    first, seen = observations_of_burst(engine(Burst(32, (20,) * 4)))
+    assert (first.passes, first.prefill_tokens, first.decode_rows) == (4, 128, 0)
+    assert first.seconds == pytest.approx(LAW.seconds(0, 128, 0, 4), rel=0.01)
     assert seen.decode_rows == 4 and seen.prefill_tokens == 0
     assert seen.seconds == pytest.approx(LAW.seconds(4, 0, seen.kv_tokens), rel=0.01)
     assert len(seen.steps) == pytest.approx(18, abs=1)
     fewer = observations_of_burst(engine(Burst(32, (30, 30, 20, 12))), 7)
-    assert [(one.decode_rows, one.burst) for one in fewer] == [(4, 7), (3, 7), (2, 7)]
-    for one in fewer:
+    assert [(one.decode_rows, one.burst) for one in fewer] == [(0, 7), (4, 7), (3, 7), (2, 7)]
+    for one in fewer[1:]:
         assert one.seconds == pytest.approx(
             LAW.seconds(one.decode_rows, 0, one.kv_tokens), rel=0.01
         )
@@ -217,3 +221,26 @@ def test_a_prediction_is_held_against_the_interval_that_was_measured() -> None:
     assert prediction_ratio(None, found) is None
     unknown = Capacity(status=CapacityStatus.ALONE_ONLY, high=2.0, reason="x")
     assert prediction_ratio(1.0, unknown) is None
+
+
+def test_what_a_pass_for_each_prompt_costs_is_told_by_the_beginning_of_a_burst() -> None:
+    """Eight prompts in a step of an engine that computes each in a call of its own."""
+    engine = Engine(CALLS, 8)
+    alone = single_stream(engine, WORKLOAD)
+    seen, _ = calibrate(engine, alone, WORKLOAD, 8, 1e9, lambda: engine.now)
+    first = next(one for one in seen if one.passes > 1)
+    assert (first.passes, first.prefill_tokens, first.decode_rows) == (8, 128, 0)
+    law = fit([*observations_of(alone, 1), *seen])
+    assert law.pass_seconds == pytest.approx(CALLS.pass_seconds, rel=0.05)
+    for counts in ((0, 288, 0, 8), (6, 36, 300, 2), (8, 0, 400, 1)):
+        assert law.seconds(*counts) == pytest.approx(CALLS.seconds(*counts), rel=0.03), counts
+    blind = fit([one for one in [*observations_of(alone, 1), *seen] if one.passes == 1])
+    assert blind.seconds(0, 288, 0, 8) < 0.95 * CALLS.seconds(0, 288, 0, 8)
+
+
+def test_one_call_for_all_prompts_costs_no_pass() -> None:
+    engine = Engine(LAW, 8)
+    alone = single_stream(engine, WORKLOAD)
+    seen, _ = calibrate(engine, alone, WORKLOAD, 8, 1e9, lambda: engine.now)
+    law = fit([*observations_of(alone, 1), *seen])
+    assert law.pass_seconds < 0.02 * law.base_seconds
