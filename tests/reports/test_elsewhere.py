@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 from crossover import app
 from loadtests.calibrate.machine_file import write_machine_file
 from reports.errors import ReportError
+from reports.render.markdown import markdown
+from reports.render.page import page
+from reports.write import Asked, read, write
 from tests.loadtests.calibrate.machine_files import machine_file
 from tests.reports.example_run import RUNGS, write_example_run
 
@@ -37,9 +40,9 @@ def test_every_model_has_a_capacity_there_or_the_reason_why_not(
     }
     (run / "manifest.json").write_text(json.dumps(manifest))
     out = tmp_path / "out"
-    given = ["report", run, "--out", out, "--format", "md,html,csv", "--machine", machine]
-    done = CliRunner().invoke(app, [str(one) for one in given])
-    assert done.exit_code == 0, done.exception
+    asked = Asked(("csv",), machines=(machine,), predicts=False)
+    found = read([run], asked)
+    write(found, out, asked)
     with (out / "machines.csv").open() as file:
         small, big = csv.DictReader(file)
     assert small["machine"] == "Test CPU, 2 cores" and small["kind"] == "calibrated"
@@ -49,9 +52,12 @@ def test_every_model_has_a_capacity_there_or_the_reason_why_not(
     assert 0 < low < estimate < high
     # 3B: 3.2e9 x 0.1 ns = 0.32 s a token, above the SLO's 0.1.
     assert float(big["estimate_per_second_predicted"]) == 0.0 and "at no rate" in big["reason"]
-    for name in ("report.md", "index.html"):
-        text = (out / name).read_text()
-        assert "Other machines" in text and "Test CPU, 2 cores" in text, name
+    texts = (
+        markdown(found.run, found.crossover, (), {}),
+        page(found.run, found.crossover, ()),
+    )
+    for text in texts:
+        assert "Other machines" in text and "Test CPU, 2 cores" in text
 
 
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from reports.plan.options import CERTAIN
 from reports.plan.sizing import Pool
 from reports.plan.sources import candidates_of, considered
 from reports.planning.machine_capacity import LLAMA_CPP_FIXED_BYTES, LLAMA_CPP_WEIGHT_SHARE
+from reports.render.markdown import markdown
+from reports.render.page import page
 from reports.run import read_run
-from reports.write import Asked, write_report
+from reports.write import Asked, as_json, read
 from tests.loadtests.calibrate.machine_files import machine_file
 from tests.reports.example_run import RUNGS, SLO, SLOTS, write_example_run
 
@@ -115,7 +117,9 @@ WORKLOAD = {"prompt_tokens": 160, "output_tokens": 40}
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example run, with the step law of its calibration on record."""
-    folder = write_example_run(tmp_path_factory.mktemp("runs") / "measured")
+    folder = write_example_run(
+        tmp_path_factory.mktemp("runs") / "measured", {"llama-3.2-1b": RUNGS["llama-3.2-1b"]}
+    )
     journal = folder / "events.jsonl"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     law, _ = RUNGS["llama-3.2-1b"]
@@ -186,13 +190,16 @@ def test_a_verdict_of_no_rate_counts_for_slos_as_tight_and_for_no_looser_one(
 def test_the_report_has_a_section_of_the_plan(measured: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(
-        'model = "1b"\nrequests = 500\ndevices = ["NVIDIA L4"]\nslo = "reading"\n'
+        'model = "1b"\nrequests = 500\ndevices = []\nslo = "reading"\n'
         "[forecast]\npeak_rate = 0.01\n"
         "[workload]\nprompt_tokens = 160\noutput_tokens = 40\n"
     )
-    write_report([measured], tmp_path / "out", Asked(("html", "md"), plan=plan, predicts=False))
-    page = (tmp_path / "out" / "index.html").read_text()
-    assert '<section id="plan">' in page and 'href="#plan"' in page
-    assert "AMD EPYC 7B13 as it is suffices" in page
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "## Plan" in text and "| AMD EPYC 7B13, as it is | measured |" in text
+    found = read([measured], Asked((), plan=plan, predicts=False))
+    text = page(found.run, found.crossover, (), found.plan)
+    assert '<section id="plan">' in text and 'href="#plan"' in text
+    assert "AMD EPYC 7B13 as it is suffices" in text
+    lines = markdown(found.run, found.crossover, (), {}, found.plan)
+    assert "## Plan" in lines and "| AMD EPYC 7B13, as it is | measured |" in lines
+    told = json.loads(as_json(found))["plan"]
+    assert told["options"][0]["machine"] == "AMD EPYC 7B13"
+    assert told["sentence"].startswith("AMD EPYC 7B13 as it is suffices")
