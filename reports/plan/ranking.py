@@ -321,6 +321,8 @@ def _to_measure(found: Sequence[Option], candidates: Sequence[Candidate]) -> lis
         fast = one.dollars_per_month_if_fast
         if one.machine_kind == "measured" or fast is None:
             continue
+        if one.kind == "mixed":  # its base may be what is faster; each counts by itself
+            continue
         saved = None if sure is None else sure - fast
         if saved is not None and saved <= 0.01 * (sure or 0.0):
             continue

@@ -213,7 +213,7 @@ def _answer(found: Answer) -> str:
     cost = f"{_money(found.dollars_per_month)} a month"
     if found.kind == "as it is":
         if found.dollars_per_month is None:
-            cost = ENERGY_UNKNOWN
+            return f"{found.machine} as it is suffices; {ENERGY_UNKNOWN}"
         return f"{found.machine} as it is suffices ({cost})"
     if found.kind == "mixed":
         return f"{found.base} with {found.machine} above it is the cheapest ({cost})"

@@ -79,6 +79,13 @@ def test_what_could_save_most_is_measured_first_and_nothing_that_is_measured() -
     assert any("campaign against an hour of vague" in note for note in words.notes(made))
 
 
+def test_what_a_faster_base_would_save_is_not_put_down_to_the_machine_above_it() -> None:
+    base = laptop(kind="calibrated", errors=Errors(step=0.4))
+    made = plan(office(0.8), [base, gpu(errors=Errors())])
+    assert made.answer is not None and (made.answer.kind, made.answer.machine) == ("mixed", "GPU")
+    assert [one.machine for one in made.to_measure] == ["laptop"]
+
+
 @pytest.mark.parametrize(
     ("rate", "candidates", "said"),
     [
