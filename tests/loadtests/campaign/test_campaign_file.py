@@ -430,6 +430,7 @@ def test_workloads_and_slos_are_axes() -> None:
         ("[workloads.a]\npresent = 'code'", r"unknown field `present`.*known here: preset"),
         ("hardware = [{ memory_gib = 0 }]", "memory_gib must be above 0, got 0"),
         ("hardware = [{ threads = -1 }]", "threads must be above 0, got -1"),
+        ("[load]\nworkers = 0", r"workers must be above 0, got 0 - at `\$.load.workers`"),
         ("search = { rates = [1.0, 0.0] }", "rates must all be above 0, got 0.0"),
         (
             "search = { rates = [1.0], rate_seconds = [5.0, 5.0] }",

@@ -62,3 +62,20 @@ def test_the_last_requests_of_a_level_do_not_end_in_an_empty_server(
     assert level.finished.failed == 0 and level.finished.gave_up > 5
     inside = [record for record in counted if record.due_seconds >= level.started.warmup_seconds]
     assert level.finished.window_due == len(inside) == level.finished.good
+
+
+def test_several_load_generators_share_a_campaigns_levels(
+    truth_server: Start, tmp_path: Path
+) -> None:
+    url = truth_server(ttft=0.02, case="workers")
+    plan = parse_campaign(
+        'name = "workers"\nworkload = { prompt_tokens = 16, output_tokens = 4 }\n'
+        f'[load]\nworkers = 2\n[slo]\npreset = "chat"\n[target]\nurl = "{url}"\n'
+        "[search]\nrates = [30.0]\nrate_seconds = [1.0]\nsingle_stream_requests = 1\n"
+    )
+    folder = run(plan, tmp_path, Progress(StringIO()), beside_others=True)
+    check_folder(folder)
+    alone, level = read_records(folder).levels()
+    assert alone.finished.workers == [] and len(level.finished.workers) == 2
+    assert all(record.index % 2 == record.worker for record in level.requests)
+    assert sum(one.due for one in level.finished.workers) == level.finished.due
