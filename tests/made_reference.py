@@ -143,7 +143,11 @@ def _result(one: Result) -> str:
     tpot = formatting.seconds(one.tpot_seconds)
     tokens = one.output_tokens_per_second
     most = f", most {tokens:.3g} output tokens/s" if tokens else ""
-    small = f"{engine_of(one)}, TPOT alone {tpot}{most}; {one.created}"
+    found, interval = one.capacity, ""
+    if found is not None and found.low is not None and found.high:
+        low, high = (formatting.significant(rate, 2) for rate in (found.low, found.high))
+        interval = f"capacity {low} to {high} requests/s, "
+    small = f"{interval}{engine_of(one)}, TPOT alone {tpot}{most}; {one.created}"
     return (
         f'<p data-engine="{html.escape(engine_of(one))}" data-model="{html.escape(one.model)}">'
         f'<a href="{html.escape(one.run)}/index.html">{html.escape(words)}</a><br>'
