@@ -8,17 +8,19 @@
 SHELL = /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
+SCALE_VENV ?= .venv-scale
 PIP_FLAGS ?=
 RUNS ?= runs
 IMAGE_BASE ?= localhost/debian:12-slim
 DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo test clients lint types env bench images test-images lint-images docs release-check clean help
+.PHONY: demo test scale-test clients lint types env bench images test-images lint-images docs release-check clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
 	@echo "make test   the tests (some 7 minutes on 2 cores)"
+	@echo "make scale-test  serving and campaigns on a Ray of two nodes, in an environment of its own (installs 600 MB)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make images test-images  the images of docker/, built with buildah and run with podman (Debian packages; says what is missing)"
 	@echo "make lint-images  hadolint, shellcheck, the schemas of compose and Kubernetes, for docker/"
@@ -37,6 +39,11 @@ test: $(STAMP)
 	@echo "== two at a time; then, alone, what holds a measured time to a bound"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not clock"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
+
+scale-test:
+	test -x $(SCALE_VENV)/bin/python || $(PYTHON) -m venv $(SCALE_VENV)
+	$(SCALE_VENV)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[scale,load]' pytest pytest-timeout pytest-xdist
+	$(SCALE_VENV)/bin/python -m pytest tests/scale -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 
 clients: $(STAMP)
 	tests/end_to_end/clients/install.sh

@@ -14,6 +14,7 @@ import typer
 
 from loadtests.errors import Incomplete, LoadError
 from loadtests.generator.options import CommandOptions, check_machines, command_options
+from loadtests.ray.option import On
 from serving.bounds import spans, unbounded
 
 Beside = Annotated[
@@ -66,6 +67,7 @@ def run_campaign(
     ] = None,
     trust: Trust = None,
     beside_others: Beside = False,
+    on: On = None,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
 
@@ -74,9 +76,11 @@ def run_campaign(
     A run that was killed goes on by `crossover campaign resume FOLDER`; nothing is measured twice.
     """
     from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
+    from loadtests.ray.asked import is_on_ray
 
     plan = read_campaign(file or DEMO, budget_seconds=budget)
     check_trust(plan, trust or ())
+    elsewhere = is_on_ray(on, plan, dry_run)
     if dry_run:
         from loadtests.terminal.dry_run import show_plan
 
@@ -86,9 +90,15 @@ def run_campaign(
     from loadtests.campaign.runner import run
 
     with Progress() as progress:
-        folder = run(plan, out, progress, beside_others=beside_others)
-    show(folder)
-    typer.echo(f"\nThe report: crossover report {folder}")
+        if elsewhere:
+            from loadtests.ray.campaign import run_on_ray
+
+            folders = run_on_ray(plan, out, progress, trusted=trust or (), beside=beside_others)
+        else:
+            folders = [run(plan, out, progress, beside_others=beside_others)]
+    for folder in folders:
+        show(folder)
+    typer.echo(f"\nThe report: crossover report {' '.join(map(str, folders))}")
 
 
 @campaign.command("resume")
@@ -96,6 +106,7 @@ def resume_campaign(
     folder: Folder,
     trust: Trust = None,
     beside_others: Beside = False,
+    on: On = None,
 ) -> None:
     """Go on with a run that was stopped or killed.
 
@@ -103,9 +114,15 @@ def resume_campaign(
     """
     from loadtests.campaign.progress import Progress
     from loadtests.campaign.runner import resume
+    from loadtests.ray.asked import is_on_ray
 
     with Progress() as progress:
-        resume(folder, progress, trusted=trust or (), beside_others=beside_others)
+        if is_on_ray(on):
+            from loadtests.ray.campaign import resume_on_ray
+
+            resume_on_ray(folder, progress, trusted=trust or (), beside=beside_others)
+        else:
+            resume(folder, progress, trusted=trust or (), beside_others=beside_others)
     show(folder)
     typer.echo(f"\nThe report: crossover report {folder}")
 

@@ -39,6 +39,7 @@ CONVERTERS = {
     "onnx": "models.convert.onnx:make_onnx",
 }
 SPARE_DISK_BYTES = 256 << 20
+CACHE_VARIABLE = "CROSSOVER_CACHE"
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -72,7 +73,7 @@ def cache_dir(override: str | Path | None = None) -> Path:
     """`override`, else $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or ~/.cache/crossover."""
     if override is not None:
         return Path(override).expanduser().absolute()
-    if own := os.environ.get("CROSSOVER_CACHE"):
+    if own := os.environ.get(CACHE_VARIABLE):
         return Path(own).expanduser().absolute()
     home = os.environ.get("XDG_CACHE_HOME")
     is_set = home is not None and Path(home).is_absolute()

@@ -29,12 +29,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "serving": (
         *("errors", "bounds", "hardware", "sampling", "backends", "placement", "engine"),
-        *("supervisor", "metrics", "registry", "http", "cli", "__main__"),
+        *("supervisor", "metrics", "registry", "http", "ray", "cli", "__main__"),
     ),
     "loadtests": (
         *("errors", "records", "workload", "metrics", "capacity", "simulation", "host"),
-        *("generator", "locustfile", "campaign", "calibrate", "comparison", "selftest"),
-        *("terminal", "cli", "compare_cli"),
+        *("generator", "locustfile", "campaign", "ray", "calibrate", "comparison"),
+        *("selftest", "terminal", "cli", "compare_cli"),
     ),
     "reports": (
         *("errors", "numbers", "prediction", "planning", "warnings", "steps", "run", "merge"),
@@ -57,6 +57,7 @@ DEFERRED_OUTSIDE = frozenset(
         *("onnxruntime_genai", "gguf", "huggingface_hub", "tokenizers"),
         *("safetensors", "llguidance", "pynvml", "opentelemetry", "uvicorn", "locust", "gevent"),
         *("geventhttpclient", "altair", "vl_convert", "scipy", "typer", "rich", "pyarrow"),
+        "ray",
     }
 )
 # Of our own modules, only these may be imported inside functions: the adapters of an optional
@@ -64,10 +65,8 @@ DEFERRED_OUTSIDE = frozenset(
 # importer -> the modules it may import inside functions; "*": any, for verbs.
 DEFERRED_OURS: dict[str, frozenset[str]] = {
     "loadtests.cli": frozenset({"*"}),
-    "loadtests.compare_cli": frozenset({"*"}),
-    "reports.cli": frozenset({"reports.charts.figure", "reports.write"}),
-    "reports.write": frozenset({"reports.charts.figures", "reports.render.page"}),  # altair
-    "serving.cli.serve": frozenset({"serving.cli.launch", "serving.cli.doctor"}),
+        *("generator", "locustfile", "campaign", "ray", "calibrate", "comparison"),
+        *("selftest", "terminal", "cli", "compare_cli"),
 }
 
 

@@ -194,6 +194,16 @@ def check_trust(plan: Plan, trusted: Sequence[str]) -> None:
             raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
 
 
+def check_one_machine(plan: Plan) -> None:
+    """Raises BadCampaign where a cell asks for a machine: there is this one alone."""
+    for cell in plan.cells:
+        if cell.hardware.accelerator is not None:
+            raise BadCampaign(
+                f"hardware {cell.hardware.name!r} asks for accelerator "
+                f"{cell.hardware.accelerator!r}: only --on ray chooses among machines"
+            )
+
+
 def slo_of(spec: str | SloSpec) -> Slo:
     """The SLO of a preset, changed or not, or of own limits. Raises BadCampaign."""
     if isinstance(spec, str):

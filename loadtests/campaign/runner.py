@@ -124,12 +124,7 @@ def resume(
             return folder
         facts = world.facts()
         _check_machine(opened, facts)
-        last = opened.events[-1] if opened.events else None
-        _close_open_level(opened, "the runner ended within it")
-        if not (isinstance(last, Interrupted) and last.cell is None):
-            kind = last.kind if last is not None else None
-            opened.event(Interrupted(reason="the runner was killed", last_event=kind))
-        opened.event(RunResumed(dropped_bytes=dropped))
+        note_resumed(opened, dropped)
         sitting = _Sitting(opened, campaign, cells, facts, progress, world)
         done = sum(state.is_done for state in sitting.states)
         progress.say(
@@ -143,6 +138,16 @@ def resume(
             progress.say(f"left out, broken lines of {name}: {len(lines)}", style="yellow")
         sitting.go()
     return folder
+
+
+def note_resumed(opened: RunFolder, dropped_bytes: dict[str, int]) -> None:
+    """Writes that a run goes on, and how it had ended. `dropped_bytes`: cut-off last lines."""
+    last = opened.events[-1] if opened.events else None
+    _close_open_level(opened, "the runner ended within it")
+    if not (isinstance(last, Interrupted) and last.cell is None):
+        kind = last.kind if last is not None else None
+        opened.event(Interrupted(reason="the runner was killed", last_event=kind))
+    opened.event(RunResumed(dropped_bytes=dropped_bytes))
 
 
 def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[Any]:

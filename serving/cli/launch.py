@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from models.cli import parse_bytes
 from serving.cli.announce import announce
 from serving.cli.console import Narrator
 from serving.cli.files import check_files, keys_of, new_admin_key, readable_by_others
-from serving.hardware.gpu import find_gpus
 from serving.http.admin import ROUTES as ADMIN_ROUTES
 from serving.http.app import App, app_of
 from serving.http.auth import Key, LocalNames, only_key
@@ -43,16 +43,13 @@ from serving.http.limits import Limits
 from serving.http.tracing import make_tracer
 from serving.http.wire.cors import Cors, origins_of
 from serving.metrics import ServerMetrics, watch_loop
-from serving.placement.decision import Placement
-from serving.placement.plan import explain, has_room_again
+from serving.placement.plan import explain
 from serving.registry.model import ModelRouter
 from serving.registry.options import ModelOptions, ServeOptions, models_of, shared_of
 from serving.registry.prepare import Machine, Prepared, prepare
 from serving.registry.registry import Registry
 from serving.registry.room import RegistryLimits
-from serving.supervisor.admission import QueueBounds
-from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.supervisor import Supervisor
+from serving.registry.supervised import supervisor_of
 from serving.supervisor.tasks import Background
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -69,32 +66,32 @@ class Listening(NamedTuple):
     origins: tuple[str, ...] = ()  # of pages that may read the answers
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is served. `announce` tells of it, and returns why nothing can ever be served.
+
+    `stop(drain, seconds)` returns how many requests were cut off.
+    """
+
+    what: str
+    start: Callable[[], Awaitable[None]]
+    announce: Callable[[str], Coroutine[Any, Any, str]]
+    stop: Callable[[bool, float], Awaitable[int]]
+    in_flight: Callable[[], int]
+
+
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
     requests were cut off."""
-    out = sys.stderr or open(os.devnull, "w")  # None where it was closed
-    narrator = Narrator(out, as_json=options.log_format == "json")
-    check_files(options)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
-    narrator.take_logging(options.log_requests)
+    narrator = begin(options)
     api_keys, admin_key = keys_of(options)
-    limits = _limits(options, narrator)
+    limits = limits_of(options, narrator)
     memory_limit = None
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
-    origins = origins_of(options.allowed_origins) if options.allowed_origins is not None else ()
     models = models_of(options)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(listen(options.host, options.port))
-        if not api_keys and not is_loopback(listener):
-            narrator.say(
-                f"WARNING: --host {options.host} opens this server to everybody who can reach this "
-                "machine, since it has no key; --api-key-env or --api-key-file gives it one"
-            )
-        if os.geteuid() == 0 and not is_loopback(listener):
-            narrator.say("WARNING: it runs as root; a user of its own could lose less")
-        for what in readable_by_others(options):
-            narrator.say(f"WARNING: {what} can be read by other users: chmod 600")
+        listener = stack.enter_context(opened(options, api_keys, narrator))
         admin = None
         if options.admin_port is not None:
             admin = stack.enter_context(listen("127.0.0.1", options.admin_port))
@@ -109,7 +106,9 @@ def launch(options: ServeOptions) -> int:
         registry = Registry(
             ModelRouter(ServerMetrics()),
             machine,
-            lambda one, placed: _supervisor(options, one, placed, narrator),
+            lambda one, placed: supervisor_of(
+                options, one, placed, narrator.event, narrator.output
+            ),
             RegistryLimits(
                 memory_limit,
                 options.max_loaded_models,
@@ -122,13 +121,55 @@ def launch(options: ServeOptions) -> int:
             registry.add(one)
         narrator.on_lost = registry.router.metrics.lost_lines.inc
         app = _app(options, registry.router, limits, (api_keys, admin_key))
-        local = not api_keys and is_loopback(listener)
-        served = [
-            Listening(*(app, listener, options.tls_certificate, options.tls_key), local, origins)
-        ]
+        served = [endpoint(options, app, listener, api_keys)]
         if admin is not None:
             served.append(_admin(admin, app, admin_key, narrator))
-        return _run(_serve(options, registry, served, narrator))
+        count = len(prepared)
+        work = Work(
+            what="the model" if count == 1 else f"{count} models",
+            start=registry.start,
+            announce=lambda url: announce(registry, url, options.ready_file, narrator),
+            stop=registry.stop,
+            in_flight=lambda: registry.in_flight,
+        )
+        return run(serve(options, work, served, narrator))
+
+
+def begin(options: ServeOptions) -> Narrator:
+    """Who tells what happens, once the files that the options name are known to be usable.
+
+    Raises ServingError.
+    """
+    out = sys.stderr or open(os.devnull, "w")  # None where it was closed
+    narrator = Narrator(out, as_json=options.log_format == "json")
+    check_files(options)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
+    narrator.take_logging(options.log_requests)
+    return narrator
+
+
+def opened(options: ServeOptions, keys: Sequence[Key], narrator: Narrator) -> socket.socket:
+    """The bound port, and warnings where it is open to more than it should be."""
+    listener = listen(options.host, options.port)
+    if not keys and not is_loopback(listener):
+        narrator.say(
+            f"WARNING: --host {options.host} opens this server to everybody who can reach this "
+            "machine, since it has no key; --api-key-env or --api-key-file gives it one"
+        )
+    if os.geteuid() == 0 and not is_loopback(listener):
+        narrator.say("WARNING: it runs as root; a user of its own could lose less")
+    for what in readable_by_others(options):
+        narrator.say(f"WARNING: {what} can be read by other users: chmod 600")
+    return listener
+
+
+def endpoint(
+    options: ServeOptions, app: App, port: socket.socket, keys: Sequence[Key]
+) -> Listening:
+    """The application on its port, with the options' certificate and origins."""
+    origins = origins_of(options.allowed_origins) if options.allowed_origins is not None else ()
+    local = not keys and is_loopback(port)
+    return Listening(*(app, port, options.tls_certificate, options.tls_key), local, origins)
 
 
 def _prepared(
@@ -173,7 +214,7 @@ def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -
     return Listening(routes, port, local_names=True)
 
 
-def _limits(options: ServeOptions, narrator: Narrator) -> Limits:
+def limits_of(options: ServeOptions, narrator: Narrator) -> Limits:
     """The limits of requests and connections; fewer connections where the system allows fewer."""
     body_bytes = None
     if options.max_body is not None:
@@ -193,25 +234,6 @@ def _limits(options: ServeOptions, narrator: Narrator) -> Limits:
             "the hard limit of open files (ulimit -Hn) allows no more"
         )
     return msgspec.structs.replace(limits, connections=connections)
-
-
-def _supervisor(
-    options: ServeOptions, prepared: Prepared, placed: Callable[[], Placement], narrator: Narrator
-) -> Supervisor:
-    """The supervisor of one model, not started."""
-    return Supervisor(
-        prepared.configs,
-        bounds=QueueBounds(
-            waiting_requests=options.max_waiting,
-            wait_seconds=options.max_wait_seconds,
-            ttft_seconds=options.ttft_slo_seconds,
-        ),
-        limits=RecoveryLimits(health_timeout_seconds=options.health_timeout_seconds),
-        standby=prepared.model.standby == "warm",
-        preferred_usable=_preferred_usable(placed),
-        on_event=narrator.event,
-        on_output=narrator.output,
-    )
 
 
 def _server(served: Listening, app: App) -> uvicorn.Server:
@@ -239,9 +261,10 @@ async def _serve_all(servers: list[uvicorn.Server], ports: list[socket.socket]) 
     await asyncio.gather(*(server.serve(sockets=[port]) for server, port in pairs))
 
 
-async def _serve(
-    options: ServeOptions, registry: Registry, served: list[Listening], narrator: Narrator
+async def serve(
+    options: ServeOptions, work: Work, served: list[Listening], narrator: Narrator
 ) -> int:
+    """Serve until a signal comes, or until there can be nothing to serve. The exit status."""
     app: App = served[0].app
     servers = [_server(one, app) for one in served]
     url = url_of(served[0].port, tls=options.tls_certificate is not None)
@@ -249,15 +272,14 @@ async def _serve(
     loop = asyncio.get_running_loop()
     bound_handshakes(loop, app.limits.connections)
     for number in _SIGNALS:
-        loop.add_signal_handler(number, _on_signal, registry, stop, narrator)
+        loop.add_signal_handler(number, _on_signal, work, stop, narrator)
     gc.collect()
     gc.freeze()  # no collection walks through what is there now while tokens wait
-    await registry.start()
-    count = len(registry.tenants)
-    narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
+    await work.start()
+    narrator.say(f"listening on {url}, loading {work.what}")
     watching = asyncio.create_task(watch_loop(app.router.metrics.loop_holds))
     serving = asyncio.create_task(_serve_all(servers, [one.port for one in served]))
-    announcing = asyncio.create_task(announce(registry, url, options.ready_file, narrator))
+    announcing = asyncio.create_task(work.announce(url))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, announcing, stopping}, return_when=asyncio.FIRST_COMPLETED)
     status = 0
@@ -268,7 +290,7 @@ async def _serve(
         status = 1
         narrator.say("the HTTP server ended by itself")
     drain = not announcing.done()
-    cut_off = await registry.stop(drain=drain, timeout_seconds=options.drain_seconds)
+    cut_off = await work.stop(drain, options.drain_seconds)
     for task in (announcing, stopping, watching):
         task.cancel()
     for server in servers:
@@ -283,32 +305,20 @@ async def _serve(
     return 1 if cut_off else status
 
 
-def _on_signal(registry: Registry, stop: asyncio.Event, narrator: Narrator) -> None:
+def _on_signal(work: Work, stop: asyncio.Event, narrator: Narrator) -> None:
     if not stop.is_set():
         stop.set()
-        narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
+        narrator.say(f"draining {work.in_flight()} requests; a second signal aborts them")
     else:
-        _background.keep(registry.stop(drain=False))
+        _background.keep(work.stop(False, 0.0))
         narrator.say("aborting")
 
 
 _background = Background("the end of the server")
 
 
-def _preferred_usable(placed: Callable[[], Placement]) -> Callable[[], Awaitable[bool]]:
-    """Asks the GPU's driver, in a subprocess, whether the first engine would fit now."""
-
-    async def usable() -> bool:
-        placement = placed()
-        if placement.device != "gpu":
-            return True
-        found = await asyncio.to_thread(find_gpus)
-        return has_room_again(placement, found.gpus)
-
-    return usable
-
-
-def _run(work: Coroutine[Any, Any, int]) -> int:
+def run(work: Coroutine[Any, Any, int]) -> int:
+    """The work on uvloop where there is one."""
     try:
         import uvloop
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, get_origin
 
@@ -10,7 +11,8 @@ import msgspec
 import typer
 
 from serving.bounds import spans, unbounded
-from serving.registry.options import about, converted, flag_of, parse_options
+from serving.errors import ServingError
+from serving.registry.options import about, converted, flag_of
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:
@@ -54,3 +56,22 @@ def parameter_of(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
+
+
+def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """("step_seconds=0.01", "mlock=true") -> {"step_seconds": 0.01, "mlock": True}.
+
+    A value is JSON where it can be, else text. Raises ServingError.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ServingError(f"--option {pair!r} is not of the form key=value")
+        if key in options:
+            raise ServingError(f"--option {key} is given twice")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options

@@ -11,6 +11,9 @@ import msgspec
 import typer
 
 from serving.cli.parameters import command_of
+from serving.errors import ServingError
+from serving.ray.environment import is_installed, prepare_environment
+from serving.ray.share import check_options
 from serving.registry.options import ServeOptions
 
 # An empty line between two lines keeps them apart in the help page.
@@ -23,6 +26,7 @@ EPILOG = "\n\n".join(
         "crossover serve 3b --policy gpu-only  (an error rather than the CPU)",
         "crossover serve 135m 360m --idle-unload 600 --admin-port 8001  (two models)",
         "crossover serve 135m --cores 0-5 --api-cores 6  (who runs where)",
+        "crossover serve 1b --replicas 2 --on ray  (two engines, on the nodes of a Ray cluster)",
         "crossover serve 135m --port 0 --ready-file ready.json  (for scripts)",
         "Then:",
         "curl localhost:8000/v1/completions -H 'content-type: application/json' "
@@ -39,6 +43,14 @@ def _serve(options: ServeOptions) -> int:
 
     They run on the GPU where there is one, else on the CPU, and the server says why.
     """
+    check_options(options)
+    if options.on == "ray":
+        if not is_installed():
+            raise ServingError("--on ray needs Ray: pip install 'llm-crossover[scale]'")
+        prepare_environment()
+        from serving.cli.launch_on_ray import launch_on_ray
+
+        return launch_on_ray(options)
     from serving.cli.launch import launch
 
     return launch(options)

@@ -128,6 +128,11 @@ class Exchange:
             # Several calls that last some milliseconds: the loop goes on between them.
             return await TEXT_WORK.run(len(body), self._large, decoder, body)
 
+    async def read_bytes(self) -> bytes:
+        """The body as it came, for whoever passes it on. Raises as `read` does."""
+        with self.bodies.held() as hold:
+            return await self._body(hold)
+
     def _large(self, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         check_work(body, self.limits.body_work)
         return self._decode(decoder, body)
@@ -214,6 +219,14 @@ class Exchange:
     async def open_stream(self) -> None:
         """The head of a streamed answer."""
         await self._start(200, b"text/event-stream; charset=utf-8", _STREAM_HEADERS)
+
+    async def open_as(self, status: int, headers: Headers) -> None:
+        """The head of an answer that another server made."""
+        self.started = True
+        self.status = status
+        named = dict(headers)
+        self.backend = lambda: named.get(b"x-crossover-backend", b"none")
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
         """Some events of a streamed answer; waits while the client's side is full."""

@@ -35,9 +35,11 @@ QUEUE = "Queue and faults"
 HTTP = "HTTP"
 MACHINE = "Machine"
 SEVERAL = "Several models"
+REPLICAS = "Several machines"
 
 Standby = Literal["cold", "warm"]
 LogFormat = Literal["text", "json"]
+On = Literal["ray"]
 T = TypeVar("T")
 
 
@@ -186,6 +188,23 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     models_file: Annotated[
         str | None,
         option(SEVERAL, "TOML with a [[model]] for each model and its options.", "", "FILE"),
+    ] = None
+    on: Annotated[
+        On | None,
+        option(
+            REPLICAS,
+            "ray: serve by replicas on the Ray cluster of $RAY_ADDRESS, or on one of this machine.",
+        ),
+    ] = None
+    replicas: Annotated[
+        str | None,
+        option(
+            REPLICAS,
+            "Replicas, each an engine with cores (--threads) or a GPU of its own; 1-4: as many as "
+            "the load asks for. Default: 1.",
+            "",
+            "N or MIN-MAX",
+        ),
     ] = None
     memory_limit: Annotated[
         str | None, option(SEVERAL, "RAM for all engines together, e.g. 24GiB.", "", "SIZE")
@@ -379,22 +398,3 @@ def converted(
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as problem:
         raise ServingError(where + explained(str(problem), values, named)) from problem
-
-
-def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """("step_seconds=0.01", "mlock=true") -> {"step_seconds": 0.01, "mlock": True}.
-
-    A value is JSON where it can be, else text. Raises ServingError.
-    """
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip():
-            raise ServingError(f"--option {pair!r} is not of the form key=value")
-        if key in options:
-            raise ServingError(f"--option {key} is given twice")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return options

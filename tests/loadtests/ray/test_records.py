@@ -1,0 +1,65 @@
+"""The records of cells go to nodes and come back, by the runner on a simulated server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loadtests.campaign.campaign_file import Plan
+from loadtests.campaign.cell_runner import Level
+from loadtests.campaign.manifest import manifest_of
+from loadtests.campaign.run_state import CellState, campaign_of
+from loadtests.errors import LevelFailed
+from loadtests.ray.cell_on_node import Measured, measure_here
+from loadtests.ray.records import add, files_of_cell
+from loadtests.records.events import CellFinished, Interrupted, RunFinished, RunStarted, of_kind
+from loadtests.records.run_folder import RunFolder, read_events
+from tests.loadtests.campaign.checks import check_folder
+from tests.loadtests.campaign.simulated import FACTS, Simulated
+from tests.loadtests.campaign.test_runner import two_cells
+
+
+def run_of(plan: Plan, folder: Path) -> RunFolder:
+    opened = RunFolder.create(folder, manifest_of(plan, folder.name, FACTS, ["test"]))
+    opened.event(RunStarted(cells=len(plan.cells)))
+    return opened
+
+
+def measured(opened: RunFolder, number: int, world: Simulated, budget: float) -> Measured:
+    """A cell as a node would measure it, its records added."""
+    _, cells = campaign_of(opened.manifest)
+    files = files_of_cell(opened, cells[number], budget)
+    found = measure_here(files, (), True, None, world.world)
+    add(opened, cells[number], found)
+    return found
+
+
+def test_cells_that_nodes_measured_are_one_run(tmp_path: Path) -> None:
+    plan = two_cells(budget=600, starts=2)
+    with run_of(plan, tmp_path / "run") as opened:
+        for number in (1, 0):
+            assert measured(opened, number, Simulated(), 300.0).problem is None
+        opened.event(RunFinished())
+        assert {level.cell for level in opened.levels} == {cell.key for cell in plan.cells}
+    check_folder(tmp_path / "run")
+    events = read_events(tmp_path / "run").records
+    assert not of_kind(events, Interrupted), "the journals of the nodes' folders are left out"
+
+
+def test_a_cell_that_was_given_up_goes_on_with_its_levels_on_another_node(tmp_path: Path) -> None:
+    def fate(state: CellState, level: Level) -> None:
+        if len(state.finished) >= 2:
+            raise LevelFailed("the load generator ended early")
+
+    plan = two_cells(budget=600)
+    with run_of(plan, tmp_path / "run") as opened:
+        lost = measured(opened, 0, Simulated(fate=fate), 300.0)
+        assert lost.problem is not None and "could not be measured" in lost.problem
+        levels = [level.name for level in opened.levels]
+        assert len(levels) == 2
+        again = Simulated()
+        assert measured(opened, 0, again, 300.0).problem is None
+        assert measured(opened, 1, again, 300.0).problem is None
+        opened.event(RunFinished())
+        assert [level.name for level in opened.levels][:2] == levels
+        assert len(of_kind(opened.events, CellFinished)) == 2
+    check_folder(tmp_path / "run")

@@ -1,0 +1,49 @@
+"""The choice of a replica by load and by prefix."""
+
+import json
+
+from serving.ray.prefixes import BLOCK_BYTES, SLACK, PrefixTable, blocks_of
+
+
+def body(prompt: str, **others: object) -> bytes:
+    return json.dumps({**others, "prompt": prompt}).encode()
+
+
+def test_bodies_share_the_blocks_of_what_they_share_of_the_prompt() -> None:
+    long = "x" * (4 * BLOCK_BYTES)
+    one, other = blocks_of(body(long + "one")), blocks_of(body(long + "other", max_tokens=5))
+    assert one[:4] == other[:4] and one[4:] != other[4:]
+    assert one[:4] != blocks_of(body("y" + long))[:4]
+    assert blocks_of(b'{"tokens": [1, 2]}') == ()
+    chat = json.dumps({"model": "m", "messages": [{"role": "user", "content": long}]})
+    assert blocks_of(chat.encode())[0] != one[0]
+
+
+def test_a_prompt_follows_the_longest_part_that_a_replica_has_had() -> None:
+    table = PrefixTable()
+    table.sent(("a", "b", "c"), "first")
+    table.sent(("a", "x"), "second")
+    loads = {"first": 1, "second": 0, "third": 0}
+    assert table.choose(("a", "b", "c", "d"), loads) == "first"
+    assert table.choose(("a", "x", "y"), loads) == "second"
+    assert table.choose(("a", "q"), loads) == "second"  # the last that had "a"
+    assert table.choose(("q",), loads) == "third"  # nobody's: the one that was asked longest ago
+
+
+def test_load_goes_before_prefix() -> None:
+    table = PrefixTable()
+    table.sent(("a",), "first")
+    assert table.choose(("a",), {"first": SLACK, "second": 0}) == "first"
+    assert table.choose(("a",), {"first": SLACK + 1, "second": 0}) == "second"
+    assert table.choose(("a",), {"second": 3}) == "second"  # the first is gone
+
+
+def test_equal_replicas_take_turns_and_old_prefixes_are_forgotten() -> None:
+    table = PrefixTable(most=2)
+    chosen = []
+    for number in range(4):
+        name = table.choose((f"{number}",), {"first": 0, "second": 0})
+        table.sent((f"{number}",), name)
+        chosen.append(name)
+    assert chosen == ["first", "second", "first", "second"]
+    assert table.choose(("0",), {"first": 2, "second": 1}) == "second"  # "0" is forgotten
