@@ -12,7 +12,6 @@ import typer
 
 from serving.cli.parameters import command_of
 from serving.errors import ServingError
-from serving.ray.environment import is_installed, prepare_environment
 from serving.ray.share import check_options
 from serving.registry.options import ServeOptions
 
@@ -45,6 +44,8 @@ def _serve(options: ServeOptions) -> int:
     """
     check_options(options)
     if options.on == "ray":
+        from serving.ray.environment import is_installed, prepare_environment
+
         if not is_installed():
             raise ServingError("--on ray needs Ray: pip install 'llm-crossover[scale]'")
         prepare_environment()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from ray import serve
+from ray.serve._private import replica as inner
 from starlette.types import Message
 
 from serving.errors import EngineFailed
@@ -22,6 +23,7 @@ from serving.http.app import app_of
 from serving.http.limits import Limits
 from serving.metrics import ServerMetrics
 from serving.placement.plan import explain
+from serving.ray.connection import LOOPBACK
 from serving.registry.model import ModelRouter
 from serving.registry.options import ServeOptions, models_of, shared_of
 from serving.registry.prepare import Machine, prepare
@@ -61,6 +63,7 @@ class Replica:
     ) -> None:
         """Returns when the engine serves. Raises ServingError, ModelError: the replica failed."""
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
+        _close_inner_port()
         own = take_cores(cores)
         if own:
             os.sched_setaffinity(0, own)
@@ -171,6 +174,15 @@ class _Call:
             "client": None,
             "server": None,
         }
+
+
+def _close_inner_port() -> None:
+    """Ray Serve opens a port of its own on all addresses, once the replica is there, for a way of
+    calling that is not ours: on loopback alone."""
+    listen = inner.add_port_to_grpc_server
+    inner.add_port_to_grpc_server = lambda server, address: listen(
+        server, address.replace("[::]", LOOPBACK)
+    )
 
 
 def _say(*lines: str) -> None:
