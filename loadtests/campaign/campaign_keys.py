@@ -57,7 +57,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     )
     threads: int | None = None  # threads of the engine; none: one for each core
     memory_gib: float | None = None  # limit of server and engine; a cell that needs more is skipped
-    accelerator: str | None = None  # of the machine, by Ray's name, e.g. L4; only with --on ray
+    accelerator: str | None = None  # GPU of the machine by Ray's name, e.g. L4; only with --on ray
 
 
 class SloSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

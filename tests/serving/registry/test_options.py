@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -36,6 +37,9 @@ NOT_IN_A_CAMPAIGN = {
 }
 
 
+ON_RAY = ("on", "replicas")  # they launch something else, and only together
+
+
 def another(field: msgspec.structs.FieldInfo) -> Any:
     """A value of the option's type that is not its default."""
     kind = unbounded(field.type)
@@ -57,7 +61,11 @@ def on_the_command_line(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServeOp
     return launched[0]
 
 
-@pytest.mark.parametrize("field", msgspec.structs.fields(ServeOptions), ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "field",
+    [one for one in msgspec.structs.fields(ServeOptions) if one.name not in ON_RAY],
+    ids=lambda f: f.name,
+)
 def test_every_option_is_set_by_the_command_line(
     monkeypatch: pytest.MonkeyPatch, field: msgspec.structs.FieldInfo
 ) -> None:
@@ -65,6 +73,23 @@ def test_every_option_is_set_by_the_command_line(
     words = list(value) if field.name == "models" else arguments({field.name: value})
     given = on_the_command_line(monkeypatch, *words)
     assert given == ServeOptions(**{field.name: value})
+
+
+def test_replicas_on_ray_are_launched_by_their_own_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[ServeOptions] = []
+    launcher = ModuleType("serving.cli.launch_on_ray")  # imports ray, which need not be there
+    launcher.__dict__["launch_on_ray"] = lambda options: launched.append(options) or 0
+    monkeypatch.setitem(sys.modules, launcher.__name__, launcher)
+    monkeypatch.setattr("serving.ray.environment.prepare_environment", lambda: None)
+    words = ["fake", "--replicas", "1-4", "--on", "ray"]
+    monkeypatch.setattr("serving.ray.environment.is_installed", lambda: False)
+    done = CliRunner().invoke(serve, words)
+    assert "pip install 'llm-crossover[scale]'" in str(done.exception)
+    monkeypatch.setattr("serving.ray.environment.is_installed", lambda: True)
+    assert CliRunner().invoke(serve, words).exit_code == 0
+    assert launched == [ServeOptions(models=("fake",), replicas="1-4", on="ray")]
 
 
 @pytest.mark.parametrize("field", msgspec.structs.fields(SharedOptions), ids=lambda f: f.name)
