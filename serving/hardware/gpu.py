@@ -36,15 +36,15 @@ def find_gpus(*, root: Path = ROOT, timeout_seconds: float = 10.0) -> FoundGpus:
     found = _find_nvidia(root, timeout_seconds)
     shown = visible(found.gpus, os.environ)
     if found.gpus and not shown:
-        note = "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU"
-        found = FoundGpus((), Cause.no_device, note)
+        hidden = "CUDA_VISIBLE_DEVICES hides every NVIDIA GPU"
+        found = FoundGpus((), Cause.no_device, hidden)
     found = msgspec.structs.replace(found, gpus=shown)
     if amd_gpus:
         note = found.note if found.cause not in (None, Cause.no_device) else None
         return FoundGpus((*found.gpus, *amd_gpus), None, note)
     if found.cause is Cause.no_device and amd.cards(root):
-        note = "the AMD GPU has too little memory of its own for a model"
-        return FoundGpus((), Cause.no_device, note)
+        small = "the AMD GPU has too little memory of its own for a model"
+        return FoundGpus((), Cause.no_device, small)
     return found
 
 
