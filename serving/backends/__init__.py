@@ -38,6 +38,7 @@ BACKENDS: dict[str, BackendSpec] = {
         weights="gguf",
         also_reads=("Q6_K", "Q5_K", "Q4_K", "Q4_1"),
         kv_grain=256,
+        may_split=True,
         overhead={
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),

@@ -73,6 +73,7 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_spare_tokens: int = 0  # that a KV row has beyond the context
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
+    may_split: bool = False  # on a GPU it may leave layers to the CPU
     package: str | None = None  # Python package that must be installed
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own

@@ -26,6 +26,7 @@ import msgspec
 import psutil
 
 from models.isolated import start_python
+from serving.backends import spec_of
 from serving.backends.base import EngineConfig
 from serving.engine.messages import (
     Died,
@@ -164,15 +165,18 @@ class EngineProcess:
             return None
         now = time.monotonic()
         self._look_at_cpu(now)
+        device = self.config.device
+        if device == "gpu" and spec_of(self.config.backend).may_split:
+            device = "both"
         if self.ready is None:
             silent = now - self._heard_at
-            is_gpu = self.config.device == "gpu"
+            is_gpu = device == "gpu"
             most = limits.gpu_load_timeout_seconds if is_gpu else limits.load_timeout_seconds
             if silent > most:
                 return f"no word from the loading engine for {silent:.0f} s"
             return None
         ages = now - self._step_at, now - self._busy_at
-        if self.sequences and is_hung(*ages, limits, self.config.device):
+        if self.sequences and is_hung(*ages, limits, device):
             return (
                 f"no step finished for {now - self._step_at:.1f} s "
                 f"with {len(self.sequences)} sequences in flight"

@@ -53,10 +53,11 @@ class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flips_per_hour: int = 4
     health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
     # No step for so long with work, CPU used or not: a process that waits for a GPU spins. On a CPU
-    # 512 prompt tokens of 32B take 400 s.
-    step_timeout_seconds: float = 30.0
+    # 512 prompt tokens of 32B take 400 s; an engine may leave layers of a GPU's model to it.
+    gpu_step_timeout_seconds: float = 30.0
+    step_timeout_seconds: float = 300.0
     cpu_step_timeout_seconds: float = 1800.0
-    # No word for so long from an engine that loads; one on a GPU tells of every layer.
+    # No word for so long from an engine that loads; one on a GPU alone tells of every layer.
     gpu_load_timeout_seconds: float = 120.0
     load_timeout_seconds: float = 1800.0
     kill_after_seconds: float = 5.0  # from asking an engine to stop at once to SIGKILL
@@ -204,9 +205,13 @@ def is_hung(
     for very long.
 
     `step_age_seconds`: since the last step, or since work came. `idle_seconds`: without CPU use.
+    `device`: "cpu", "gpu", or "both" where layers may be left to the CPU.
     """
-    on_cpu = device == "cpu"
-    most = limits.cpu_step_timeout_seconds if on_cpu else limits.step_timeout_seconds
+    most = {
+        "cpu": limits.cpu_step_timeout_seconds,
+        "gpu": limits.gpu_step_timeout_seconds,
+        "both": limits.step_timeout_seconds,
+    }[device]
     if step_age_seconds > most:
         return True
     return min(step_age_seconds, idle_seconds) > limits.health_timeout_seconds

@@ -243,6 +243,47 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
     assert gpu.read() == {} and gpu.reason == "no NVIDIA GPU to be read: Driver Not Loaded"
 
 
+def test_a_driver_that_fails_while_we_look_makes_samples_invalid_and_ends_nothing() -> None:
+    class Lost(FakeNvml):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("nvmlDevice") and name != "nvmlDeviceGetHandleByIndex":
+                raise RuntimeError("GPU is lost")  # no error of NVML's own
+            return object.__getattribute__(self, name)
+
+    readings = Readings("c", {}, gpu=Gpu(Lost(1)))
+    sample = readings.sample()
+    readings.close()
+    assert not sample.valid and sample.reasons == ["the GPU's driver tells nothing"]
+    assert sample.gpu_memory_bytes is None
+
+
+def test_an_amd_gpu_is_read_from_its_files(tmp_path: Path) -> None:
+    card = tmp_path / "sys/class/drm/card1/device"
+    (card / "hwmon/hwmon2").mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    for name, text in {
+        "mem_info_vram_total": str(192 << 30),
+        "mem_info_vram_used": str(7 << 30),
+        "gpu_busy_percent": "55",
+        "hwmon/hwmon2/power1_average": "400000000",
+        "hwmon/hwmon2/freq1_input": "2100000000",
+    }.items():
+        (card / name).write_text(text + "\n")
+
+    class NoDriver(FakeNvml):
+        def nvmlInit(self) -> None:
+            raise self.NVMLError("Driver Not Loaded")
+
+    readings = Readings("c", {}, gpu=Gpu(NoDriver(1), root=tmp_path))
+    sample = readings.sample()
+    assert sample.valid and "gpu" not in readings.missing
+    assert (sample.gpu_memory_bytes, sample.gpu_utilisation) == (7 << 30, 0.55)
+    assert (sample.gpu_watts, sample.gpu_clock_hertz) == (400.0, 2.1e9)
+    assert sample.gpu_energy_joules is None
+    assert readings.missing["gpu_energy_joules"] == "this driver does not tell"
+
+
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
     package = tmp_path / "intel-rapl:0"
     package.mkdir()

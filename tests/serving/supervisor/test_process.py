@@ -155,4 +155,10 @@ def test_a_silent_load_on_a_gpu_is_given_up_earlier() -> None:
         engine._heard_at = time.monotonic() - limits.gpu_load_timeout_seconds - 1
         trouble = engine.trouble(limits)
         assert (trouble is not None) == (seconds is not None)
-    assert limits.step_timeout_seconds == 30.0 < limits.cpu_step_timeout_seconds
+    limits = RecoveryLimits()
+    for backend, given_up in (("torch", True), ("llama_cpp", False)):
+        engine = EngineProcess(0, EngineConfig(backend, "", "m", device="gpu"))
+        engine.pid, engine.ready = os.getpid(), cast(Any, object())
+        engine.took(1)
+        engine._step_at = time.monotonic() - limits.gpu_step_timeout_seconds - 1
+        assert (engine.trouble(limits) is not None) == given_up, backend

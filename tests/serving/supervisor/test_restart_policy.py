@@ -114,6 +114,8 @@ def test_there_is_no_way_back_after_a_permanent_cause() -> None:
         (31.0, 31.0, "cpu", True),
         (29.0, 2.0, "gpu", False),
         (31.0, 0.0, "gpu", True),  # who waits for a GPU that hangs spins
+        (299.0, 2.0, "both", False),
+        (301.0, 0.0, "both", True),
         (31.0, 2.0, "cpu", False),
         (401.0, 0.0, "cpu", False),  # a prompt's piece of a 32B model on two cores
         (1801.0, 0.0, "cpu", True),
