@@ -196,6 +196,7 @@ def test_the_report_has_a_section_of_the_plan(measured: Path, tmp_path: Path) ->
     )
     found = read([measured], Asked((), plan=plan, predicts=False))
     text = page(found.run, found.crossover, (), found.plan)
+    assert "\u2060–\u2060" in text  # no line ends within an interval
     assert '<section id="plan">' in text and 'href="#plan"' in text
     assert "AMD EPYC 7B13 as it is suffices" in text and "(give <code>watts</code>)" in text
     lines = markdown(found.run, found.crossover, (), {}, found.plan)
