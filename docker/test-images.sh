@@ -21,7 +21,8 @@ if [[ ${1:-} != inside ]]; then
 fi
 ip link set lo up
 step() { printf '%6ss  %s\n' "$SECONDS" "$*"; }
-fail() { echo "test-images: FAILED: $*" >&2; exit 1; }
+log=$(mktemp)  # of the last command
+fail() { tail -n 20 "$log"; echo "test-images: FAILED: $*"; exit 1; } >&2
 wait_for() { for _ in $(seq 240); do curl -sf -o /dev/null "$1" && return; sleep 0.5; done; fail "$1 does not answer"; }
 
 run() {  # as in production: read-only root, no capabilities; a volume each for weights and runs
@@ -51,7 +52,7 @@ step "answers, healthy, read-only, as user 10001"
 
 inside '
 import os, pathlib, signal
-engines = [int(p.parent.name) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"serving.engine.worker" in p.read_bytes()]
+engines = [int(p.parent.name) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"-m\0serving.engine.worker" in p.read_bytes()]
 assert len(engines) == 1, engines
 os.kill(engines[0], signal.SIGKILL)'
 for _ in $(seq 100); do curl -s http://127.0.0.1:8000/metrics | grep '^crossover_engine_restarts_total{.*} [1-9]' >/dev/null && break; sleep 0.1; done
@@ -85,7 +86,7 @@ taken=$(podman run --rm --entrypoint python3 "$CROSSOVER_IMAGE" -c "$chosen")
 step "llama.cpp here takes $taken"
 if qemu=$(command -v qemu-x86_64-static); then
   for pair in Nehalem:sse42 Haswell:haswell; do
-    taken=$(podman run --rm --entrypoint /qemu -v "$qemu:/qemu:ro" "$CROSSOVER_IMAGE" -cpu "${pair%:*}" /opt/crossover/bin/python3 -c "$chosen")
+    taken=$(podman run --rm --entrypoint /qemu -v "$qemu:/qemu:ro" "$CROSSOVER_IMAGE" -cpu "${pair%:*}" /opt/crossover/bin/python3 -c "$chosen" 2>"$log") || fail "llama.cpp on an emulated ${pair%:*}"
     [[ ${taken%% *} = "${pair#*:}" ]] || fail "on an emulated ${pair%:*} llama.cpp takes $taken"
     step "llama.cpp on an emulated ${pair%:*} takes ${taken%% *}"
   done
@@ -96,7 +97,7 @@ run -d --name crossover-test "$CROSSOVER_IMAGE" serve 135m --host 0.0.0.0 --back
 wait_for http://127.0.0.1:8000/ready
 answers "from llama.cpp"
 step "llama.cpp answers"
-run --rm "$LOAD_IMAGE" load http://127.0.0.1:8000 --rate 1 --duration 10 --workload 'chat*0.03' >/dev/null || fail "crossover load"
+run --rm "$LOAD_IMAGE" load http://127.0.0.1:8000 --rate 1 --duration 10 --workload 'chat*0.03' >"$log" 2>&1 || fail "crossover load"
 step "load: requests at 1/s from the load image"
 campaign=$(mktemp)
 cat >"$campaign" <<'END'
@@ -116,9 +117,9 @@ single_stream_requests = 3
 calibration_seconds = 0
 END
 chmod 644 "$campaign"
-run --rm -v "$campaign:/campaign.toml:ro" "$LOAD_IMAGE" campaign run /campaign.toml --out /runs >/dev/null || fail "crossover campaign run"
+run --rm -v "$campaign:/campaign.toml:ro" "$LOAD_IMAGE" campaign run /campaign.toml --out /runs >"$log" 2>&1 || fail "crossover campaign run"
 # shellcheck disable=SC2016  # sh's, inside the image
-run --rm --entrypoint sh "$REPORT_IMAGE" -c 'crossover report /runs/*/ && test -s /runs/*/report/index.html' >/dev/null || fail "crossover report"
+run --rm --entrypoint sh "$REPORT_IMAGE" -c 'crossover report /runs/*/ && test -s /runs/*/report/index.html' >"$log" 2>&1 || fail "crossover report"
 step "campaign from the load image, page from the report image"
 podman kill -s KILL crossover-test >/dev/null
 for _ in $(seq 100); do [[ $(podman inspect -f '{{.State.Status}}' crossover-test) = exited ]] && break; sleep 0.1; done

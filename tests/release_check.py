@@ -60,15 +60,15 @@ class Clean:
         path = f"{self.place / 'bin'}:{os.environ['PATH']}"
         self.variables = kept | {"PATH": path, "CROSSOVER_CACHE": str(folder / "cache")}
 
-    def run(self, *command: str, status: int = 0) -> str:
-        """What the command prints. Raises SystemExit where it ends with another status."""
+    def run(self, *command: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        """The command, ended. Raises SystemExit where it ends with another status."""
         done = subprocess.run(
             command, cwd=self.folder, env=self.variables, capture_output=True, text=True
         )
-        text = done.stdout + done.stderr
         if done.returncode != status:
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{text[-4000:]}")
-        return text
+            text = (done.stdout + done.stderr)[-4000:]
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{text}")
+        return done
 
     @contextlib.contextmanager
     def serving(self, *arguments: str) -> Iterator[str]:
@@ -123,9 +123,11 @@ def main() -> None:
         pins = ("-c", str(ROOT / "constraints.txt"))
         user.run("pip", "install", "--quiet", *pins, f"{wheel}[{EXTRAS}]")
         find = f"import importlib.util as u; print([n for n in {ABSENT} if u.find_spec(n)])"
-        if (there := user.run("python", "-c", find).strip()) != "[]":
+        if (there := user.run("python", "-c", find).stdout.strip()) != "[]":
             raise SystemExit(f"[{EXTRAS}] installs {there}")
-        said(f"{user.run('crossover', '--version').strip()} installed with [{EXTRAS}], no torch")
+        said(
+            f"{user.run('crossover', '--version').stdout.strip()} installed with [{EXTRAS}], no torch"
+        )
         user.run("crossover", "doctor")
         load = ("--rate", "5", "--duration", "4", "--workload", "chat*0.02")
         for arguments in (("fake",), ("135m", "--backend", "llama_cpp")):
@@ -138,8 +140,8 @@ def main() -> None:
         said("campaign run: one cell of 135m Q4_0")
         report(user, run.parent)
         for engine in ("torch", "onnx"):
-            text = user.run("crossover", "serve", "135m", "--backend", engine, status=2)
-            sentence(text, f"llm-crossover[{engine}]")
+            refused = user.run("crossover", "serve", "135m", "--backend", engine, status=2)
+            sentence(refused.stderr, f"llm-crossover[{engine}]")
         said("serve --backend torch and onnx name their extras")
         user.run("pip", "install", "--quiet", *pins, "llm-crossover[report]")
         user.run("crossover", "report", str(run.parent), "--png")
@@ -152,16 +154,16 @@ def main() -> None:
 
 def report(user: Clean, run: Path) -> None:
     """Without its extra: Markdown and CSV, a note, and a refusal of what was asked by name."""
-    text = user.run("crossover", "report", str(run))
+    text = user.run("crossover", "report", str(run)).stderr
     names = sorted(path.name for path in (run / "report").iterdir())
     if not {"report.md", "cells.csv", "levels.csv"} <= set(names) or "index.html" in names:
         raise SystemExit(f"crossover report wrote {names}")
     if "llm-crossover[report]" not in text:
         raise SystemExit(f"crossover report does not say what the page needs:\n{text}")
-    json.loads(user.run("crossover", "report", str(run), "--json"))
+    json.loads(user.run("crossover", "report", str(run), "--json").stdout)
     for more in (("--format", "html"), ("--png",)):
         refused = user.run("crossover", "report", str(run), *more, status=2)
-        sentence(refused, "llm-crossover[report]")
+        sentence(refused.stderr, "llm-crossover[report]")
     said("report: Markdown, CSV and JSON; the page's extra is named")
 
 
