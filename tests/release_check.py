@@ -125,9 +125,8 @@ def main() -> None:
         find = f"import importlib.util as u; print([n for n in {ABSENT} if u.find_spec(n)])"
         if (there := user.run("python", "-c", find).stdout.strip()) != "[]":
             raise SystemExit(f"[{EXTRAS}] installs {there}")
-        said(
-            f"{user.run('crossover', '--version').stdout.strip()} installed with [{EXTRAS}], no torch"
-        )
+        version = user.run("crossover", "--version").stdout.strip()
+        said(f"{version} installed with [{EXTRAS}], no torch")
         user.run("crossover", "doctor")
         load = ("--rate", "5", "--duration", "4", "--workload", "chat*0.02")
         for arguments in (("fake",), ("135m", "--backend", "llama_cpp")):
