@@ -27,6 +27,8 @@ from reports.render.elsewhere import elsewhere_records
 from reports.run import numbers_of, read_records, slo_of
 from reports.sentences import headline
 
+DRAWN = frozenset({"html", "png", "svg"})
+
 
 class Asked(msgspec.Struct, frozen=True):
     """What to report and how; the limits change the run's SLO where they are given."""
@@ -73,7 +75,9 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def read(folders: Sequence[Path], asked: Asked) -> Found:
-    """The runs, judged as asked. Raises ReportError."""
+    """The runs, judged as asked. Raises ReportError, before any work where nothing can draw."""
+    if DRAWN & set(asked.formats) and not draws():
+        raise missing_charts("the page and its charts need")
     records = map(read_records, folders)
     run = merged([numbers_of(one, asked.apply(slo_of(one.manifest))) for one in records])
     machines = [_machine(path) for path in asked.machines]
@@ -121,7 +125,7 @@ def as_json(of: Found) -> bytes:
 def write(of: Found, out: Path, asked: Asked) -> Path:
     """Write the report into `out`; its main file. Raises ReportError."""
     run, found = of.run, of.crossover
-    drawn = _figures(of) if {"html", "png", "svg"} & set(asked.formats) else ()
+    drawn = _figures(of) if DRAWN & set(asked.formats) else ()
     files: dict[str, bytes] = {}
     if "html" in asked.formats:
         files["index.html"] = _page(of, drawn).encode()
@@ -148,9 +152,6 @@ def write(of: Found, out: Path, asked: Asked) -> Path:
 
 
 def _figures(of: Found) -> tuple[Figure, ...]:
-    """Raises MissingPackage."""
-    if not draws():
-        raise missing_charts("the page and its charts need")
     from reports.charts.figures import figures
 
     return figures(of.run, of.crossover)

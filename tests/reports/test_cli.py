@@ -146,4 +146,5 @@ def test_without_the_packages_that_draw_there_is_everything_but_the_page(
     assert re.search(f"No page: it {note}", done.stderr)
     refused = run("--png", "--out", tmp_path / "asked")
     assert refused.returncode == 2 and re.search(f"charts {note}", refused.stderr)
+    assert len(refused.stderr.splitlines()) == 1  # refused before the runs are predicted
     assert not (tmp_path / "asked").exists()
