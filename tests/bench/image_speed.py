@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from serving.hardware.facts import allowed_cores
-from serving.supervisor.process import allocator
+from serving.supervisor.engine_environment import allocator
 from tests.bench.engines_in_process import COMMAND, PACKAGES, cells, settings
 from tests.bench.paired import Line, Series, machine, machine_line, table, take_turns
 from tests.bench.peers.jobs import Child
