@@ -102,7 +102,7 @@ def _one(group: list[Path], options: Options) -> bool:
     from reports.write import Asked, as_json, checked, read, write
 
     formats = _formats(options)
-    if options.formats is None and "html" in formats and not draws():
+    if options.formats is None and not options.png and "html" in formats and not draws():
         typer.echo(f"No page: {missing_charts('it needs')}", err=True)
         formats = tuple(name for name in formats if name != "html")
     asked = Asked(
