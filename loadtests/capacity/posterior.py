@@ -264,10 +264,13 @@ def nearness(bad_share: float, target: float) -> float:
 
 def _log_likelihood(o: Observation, share: Array, early: Array | float = 0.0) -> Array:
     """One-sided: at least the share `early` may be good whatever the capacity is; a bad request
-    counts in full.
+    counts in full. But nothing is likelier than the share that was seen: else capacities just below
+    each rate would be.
     """
+    seen = min(max(o.good / o.due, 1e-12), 1 - 1e-12)
+    most = o.good * math.log(seen) + (o.due - o.good) * math.log1p(-seen)
     bad: Array = (o.due - o.good) * np.log1p(-np.minimum(share, 1 - 1e-12))
-    return o.good * np.log(np.maximum(share, early)) + bad
+    return np.minimum(o.good * np.log(np.maximum(share, early)) + bad, most)
 
 
 def _by_order(o: Observation, capacities: Array, target: float) -> Array:

@@ -30,7 +30,7 @@ from loadtests.capacity.confirmation import (
     seconds_to_confirm,
 )
 from loadtests.capacity.estimate import Evidence
-from loadtests.capacity.levels import STEADY_WINDOWS, Level, single_stream_seconds
+from loadtests.capacity.levels import Level, single_stream_seconds
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo, requests_to_hold
 from loadtests.records.events import Capacity
@@ -328,7 +328,7 @@ def _next_rate(seen: Evidence, left_seconds: float) -> tuple[float, Purpose] | N
     plainly = odds > PLAINLY * (1 - seen.slo.target) / seen.slo.target
     top = high if plainly else high * 1.25
     seconds = _narrow_seconds(seen, left_seconds)
-    hidden = (seen.slo.ttft_seconds or 0.0) / STEADY_WINDOWS / seconds
+    hidden = (seen.slo.ttft_seconds or 0.0) / seconds
     rate = seen.belief.most_telling_rate(seconds, low / 1.25, top, hidden)
     return _within(rate, seen.config), "narrow"
 

@@ -6,7 +6,7 @@ simulated clock.
 The worlds are those of tests/loadtests/capacity/known_worlds.py: queues, CPUs from 135M to 8B,
 uneven lengths, uneven arrivals, a machine whose speed changes, a server whose starts differ, limits
 of 30 s, and a server on which nothing holds. Each is searched from no aim (0), and from aims that
-are a third to three times the truth.
+are a third to three times the truth; every search has a machine, starts and arrivals of its own.
 
 A row is a world with all its aims: finite intervals that cover the truth; searches that said of
 more than 1.05 times the truth that it holds; that said "at no rate"; resolved ones (confirmed, with
@@ -183,7 +183,11 @@ def main() -> None:
                 continue
             budget = asked.budget * SLOW.get(world.name, 1)
             aims = asked.aims if world.has_capacity else [0.0]
-            jobs = [(world.name, budget, aim, seed) for aim in aims for seed in range(asked.runs)]
+            jobs = [
+                (world.name, budget, aim, number * asked.runs + run)
+                for number, aim in enumerate(aims)
+                for run in range(asked.runs)
+            ]
             ends = by_world[world.name] = list(pool.map(one, *zip(*jobs, strict=True)))
             truth = f"{world.capacity():8.4f}" if world.has_capacity else "    none"
             shown = "".join(f"{figure:>11}" for figure in row(ends))

@@ -6,7 +6,8 @@ the product measures: what a search is held against.
     found, levels, seconds = search(world, SearchConfig(budget_seconds=900.0), seed=1)
 
 A level begins on an idle server, warms up, counts what is due in its window, goes on with arrivals
-that do not count until the last counted answer, and is cut short once it is decided.
+that do not count until the last counted answer, and is cut short once it is decided. One that saw
+the machine disturbed does not count, and is measured again at no cost to the budget.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.campaign.level_tally import LEAST_BAD
+from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.levels import Level
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.distribution import runs_of
+from loadtests.metrics.disturbance import MOST_TAKEN_SHARE
 from loadtests.metrics.slo import Slo, is_hopeless
-from loadtests.metrics.stationarity import is_steady
+from loadtests.metrics.stationarity import grows, is_steady
 from loadtests.simulation.batching import Policy, simulate
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Arrivals, OnOff, Poisson, due_times
@@ -37,6 +40,7 @@ Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 STARTS = 3  # of the server in a search, where starts differ
+PATIENCE = 300.0  # seconds that disturbed levels may cost besides the budget
 OVERHEAD = 3.0  # seconds to start a load generator
 
 
@@ -68,6 +72,17 @@ class World:
     saturation: float | None = None  # requests/s, where known
     at_speed: Callable[[float], Play] | None = None  # each start of the server has its own speed
     start_spread: float = 0.0  # sd of ln(speed) from start to start
+    disturbed: Play | None = None  # what levels find at times; the truth is that of `play`
+    work: Callable[[Array], Array] | None = None  # by a moment, where disturbance is seen
+
+    def disturbed_at(self, start: float, end: float) -> float | None:
+        """When a level between two moments is seen to be disturbed; None: it is not."""
+        if self.work is None:
+            return None
+        moments = np.linspace(start, end, 200)
+        lost = moments - start - (self.work(moments) - self.work(moments[:1]))
+        seen = np.flatnonzero(lost > MOST_TAKEN_SHARE * (end - start))
+        return float(moments[seen[0]]) if len(seen) else None
 
     def due(self, rate: float, seconds: float, seed: int) -> Array:
         return np.asarray(due_times(self.arrivals, rate, seconds, seed), dtype=np.float64)
@@ -267,6 +282,8 @@ def worlds() -> Iterator[World]:
     yield World("speed +-20 % in 15 min", CHAT, play, 0.1, 6.0, long_run=15_000)
     play = batching(law, CHAT, short, halting())
     yield World("half speed 10 % of the time", CHAT, play, 0.05, 6.0, long_run=15_000)
+    quiet = World("half speed at times, seen", CHAT, batching(law, CHAT, short), 0.1, 6.0)
+    yield replace(quiet, long_run=15_000, disturbed=play, work=halting())
     play = batching(law, PATIENT, short)
     yield World("TTFT limit 30 s", PATIENT, play, 0.3, 9.0, long_run=15_000)
     at_speed = lambda speed: slots(service_seconds=0.51 / speed)  # noqa: E731
@@ -288,13 +305,14 @@ def measure(
     warm = step.warmup_seconds
     end = warm + step.duration_seconds
     due = world.due(step.rate, 2 * end + 120.0, int(rng.integers(2**31)))
-    played = world.play(due, rng, at)
+    played = (world.disturbed or world.play)(due, rng, at)
     counted = np.flatnonzero((due >= warm) & (due < end))
     cut = _decided_at(played, counted, world.slo)
     if cut is not None:
         end = max(warm + 1e-3, min(end, cut))  # what is under way is followed until it is decided
         counted = counted[due[counted] < end]
     good = played.good[counted]
+    disturbed = world.disturbed_at(at, at + end)
     last = float(played.ends[counted].max()) if len(counted) else end
     level = Level(
         rate=step.rate,
@@ -304,11 +322,27 @@ def measure(
         warmup_seconds=warm,
         runs=runs_of(good.tolist()),
         mean_e2e_seconds=float((played.ends - due)[counted].mean()) if len(counted) else None,
-        is_steady=is_steady(due[counted], played.ttft[counted], warm, end, world.slo.ttft_seconds),
+        is_valid=disturbed is None,
+        is_steady=_is_steady(played, counted, warm, end, world.slo),
         is_whole=cut is None,
     )
     drained = last if cut is None else min(last, end + (world.slo.ttft_seconds or 0.0))
-    return level, drained + OVERHEAD
+    return level, (drained if disturbed is None else disturbed - at) + OVERHEAD
+
+
+def _is_steady(
+    played: Played, counted: npt.NDArray[np.int64], start: float, end: float, slo: Slo
+) -> bool | None:
+    third = (end - start) / 3
+
+    def in_flight(begin: float) -> float:
+        within = np.minimum(played.ends, begin + third) - np.maximum(played.due, begin)
+        return float(np.maximum(within, 0.0).sum()) / third
+
+    if grows(in_flight(start), in_flight(end - third)):
+        return False
+    due, ttft = played.due[counted], played.ttft[counted]
+    return is_steady(due, ttft, start, end, slo.ttft_seconds)
 
 
 def _single_stream(
@@ -356,12 +390,19 @@ def search(world: World, config: SearchConfig, seed: int) -> tuple[Finished, lis
     """A whole search on the simulated clock: its end, its levels, and the seconds it took."""
     rng = np.random.default_rng(seed)
     levels: list[Level] = []
-    elapsed = 0.0
-    began = float(rng.uniform(0, 3600))
+    elapsed = lost = 0.0
+    now = float(rng.uniform(0, 3600))
     while isinstance(step := next_step(levels, config, world.slo, elapsed), Measure):
         start = min(STARTS - 1, int(STARTS * elapsed / config.budget_seconds))
         server = world.of_start(start, seed)
-        level, seconds = measure(server, step, rng, levels, began + elapsed)
+        level, seconds = measure(server, step, rng, levels, now)
+        now += seconds
+        if not level.is_valid:
+            lost += seconds
+            if lost > PATIENCE:
+                found = never_quiet(estimate(levels, config, world.slo), "the machine was busy")
+                return Finished(found), levels, elapsed
+            continue
         levels.append(level if server is world else msgspec.structs.replace(level, start=start))
         elapsed += seconds
         assert len(levels) < 100, "the search does not end"

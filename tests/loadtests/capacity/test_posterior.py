@@ -128,6 +128,17 @@ def test_a_good_share_says_nothing_of_an_overload_that_the_level_hides():
     assert bad.quantile(0.95) < 6.3
 
 
+def test_an_overload_that_may_be_hidden_does_not_draw_the_capacity_to_below_the_rates():
+    """Levels near the capacity show it by their bad requests, however long they were."""
+
+    def median(hidden):
+        shares = ((5.6, 0.94), (5.8, 0.92), (6.0, 0.90), (6.2, 0.87), (6.4, 0.83))
+        seen = [Observation(rate, round(700 * good), 700, hidden=hidden) for rate, good in shares]
+        return posterior(seen, 0.01, 1000.0, 0.9).quantile(0.5)
+
+    assert median(0.03) > 0.998 * median(0.0)
+
+
 def test_what_differs_from_start_to_start_widens_the_interval_of_the_next():
     """Levels of one start agree among each other, and say little of the next start."""
 
@@ -150,6 +161,22 @@ def test_what_differs_from_start_to_start_widens_the_interval_of_the_next():
     # What comes next on the start that runs now is another matter.
     assert last_is_fast.mean_share(6.0) > found.mean_share(6.0) + 0.05
     assert last_is_fast.quantile(0.5) == pytest.approx(found.quantile(0.5), rel=0.03)
+
+
+def test_the_interval_of_three_starts_covers_the_next_one():
+    """Whose speed differs from theirs by 12 % (sd), as theirs do from each other."""
+    rng = np.random.default_rng(11)
+    covered = 0
+    for _ in range(30):
+        *starts, following = np.exp(0.12 * rng.normal(size=4)).tolist()
+        seen = [
+            Observation(6.0 * speed * off, good, 500, start=number)
+            for number, speed in enumerate(starts)
+            for off, good in ((0.92, 495), (1.0, 450), (1.1, 300))
+        ]
+        found = posterior(seen, 0.01, 1000.0, 0.9)
+        covered += found.quantile(0.05) <= 6.0 * following <= found.quantile(0.95)
+    assert covered >= 26
 
 
 TOGETHER = (250, 8, 240, 12, 40)
