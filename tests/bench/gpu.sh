@@ -23,7 +23,8 @@ out=$(realpath "$out")
 here=tests/bench
 if [[ ${1:-} == carry ]]; then
   "$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any --dest "$out/wheels" --requirement "$here/gpu_wheels.txt"
+    --platform manylinux_2_34_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
+    --dest "$out/wheels" --requirement "$here/gpu_wheels.txt"
   kib=$(du -sk "$out/wheels" | cut -f1)
   echo "$(find "$out/wheels" -name '*.whl' | wc -l) wheels, $((kib / 1024)) MiB"
   [[ $kib -le 65536 ]] || { echo "more than 64 MiB" >&2; exit 1; }
