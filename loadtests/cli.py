@@ -6,6 +6,7 @@ Options in, lines and an exit status out. A verb imports what it needs when it i
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -29,6 +30,13 @@ Trust = Annotated[
         metavar="NAME",
         help="An environment variable, or a backend by module:Class, that the campaign names and "
         "may use. It may be a stranger's: without this it is refused. May be given several times.",
+    ),
+]
+Commands = Annotated[
+    bool,
+    typer.Option(
+        "--allow-commands",
+        help="Run the commands of its engines, which may be a stranger's: --dry-run shows them.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Where run folders go.")]
@@ -65,9 +73,8 @@ def run_campaign(
         float | None,
         typer.Option(help="Seconds of measuring for all cells together, in place of the file's."),
     ] = None,
-    trust: Trust = None,
-    beside_others: Beside = False,
     on: On = None,
+    **given: Any,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
 
@@ -79,7 +86,8 @@ def run_campaign(
     from loadtests.ray.asked import is_on_ray
 
     plan = read_campaign(file or DEMO, budget_seconds=budget)
-    check_trust(plan, trust or ())
+    trust = given["trust"] or ()
+    check_trust(plan, trust, allow_commands=given["allow_commands"] or dry_run)
     elsewhere = is_on_ray(on, plan, dry_run)
     if dry_run:
         from loadtests.terminal.dry_run import show_plan
@@ -93,9 +101,9 @@ def run_campaign(
         if elsewhere:
             from loadtests.ray.campaign import run_on_ray
 
-            folders = run_on_ray(plan, out, progress, trusted=trust or (), beside=beside_others)
+            folders = run_on_ray(plan, out, progress, trusted=trust, beside=given["beside_others"])
         else:
-            folders = [run(plan, out, progress, beside_others=beside_others)]
+            folders = [run(plan, out, progress, beside_others=given["beside_others"])]
     for folder in folders:
         show(folder)
     typer.echo(f"\nThe report: crossover report {' '.join(map(str, folders))}")
@@ -105,6 +113,7 @@ def run_campaign(
 def resume_campaign(
     folder: Folder,
     trust: Trust = None,
+    allow_commands: Commands = False,
     beside_others: Beside = False,
     on: On = None,
 ) -> None:
@@ -122,7 +131,8 @@ def resume_campaign(
 
             resume_on_ray(folder, progress, trusted=trust or (), beside=beside_others)
         else:
-            resume(folder, progress, trusted=trust or (), beside_others=beside_others)
+            permitted: dict[str, Any] = {"trusted": trust or (), "allow_commands": allow_commands}
+            resume(folder, progress, beside_others=beside_others, **permitted)
     show(folder)
     typer.echo(f"\nThe report: crossover report {folder}")
 
@@ -157,8 +167,7 @@ def repeat_campaign(
         ),
     ] = None,
     out: Out = Path("runs"),
-    trust: Trust = None,
-    beside_others: Beside = False,
+    **given: Any,
 ) -> None:
     """Measure the levels of runs again in new folders: same cells, rates, durations and seeds.
 
@@ -171,8 +180,8 @@ def repeat_campaign(
     from loadtests.campaign.runner import run
 
     def measure(plan: Plan) -> Path:
-        check_trust(plan, trust or ())
-        return run(plan, out, progress, beside_others=beside_others)
+        check_trust(plan, given["trust"] or (), allow_commands=given["allow_commands"])
+        return run(plan, out, progress, beside_others=given["beside_others"])
 
     with Progress() as progress:
         arms = repeat_in_turns(folders, times, new_seeds, measure, held)
@@ -185,6 +194,18 @@ def repeat_campaign(
         typer.echo(f"\nTo compare: crossover compare {first} -- {other}")
     if not others:
         typer.echo(f"\n{len(arms[0])} runs to compare others with: {first}")
+
+
+def _with_permissions(verb: Callable[..., None]) -> None:
+    """A verb takes `resume`'s --trust, --allow-commands and --beside-others behind its own."""
+    own = list(inspect.signature(verb, eval_str=True).parameters.values())[:-1]
+    known = inspect.signature(resume_campaign, eval_str=True).parameters
+    more = [known[name] for name in ("trust", "allow_commands", "beside_others")]
+    verb.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+
+
+_with_permissions(run_campaign)
+_with_permissions(repeat_campaign)
 
 
 @campaign.command("show")

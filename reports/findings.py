@@ -105,7 +105,10 @@ class Crossover(msgspec.Struct, frozen=True):
     def takeover(self) -> Takeover | None:
         """The takeover of the first model that the CPU does not serve, else of the largest."""
         wanted = self.first_not or self.largest
-        return next((one for one in self.takeovers if one.cell is wanted), None)
+        same = [one for one in self.takeovers if one.cell is wanted]
+        if wanted is not None and wanted.command is not None:  # of such an engine no memory is told
+            same = [one for one in self.takeovers if one.cell.model == wanted.model]
+        return next(iter(same), None)
 
 
 def crossover(
@@ -119,7 +122,7 @@ def crossover(
     stand = standing(run.cells)
     wanting = [cell for cell in run.cells if _is_lost(cell) or _too_slow(cell, asked_rate)]
     if not any(cell.spec for cell in wanting):
-        wanting = [stand.largest] if stand.largest else []
+        wanting = [_ours(stand.largest, run.cells)] if stand.largest else []
     rungs = tuple(ladder(run))
     held = capacities or {}
     takeovers = (takeover(cell, run, asked_rate, held) for cell in wanting)
@@ -135,6 +138,12 @@ def crossover(
     )
 
 
+def _ours(cell: CellNumbers, cells: Sequence[CellNumbers]) -> CellNumbers:
+    """A cell of the same model on an engine of ours, whose memory is known; else the cell."""
+    own = (one for one in cells if one.model == cell.model and one.command is None)
+    return cell if cell.command is None else next(own, cell)
+
+
 class Standing(msgspec.Struct, frozen=True):
     """The largest model with a confirmed rate, and those above it."""
 
@@ -145,7 +154,8 @@ class Standing(msgspec.Struct, frozen=True):
 
 def standing(cells: Sequence[CellNumbers]) -> Standing:
     """How far the ladder is confirmed."""
-    largest = max((cell for cell in cells if cell.held), key=size_of, default=None)
+    held = (cell for cell in cells if cell.held)
+    largest = max(held, key=lambda cell: (size_of(cell), cell.held or 0.0), default=None)
     above = [cell for cell in cells if largest is None or size_of(cell) > size_of(largest)]
     first_not = min((cell for cell in above if _is_lost(cell)), key=size_of, default=None)
     between = tuple(

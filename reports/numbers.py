@@ -111,6 +111,9 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None  # "cpu" or "gpu", what served; None: not known
     url: str | None  # an endpoint that the campaign did not start
     hardware: str  # the name of its hardware budget; "" where there is none
+    workload: str = ""  # its name, where the campaign has several
+    command: str | None = None  # of an engine of others, as it was run; None: ours, or an endpoint
+    engine_version: str | None = None  # of an engine of others, as it said; None: it did not
     slots: int | None
     context_tokens: int | None
     kv_tokens: int | None

@@ -217,6 +217,9 @@ def _cell(
         device=info.device or cell.get("device"),
         url=cell.get("url"),
         hardware=str((cell.get("hardware") or {}).get("name") or ""),
+        workload=str(cell.get("workload") or ""),
+        command=_command(info) if cell.get("engine") else None,
+        engine_version=(info.details or {}).get("version") if cell.get("engine") else None,
         slots=slots,
         context_tokens=context,
         kv_tokens=info.kv_tokens or cell.get("kv_tokens") or whole,
@@ -236,6 +239,11 @@ def _cell(
         quality_kl_nats=info.quality_kl_nats,
         choice=chosen,
     )
+
+
+def _command(info: journal.EngineInfo) -> str:
+    """Of an engine of others, as it was run; "" where it was never ready."""
+    return str((info.details or {}).get("command") or "")
 
 
 def _ready(events: Sequence[Event]) -> journal.CellReady:

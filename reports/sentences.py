@@ -20,6 +20,7 @@ from loadtests.workload.requests import Workload
 from loadtests.workload.requests import in_words as lengths_in_words
 from models import formatting
 from models.formatting import model_title
+from reports.engines import side_by_side
 from reports.errors import BadRun
 from reports.findings import (
     Crossover,
@@ -110,7 +111,7 @@ def _state(cell: CellNumbers, slo: Slo) -> str:
 
 def sentences(run: RunNumbers, found: Crossover) -> list[str]:
     """The findings below the headline, in order."""
-    parts = (_by_throughput, _not_confirmed, _by_asked_rate, _predicted, _by_memory, _gpu)
+    parts = (_by_throughput, _not_confirmed, _beside, _by_asked_rate, _predicted, _by_memory, _gpu)
     return [sentence for part in parts for sentence in part(run, found)]
 
 
@@ -126,6 +127,21 @@ def _not_confirmed(run: RunNumbers, found: Crossover) -> Iterator[str]:
     for cell in run.cells:
         if cell.capacity is not None and not cell.held and cell not in named:
             yield f"{_state(cell, run.slo)}."
+
+
+def _beside(run: RunNumbers, found: Crossover) -> Iterator[str]:
+    """Engines of others against the best of ours."""
+    for group in side_by_side(run):
+        for row in group.rows:
+            if row.ratio is None or group.ours is None:
+                continue
+            low, middle_, high = row.ratio
+            ends = formatting.interval(low, high)
+            yield (
+                f"{title(row.cell)}: {row.cell.backend} holds {formatting.significant(middle_)} x "
+                f"what {group.ours.backend} {group.ours.weight_format} holds ({ends} by the ends "
+                "of both intervals)."
+            )
 
 
 def _by_asked_rate(run: RunNumbers, found: Crossover) -> Iterator[str]:

@@ -33,13 +33,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "loadtests": (
         *("errors", "records", "workload", "metrics", "capacity", "simulation", "host"),
-        *("generator", "locustfile", "campaign", "ray", "calibrate", "comparison"),
+        *("generator", "locustfile", "engines", "campaign", "ray", "calibrate", "comparison"),
         *("selftest", "terminal", "cli", "compare_cli"),
     ),
     "reports": (
         *("errors", "numbers", "prediction", "planning", "warnings", "steps", "run", "merge"),
-        *("reference", "elsewhere", "findings", "sentences", "plan", "check", "accelerator"),
-        *("charts", "render", "write", "cli"),
+        *("reference", "elsewhere", "findings", "engines", "sentences", "plan", "check"),
+        *("accelerator", "charts", "render", "write", "cli"),
     ),
 }
 

@@ -65,7 +65,8 @@ def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> Non
         if starts.search(path.read_text())
     }
     assert found == {
-        *("models/isolated.py", "loadtests/campaign/manifest.py", "loadtests/host/parent_bound.py")
+        *("models/isolated.py", "loadtests/campaign/manifest.py", "loadtests/host/parent_bound.py"),
+        "loadtests/engines/keeper.py",
     }
 
 

@@ -16,8 +16,8 @@ from loadtests.campaign.cell_runner import Level
 from loadtests.campaign.level import Measured, loaded_level, send_burst, single_stream_level
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.campaign.servers import External, Local, Server
-from loadtests.campaign.site import Site, metrics_of, quick_seconds, settle
+from loadtests.campaign.servers import Capped, Command, External, Local, Server
+from loadtests.campaign.site import Site, metrics_of, quick_seconds, scraped, settle
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, OverMemory, ServerLost
 from loadtests.generator.endpoint import TargetFacts, pool_for, probe
 from loadtests.generator.http_client import Pool
@@ -89,7 +89,8 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
         server = External(campaign.target)
     else:
         assert layout is not None
-        server = Local(state.cell, campaign, layout, state.run.folder / "logs")
+        kind = Command if state.cell.engine else Local
+        server = kind(state.cell, campaign, layout, state.run.folder / "logs")
     try:
         began = time.monotonic()
         server.wait_ready(
@@ -118,15 +119,14 @@ def _on(
         site = Site(state.run, state.cell, campaign, server, facts, pool, progress)
         site.metrics = metrics_of(target, facts)
         site.processes = campaign.load.workers
-        site.memory_bytes = server.watched_bytes if isinstance(server, Local) else None
+        site.memory_bytes = server.watched_bytes if isinstance(server, Capped) else None
         with Sampler(
             state.key,
             site.keep_sample,
             server=server.pid,
+            is_ours=not isinstance(server, Command),
             interval_seconds=campaign.sample_seconds,
-            metrics_url=None if isinstance(server, Local) else target.url,
-            api_key_env=target.api_key_env,
-            verify_tls=target.verify_tls,
+            metrics=None if isinstance(server, Local) else scraped(target),
         ) as sampler:
             site.sampler = sampler
             seen = {"target": msgspec.to_builtins(facts), "sampling": sampler.missing}

@@ -36,12 +36,14 @@ from loadtests.campaign.campaign_keys import (
 )
 from loadtests.campaign.cells import Cell, cells_of
 from loadtests.capacity.search_config import SearchConfig
+from loadtests.engines.command import Engine, commands_of
 from loadtests.errors import BadCampaign, TargetUnusable
 from loadtests.generator.endpoint import Target, check_target
 from loadtests.generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.requests import Workload
+from models.errors import printable
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 
@@ -73,6 +75,7 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load: Load = Load()
     slos: tuple[Slo, ...] = ()  # all of them where there are several
     workloads: dict[str, Workload] = {}  # by name where there are several
+    engines: dict[str, Engine] = {}  # of others, by name
     repeats: str | None = None  # the run whose levels are measured again
     cell_levels: dict[str, tuple[RepeatedLevel, ...]] = {}  # of a repeat, by cell
 
@@ -175,23 +178,34 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
         disturbance=file.disturbance,
         wait_seconds=file.wait_seconds,
         load=file.load,
+        engines={engine.name: engine for engine in file.engines},
     )
     return Plan(campaign, cells_of(file), text)
 
 
-def check_trust(plan: Plan, trusted: Sequence[str]) -> None:
+def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = False) -> None:
     """A campaign, or its run folder, may be a stranger's: the command line says what it may use.
 
     Raises BadCampaign where it names code (module:Class) or an environment variable that is not
-    among `trusted`.
+    among `trusted`, and where it has commands without `allow_commands`.
     """
     target = plan.campaign.target
     named = {cell.backend: "runs as code" for cell in plan.cells if ":" in cell.backend}
     if target is not None and target.api_key_env is not None:
         named[target.api_key_env] = f"is an environment variable that {target.url} is sent"
+    engines = plan.campaign.engines.values()
+    for engine in engines:
+        seen = f"is an environment variable that {engine.name} sees"
+        named |= dict.fromkeys(engine.variables, seen)
     for name, what in named.items():
         if name not in trusted:
             raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
+    if engines and not allow_commands:
+        commands = "; ".join(printable(one) for engine in engines for one in commands_of(engine))
+        raise BadCampaign(
+            f"the campaign runs commands: {commands}; "
+            "if you trust each of them, say so: --allow-commands"
+        )
 
 
 def check_one_machine(plan: Plan) -> None:

@@ -12,11 +12,13 @@ from typing import Any, Literal
 import msgspec
 
 from loadtests.capacity.search_config import SearchConfig
+from loadtests.engines.command import Engine, wrong
 from loadtests.errors import BadCampaign
 from loadtests.generator.endpoint import Target
 from loadtests.generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.requests import Workload
+from serving.backends import BACKENDS
 from serving.placement.best_engine import BEST
 from serving.registry.options import Standby
 
@@ -90,6 +92,7 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     )  # engines; best: of the CPU's, the one that serves most requests here, measured in seconds
     hardware: list[Hardware] = msgspec.field(default_factory=lambda: [Hardware()])  # cores, RAM
     cells: list[OneCell] = []  # combinations beside the product
+    engines: list[Engine] = []  # engines of others, beside backends; only with --allow-commands
     target: Target | None = None  # an endpoint that runs already, in place of models
     server: Server = Server()  # how the server of each cell is started
     load: Load = Load()  # who sends the load
@@ -131,6 +134,7 @@ def _keys_at(place: str) -> list[str]:
         "target": Target,
         "hardware[...]": Hardware,
         "cells[...]": OneCell,
+        "engines[...]": Engine,
     }
     kind = kinds.get(place)
     return list(kind.__struct_fields__) if kind is not None else []
@@ -138,7 +142,8 @@ def _keys_at(place: str) -> list[str]:
 
 def check(file: CampaignFile) -> None:
     """Raises BadCampaign for the first thing that cannot be, with its place in the file."""
-    for is_wrong, place, what in (*_combinations(file), *_values(file), *_lengths(file)):
+    rules = (*_combinations(file), *_values(file), *_lengths(file), *_engines(file))
+    for is_wrong, place, what in rules:
         if is_wrong:
             raise BadCampaign(f"{what} - at `{place}`")
 
@@ -152,14 +157,20 @@ def _combinations(file: CampaignFile) -> list[Rule]:
     several = "each of several hardware budgets needs a name"
     return [
         (
-            file.target is not None and has_models,
+            file.target is not None and (has_models or bool(file.engines)),
             "$.target",
-            "`target` is an endpoint that is there already: it goes without models and cells",
+            "`target` is an endpoint that is there already: it goes without models and cells, and "
+            "without engines",
         ),
         (
             file.target is None and not has_models,
             "$",
             "nothing to measure: give models, cells, or a target with a url",
+        ),
+        (
+            bool(file.engines) and not file.models,
+            "$.engines",
+            "engines are measured on `models`, and there are none",
         ),
         (
             file.workload is not None and bool(file.workloads),
@@ -220,6 +231,21 @@ def _of_best(file: CampaignFile) -> list[Rule]:
             f"options are of one engine, and backend {BEST!r} chooses among several",
         ),
     ]
+
+
+def _engines(file: CampaignFile) -> list[Rule]:
+    """Names of engines of others are names of files and of nothing else."""
+    rules: list[Rule] = []
+    taken = {*BACKENDS, BEST, "external"}
+    for position, engine in enumerate(file.engines):
+        place, name = f"$.engines[{position}]", engine.name
+        is_plain = re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) is not None
+        rules.append((not is_plain, f"{place}.name", f"name {name!r} is no name of a file"))
+        what = f"name {name!r} is that of another engine: give it one of its own"
+        rules.append((name in taken, f"{place}.name", what))
+        taken.add(name)
+        rules += [(True, f"{place}.{key}", f"{key}: {what}") for key, what in wrong(engine)]
+    return rules
 
 
 def _above_zero(name: str, value: float | None, place: str) -> Rule:

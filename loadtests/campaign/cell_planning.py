@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.campaign_keys import Server
 from loadtests.campaign.cells import Cell
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, with_engine
 from loadtests.capacity.confirmation import confirming_seconds
+from loadtests.engines.command import HOST
 from loadtests.errors import BadCampaign
 from loadtests.host.processes import Layout, divide_cores
 from loadtests.records.events import EngineChosen, EngineRating, SkipCause, of_kind
@@ -195,6 +197,18 @@ def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
         return divide_cores(usable, cell.hardware.cores)
     except ValueError as problem:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
+
+
+def engine_values(cell: Cell, server: Server, layout: Layout, model: str) -> dict[str, object]:
+    """What the places of an engine's command are filled with, but the port: a free one."""
+    return {
+        "model": model,
+        "host": HOST,
+        "slots": server.slots,
+        "context": server.context_tokens,
+        "kv_tokens": server.kv_tokens or server.slots * server.context_tokens,
+        "threads": cell.hardware.threads or layout.engine_threads,
+    }
 
 
 def shares(

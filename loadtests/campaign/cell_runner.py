@@ -159,7 +159,8 @@ def _start_of(state: CellState) -> int | None:
 
 def budget_of(state: CellState, part: CellStarted) -> float:
     """Seconds of measuring, of all parts of the cell."""
-    return part.budget_seconds or state.campaign.search.budget_seconds
+    given = part.budget_seconds
+    return state.campaign.search.budget_seconds if given is None else given
 
 
 def _search(run: _Run) -> dict[str, Capacity] | None:

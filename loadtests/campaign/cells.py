@@ -1,4 +1,4 @@
-"""The cells of a campaign: models x formats x backends x hardware x workloads, or an endpoint."""
+"""The cells of a campaign: models x formats x engines x hardware x workloads, or an endpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 import msgspec
 
 from loadtests.campaign.campaign_keys import CampaignFile, Hardware, OneCell
+from loadtests.engines.command import Engine, formats_of, places
 from loadtests.errors import BadCampaign
 from loadtests.generator.endpoint import Target
 from models.errors import CrossoverError
@@ -32,6 +33,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None  # the endpoint, where the runner starts none
     workload: str = ""  # its name, where the campaign has several
+    engine: str = ""  # its name, where it is one of others (`engines` of the campaign)
+    device: str | None = None  # of such an engine, as far as is known
     is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
     formats: tuple[str, ...] = ()  # ... among these formats; none: the usual ones
 
@@ -60,6 +63,14 @@ def cells_of(file: CampaignFile) -> list[Cell]:
         for hardware in file.hardware
         for name in names
     ]
+    cells += [
+        _cell_of_engine(engine, model, weight_format, hardware, file, name)
+        for engine in file.engines
+        for model in file.models
+        for weight_format in formats_of(engine, file.formats)
+        for hardware in file.hardware
+        for name in names
+    ]
     if not cells:
         raise BadCampaign("nothing to measure: backends is empty - at `$.backends`")
     key, times = Counter(cell.key for cell in cells).most_common(1)[0]
@@ -82,6 +93,37 @@ def cell_of_target(target: Target, workload: str = "") -> Cell:
         backend="external",
         url=target.url,
         workload=workload,
+    )
+
+
+def _cell_of_engine(
+    engine: Engine,
+    model: str,
+    weight_format: str,
+    hardware: Hardware,
+    file: CampaignFile,
+    workload: str,
+) -> Cell:
+    is_made = engine.weights != "none" and model not in engine.names
+    name = rung(model).spec.name if is_rung(model) else model
+    parts = (name, weight_format, engine.name, hardware.name, workload)
+    filled, server = places(engine.command), file.server
+    # What its command does not say is its own business.
+    slots = server.slots if "slots" in filled else None
+    context = server.context_tokens if "context" in filled else None
+    return Cell(
+        key=plain("-".join(part for part in parts if part)),
+        model=name,
+        weight_format=weight_format,
+        backend=engine.name,
+        hardware=hardware,
+        slots=slots,
+        context_tokens=context,
+        kv_tokens=server.kv_tokens if "kv_tokens" in filled else None,
+        synthetic=True if is_made and is_rung(model) else None,
+        workload=workload,
+        engine=engine.name,
+        device=engine.device,
     )
 
 

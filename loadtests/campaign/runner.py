@@ -107,6 +107,7 @@ def resume(
     progress: Progress,
     *,
     trusted: Sequence[str] = (),
+    allow_commands: bool = False,
     beside_others: bool = False,
     world: World | None = None,
 ) -> Path:
@@ -118,7 +119,7 @@ def resume(
     opened, dropped = RunFolder.open_existing(folder)
     with opened, _lock(f"run {folder}", beside_others):
         campaign, cells = campaign_of(opened.manifest)
-        check_trust(Plan(campaign, cells, ""), trusted)
+        check_trust(Plan(campaign, cells, ""), trusted, allow_commands=allow_commands)
         if of_kind(opened.events, RunFinished):
             progress.say(f"{folder} is complete: nothing to do")
             return folder

@@ -1,14 +1,16 @@
-"""The server of a cell: a child process on cores of its own, or an endpoint.
+"""The server of a cell: a child process on cores of its own, ours or not, or an endpoint.
 
-    with Local(cell, campaign, layout, folder / "logs") as server:
-        server.wait_ready(say)
-        server.target, server.ready(cell.key), server.mark()
+    server = Local(cell, campaign, layout, folder / "logs")
+    server.wait_ready(say)
+    server.target, server.ready(cell.key), server.mark()
 
 `mark()` says which engine serves: a level between two different marks was not served by one.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +20,10 @@ from typing import Any, Protocol
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
+from loadtests.campaign.cell_planning import engine_values
 from loadtests.campaign.cells import Cell
+from loadtests.engines.command import HOST, argv
+from loadtests.engines.started import StartedEngine, free_port, version_of
 from loadtests.errors import OverMemory, ServerFailed, ServerLost, TargetUnusable
 from loadtests.generator.endpoint import Target
 from loadtests.generator.http_client import connect, fetch, get_bytes
@@ -26,6 +31,8 @@ from loadtests.host.memory_cap import CapUnavailable, MemoryCap
 from loadtests.host.processes import Child, Layout, last_line
 from loadtests.host.resources import api_pids, engine_pids
 from loadtests.records.events import CellReady, EngineInfo
+from models.errors import ModelError
+from models.resolve import resolve
 from serving.hardware.cores import cores_text
 from serving.registry.options import arguments
 
@@ -98,33 +105,24 @@ class External:
         return
 
 
-class Local:
-    """A `crossover serve` of our own."""
+class Capped:
+    """What servers that we start have in common: their memory cap."""
 
-    layout: Layout
-
-    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
-        self.layout = layout
-        self.log = logs / f"{cell.key}.server.log"
-        self._synthetic = cell.synthetic
-        self._ready_seconds = campaign.server.ready_seconds
-        self._ready_file = logs / f"{cell.key}.ready.json"
-        self._ready_file.unlink(missing_ok=True)
-        command = serve_command(cell, campaign, layout, self._ready_file)
-        # The engine takes its own cores; what the server may use must hold both.
-        cores = tuple(sorted({*layout.engine, *layout.api}))
+    def __init__(self, cell: Cell) -> None:
+        self.pid: int | None = None
         self._limit_gib = cell.hardware.memory_gib
         self._cap, self.cap_note = _cap(cell)
-        self._child = Child(command, cores=cores, log=self.log)
-        self.pid = self._child.pid
+
+    def _hold(self, pid: int) -> None:
+        """The server has just been started as process `pid`: all that it will hold is counted."""
+        self.pid = pid
         if self._cap is not None:
             try:
-                self._cap.add(self.pid)  # it is still starting: all that it will hold is counted
+                self._cap.add(pid)
             except CapUnavailable as problem:
                 self._cap.close()
                 self._cap = None
                 self.cap_note = _watched(self._limit_gib, problem)
-        self.target = Target(url="")
 
     @property
     def watched_bytes(self) -> int | None:
@@ -141,13 +139,41 @@ class Local:
             return None
         return f"the kernel ended it at its memory cap of {self._limit_gib:g} GiB"
 
+    def _check_cap(self) -> None:
+        if (why := self.broke_cap()) is not None:
+            raise OverMemory(why)
+
+    def _release(self) -> None:
+        if self._cap is not None:
+            self._cap.close()
+
+
+class Local(Capped):
+    """A `crossover serve` of our own."""
+
+    layout: Layout
+
+    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
+        super().__init__(cell)
+        self.layout = layout
+        self.log = logs / f"{cell.key}.server.log"
+        self._synthetic = cell.synthetic
+        self._ready_seconds = campaign.server.ready_seconds
+        self._ready_file = logs / f"{cell.key}.ready.json"
+        self._ready_file.unlink(missing_ok=True)
+        command = serve_command(cell, campaign, layout, self._ready_file)
+        # The engine takes its own cores; what the server may use must hold both.
+        cores = tuple(sorted({*layout.engine, *layout.api}))
+        self._child = Child(command, cores=cores, log=self.log)
+        self._hold(self._child.pid)
+        self.target = Target(url="")
+
     def wait_ready(self, say: Say) -> None:
         """Raises ServerFailed when it gives up or is late, ServerLost when it was killed."""
         until = time.monotonic() + self._ready_seconds
         while not self._ready_file.exists():
             status = self._child.poll()
-            if (why := self.broke_cap()) is not None:
-                raise OverMemory(why)
+            self._check_cap()
             if status is not None:
                 said = f"({self._child.how_it_ended()}); all it said is in logs/{self.log.name}"
                 if status < 0:
@@ -207,8 +233,7 @@ class Local:
 
     def stop(self) -> None:
         self._child.stop()
-        if self._cap is not None:
-            self._cap.close()
+        self._release()
 
     def _placement(self) -> dict[str, Any]:
         with connect(self.target.url) as pool:
@@ -217,6 +242,103 @@ class Local:
             raise TargetUnusable(f"{self.target.url}/v1/placement answered {status}")
         found: dict[str, Any] = msgspec.json.decode(body)
         return found
+
+
+class Command(Capped):
+    """An engine of others, started by its command (`engines` of the campaign)."""
+
+    layout: Layout
+
+    def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
+        super().__init__(cell)
+        self.layout = layout
+        self.target = Target(url="")
+        self._cell = cell
+        self._server = campaign.server
+        self._engine = campaign.engines[cell.engine]
+        self._logs = logs
+        self._running: StartedEngine | None = None
+        self._load_seconds: float | None = None
+        self._words: list[str] = []
+        self._device = cell.device
+        self._version: str | None = None
+
+    def wait_ready(self, say: Say) -> None:
+        """Makes or finds its weights, starts it and waits.
+
+        Raises ServerFailed when it gives up or is late, ServerLost when it was killed, OverMemory.
+        """
+        cell, engine = self._cell, self._engine
+        missing = [name for name in engine.variables if name not in os.environ]
+        if missing:
+            raise ServerFailed(f"{engine.name} needs {missing[0]}, a variable that is not set")
+        try:
+            values = engine_values(cell, self._server, self.layout, self._weights(say))
+            values["port"] = free_port()
+        except ModelError as problem:
+            raise ServerFailed(f"no weights for {engine.name}: {problem}") from problem
+        url = f"http://{HOST}:{values['port']}"
+        self._words = argv(engine.command, values)
+        began = time.monotonic()
+        log = self._logs / f"{cell.key}.server.log"
+        self._running = StartedEngine(engine, self._words, self.layout.engine, log)
+        self._hold(self._running.pid)
+        self._running.wait_ready(url, say, self._server.ready_seconds, self._check_cap)
+        self._load_seconds = round(time.monotonic() - began, 3)
+        self.target = Target(url=url, api=engine.api)
+        say(f"{engine.name}: asking for its version", None)
+        self._device = self._device or self._running.device()
+        self._version = version_of(engine, url, self._logs / f"{cell.key}.version.log")
+
+    def _weights(self, say: Say) -> str:
+        cell, engine = self._cell, self._engine
+        if (name := engine.names.get(cell.model)) is not None or engine.weights == "none":
+            return name or cell.model
+        return resolve(
+            cell.model,
+            kind=engine.weights,
+            weight_format=cell.weight_format,
+            cache=self._server.cache,
+            progress=say,
+        ).path
+
+    def ready(self, cell: str) -> CellReady:
+        """Its command as it was run, its version, and where it runs."""
+        engine = self._engine
+        details = {"command": shlex.join(self._words), "version": self._version}
+        return CellReady(
+            cell=cell,
+            info=EngineInfo(
+                name=engine.name,
+                device=self._device,
+                weight_format=self._cell.weight_format,
+                details=details,
+            ),
+            load_seconds=self._load_seconds,
+            synthetic=self._cell.synthetic,
+            url=self.target.url,
+            layout=msgspec.to_builtins(self.layout),
+            memory_cap=self.cap_note,
+        )
+
+    def mark(self) -> tuple[Any, ...]:
+        return tuple(self.engine_pids())
+
+    def trouble(self) -> str | None:
+        """Why a level cannot go on; None when all is well."""
+        return self._running.trouble() if self._running is not None else "it was not started"
+
+    def engine_pids(self) -> list[int]:
+        """Its first process: the others may come and go without a restart."""
+        return self._running.pids()[:1] if self._running is not None else []
+
+    def api_pids(self) -> list[int]:
+        return []
+
+    def stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+        self._release()
 
 
 def _cap(cell: Cell) -> tuple[MemoryCap | None, str | None]:

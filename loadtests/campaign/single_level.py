@@ -16,7 +16,7 @@ from loadtests.campaign.level import Measured, loaded_level
 from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.servers import External
-from loadtests.campaign.site import Site, metrics_of
+from loadtests.campaign.site import Site, metrics_of, scraped
 from loadtests.capacity.search import Measure
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import Incomplete, LevelInterrupted
@@ -89,13 +89,7 @@ def single_level(
             elif spare is not None:
                 site.spare = spare
                 site.processes = spare.processes
-            sampler = Sampler(
-                cell.key,
-                site.keep_sample,
-                metrics_url=plan.target.url,
-                api_key_env=plan.target.api_key_env,
-                verify_tls=plan.target.verify_tls,
-            )
+            sampler = Sampler(cell.key, site.keep_sample, metrics=scraped(plan.target))
             site.sampler = stack.enter_context(sampler)
             measured = _measure(site, plan)
         except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from loadtests.generator.http_client import Pool, post_bytes
 from loadtests.generator.launcher import GeneratorProcess
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.sse_request import Ask, stream
-from loadtests.host.sampler import Sampler
+from loadtests.host.sampler import Sampler, Scraped
 from loadtests.host.server_metrics import Remote
 from loadtests.metrics.disturbance import disturbance_of, in_words, is_lost
 from loadtests.records.run_folder import RunFolder
@@ -140,6 +140,11 @@ def metrics_of(target: Target, facts: TargetFacts) -> Remote | None:
         return None
     key = os.environ.get(target.api_key_env) if target.api_key_env else None
     return Remote(target.url, api_key=key, verify_tls=target.verify_tls)
+
+
+def scraped(target: Target) -> Scraped:
+    """The endpoint as the sampler reads it."""
+    return Scraped(target.url, target.api_key_env, target.verify_tls)
 
 
 class Guard:

@@ -25,6 +25,7 @@ from loadtests.campaign.campaign_keys import (
     SloSpec,
 )
 from loadtests.capacity.search_config import SearchConfig
+from loadtests.engines.command import Engine
 from loadtests.generator.endpoint import Target
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.workload.arrivals import Arrivals
@@ -42,9 +43,10 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "hardware": (Hardware, {}),
     "target": (Target, {}),
     "cells": (OneCell, {}),
+    "engines": (Engine, {"name": "vllm", "command": "vllm serve {model} --port {port}"}),
 }
-LISTS = ("hardware", "cells")  # [[...]]
-ABSENT = ("target", "cells")  # not used together with models
+LISTS = ("hardware", "cells", "engines")  # [[...]]
+ABSENT = ("target", "cells", "engines")  # a file has them only where it wants them
 # A type as the code writes it -> as the documentation does.
 TOML_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 STARTED = {"name": "my-campaign", "models": ["smollm2-135m"], "budget_seconds": 600.0}

@@ -84,6 +84,7 @@ class Connection:
     def __init__(self, sock: Any, tls: Tls | None = None) -> None:
         self.received = 0.0  # when the newest bytes left the kernel
         self.parked = 0.0  # when it last became idle
+        self.is_unanswered = False  # the server closed it before the first byte of an answer
         self._sock = sock
         self._tls = tls
         self._parser = httptools.HttpResponseParser(self)
@@ -111,9 +112,11 @@ class Connection:
                     self._waiter.get()
                 finally:
                     self._waiter = None
-        except BaseException:
+        except BaseException as problem:
             with contextlib.suppress(*_NO_HTTP):
                 self._read()
+            is_closed = isinstance(problem, ConnectionResetError | BrokenPipeError)
+            self.is_unanswered = is_closed and answer.head_bytes == 0
             self.close()
             raise
         finally:

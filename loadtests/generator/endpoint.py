@@ -22,12 +22,13 @@ from loadtests.generator.http_client import Pool, connect, fetch, get_bytes, pos
 from loadtests.generator.sse_request import Ask, stream
 
 PROBE_TOKENS = 8
-_SECRET_NAME = re.compile(
-    "api[_-]?key|(access|private|secret)[_-]?key|(access|auth|bearer|id|refresh)[_-]?token|^token$|"
-    "secret|passw|credential|authorization",
+# What names a secret, and how the secrets of well-known services begin.
+SECRET_NAME = re.compile(
+    "api[_-]?key|(access|private|secret)[_-]?key|"
+    "(access|auth|bearer|hf|id|refresh)[_-]?token|^token$|secret|passw|credential|authorization",
     re.IGNORECASE,
 )
-_SECRET_TEXT = re.compile(r"(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|bearer )\S{6}", re.IGNORECASE)
+SECRET_TEXT = re.compile(r"(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|bearer )\S{6}", re.IGNORECASE)
 _PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
 
 
@@ -61,10 +62,10 @@ def check_target(target: Target) -> None:
 def _secret_place(value: Any) -> str | None:
     """Where a key, token or password is in a request's body; None: nowhere that names tell."""
     if isinstance(value, str):
-        return "" if _SECRET_TEXT.match(value) else None
+        return "" if SECRET_TEXT.match(value) else None
     items = enumerate(value) if isinstance(value, list) else ()
     for key, inside in value.items() if isinstance(value, dict) else items:
-        is_secret = isinstance(inside, str) and _SECRET_NAME.search(str(key))
+        is_secret = isinstance(inside, str) and SECRET_NAME.search(str(key))
         if (place := "" if is_secret else _secret_place(inside)) is not None:
             return f"[{key!r}]{place}"
     return None

@@ -48,14 +48,25 @@ class Pool:
         self._found: list[Any] | None = None  # what the name was resolved to, once
 
     def exchange(self, wire: bytes, reader: Reader) -> None:
-        """One request over an idle connection or a new one, to its end. Raises OSError."""
+        """One request over an idle connection or a new one, to its end. Raises OSError.
+
+        Some servers close a connection that they said to keep (llama-server after each stream): a
+        request that met its end unanswered is sent once more, over a new one (RFC 9112, 9.3.1).
+        """
         while self.idle:
             connection = self.idle.pop()
-            if connection.is_good():
+            if not connection.is_good():
+                connection.close()
+                continue
+            try:
+                return self._over(connection, wire, reader)
+            except OSError:
+                if not connection.is_unanswered:
+                    raise
                 break
-            connection.close()
-        else:
-            connection = self._open()
+        self._over(self._open(), wire, reader)
+
+    def _over(self, connection: Connection, wire: bytes, reader: Reader) -> None:
         if connection.exchange(wire, reader):
             self.idle.append(connection)
 

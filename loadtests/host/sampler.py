@@ -27,16 +27,23 @@ INTERVAL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # for the child to say that it has seen a change
 
 
+class Scraped(msgspec.Struct, frozen=True):
+    """An endpoint whose /metrics is read too."""
+
+    url: str
+    api_key_env: str | None = None
+    verify_tls: bool = True
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the child is to look at."""
 
     cell: str
     interval_seconds: float = INTERVAL_SECONDS
     server: int | None = None  # process id of our server; None: somebody else's endpoint
+    is_ours: bool = True  # a server whose engine is a child; else all below `server` is the engine
     client: int | None = None  # the runner, counted without its children
-    metrics_url: str | None = None  # an endpoint whose /metrics is read too
-    api_key_env: str | None = None
-    verify_tls: bool = True
+    metrics: Scraped | None = None
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -63,19 +70,17 @@ class Sampler:
         sink: Callable[[ResourceSample], None],
         *,
         server: int | None = None,
+        is_ours: bool = True,
         interval_seconds: float = INTERVAL_SECONDS,
-        metrics_url: str | None = None,
-        api_key_env: str | None = None,
-        verify_tls: bool = True,
+        metrics: Scraped | None = None,
     ) -> None:
         self._settings = Settings(
             cell=cell,
             interval_seconds=interval_seconds,
             server=server,
+            is_ours=is_ours,
             client=os.getpid(),
-            metrics_url=metrics_url,
-            api_key_env=api_key_env,
-            verify_tls=verify_tls,
+            metrics=metrics,
         )
         self._sink = sink
         self._level: str | None = None

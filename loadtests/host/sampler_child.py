@@ -31,9 +31,11 @@ class Child:
         groups: dict[str, Pids] = {"client": self.client_pids}
         subject: Pids = self.client_pids
         server = settings.server
-        if server is not None:
+        if server is not None and settings.is_ours:
             groups["engine"] = subject = lambda: engine_pids(server)
             groups["api"] = lambda: api_pids(server)
+        elif server is not None:
+            groups["engine"] = subject = lambda: family(server)[1:]
         self.cores = CoreWatch(subject, settings.client or os.getppid())
         remote, why = _remote(settings)
         self.readings = Readings(
@@ -88,10 +90,11 @@ class Child:
 
 def _remote(settings: Settings) -> tuple[Callable[[], RemoteSample | str] | None, str | None]:
     """The reader of the endpoint's /metrics, or why there is none."""
-    if settings.metrics_url is None:
+    asked = settings.metrics
+    if asked is None:
         return None, None
-    key = os.environ.get(settings.api_key_env) if settings.api_key_env else None
-    remote = Remote(settings.metrics_url, api_key=key, verify_tls=settings.verify_tls)
+    key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
+    remote = Remote(asked.url, api_key=key, verify_tls=asked.verify_tls)
     first = remote()
     return (None, first) if isinstance(first, str) else (remote, None)
 

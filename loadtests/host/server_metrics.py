@@ -1,10 +1,11 @@
-"""What a server says of itself at /metrics: ours, vLLM's, llama-server's (--metrics).
+"""What a server says of itself at /metrics: ours, those of vLLM, SGLang, llama-server and TGI.
 
     source = Remote("http://127.0.0.1:8000")
     source()                # a RemoteSample, or a sentence why there is none
     source.engine_time()    # an EngineTime of a Crossover server, else None
 
-Of an endpoint on another machine nothing else can be seen; what it does not tell is None.
+Of an endpoint on another machine nothing else can be seen; what it does not tell is None. SGLang
+answers with --enable-metrics, llama-server with --metrics; Ollama has no such page.
 """
 
 from __future__ import annotations
@@ -48,6 +49,19 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "kv_share": ("llamacpp:kv_cache_usage_ratio",),
         "prompt_tokens": ("llamacpp:prompt_tokens_total",),
         "output_tokens": ("llamacpp:tokens_predicted_total",),
+    },
+    "sglang": {  # docs.sglang.io/references/production_metrics
+        "running": ("sglang:num_running_reqs",),
+        "waiting": ("sglang:num_queue_reqs",),
+        "kv_share": ("sglang:token_usage",),
+        "prompt_tokens": ("sglang:prompt_tokens_total",),
+        "output_tokens": ("sglang:generation_tokens_total",),
+    },
+    "tgi": {  # huggingface.co/docs/text-generation-inference/reference/metrics
+        "running": ("tgi_batch_current_size",),
+        "waiting": ("tgi_queue_size",),
+        "prompt_tokens": ("tgi_request_input_length_sum",),
+        "output_tokens": ("tgi_request_generated_tokens_sum",),
     },
 }
 

@@ -28,6 +28,7 @@ MACHINE: dict[str, str] = {
     "gpus": "GPUs",
 }
 CAMPAIGN: tuple[str, ...] = ("workload", "workloads", "arrivals", "slo")
+ENGINES = "engines"  # of others: their commands, where both runs have them
 SERVER: tuple[str, ...] = (
     "slots",
     "context_tokens",
@@ -41,7 +42,7 @@ SERVER: tuple[str, ...] = (
 )
 # Matched cell by cell, not run by run.
 CELL: tuple[str, ...] = ("model", "format", "backend", "hardware", "url")
-FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, *SERVER, *CELL)
+FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, ENGINES, *SERVER, *CELL)
 SAME_MEMORY = 0.02  # a kernel update moves MemTotal by less
 
 
@@ -66,6 +67,10 @@ def differences(one: RunManifest, other: RunManifest) -> Iterator[FactDifference
         mine, theirs = one.campaign.get(fact) or None, other.campaign.get(fact) or None
         if mine != theirs:
             yield FactDifference(fact, fact, *_apart(mine, theirs))
+    mine, theirs = one.campaign.get(ENGINES) or {}, other.campaign.get(ENGINES) or {}
+    for name in mine.keys() & theirs.keys():
+        if mine[name] != theirs[name]:
+            yield FactDifference(ENGINES, f"engine {name}", *_apart(mine[name], theirs[name]))
     servers = [_server(manifest) for manifest in (one, other)]
     if any(cell.get("url") is None for manifest in (one, other) for cell in manifest.cells):
         for fact in SERVER:

@@ -63,7 +63,7 @@ class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
 class RemoteSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What a server's own /metrics said at one moment. Counters count since the server started."""
 
-    kind: str  # "crossover", "vllm", "llama.cpp"; "" for process figures alone
+    kind: str  # "crossover", "vllm", "llama.cpp", "sglang", "tgi"; "": process figures alone
     running: int | None = None  # requests
     waiting: int | None = None
     kv_share: float | None = None  # of the KV cache in use, 0..1

@@ -5,12 +5,21 @@ from __future__ import annotations
 import typer
 
 from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.cell_planning import layout_of, least_part_seconds, shares, why_not
+from loadtests.campaign.cell_planning import (
+    engine_values,
+    layout_of,
+    least_part_seconds,
+    shares,
+    why_not,
+)
 from loadtests.campaign.cells import Cell
+from loadtests.engines.command import Engine, commands_of
+from loadtests.host.processes import Layout
 from loadtests.metrics.slo import Slo
 from loadtests.workload.requests import in_words
 from models import formatting
 from models.cache import Wish, cache_dir, synthetic_path
+from models.errors import printable
 from models.formats import weight_bytes
 from models.ladder import is_rung, rung
 from serving.backends import weights_of
@@ -71,10 +80,33 @@ def _show_cell(cell: Cell, settings: Campaign, facts: HardwareFacts, seconds: fl
             f"client {cores_text(layout.client)}"
         )
     typer.echo(f"  {cell.key}: at most {formatting.duration(seconds)}; {place}")
-    if cell.url is None:
+    if cell.engine:
+        assert layout is not None
+        _show_commands(cell, settings, layout)
+    elif cell.url is None:
         typer.echo(f"    weights: {_weights(cell, settings.server.cache)}")
     for line in layout.shared if layout is not None else ():
         typer.echo(f"    note: {line}")
+
+
+def _show_commands(cell: Cell, settings: Campaign, layout: Layout) -> None:
+    """Whole: what would be run, and what it would see."""
+    engine = settings.engines[cell.engine]
+    values = engine_values(cell, settings.server, layout, _given(cell, engine, settings))
+    for line in commands_of(engine, values):
+        typer.echo(f"    runs, only with --allow-commands: {printable(line)}")
+    if engine.variables:
+        typer.echo(f"    it sees of this shell: {', '.join(engine.variables)}")
+
+
+def _given(cell: Cell, engine: Engine, settings: Campaign) -> str:
+    """What {model} is, as far as is known before weights are made or downloaded."""
+    if engine.weights == "none" or cell.model in engine.names:
+        return engine.names.get(cell.model, cell.model)
+    if not is_rung(cell.model):
+        return cell.model
+    wish = Wish(engine.weights, cell.weight_format, cache_dir(settings.server.cache))
+    return str(synthetic_path(rung(cell.model).spec, wish))
 
 
 def _weights(cell: Cell, cache: str | None) -> str:

@@ -56,6 +56,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int | None
     weight_format: str
     backend: str
+    command: str | None  # of an engine of others, as it was run; null: ours, or an endpoint
+    engine_version: str | None
     device: str | None
     slots: int | None
     context_tokens: int | None
@@ -142,7 +144,7 @@ def _cell(cell: CellNumbers, run: RunNumbers) -> Cell:
     names = (
         *("key", "model", "parameters", "weight_format", "backend", "device", "slots"),
         *("context_tokens", "state", "reason", "capacity", "predicted", "memory"),
-        *("load_seconds", "quality_kl_nats"),
+        *("load_seconds", "quality_kl_nats", "command", "engine_version"),
     )
     return Cell(
         **{name: getattr(cell, name) for name in names},

@@ -103,6 +103,13 @@ def _slo(run: RunNumbers) -> str:
 
 
 def _engines(run: RunNumbers) -> Iterator[str]:
+    beside = engines.side_table(run)
+    if beside.rows:
+        yield "### Engines side by side (measured here)"
+        yield table_text(beside)
+        yield engines.SIDE_WORDS
+        commands = [cell.command for cell in run.cells if cell.command]
+        yield fenced("sh", "\n".join(commands)) if commands else ""
     table = engines.engine_table(run)
     if table.rows:
         yield "### The engines that were chosen from (measured here)"

@@ -101,6 +101,7 @@ def page(
         tables={
             "capacity": tables.capacity_table(run, found),
             "engines": engines.engine_table(run),
+            "beside": engines.side_table(run),
             "levels": tables.level_table(run),
             "memory": tables.memory_table(found),
             "gpu": tables.gpu_table(found),
@@ -226,6 +227,7 @@ def _values(run: RunNumbers, found: Crossover, drawn: Sequence[Figure]) -> dict[
         "slo_name": slo.name,
         "slo_source": words.slo_source(slo),
         "engines": engines.ENGINE_WORDS,
+        "beside": engines.SIDE_WORDS,
         "quality": facts.quality_words(run),
         "confidence": formatting.share(search_config(manifest).confidence),
         "contents": [one for one in CONTENTS.items() if shown.get(one[0], True)],

@@ -30,6 +30,7 @@ from loadtests.records.events import (
     CapacityStatus,
     CellFinished,
     CellReady,
+    CellSkipped,
     Interrupted,
     LevelAbandoned,
     LevelPurpose,
@@ -48,6 +49,9 @@ from loadtests.records.run_folder import (
 from loadtests.terminal.level import wide_console
 from loadtests.terminal.run import prediction_in_words, show_run
 from loadtests.workload.goodness_of_fit import ArrivalCheck
+from reports.engines import side_by_side
+from reports.run import read_run
+from reports.write import Asked, write_report
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_worlds import waits_md_c
 
@@ -379,3 +383,64 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
         and "complete" in shown.stdout
         and "single stream" in shown.stdout
     )
+
+
+OTHERS = """
+[[engines]]
+name = "scripted"
+command = "{python} -I -S {script} {{port}} {faults}"
+weights = "none"
+format = "ab"
+"""
+SCRIPT = ROOT / "tests" / "loadtests" / "engines" / "scripted_server.py"
+
+
+def with_engine(faults: str = "", **changes: str) -> Plan:
+    text = FAKE
+    for old, new in changes.items():
+        text = text.replace(f'{old} = ["fake"]', f"{old} = {new}")
+    text = text.replace("options = { step_seconds = 0.02 }", "ready_seconds = 60")
+    text = text.replace("[search]", "[search]\nrates = [2.0]\nrate_seconds = [2.0]")
+    engine = OTHERS.format(python=sys.executable, script=SCRIPT, faults=faults)
+    return parse_campaign(text + engine)
+
+
+def test_an_engine_of_others_beside_ours_makes_one_report(tmp_path: Path) -> None:
+    with Progress(StringIO()) as progress:
+        folder = run(with_engine(), tmp_path, progress)
+    check_folder(folder)
+    events = read_events(folder).records
+    ready = of_kind(events, CellReady, "smollm2-135m-ab-scripted")[-1]
+    assert ready.info.details is not None and ready.info.details["version"] == "0.0.7 (scripted)"
+    assert "remote" not in ready.sampling
+    samples = [one for one in read_samples(folder).records if one.cell.endswith("-scripted")]
+    assert any(one.engine is not None and one.engine.rss_bytes for one in samples)
+    assert any(one.remote is not None and one.remote.kind == "vllm" for one in samples)
+    assert any(one.cores is not None for one in samples), "disturbance is seen too"
+    assert not any(one.api for one in samples)
+    seeds = {
+        (event.level or "").rpartition("#")[2]: event.seed
+        for event in of_kind(events, LevelStarted)
+        if (event.level or "").startswith("smollm2-135m-fake#")
+    }
+    for event in of_kind(events, LevelStarted, "smollm2-135m-ab-scripted"):
+        assert seeds.get((event.level or "").rpartition("#")[2], event.seed) == event.seed
+    numbers = read_run(folder)
+    (group,) = side_by_side(numbers)
+    assert [row.cell.backend for row in group.rows] == ["fake", "scripted"]
+    written = write_report([folder], tmp_path / "report", Asked(("html", "md")))
+    assert written
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert "### Engines side by side (measured here)" in page and "0.0.7 (scripted)" in page
+    assert "Engines side by side" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_an_engine_that_dies_under_load_is_started_again_and_then_given_up(tmp_path: Path) -> None:
+    with Progress(StringIO()) as progress:
+        folder = run(with_engine("dies-after=4", backends="[]"), tmp_path, progress)
+    events = read_events(folder).records
+    died = "scripted ended (exit status 7: out of luck)"
+    assert len(of_kind(events, CellReady)) == 3, "three servers in one sitting"
+    assert any(died in event.reason for event in of_kind(events, Interrupted))
+    (skipped,) = of_kind(events, CellSkipped)
+    assert skipped.cause == "server" and died in skipped.reason

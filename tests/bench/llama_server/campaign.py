@@ -1,10 +1,9 @@
-"""A campaign against a server that is not ours: llama.cpp's own llama-server, by its URL alone.
+"""A campaign with llama.cpp's own llama-server beside our llama_cpp: one run, one report.
 
-    python -m tests.bench.llama_server.campaign --model smollm2-135m --budget 150 --out runs
+    python -m tests.bench.llama_server.campaign --budget 240 --out runs
 
-Builds llama-server (build.sh), starts it on --engine-cores with the ladder's GGUF, writes a
-campaign file with a `[target]`, and runs `crossover campaign run` and `crossover report` on it as
-anybody would.
+Builds llama-server (build.sh), writes a campaign file with `engines`, and runs `crossover campaign
+run FILE --allow-commands` and `crossover report` on it as anybody would.
 """
 
 from __future__ import annotations
@@ -16,18 +15,27 @@ import sys
 import tempfile
 from pathlib import Path
 
-from models.resolve import resolve
-from tests.bench.llama_server.servers import PEERS, Setup, server
+from tests.bench.llama_server.servers import built
 
-PORT = 18433
 CAMPAIGN = """\
-name = "llama-server"
+name = "llama-server-beside-ours"
 seed = 1
 budget_seconds = {budget}
+models = ["{model}"]
+formats = ["{format}"]
+backends = ["llama_cpp"]
 
-[target]
-url = "http://127.0.0.1:{port}"
-model = "{model}"
+[[engines]]
+name = "llama-server"
+command = '''
+  {program} -m {{model}} --host {{host}} --port {{port}} --no-webui --metrics
+  -np {{slots}} -c {{kv_tokens}} -t {{threads}} -tb {{threads}}
+'''
+weights = "gguf"
+
+[server]
+slots = 8
+context_tokens = 256
 
 [slo]
 preset = "chat"
@@ -39,9 +47,9 @@ max_prompt_tokens = 40
 max_output_tokens = 16
 
 [search]
+starts = {starts}
 precision = 0.15
-batching_gain = 1.3
-level_seconds_min = 18
+level_seconds_min = {level_seconds}
 level_seconds_max = 60
 level_requests_min = 32
 single_stream_requests = 4
@@ -55,39 +63,22 @@ def main() -> None:
     )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--format", default="Q4_0")
-    parser.add_argument("--budget", type=float, default=150.0)
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of both cells")
+    parser.add_argument("--starts", type=int, default=2, help="of each server")
+    parser.add_argument("--level-seconds", type=float, default=12.0, help="of the shortest level")
     parser.add_argument("--out", type=Path, default=Path("runs"))
-    parser.add_argument("--engine-cores", type=int, nargs="+", default=[0])
-    arguments = parser.parse_args()
-    model = resolve(arguments.model, kind="gguf", weight_format=arguments.format)
-    alias = ("--alias", arguments.model)
-    setup = Setup(
-        arguments.model,
-        "",
-        arguments.format,
-        model.path,
-        PORT,
-        8,
-        256,
-        tuple(arguments.engine_cores),
-        (),
-        alias,
-    )
-    peer = PEERS["llama-server"].command(setup)
+    parser.add_argument("more", nargs="*", help="options of `crossover campaign run`, behind --")
+    asked = parser.parse_args()
+    keys = {name: getattr(asked, name) for name in ("model", "format", "budget", "starts")}
+    keys |= {"level_seconds": asked.level_seconds, "program": built("build.sh") + "/llama-server"}
+    crossover = [sys.executable, "-m", "crossover"]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "llama-server.log"
-        campaign = Path(folder) / "campaign.toml"
-        campaign.write_text(
-            CAMPAIGN.format(budget=arguments.budget, port=PORT, model=arguments.model)
-        )
-        with server(peer, PORT, "/health", log):
-            crossover = [sys.executable, "-m", "crossover"]
-            subprocess.run(
-                [*crossover, "campaign", "run", str(campaign), "--out", str(arguments.out)],
-                check=True,
-            )
-            newest = max(arguments.out.iterdir(), key=os.path.getmtime)
-            subprocess.run([*crossover, "report", str(newest)], check=True)
+        file = Path(folder) / "campaign.toml"
+        file.write_text(CAMPAIGN.format(**keys))
+        run = [*crossover, "campaign", "run", str(file), "--allow-commands"]
+        subprocess.run([*run, "--out", str(asked.out), *asked.more], check=True)
+    newest = max(asked.out.iterdir(), key=os.path.getmtime)
+    subprocess.run([*crossover, "report", str(newest)], check=True)
 
 
 if __name__ == "__main__":

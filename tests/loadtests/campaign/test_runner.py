@@ -103,6 +103,15 @@ def rates(folder: Path) -> list[float | None]:
     return [event.rate_per_second for event in started(folder)]
 
 
+def test_a_cell_that_the_others_left_nothing_of_the_budget_has_nothing(tmp_path: Path) -> None:
+    """Its share is 0 seconds, and not the default of a campaign without a budget."""
+    folder = Simulated().run(two_cells(budget=1), tmp_path)
+    (_, second) = of_kind(read_events(folder).records, CellStarted)
+    ended = of_kind(read_events(folder).records, LevelFinished, second.cell)
+    assert second.budget_seconds == 0.0
+    assert sum(one.spent_seconds or 0.0 for one in ended) < 100.0
+
+
 def test_it_finds_the_capacity_of_a_known_server(tmp_path: Path) -> None:
     """Two slots of 0.1 s: 20 requests/s at the very most; the wait of 0.25 s takes some off. Above
     it the interval goes since another start may differ: this is one.

@@ -20,7 +20,7 @@ import pytest
 
 from loadtests.errors import LoadError
 from loadtests.host.resources import Gpu, Quota, Rapl, Readings, Steal, clock_hertz
-from loadtests.host.sampler import Sampler
+from loadtests.host.sampler import Sampler, Scraped
 from loadtests.host.server_metrics import Remote, parse
 from loadtests.metrics.level import summarise
 from loadtests.metrics.level_summary import Window
@@ -480,7 +480,7 @@ def test_samples_of_an_endpoint_hold_what_it_says(
     url, answers = metrics
     answers.append((200, LLAMA))
     seen: list[ResourceSample] = []
-    with Sampler("c", seen.append, interval_seconds=0.1, metrics_url=url) as sampler:
+    with Sampler("c", seen.append, interval_seconds=0.1, metrics=Scraped(url)) as sampler:
         wait_for(lambda: seen)
         assert sampler.missing == {}
         answers[:] = [(500, "")]
@@ -492,7 +492,7 @@ def test_samples_of_an_endpoint_hold_what_it_says(
         and seen[-1].reasons == ["/metrics answered 500"]
     )
     before = len(seen)
-    with Sampler("c", seen.append, interval_seconds=0.1, metrics_url=url) as sampler:
+    with Sampler("c", seen.append, interval_seconds=0.1, metrics=Scraped(url)) as sampler:
         wait_for(lambda: len(seen) > before)
     assert sampler.missing == {"remote": "/metrics answered 500"} and seen[-1].valid, (
         "what was never there is no fault of a sample"

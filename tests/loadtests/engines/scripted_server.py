@@ -1,0 +1,102 @@
+"""An engine of others, as bad as a test wants it: python -I -S scripted_server.py PORT [FAULT...]
+
+Faults: never-ready; dies-at-start; dies-after=N (requests); deaf (to SIGTERM, with a child that is
+too); prints=VARIABLE; port=N (another one). It has no model, two slots,
+and answers "ab".
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+FAULTS = dict(word.partition("=")[::2] for word in sys.argv[2:])
+SERVED = []
+TOKEN_SECONDS = 0.02
+SLOTS = threading.Semaphore(2)
+METRICS = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 1.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0"} %d
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        texts = {
+            "/health": "",
+            "/version": json.dumps({"version": "0.0.7 (scripted)"}),
+            "/v1/models": json.dumps({"data": [{"id": "ab", "max_model_len": 512}]}),
+            "/metrics": METRICS % len(SERVED),
+        }
+        status = 200 if self.path in texts else 404
+        if self.path == "/health" and "never-ready" in FAULTS:
+            status = 503
+        self.answer(status, texts.get(self.path, ""))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/completions":
+            return self.answer(404, "")
+        SERVED.append(1)
+        if len(SERVED) > int(FAULTS.get("dies-after") or 1 << 30):
+            print("out of luck", flush=True)
+            os._exit(7)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        with SLOTS:
+            for number in range(asked["max_tokens"]):
+                time.sleep(TOKEN_SECONDS)
+                self.event({"choices": [{"index": 0, "text": "ab "}], "usage": usage(number + 1)})
+        last = {"index": 0, "text": "", "finish_reason": "length"}
+        self.event({"choices": [last], "usage": usage(asked["max_tokens"])})
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def event(self, value: dict) -> None:
+        self.wfile.write(b"data: " + json.dumps({"model": "ab"} | value).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def usage(tokens: int) -> dict:
+    return {"prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens}
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+def main() -> None:
+    print("loading", flush=True)
+    if "dies-at-start" in FAULTS:
+        sys.exit("no such model")
+    if "prints" in FAULTS:
+        names = FAULTS["prints"].split(",")
+        print(f"{names} are {[os.environ.get(name) for name in names]}", flush=True)
+        print("and hf_" + "a" * 30, "\x1b[31mred\x1b[0m\x07", flush=True)
+    if "deaf" in FAULTS:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Server(("127.0.0.1", int(FAULTS.get("port") or sys.argv[1])), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
