@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,8 +39,14 @@ class Nodes:
         return [one for one in self.raylet(number).children(True) if _title(one).startswith(name)]
 
     def kill(self, number: int) -> None:
-        """SIGKILL to the raylet; its workers end with it."""
-        os.kill(self.raylet(number).pid, signal.SIGKILL)
+        """SIGKILL to all of a node's processes, as when its machine is gone.
+
+        Workers whose raylet alone is killed may bring their task to its end.
+        """
+        raylet = self.raylet(number)
+        for process in [raylet, *raylet.children(True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def add(self) -> None:
         self.nodes.append(self.cluster.add_node(**self._settings))

@@ -67,9 +67,9 @@ def test_a_lost_node_loses_its_cell_and_a_stopped_run_is_resumed(
     until(lambda: nodes.workers(0, TASK) and nodes.workers(1, TASK))
     nodes.kill(1)  # its cell is measured again on the other node
     folder = until(lambda: only_folder(campaign.out))
-    until(lambda: len(finished(folder)) == 1)
-    lost = of_kind(read_events(folder).records, Interrupted)
-    assert len(lost) == 1 and lost[0].cell is not None and "lost with node" in lost[0].reason
+    until(lambda: finished(folder))
+    (lost,) = until(lambda: of_kind(read_events(folder).records, Interrupted))
+    assert lost.cell is not None and "lost with node" in lost.reason
     until(lambda: nodes.workers(0, TASK))
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) == 2 and "campaign resume" in campaign.said
