@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import NodeDiedError, RayError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from loadtests.campaign.campaign_file import Campaign, Plan, check_trust
@@ -47,6 +47,7 @@ from serving.ray.connection import connect, disconnect, living_nodes
 _measure = ray.remote(max_calls=1)(measure_here)  # a process of its own for each cell
 TRIES = 2  # of a cell whose node is lost, on another one
 LOOK_SECONDS = 0.5
+FACTS_SECONDS = 30.0  # that a node gets to say what it is
 
 
 @dataclass
@@ -133,11 +134,16 @@ def _connected(stack: contextlib.ExitStack) -> list[Node]:
 
 
 def _with_facts(nodes: Iterable[Node]) -> list[tuple[Node, HardwareFacts]]:
-    """Each node with its facts, asked one after the other: bandwidth is measured."""
-    return [
-        (node, ray.get(ray.remote(facts_here).options(num_cpus=0, **_on(node)).remote()))
-        for node in nodes
-    ]
+    """Each node with its facts, asked one after the other: bandwidth is measured.
+
+    A node that does not answer is left out: one that is lost stays in Ray's table for a while.
+    """
+    found = []
+    for node in nodes:
+        asked = ray.remote(facts_here).options(num_cpus=0, **_on(node)).remote()
+        with contextlib.suppress(RayError):
+            found.append((node, ray.get(asked, timeout=FACTS_SECONDS)))
+    return found
 
 
 def _kinds(nodes: Iterable[Node], plan: Plan) -> list[list[tuple[Node, HardwareFacts]]]:
@@ -248,6 +254,8 @@ class _Work:
         run.opened.event(Interrupted(cell=cell.key, reason=why))
         self._progress.say(f"{cell.key}: {why}", style="red")
         alive = {one["NodeID"] for one in living_nodes()}
+        if isinstance(problem, NodeDiedError | TaskUnschedulableError):
+            alive.discard(node.key)  # Ray's table learns of it later
         run.nodes = [one for one in run.nodes if one.key in alive]
         run.tries[cell.key] = run.tries.get(cell.key, 0) + 1
         if run.tries[cell.key] < TRIES and any(fits(cell, one) for one in run.nodes):
