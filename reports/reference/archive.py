@@ -16,6 +16,7 @@ import contextlib
 import getpass
 import hashlib
 import io
+import lzma
 import os
 import re
 import socket
@@ -29,6 +30,8 @@ import msgspec
 
 from loadtests.campaign.cells import plain
 from loadtests.records.events import (
+    AnyEvent,
+    Calibrated,
     CellFinished,
     CellReady,
     CellSkipped,
@@ -56,6 +59,11 @@ REMOVED = "(removed)"
 ENDPOINT = "http://endpoint"
 # Facts of the machine that name it or its owner.
 PRIVATE_FACTS = frozenset({"hostname", "gpu_note", "url"})
+# Keys whose value is a path, also where it does not look like one; keys that name a device.
+PATH_KEYS = frozenset({"file", "replay", "path"})
+DEVICE_KEYS = frozenset({"uuid"})
+# The kinds that the load generator writes: loadtests.generator.sse_request.
+_ERROR = re.compile(r"refused|timeout|connection|cut_off|stream_error|empty|http_\d{3}")
 _PATH = re.compile(r"(^|[\s'\"=:(])(~|\.{0,2})/[\w.]|://|@")
 
 
@@ -97,8 +105,9 @@ def anonymised(run: RunRecords) -> Archive:
         SAMPLES: _lines(samples),
     }
     _check(files)
-    texts = sorted(_texts([msgspec.to_builtins(manifest), *map(msgspec.to_builtins, events)]))
-    return Archive(manifest.run_id, files, texts, len(requests), len(samples))
+    texts = _texts([msgspec.to_builtins(one) for one in (manifest, *events, *samples)])
+    texts |= {text for record in requests for text in _texts(_answered(record))}
+    return Archive(manifest.run_id, files, sorted(texts), len(requests), len(samples))
 
 
 def write_archive(archive: Archive, path: Path) -> None:
@@ -137,7 +146,7 @@ def opened(path: Path) -> Iterator[Path]:
                     if left < 0:
                         raise ReportError(f"{path} holds more than {formatting.size(MOST_BYTES)}")
                     (folder / name).write_bytes(source.read())
-        except (OSError, tarfile.TarError, EOFError) as problem:
+        except (OSError, tarfile.TarError, EOFError, lzma.LZMAError) as problem:
             raise ReportError(f"{path} is no archive of a run: {problem}") from problem
         if not (folder / MANIFEST).exists():
             raise ReportError(f"{path} is no archive of a run: it has no {MANIFEST}")
@@ -210,9 +219,13 @@ def _facts(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Without texts that look like a path or an address."""
+    """Without paths, addresses and what names a device."""
     if isinstance(value, dict):
-        return {key: _cleaned(inside) for key, inside in value.items()}
+        return {
+            key: inside and REMOVED if key in PATH_KEYS else _cleaned(inside)
+            for key, inside in value.items()
+            if key not in DEVICE_KEYS
+        }
     if isinstance(value, list | tuple):
         return [_cleaned(inside) for inside in value]
     return REMOVED if isinstance(value, str) and _PATH.search(value) else value
@@ -221,6 +234,8 @@ def _cleaned(value: Any) -> Any:
 def _event(event: Event) -> Event:
     """Its numbers, and the words that Crossover itself chose among few."""
     replace = msgspec.structs.replace
+    plain_event: Event = msgspec.convert(_cleaned(msgspec.to_builtins(event)), AnyEvent)
+    event = replace(plain_event, cell=event.cell, level=event.level)
     match event:
         case CellReady():
             target = event.target and {"notes": event.endpoint_notes}
@@ -245,10 +260,11 @@ def _event(event: Event) -> Event:
             )
         case CellFinished():
             capacities = {
-                name: replace(one, reason=_cleaned(one.reason))
-                for name, one in event.capacities.items()
+                name: replace(one, reason=REMOVED) for name, one in event.capacities.items()
             }
             return replace(event, capacities=capacities)
+        case Calibrated():
+            return replace(event, reason=event.reason and REMOVED)
         case Waited() | Interrupted() | NeverQuiet() | CellSkipped() | LevelAbandoned():
             return replace(event, reason=REMOVED)
     return event
@@ -264,8 +280,25 @@ def _disturbance(found: Disturbance | None) -> Disturbance | None:
 
 
 def _request(record: RequestRecord) -> RequestRecord:
-    error = record.error_message and REMOVED
-    return msgspec.structs.replace(record, error_message=error, request_id=None)
+    is_own = record.error is None or _ERROR.fullmatch(record.error)
+    return msgspec.structs.replace(
+        record,
+        error=record.error if is_own else REMOVED,
+        error_message=record.error_message and REMOVED,
+        finish_reason=_cleaned(record.finish_reason),
+        backend=_cleaned(record.backend),
+        request_id=None,
+        session=None,
+    )
+
+
+def _answered(record: RequestRecord) -> dict[str, str | None]:
+    """Its texts but for cell and level."""
+    return {
+        "error": record.error,
+        "finish_reason": record.finish_reason,
+        "backend": record.backend,
+    }
 
 
 def _sample(sample: ResourceSample) -> ResourceSample:
@@ -279,7 +312,9 @@ def _lines(records: Sequence[Any]) -> bytes:
 
 def _check(files: dict[str, bytes]) -> None:
     """The names that this machine knows itself and its user by; short ones are words as well."""
-    names = {getpass.getuser(), socket.gethostname(), os.path.expanduser("~")}
+    names = {socket.gethostname(), os.path.expanduser("~")}
+    with contextlib.suppress(KeyError, OSError):  # a user id without a name
+        names.add(getpass.getuser())
     for name in sorted(one for one in names if len(one) > 4):
         for file, data in files.items():
             if name.encode() in data:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import io
+import re
 import tarfile
 from pathlib import Path
 
@@ -11,7 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 from crossover import app
-from loadtests.records.events import Interrupted, LevelFinished, Waited
+from loadtests.records.events import (
+    Calibrated,
+    Capacity,
+    CapacityStatus,
+    CellFinished,
+    Interrupted,
+    LevelFinished,
+    LevelStarted,
+    Waited,
+)
 from loadtests.records.schema import Disturbance, Stranger, WorkerFacts
 from reports.errors import ReportError
 from reports.reference.archive import FILES, anonymised, opened, write_archive
@@ -19,7 +30,7 @@ from reports.run import numbers_of, read_records, read_run
 from tests.reports.example_run import RUNGS, write_example_run
 
 ONE = {"smollm2-135m": RUNGS["smollm2-135m"]}
-NAMES = ("secret-host", "bob", "firefox", "corp.example", "/home", "sk-1", "our-model")
+NAMES = ("secret-host", "bob", "firefox", "corp.example", "/home", "sk-1", "our-model", "GPU-1a2b")
 
 
 def named_run(folder: Path):
@@ -27,6 +38,7 @@ def named_run(folder: Path):
     run = read_records(write_example_run(folder, ONE))
     manifest = run.manifest
     facts = manifest.server_facts | {"hostname": "secret-host", "note": "/home/bob"}
+    facts |= {"gpus": [{"name": "NVIDIA H200", "uuid": "GPU-1a2b"}]}
     server = manifest.campaign.get("server") or {}
     events = []
     for event in run.events:
@@ -35,10 +47,17 @@ def named_run(folder: Path):
             found = Disturbance(subject="engine", seconds=1.0, strangers=strangers)
             workers = [WorkerFacts(worker=0, name="secret-host", due=1)]
             event = msgspec.structs.replace(event, disturbance=found, workers=workers)
+        if isinstance(event, LevelStarted):
+            trace = {"kind": "trace", "path": "traces/bob.csv"}
+            event = msgspec.structs.replace(event, arrivals=trace)
+        if isinstance(event, CellFinished):
+            busy = Capacity(status=CapacityStatus.NONE, reason="the machine was busy: firefox")
+            event = msgspec.structs.replace(event, capacities={"demo": busy})
         events.append(event)
     events.append(
         Waited(cell="x", reason="firefox (0.3 cores)", spent_seconds=1, became_quiet=True)
     )
+    events.append(Calibrated(cell="x", spent_seconds=1, reason="our-model takes no time"))
     events.append(Interrupted(reason="no file /home/bob/our-model.gguf"))
     return msgspec.structs.replace(
         run,
@@ -48,11 +67,26 @@ def named_run(folder: Path):
             client_facts=facts,
             command=["crossover", "campaign", "run", "/home/bob/our-model.toml"],
             campaign_text="# https://corp.example sk-1",
-            campaign=manifest.campaign | {"server": server | {"cache": "/home/bob"}},
+            campaign=manifest.campaign
+            | {
+                "server": server | {"cache": "/home/bob"},
+                "workloads": {
+                    "a": {"file": "bob.csv", "replay": None},
+                    "b": {"file": None, "replay": "lengths-of-bob.jsonl"},
+                },
+                "arrivals": {"kind": "trace", "path": "bob.csv"},
+            },
         ),
         events=events,
         requests=[
-            msgspec.structs.replace(r, error_message="sk-1 at corp.example", request_id="bob-1")
+            msgspec.structs.replace(
+                r,
+                error_message="sk-1 at corp.example",
+                request_id="bob-1",
+                session="bob-2",
+                backend="llama_cpp/cpu",
+                finish_reason="length",
+            )
             for r in run.requests
         ],
     )
@@ -107,6 +141,39 @@ def test_an_endpoint_is_not_named(tmp_path: Path) -> None:
     whole = b"".join(archive.files.values())
     assert b"corp" not in whole and b"our-model" not in whole and b"CORP_KEY" not in whole
     assert b'"cell-1#' in whole and b"http://endpoint" in whole
+
+
+def test_what_the_server_said_is_shown_and_an_unknown_error_is_not(tmp_path: Path) -> None:
+    run = named_run(tmp_path / "run")
+    timeout, other, *rest = run.requests
+    timeout = msgspec.structs.replace(timeout, error="timeout")
+    other = msgspec.structs.replace(other, error="bob", backend="/home/bob", finish_reason="a@bob")
+    archive = anonymised(msgspec.structs.replace(run, requests=[timeout, other, *rest]))
+    shown = archive.held[-1].removeprefix("texts in it: ").split(", ")
+    expected = {"backend llama_cpp/cpu", "finish_reason length", "error timeout"}
+    assert expected | {"error (removed)", "backend (removed)"} <= set(shown)
+    assert not any(b"bob" in data for data in archive.files.values())
+
+
+@pytest.mark.parametrize("problem", [KeyError("uid not found"), OSError("No username")])
+def test_a_user_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    def nameless() -> str:
+        raise problem
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    assert anonymised(read_records(write_example_run(tmp_path / "run", ONE))).requests
+
+
+def test_an_archive_with_a_flipped_byte_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.tar.xz"
+    write_archive(anonymised(read_records(write_example_run(tmp_path / "run", ONE))), path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(ReportError, match=re.escape(f"{path} is no archive")), opened(path):
+        pass
 
 
 def test_a_name_that_would_stay_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
