@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import NodeDiedError, RayError, TaskUnschedulableError
+from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskUnschedulableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from loadtests.campaign.campaign_file import Campaign, Plan, check_trust
@@ -42,7 +42,7 @@ from loadtests.records.run_folder import RunFolder
 from loadtests.records.schema import RunManifest
 from models.cache import CACHE_VARIABLE
 from serving.hardware.facts import HardwareFacts
-from serving.ray.connection import connect, disconnect, living_nodes
+from serving.ray.connection import connect, disconnect, last_line, living_nodes
 
 _measure = ray.remote(max_calls=1)(measure_here)  # a process of its own for each cell
 TRIES = 2  # of a cell whose node is lost, on another one
@@ -239,6 +239,9 @@ class _Work:
         run, cell, node = self._under_way.pop(task)
         try:
             found: Measured = ray.get(task)
+        except RayTaskError as problem:  # a full disk, a mistake of ours: no other node helps
+            self._gave_up(run, cell, f"failed on node {node.name}: {last_line(str(problem))}")
+            return
         except RayError as problem:
             self._lost(run, cell, node, problem)
             return
@@ -250,9 +253,8 @@ class _Work:
 
     def _lost(self, run: Run, cell: Cell, node: Node, problem: RayError) -> None:
         """The task's process, or its node, is gone; the cell waits for another node, if any."""
-        why = f"lost with node {node.name}: {str(problem).strip().splitlines()[0]}"
-        run.opened.event(Interrupted(cell=cell.key, reason=why))
-        self._progress.say(f"{cell.key}: {why}", style="red")
+        why = str(problem).strip().splitlines()[0]
+        self._gave_up(run, cell, f"lost with node {node.name}: {why}")
         alive = {one["NodeID"] for one in living_nodes()}
         if isinstance(problem, NodeDiedError | TaskUnschedulableError):
             alive.discard(node.key)  # Ray's table learns of it later
@@ -260,6 +262,10 @@ class _Work:
         run.tries[cell.key] = run.tries.get(cell.key, 0) + 1
         if run.tries[cell.key] < TRIES and any(fits(cell, one) for one in run.nodes):
             run.waiting.append(cell)
+
+    def _gave_up(self, run: Run, cell: Cell, why: str) -> None:
+        run.opened.event(Interrupted(cell=cell.key, reason=why))
+        self._progress.say(f"{cell.key}: {why}", style="red")
 
     def _tick(self) -> None:
         if self._under_way:

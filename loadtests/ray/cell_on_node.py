@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,8 @@ import msgspec
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.runner import World, resume
 from loadtests.errors import LoadError
-from loadtests.records.run_folder import EVENTS, REQUESTS, SAMPLES
+from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS, SAMPLES
+from loadtests.records.schema import RunManifest
 from models.cache import CACHE_VARIABLE
 from serving.hardware.facts import HardwareFacts, hardware_facts
 
@@ -42,10 +44,15 @@ def measure_here(
     """Measure a cell whose run folder holds `files`, by the runner of a run on one machine.
 
     `cache`: the folder of weights, where it is not the usual one. A cell that cannot be measured
-    here is no exception: its records are worth keeping.
+    here is no exception: its records are worth keeping. Of the node's GPUs a task sees those that
+    Ray gave it, so the GPUs are no fact by which this is another machine.
     """
     if cache is not None:
         os.environ[CACHE_VARIABLE] = cache
+    world = world or World()
+    facts = world.facts()
+    world = replace(world, facts=lambda: facts)
+    files = files | {MANIFEST: _with_gpus(files[MANIFEST], facts)}
     with tempfile.TemporaryDirectory(prefix="crossover-cell-") as name:
         folder = Path(name)
         (folder / "logs").mkdir()
@@ -60,3 +67,10 @@ def measure_here(
         lines = {file: (folder / file).read_bytes()[len(files.get(file, b"")) :] for file in FILES}
         logs = {path.name: path.read_bytes() for path in (folder / "logs").glob("*.log")}
     return Measured(lines, logs, problem)
+
+
+def _with_gpus(manifest: bytes, facts: HardwareFacts) -> bytes:
+    """The manifest of a machine that has the GPUs of these facts."""
+    whole = msgspec.json.decode(manifest, type=RunManifest)
+    seen = whole.client_facts | {"gpus": msgspec.to_builtins(facts.gpus)}
+    return msgspec.json.encode(msgspec.structs.replace(whole, client_facts=seen))

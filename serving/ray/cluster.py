@@ -16,6 +16,7 @@ from ray.serve.config import AutoscalingConfig, ProxyLocation, RequestRouterConf
 from ray.serve.schema import ApplicationStatus
 
 from serving.http.limits import Limits
+from serving.ray.connection import last_line
 from serving.ray.replica import Replica
 from serving.ray.share import Share
 from serving.registry.options import ServeOptions
@@ -63,16 +64,10 @@ def failure() -> str | None:
     application = serve.status().applications.get(APPLICATION)
     if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
         return None
-    return f"no replica could be started: {_last_line(application.message)}"
+    return f"no replica could be started: {last_line(application.message)}"
 
 
 def withdraw() -> None:
     """End the replicas."""
     with contextlib.suppress(Exception):  # the cluster may be gone: so are the replicas
         serve.delete(APPLICATION)
-
-
-def _last_line(message: str) -> str:
-    """What a replica raised: the last line of the traceback that Ray quotes."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[-1] if lines else "Ray does not say why"

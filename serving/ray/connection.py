@@ -58,3 +58,9 @@ def living_nodes() -> list[dict[str, Any]]:
 def disconnect() -> None:
     """Leave the cluster; one that was started here ends."""
     ray.shutdown()
+
+
+def last_line(message: str) -> str:
+    """What a task or a replica raised: the last line of the traceback that Ray quotes."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else "Ray does not say why"

@@ -42,15 +42,17 @@ def visible_devices(config: EngineConfig) -> dict[str, str]:
     """Which GPUs the engine sees: none on the CPU, else the one that was placed on, by its UUID.
 
     Drivers and runtimes number GPUs differently. HIP takes an empty list as none at all, and -1 as
-    no GPU; Vulkan knows no UUIDs.
+    no GPU, and counts within ROCm's list: an inherited number may mean none of it. Vulkan knows no
+    UUIDs.
     """
     if config.device == "cpu":
         nobody = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
         return nobody | {"GGML_VK_VISIBLE_DEVICES": ""}
     if not config.device_id:
         return {}
-    is_amd = config.device_vendor == "amd"
-    return {"ROCR_VISIBLE_DEVICES" if is_amd else "CUDA_VISIBLE_DEVICES": config.device_id}
+    if config.device_vendor == "amd":
+        return {"ROCR_VISIBLE_DEVICES": config.device_id, "HIP_VISIBLE_DEVICES": "0"}
+    return {"CUDA_VISIBLE_DEVICES": config.device_id}
 
 
 def allocator(backend: str) -> dict[str, str]:

@@ -9,14 +9,21 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "gpu.sh"
 CALLS = ["pytest", "gpu_micro", "torch_floor", "torch_floor", "torch_peers", "gpu_faults"]
 
 
-def called(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[int, list[str]]:
-    """The script's status, and the modules that it ran, with a Python that fails on one of them."""
+def called(
+    folder: Path, *arguments: str, fails: str = "nothing", does: str = "true"
+) -> tuple[int, list[str]]:
+    """The script's status, and the modules that it ran, with a Python that fails on one of them.
+
+    `does`: what this Python does at each, in the shell's words.
+    """
     python, log = folder / "python", folder / "log"
-    python.write_text(f'#!/bin/sh\necho "$2" >> {log}\n[ "$2" != "tests.bench.{fails}" ]\n')
+    python.write_text(f'#!/bin/sh\necho "$2" >> {log}\n{does}\n[ "$2" != "tests.bench.{fails}" ]\n')
     python.chmod(0o755)
     log.write_text("")
     environment = {**os.environ, "PYTHON": str(python), "CROSSOVER_CACHE": str(folder / "cache")}
@@ -38,6 +45,26 @@ def test_a_call_can_be_named_and_an_unknown_one_is_refused(tmp_path: Path) -> No
     status, calls = called(tmp_path, "flor")
     assert status == 1 and calls == []
     assert "there are tests micro floor peers faults" in (tmp_path / "out/flor.txt").read_text()
+
+
+def test_a_call_is_ended_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CALL_SECONDS", "0.3")
+    assert called(tmp_path, "micro", does="exec sleep 20") == (1, ["gpu_micro"])
+    assert not (tmp_path / "out/micro.done").exists()
+
+
+def test_wheels_are_refused_by_no_size(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    wheels = tmp_path / "out/wheels"
+    python.write_text(f"#!/bin/sh\nmkdir -p {wheels}\necho x > {wheels}/a.whl\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "WHEELS_MIB": "0"}
+    command = ["bash", str(SCRIPT), str(tmp_path / "out"), "carry"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "1 wheels, 1 MiB\n"
+    assert "more than 0 MiB (WHEELS_MIB)" in done.stderr
 
 
 def test_every_wheel_that_is_carried_has_its_version() -> None:

@@ -28,6 +28,14 @@ from serving.hardware.memory import refuse_shortage
 Progress = Callable[[str, float | None], None]
 
 
+def bytes_in_ram(file: Path) -> int:
+    """Of a GGUF file's weights, those that stay in RAM with all layers on GPUs: the embedding,
+    unless it is the output matrix too, of which the GPU then has a copy."""
+    tensors = read_header(file).tensors
+    embedding = tensors.get("token_embd.weight")
+    return embedding.bytes if embedding is not None and "output.weight" in tensors else 0
+
+
 class Loader:
     """The library with one configuration. Raises Unsupported and BackendUnavailable."""
 
@@ -74,9 +82,8 @@ class Loader:
     def _refuse_vram_shortage(self, parts: MemoryParts, gpus: list[tuple[str, int]]) -> None:
         """Raises OutOfMemory where all layers do not fit in what the GPUs have free."""
         file = Path(self.config.model_path)
-        embedding = read_header(file).tensors.get("token_embd.weight")
-        on_host = 0 if embedding is None else embedding.bytes  # stays in RAM
-        needed, free = (parts.total_bytes or 0) - on_host, sum(free for _, free in gpus)
+        needed = (parts.total_bytes or 0) - bytes_in_ram(file)
+        free = sum(free for _, free in gpus)
         if gpus and needed > free:
             raise OutOfMemory(
                 f"weights and KV cache of {file.name} need {size(needed)} of VRAM and "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from loadtests.campaign.campaign_file import Plan
 from loadtests.campaign.cell_runner import Level
 from loadtests.campaign.manifest import manifest_of
@@ -13,13 +15,15 @@ from loadtests.ray.cell_on_node import Measured, measure_here
 from loadtests.ray.records import add, files_of_cell
 from loadtests.records.events import CellFinished, Interrupted, RunFinished, RunStarted, of_kind
 from loadtests.records.run_folder import RunFolder, read_events
+from serving.hardware.facts import HardwareFacts
+from serving.hardware.gpu_facts import GpuFacts
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import FACTS, Simulated
 from tests.loadtests.campaign.test_runner import two_cells
 
 
-def run_of(plan: Plan, folder: Path) -> RunFolder:
-    opened = RunFolder.create(folder, manifest_of(plan, folder.name, FACTS, ["test"]))
+def run_of(plan: Plan, folder: Path, facts: HardwareFacts = FACTS) -> RunFolder:
+    opened = RunFolder.create(folder, manifest_of(plan, folder.name, facts, ["test"]))
     opened.event(RunStarted(cells=len(plan.cells)))
     return opened
 
@@ -43,6 +47,17 @@ def test_cells_that_nodes_measured_are_one_run(tmp_path: Path) -> None:
     check_folder(tmp_path / "run")
     events = read_events(tmp_path / "run").records
     assert not of_kind(events, Interrupted), "the journals of the nodes' folders are left out"
+
+
+def test_a_task_sees_those_gpus_of_its_node_that_it_was_given(tmp_path: Path) -> None:
+    l4 = GpuFacts("L4", "nvidia", 24 << 30)
+    node = msgspec.structs.replace(FACTS, gpus=(l4, l4))
+    task = Simulated(facts=msgspec.structs.replace(FACTS, gpus=(l4,)))
+    other = msgspec.structs.replace(FACTS, cpu_model="another CPU")
+    with run_of(two_cells(budget=600), tmp_path / "run", node) as opened:
+        assert measured(opened, 0, task, 300.0).problem is None
+        again = measured(opened, 1, Simulated(facts=other), 300.0)
+        assert again.problem is not None and "begun on another machine (CPU" in again.problem
 
 
 def test_a_cell_that_was_given_up_goes_on_with_its_levels_on_another_node(tmp_path: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from models.readers.gguf import read_header
+from models.synthetic.write import write_gguf
 from serving.backends.llama_cpp.library import LogTail, devices_said, dry_run_parts, memory_parts
+from serving.backends.llama_cpp.loading import bytes_in_ram
 from serving.backends.torch.probe import architecture_of, cause_of
 from serving.errors import Cause
+from tests.shapes import TINY_LLAMA
 
 MIB = 1 << 20
 LOAD = [
@@ -55,6 +61,14 @@ def test_a_gpus_name_is_the_same_at_every_load(line: str, name: str | None) -> N
     ((said, free),) = devices_said([line])
     assert said == (name or "NVIDIA GeForce RTX 4090") and free > 0
     assert devices_said([line.replace("MiB free", "GiB")]) == []
+
+
+def test_an_embedding_that_is_the_output_matrix_too_is_on_the_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    for tied in (False, True):
+        write_gguf(msgspec.structs.replace(TINY_LLAMA, tied=tied), file, "Q8_0")
+        embedding = read_header(file).tensors["token_embd.weight"].bytes
+        assert bytes_in_ram(file) == (0 if tied else embedding)
 
 
 def test_errors_of_llama_cpp_outlive_the_process(capfd: pytest.CaptureFixture[str]) -> None:

@@ -140,8 +140,9 @@ def test_an_engine_sees_its_gpu_alone() -> None:
         "CUDA_VISIBLE_DEVICES": "GPU-1"
     }
     assert seen(device="gpu", device_id="GPU-a", device_vendor="amd") == {
-        "ROCR_VISIBLE_DEVICES": "GPU-a"
-    }
+        "ROCR_VISIBLE_DEVICES": "GPU-a",
+        "HIP_VISIBLE_DEVICES": "0",
+    }, "the first of ROCm's list of one, whatever number was inherited"
     assert seen(device="gpu") == {}, "no driver said what its name is"
     hidden = seen(device="cpu")
     assert hidden["CUDA_VISIBLE_DEVICES"] == hidden["HIP_VISIBLE_DEVICES"] == "-1"
