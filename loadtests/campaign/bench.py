@@ -82,8 +82,8 @@ class ServerBench:
 def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
     """Starts the server of a cell and stops it at the end. Raises LoadError."""
     usable = allowed_cores()
-    layout = layout_of(state.cell, usable)
     campaign = state.campaign.of(state.cell)
+    layout = layout_of(state.cell, usable, campaign.load.workers)
     server: Server
     if campaign.target is not None:
         server = External(campaign.target)

@@ -132,7 +132,7 @@ def _best_of(
 ) -> EngineChoice:
     """Raises CrossoverError where no engine can run the cell."""
     server = campaign.server
-    layout = layout_of(cell, allowed_cores())
+    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
     assert layout is not None
     limit = cell.hardware.memory_gib
     if limit is not None:
@@ -189,12 +189,15 @@ def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:
     )
 
 
-def layout_of(cell: Cell, usable: tuple[int, ...]) -> Layout | None:
-    """The cores of a cell; None for an endpoint. Raises BadCampaign for more than there are."""
+def layout_of(cell: Cell, usable: tuple[int, ...], load_generators: int = 1) -> Layout | None:
+    """The cores of a cell whose load so many processes send; None for an endpoint.
+
+    Raises BadCampaign for more than there are.
+    """
     if cell.url is not None:
         return None
     try:
-        return divide_cores(usable, cell.hardware.cores)
+        return divide_cores(usable, cell.hardware.cores, load_generators)
     except ValueError as problem:
         raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
 

@@ -293,7 +293,7 @@ class _Sitting:
         said = formatting.duration(until - spent)
         self._progress.say(f"{place}{which}: at most {said} of measuring")
         if block == 1:
-            layout = layout_of(state.cell, allowed_cores())
+            layout = layout_of(state.cell, allowed_cores(), state.campaign.load.workers)
             for line in layout.shared if layout is not None else ():
                 self._progress.say(f"  note: {line}")
         return part

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from loadtests.campaign.campaign_file import Campaign, Plan
-from loadtests.campaign.campaign_keys import Server
+from loadtests.campaign.campaign_keys import Load, Server
 from loadtests.campaign.cells import Cell, seed_of
 from loadtests.campaign.level import Measured, loaded_level
 from loadtests.campaign.manifest import manifest_of, new_folder
@@ -65,7 +65,8 @@ def single_level(
         else:
             kept_nowhere = tempfile.TemporaryDirectory(prefix="crossover-load-")
             folder = Path(stack.enter_context(kept_nowhere))
-        settings = _campaign(plan, slo)
+        is_here = spare is not None and spare.listening is None
+        settings = _campaign(plan, slo, spare.processes if spare is not None and is_here else 1)
         cell = Cell(
             key="load",
             model=facts.model,
@@ -169,7 +170,7 @@ def _probe(plan: LoadPlan, pool: Pool, progress: Progress) -> TargetFacts:
     return facts
 
 
-def _campaign(plan: LoadPlan, slo: Slo) -> Campaign:
+def _campaign(plan: LoadPlan, slo: Slo, workers: int) -> Campaign:
     return Campaign(
         name="load",
         slo=slo,
@@ -177,6 +178,7 @@ def _campaign(plan: LoadPlan, slo: Slo) -> Campaign:
         arrivals=plan.arrivals,
         search=SearchConfig(),
         server=Server(),
+        load=Load(workers=workers),
         target=plan.target,
         budget_seconds=None,
         seed=plan.seed,

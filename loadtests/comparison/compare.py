@@ -168,7 +168,7 @@ def _check(
     notes: list[str] = []
     for arm in (first, second):
         for run in arm[1:]:
-            notes += _apart(arm[0].manifest, run.manifest, ())
+            notes += _apart(arm[0].manifest, run.manifest, None)
     notes += _apart(first[0].manifest, second[0].manifest, allow)
     order = in_time([run.manifest.created for run in first], [r.manifest.created for r in second])
     if not is_interleaved(order):
@@ -179,13 +179,19 @@ def _check(
     return list(dict.fromkeys(notes))
 
 
-def _apart(one: RunManifest, other: RunManifest, allow: Sequence[str]) -> list[str]:
-    """Notes of what may differ between two runs. Raises NotComparable for what may not."""
+def _apart(one: RunManifest, other: RunManifest, allow: Sequence[str] | None) -> list[str]:
+    """Notes of what may differ between two runs. Raises NotComparable for what may not.
+
+    `allow`: None for two runs of one arm, which are the same thing measured twice.
+    """
     notes = []
     for apart in differences(one, other):
-        if apart.fact not in allow:
+        if allow is None or apart.fact not in allow:
             how = f"compare them all the same with --allow {apart.fact}"
-            if apart.fact in MACHINE:
+            if allow is None:
+                thing = "machine" if apart.fact in MACHINE else apart.name
+                how = f"an arm is of one {thing}: name them in different arms"
+            elif apart.fact in MACHINE:
                 how = f"compare machines with --machines, or {how.removeprefix('compare ')}"
             raise NotComparable(
                 f"runs {one.run_id} and {other.run_id} differ in {apart.name}: "

@@ -84,12 +84,24 @@ def compare_machines(
         if mine != theirs:
             differ.append((name, mine, theirs))
     rows: list[MachineRow] = []
+    notes = _notes(facts, (first, second))
     for one, other in cells:
-        for quantity, watts in QUANTITIES.items():
-            rows += _rows((one, other), quantity, (first, second), watts)
-    return Machines(
-        first=first, second=second, differ=differ, rows=rows, notes=_notes(facts, (first, second))
-    )
+        unlike = _unlike_watts(one, other)
+        notes += unlike
+        for quantity, is_loaded in QUANTITIES.items():
+            rows += _rows((one, other), quantity, (first, second), is_loaded and not unlike)
+    return Machines(first=first, second=second, differ=differ, rows=rows, notes=notes)
+
+
+def _unlike_watts(one: Sequence[CellValues], other: Sequence[CellValues]) -> list[str]:
+    """Why watts are of different devices in the runs; nothing where they are of the same."""
+    measured = sorted({cell.peak_watts_by for cell in (*one, *other) if cell.peak_watts})
+    if len(measured) < 2:
+        return []
+    return [
+        f"{one[0].key}: watts are by {' in one run and by '.join(measured)} in another: not of "
+        "the same devices, so nothing is divided by them"
+    ]
 
 
 def _machine(facts: dict[str, object]) -> Machine:

@@ -22,7 +22,7 @@ from loadtests.capacity.search_config import SearchConfig
 from loadtests.capacity.words import in_short
 from loadtests.comparison.welch import LEAST_ERROR
 from loadtests.errors import BadRunFolder
-from loadtests.metrics.energy import energy_of
+from loadtests.metrics.energy import Energy, energy_of
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import EngineChosen, LevelStarted, of_kind
@@ -67,6 +67,7 @@ class CellValues(msgspec.Struct, frozen=True):
     left_out: int = 0  # levels that were cut short, not valid, or with requests missing
     peak_tokens_per_second: float | None = None  # of output: the most of a level that counts
     peak_watts: float | None = None  # of CPU and GPU during it, as far as measured
+    peak_watts_by: str = ""  # what measured them, as in Energy
 
     @property
     def seeds(self) -> frozenset[int]:
@@ -121,7 +122,7 @@ def _cell(
     seen: list[Level] = []
     left_out = 0
     peak_tokens: float | None = None
-    peak_watts: float | None = None
+    peak_energy: Energy | None = None
     for one in levels:
         if not one.is_whole:
             left_out += 1
@@ -136,7 +137,7 @@ def _cell(
             measured.append(values_of(_load(start), start.seed, summary))
             tokens = summary.throughput.output_tokens_per_second
             if tokens is not None and tokens > (peak_tokens or 0.0):
-                peak_tokens, peak_watts = tokens, _watts(one, summary)
+                peak_tokens, peak_energy = tokens, _energy(one, summary)
     capacity = estimate(seen, config, slo) if seen else None
     return CellValues(
         key=str(cell["key"]),
@@ -147,15 +148,15 @@ def _cell(
         capacity_words=in_short(capacity),
         left_out=left_out,
         peak_tokens_per_second=peak_tokens,
-        peak_watts=peak_watts,
+        peak_watts=peak_energy.watts if peak_energy is not None else None,
+        peak_watts_by=peak_energy.measured_by if peak_energy is not None else "",
     )
 
 
-def _watts(level: LevelRecords, summary: Summary) -> float | None:
+def _energy(level: LevelRecords, summary: Summary) -> Energy | None:
     begin = level.started.started_unix_seconds
     window = summary.window
-    found = energy_of(level.samples, begin + window.start_seconds, begin + window.end_seconds)
-    return None if found is None or found.joules is None else found.joules / found.seconds
+    return energy_of(level.samples, begin + window.start_seconds, begin + window.end_seconds)
 
 
 def values_of(load: float | None, seed: int, summary: Summary) -> LoadValues:

@@ -32,12 +32,16 @@ class Layout(msgspec.Struct, frozen=True):
     shared: tuple[str, ...] = ()  # what shares cores: named warnings for the report
 
 
-def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> Layout:
+def divide_cores(
+    usable: tuple[int, ...], engine_cores: int | None = None, load_generators: int = 1
+) -> Layout:
     """Cores for engine, API and client. `engine_cores` are physical ones; None: as many as can be.
 
     Up to SHARED_CORES the engine has all; API and client have them too and go before it. With
     more, or where it asks for so few, API and client get one physical core each, or share one of
-    two or three. Hyper-threads of a core stay together. Raises ValueError for too many.
+    two or three. Of several load generators each gets a physical core, as far as the engine's
+    `engine_cores` (None: one at least) leave some. Hyper-threads of a core stay together. Raises
+    ValueError for too many.
     """
     physical = _physical_cores(usable)
     spare = 2 if len(physical) >= 4 else 1
@@ -48,6 +52,8 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
             f"{engine_cores} cores for the engine, and this machine can give it 1 to {most}"
         )
     count = engine_cores or most
+    if engine_cores is None and len(usable) > SHARED_CORES:
+        count = max(1, apart + 1 - load_generators)
     engine = tuple(core for group in physical[:count] for core in group)
     if len(physical) == 1:
         threads = physical[0]
@@ -63,11 +69,14 @@ def divide_cores(usable: tuple[int, ...], engine_cores: int | None = None) -> La
         )
     if count > apart:
         return Layout(engine, usable, usable, count)
-    api = physical[-spare]
-    client = physical[-1]
-    return Layout(
-        engine, api, client, count, ("API and client share a core",) if spare == 1 else ()
-    )
+    clients = min(load_generators, len(physical) - count - spare + 1)
+    client = tuple(core for group in physical[-clients:] for core in group)
+    shared = ["API and client share a core"] if spare == 1 else []
+    if clients < load_generators:
+        cores = "one core" if clients == 1 else f"{clients} cores"
+        shared.append(f"{load_generators} load generators share {cores}")
+    api = physical[-clients - spare + 1]
+    return Layout(engine, api, client, count, tuple(shared))
 
 
 def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:

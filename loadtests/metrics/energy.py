@@ -37,6 +37,11 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
         return sum(known) if known else None
 
     @property
+    def watts(self) -> float | None:
+        """Mean of `joules` over the time."""
+        return None if self.joules is None else self.joules / self.seconds
+
+    @property
     def measured_by(self) -> str:
         pairs = (("RAPL", self.cpu_joules), ("NVML", self.gpu_joules))
         return " and ".join(name for name, joules in pairs if joules is not None)

@@ -72,7 +72,7 @@ def _show_cell(cell: Cell, settings: Campaign, facts: HardwareFacts, seconds: fl
     if why is not None:
         typer.echo(f"  {cell.key}: skipped, {why.reason}")
         return
-    layout = layout_of(cell, allowed_cores())
+    layout = layout_of(cell, allowed_cores(), settings.load.workers)
     place = cell.url
     if layout is not None:
         place = (

@@ -128,9 +128,20 @@ class Master:
         self._spawn(self._prepare, self._level, plan)
 
     def stop(self) -> None:
-        """The level is decided."""
+        """The level is decided; one that waits for a worker before it begins has failed."""
+        if self._is_running and not self._has_begun:
+            self._fail(self._not_begun())
+        else:
+            self._stop_workers()
+
+    def _stop_workers(self) -> None:
         for worker in self._workers.values():
             self._send("crossover_stop", worker, {})
+
+    def _not_begun(self) -> str:
+        waited_for = [one.in_words for one in self._workers.values() if one.draws is None]
+        why = f": {', '.join(waited_for)} not ready" if waited_for else ""
+        return f"the level was stopped before it began{why}"
 
     def _send(self, name: str, worker: _Worker, data: dict[str, Any]) -> None:
         self._runner.send_message(name, data | {"level": self._level}, client_id=worker.client)
@@ -147,8 +158,8 @@ class Master:
 
     def _fail(self, problem: str) -> None:
         if self._is_running:
-            self.stop()
             self._is_running = False
+            self._stop_workers()
             self._hooks.failed(problem)
 
     def _prepare(self, level: int, plan: LoadPlan) -> None:
@@ -158,10 +169,11 @@ class Master:
         try:
             self._share_users(plan)
         except LoadError as problem:
-            self._fail(f"{problem}")
+            if level == self._level:
+                self._fail(f"{problem}")
             return
         text = msgspec.json.encode(plan).decode()
-        for worker in self._workers.values() if level == self._level else ():
+        for worker in self._workers.values() if self._is_running and level == self._level else ():
             data = {"plan": text, "index": worker.index, "workers": len(self._workers)}
             self._send("crossover_prepare", worker, data)
 

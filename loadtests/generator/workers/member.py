@@ -71,6 +71,9 @@ class Member:
             failed.stop(is_decided=True)
             if failed.began.is_set():
                 failed.finished.wait()
+            else:
+                self._over()
+                failed.leave_out()
 
         def tell(told: Told) -> None:
             self._send("crossover_told", level, line=encode(told))

@@ -306,6 +306,37 @@ def test_up_to_eight_cores_are_shared_and_of_more_nobody_sits_on_the_engines(
     assert bool(layout.shared) == (cores == 1 or api == client == (1,)), "what is narrow is said"
 
 
+@pytest.mark.parametrize(
+    ("cores", "asked", "workers", "engine", "api", "client", "shared"),
+    [
+        (16, None, 4, 11, (11,), (12, 13, 14, 15), ()),
+        (16, 3, 4, 3, (11,), (12, 13, 14, 15), ()),
+        (16, 13, 4, 13, (13,), (14, 15), ("4 load generators share 2 cores",)),
+        (9, None, 20, 1, (1,), (2, 3, 4, 5, 6, 7, 8), ("20 load generators share 7 cores",)),
+        (2, 1, 2, 1, (1,), (1,), ("API and client share a core", "2 load generators share one")),
+        (8, None, 4, 8, tuple(range(8)), tuple(range(8)), ()),
+    ],
+)
+def test_each_load_generator_has_a_core_where_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    asked: int | None,
+    workers: int,
+    engine: int,
+    api: tuple[int, ...],
+    client: tuple[int, ...],
+    shared: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(
+        "loadtests.host.processes._physical_cores", lambda usable: [(core,) for core in usable]
+    )
+    layout = divide_cores(tuple(range(cores)), asked, workers)
+    assert (layout.engine_threads, layout.api, layout.client) == (engine, api, client)
+    assert not set(layout.engine) & set(client) or cores == 8
+    assert len(layout.shared) == len(shared)
+    assert all(said.startswith(part) for said, part in zip(layout.shared, shared, strict=True))
+
+
 @pytest.mark.parametrize(("cores", "asked", "most"), [(2, 3, 2), (8, 9, 8), (9, 8, 7)])
 def test_more_cores_than_an_engine_can_have_are_refused(
     monkeypatch: pytest.MonkeyPatch, cores: int, asked: int, most: int

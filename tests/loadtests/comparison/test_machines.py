@@ -39,6 +39,7 @@ def run(name: str, capacity: float, machine: dict[str, Any], **changes: Any) -> 
         capacity,
         peak_tokens_per_second=100 * capacity,
         peak_watts=changes.pop("watts", None),
+        peak_watts_by=changes.pop("by", "RAPL"),
     )
     return RunValues(manifest(name, machine=machine, **changes), [cell])
 
@@ -79,6 +80,22 @@ def test_what_is_not_known_is_left_out_and_said() -> None:
     gpu = compare([run("a", 1.0, SMALL)], [run("b", 9.0, card)], machines=Prices(0.1, 0.7)).machines
     assert set(by(gpu, "capacity")) == {"machine", "dollar"}
     assert gpu is not None and "a machine has a GPU" in gpu.notes[0]
+
+
+def test_watts_of_other_devices_divide_nothing() -> None:
+    one, other = run("a", 1.0, SMALL, watts=50.0), run("b", 3.0, BIG, watts=300.0, by="NVML")
+    found = compare([one], [other], machines=Prices(0.1, 0.6)).machines
+    assert set(by(found, "output tokens/s")) == {"machine", "core", "GB/s", "dollar"}
+    assert found is not None
+    assert found.notes == [
+        "c: watts are by NVML in one run and by RAPL in another: not of the same devices, so "
+        "nothing is divided by them"
+    ]
+
+
+def test_an_arm_is_of_one_machine() -> None:
+    with pytest.raises(NotComparable, match="Xeon; an arm is of one machine: name them in"):
+        compare([run("a", 1.0, SMALL), run("b", 3.0, BIG)], [run("c", 3.0, BIG)])
 
 
 @pytest.mark.parametrize(
