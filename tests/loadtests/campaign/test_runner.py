@@ -105,7 +105,7 @@ def rates(folder: Path) -> list[float | None]:
 
 def test_a_cell_that_the_others_left_nothing_of_the_budget_has_nothing(tmp_path: Path) -> None:
     """Its share is 0 seconds, and not the default of a campaign without a budget."""
-    folder = Simulated().run(two_cells(budget=1), tmp_path)
+    folder = Simulated().run(two_cells(budget=0.1), tmp_path)
     (_, second) = of_kind(read_events(folder).records, CellStarted)
     ended = of_kind(read_events(folder).records, LevelFinished, second.cell)
     assert second.budget_seconds == 0.0
