@@ -5,14 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.campaign.progress import Progress
-from loadtests.errors import Incomplete
 from loadtests.records.events import CellFinished, Interrupted, RunFinished, RunResumed, of_kind
 from loadtests.records.run_folder import read_events
 from tests.end_to_end.test_campaign import FAKE, ROOT, only_folder
@@ -57,26 +53,6 @@ class Campaign:
 
     def run(self) -> subprocess.Popen[bytes]:
         return self.start("run", str(self.file), "--out", str(self.out))
-
-
-def test_what_a_task_raises_is_no_lost_node(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import ray
-
-    from loadtests.ray import campaign
-
-    @ray.remote(max_calls=1)
-    def measure(*given: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
-    monkeypatch.setattr(campaign, "_measure", measure)
-    with pytest.raises(Incomplete, match="1 cells could not be measured"):
-        campaign.run_on_ray(parse_campaign(FAKE), tmp_path, Progress(StringIO()), beside=True)
-    (told,) = of_kind(read_events(only_folder(tmp_path)).records, Interrupted)
-    assert told.cell is not None and "lost with node" not in told.reason
-    assert told.reason.endswith("OSError: [Errno 28] No space left on device")
 
 
 def finished(folder: Path) -> list[str | None]:
