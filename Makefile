@@ -19,7 +19,7 @@ STAMP = $(VENV)/.installed
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
-	@echo "make test   the tests (some 7 minutes on 2 cores)"
+	@echo "make test   the tests (some 10 minutes on 2 cores)"
 	@echo "make scale-test  serving and campaigns on a Ray of two nodes, in an environment of its own (installs 600 MB)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make images test-images  the images of docker/, built with buildah and run with podman (Debian packages; says what is missing)"
