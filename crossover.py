@@ -22,7 +22,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "serving.cli.serve:doctor",
         "What this machine is, which backends work on it, and why the others do not.",
     ),
-    "models": ("serving.cli.plan:app", "The ladder of models: list, make, plan."),
+    "models": (
+        "serving.cli.plan:app",
+        "The ladder of models: list them, make weights, plan the memory that they take.",
+    ),
     "serve": (
         "serving.cli.serve:serve",
         "Serve models over an OpenAI-compatible HTTP endpoint.",
@@ -30,7 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "load": ("loadtests.cli:load", "Send one level of load to a URL and say what came back."),
     "campaign": (
         "loadtests.cli:campaign",
-        "Measure a ladder of models: init, run, resume, repeat, show.",
+        "Find the rate that each model sustains: init, run, resume, repeat, show.",
     ),
     "compare": (
         "loadtests.compare_cli:comparison",
@@ -42,19 +45,19 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "calibrate": (
         "loadtests.calibrate.cli:app",
-        "Measure this machine in a minute: a file that plans and reports take as a device.",
+        "Measure this machine in a minute, into a file that plans and reports take as a device.",
     ),
     "hardware": (
         "reports.planning.hardware_cli:app",
-        "Devices that one can buy, rent or own, with their prices: list, add, update.",
+        "The devices of plans and reports, with datasheets and prices: list, add, update.",
     ),
     "plan": (
         "reports.plan.cli:plan",
-        "Rank CPUs, GPUs and both by what they cost to serve a forecast.",
+        "Rank CPUs, GPUs and both by what they cost to serve a forecast of requests.",
     ),
     "share": (
         "reports.reference.cli:share",
-        "An archive of a run without names, to give away; what it holds is shown first.",
+        "Make an archive of a run without names, to give away; what it holds is shown first.",
     ),
     "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown and CSV."),
 }

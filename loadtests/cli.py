@@ -36,10 +36,10 @@ Commands = Annotated[
     bool,
     typer.Option(
         "--allow-commands",
-        help="Run the commands of its engines, which may be a stranger's: --dry-run shows them.",
+        help="Run the commands of [[engines]], which may be a stranger's: --dry-run shows them.",
     ),
 ]
-Out = Annotated[Path, typer.Option(help="Where run folders go.")]
+Out = Annotated[Path, typer.Option(help="The folder in which run folders are made.")]
 Folder = Annotated[Path, typer.Argument(help="The run's folder.")]
 
 campaign = typer.Typer(
@@ -59,7 +59,7 @@ def run_campaign(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="The campaign file (TOML). Default: the demo campaign, four rungs in ten minutes."
+            help="The campaign file (TOML). Default: that of `make demo`, four rungs in 680 s."
         ),
     ] = None,
     out: Out = Path("runs"),
@@ -153,7 +153,7 @@ def repeat_campaign(
     folders: Annotated[
         list[Path], typer.Argument(help="The runs whose levels are measured again, in turns.")
     ],
-    times: Annotated[int, typer.Option(min=1, help="How often each.")] = 1,
+    times: Annotated[int, typer.Option(min=1, help="How many times each is measured.")] = 1,
     new_seeds: Annotated[
         bool,
         typer.Option("--new-seeds", help="Draw arrivals, lengths and prompts anew each time."),
@@ -163,7 +163,7 @@ def repeat_campaign(
         typer.Option(
             min=1,
             metavar="SECONDS",
-            help="The confirmed rate of each cell alone, for so long, with new seeds.",
+            help="Only the confirmed rate of each cell, for so many seconds, with new seeds.",
         ),
     ] = None,
     out: Out = Path("runs"),

@@ -31,7 +31,9 @@ LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 KINDS = {"llama_cpp": "gguf", "torch": "hf", "onnx": "onnx", "fake": "none"}  # of --backend
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="The ladder of models: list, make, plan."
+    no_args_is_help=True,
+    add_completion=False,
+    help="The ladder of models: list them, make weights, plan the memory that they take.",
 )
 
 _CACHE = typer.Option(

@@ -60,7 +60,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
         Asked().weight_format
     )
     other_format: Annotated[
-        str, option(MEASURED, "Another one, of the first model only; '': none.")
+        str, option(MEASURED, "A second format, of the first model alone; '': none.")
     ] = Asked().other_format
     slots: Annotated[Count, option(MEASURED, "Most decode rows of a step.")] = Asked().slots
     threads: Annotated[

@@ -55,7 +55,7 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str = ""  # needed where there is more than one
     cores: int | None = (
-        None  # physical cores of the engine; none: all of up to 8, else all but 1, 2
+        None  # physical cores of the engine; none: all where there are up to 8, else all but 1 or 2
     )
     threads: int | None = None  # threads of the engine; none: one for each core
     memory_gib: float | None = None  # limit of server and engine; a cell that needs more is skipped
@@ -89,9 +89,11 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     formats: list[str] = []  # empty: the default of each backend
     backends: list[str] = msgspec.field(
         default_factory=lambda: ["llama_cpp"]
-    )  # engines; best: of the CPU's, the one that serves most requests here, measured in seconds
-    hardware: list[Hardware] = msgspec.field(default_factory=lambda: [Hardware()])  # cores, RAM
-    cells: list[OneCell] = []  # combinations beside the product
+    )  # engines; best: tries the CPU's for seconds, takes the one that serves most requests
+    hardware: list[Hardware] = msgspec.field(
+        default_factory=lambda: [Hardware()]
+    )  # budgets: how much of this machine a cell may use
+    cells: list[OneCell] = []  # further cells, one by one
     engines: list[Engine] = []  # engines of others, beside backends; only with --allow-commands
     target: Target | None = None  # an endpoint that runs already, in place of models
     server: Server = Server()  # how the server of each cell is started
@@ -107,7 +109,7 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     )
     seed: int = 1  # seed of prompts and arrivals
     sample_seconds: float = 1.0  # time between two samples of CPU and memory
-    disturbance: OnDisturbance = "wait"  # disturbed levels: again once it is quiet, or counted
+    disturbance: OnDisturbance = "wait"  # disturbed levels: repeated once it is quiet, or counted
     wait_seconds: float = 300.0  # most that a cell loses to that, besides its budget; 0: no waiting
 
 

@@ -23,13 +23,15 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     level_seconds_max: float = 120.0  # longest level, but where it confirms or a model is slow
     level_requests_min: int = 30  # a level is made longer until it expects this many requests
     budget_seconds: float = 600.0  # for all levels, with warm-up and draining
-    start_rate: float | None = None  # where to look first; None: calibrated and simulated
+    start_rate: float | None = (
+        None  # where to look first; none: predicted by calibration and simulation
+    )
     calibration_seconds: float = 60.0  # limit, besides an eighth of the budget; 0: no calibration
     rates: tuple[float, ...] = ()  # rates to measure in this order, without a search
     rate_seconds: tuple[float, ...] = ()  # duration of each of `rates`; empty: as in a search
     single_stream_requests: int = 20  # requests sent one at a time to the idle server
     single_stream_seconds: float = 120.0  # after this no further single-stream request is begun
-    batching_gain: float = 2.0  # first guess without a prediction: times one stream's rate
+    batching_gain: float = 2.0  # first rate without a prediction: so many times one stream's
     confidence: float = 0.95  # confidence of each side of the interval
     starts: int = 3  # server starts that a search is spread over; 1 with given rates or a target
     confirming_share: float = 0.35  # share of the budget kept for the level that confirms

@@ -28,8 +28,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     workload: Annotated[
         str,
         Meta(
-            description="chat, code, sharegpt, summarise; scaled and with caps: "
-            "chat*0.1:512:64; fixed: 256x64."
+            description="Lengths: chat, code, sharegpt, summarise; chat*0.1:512:64: a tenth of "
+            "chat's, prompts up to 512 and answers up to 64 tokens; 256x64: every request the same."
         ),
     ] = "chat:1024:256"
     arrivals: Annotated[
@@ -48,7 +48,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     verify_tls: Annotated[bool, Meta(description="Check the endpoint's certificate.")] = True
     extra_body: Annotated[str | None, Meta(description=EXTRA_BODY_HELP)] = None
-    seed: Annotated[int, Meta(description="Of arrivals, lengths and texts.")] = 1
+    seed: Annotated[int, Meta(description="Seed of arrivals, lengths and texts.")] = 1
 
 
 class CommandOptions(LoadOptions, frozen=True, kw_only=True):

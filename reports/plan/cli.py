@@ -23,7 +23,7 @@ from reports.plan.output import as_json, as_text
 from reports.plan.sources import planned
 
 TEXT_COLUMNS = 160
-RATE = "Requests/s: at this rate day and night; a daily curve needs a file."
+RATE = "Requests/s of the busiest hour, in place of the file's; without a file: day and night."
 # What --rate takes the place of, in the file.
 NO_RATES = dict.fromkeys(("mean_rate", "users", "requests_per_user", "trace"))
 
@@ -32,18 +32,23 @@ NO_RATES = dict.fromkeys(("mean_rate", "users", "requests_per_user", "trace"))
 class Options:
     """The options of `crossover plan`."""
 
-    file: Annotated[Path | None, typer.Argument(help="The plan, TOML.", show_default=False)] = None
+    file: Annotated[
+        Path | None, typer.Argument(help="The plan file, TOML.", show_default=False)
+    ] = None
     model: Annotated[str | None, typer.Option(help="A rung of the ladder, e.g. 8b.")] = None
     rate: Annotated[float | None, typer.Option(help=RATE)] = None
-    slo: Annotated[str | None, typer.Option(help="chat, interactive, reading, batch, ...")] = None
+    slo: Annotated[
+        str | None, typer.Option(help="A preset: chat, interactive, reading, batch, ...")
+    ] = None
     device: Annotated[
-        list[str] | None, typer.Option(help="Consider this device; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Consider this device for rent, not the list; may be repeated."),
     ] = None
     run: Annotated[
         list[Path] | None, typer.Option(help="A run folder of a machine of yours; may be repeated.")
     ] = None
     machine: Annotated[
-        list[Path] | None, typer.Option(help="A machine.json of yours; may be repeated.")
+        list[Path] | None, typer.Option(help="A file of `crossover calibrate`; may be repeated.")
     ] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")

@@ -47,7 +47,7 @@ NO_FACTS = frozenset(
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Devices that one can buy, rent or own: list, add, update.",
+    help="The devices that plans and reports choose from: list, add, update.",
 )
 
 

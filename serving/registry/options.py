@@ -132,7 +132,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = True
     options: Annotated[
         dict[str, Any],
-        option(ENGINE, "Of engines that have it; torch.KEY: of one alone.", "option", "KEY=VALUE"),
+        option(ENGINE, "An engine's own option; torch.KEY: of that one.", "option", "KEY=VALUE"),
     ] = {}
     check_memory: Annotated[
         bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
