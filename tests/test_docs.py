@@ -3,17 +3,26 @@
 import doctest
 import importlib
 import importlib.util
+import json
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 import crossover
+from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.generator.options import check_machines, command_options
+from serving.http.wire.decoding import CHAT, COMPLETION, decode
+from serving.registry.options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced
 
@@ -39,7 +48,8 @@ def test_what_is_made_as_a_whole_is_as_the_code_is(name: str) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 130
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 145
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -81,18 +91,56 @@ def test_files_named_in_the_docs_exist() -> None:
     assert not wrong
 
 
+def _commands(text: str) -> Iterator[list[str]]:
+    """The words of each command that a page shows, behind `crossover`."""
+    for line in re.findall(r"^\s*(?:\w+=\S+ )?(crossover .+)$", text, re.M):
+        words = shlex.split(line, comments=True)
+        ends = [at for at, word in enumerate(words) if word in ("&&", "|", ";", "&")]
+        for start, end in pairwise([-1, *ends, len(words)]):
+            name, *rest = words[start + 1 : end]
+            if name == "crossover":
+                yield rest[: rest.index(">")] if ">" in rest else rest
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_option_that_is_shown_exists(
-    page: Path, crossover: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    helps: dict[str, str] = {}
-    for line in re.findall(r"^\s*crossover (.+)$", page.read_text(), re.M):
-        words = line.split("#")[0].split()
-        verb = words[:2] if words[0] in ("campaign", "models", "hardware") else words[:1]
-        if (key := " ".join(verb)) not in helps:
-            helps[key] = crossover(*verb, "--help", COLUMNS="200").stdout
-        for option in re.findall(r"(?<=\s)--[a-z-]+", line.split("#")[0]):
-            assert option in helps[key], line
+def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
+    for words in _commands(page.read_text()):
+        command, name = typer.main.get_command(crossover.app), "crossover"
+        while hasattr(command, "get_command"):
+            name = words.pop(0)
+            command = command.get_command(command.context_class(command), name)
+        context = command.make_context(name, list(words))
+        if name == "load":
+            given = {key: value for key, value in context.params.items() if key != "url"}
+            check_machines(command_options(given))
+
+
+def _shown(text: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_toml_file_that_is_shown_is_accepted(page: Path, tmp_path: Path) -> None:
+    for text in _shown(page.read_text(), "toml"):
+        keys = tomllib.loads(text)
+        if "model" in keys:
+            (tmp_path / "models.toml").write_text(text)
+            models_of(ServeOptions(models_file=str(tmp_path / "models.toml")))
+            continue
+        needed = {"name": "shown"} if keys.keys() & {"models", "target"} else WHOLE_CAMPAIGN
+        head = [f"{key} = {json.dumps(value)}" for key, value in needed.items() if key not in keys]
+        parse_campaign("\n".join([*head, text]))
+
+
+WHOLE_CAMPAIGN = {"name": "shown", "models": ["135m"]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_request_that_is_shown_is_accepted(page: Path) -> None:
+    for route, body in re.findall(
+        r"curl \S+/v1/(\S+) [^']*'[^']*' -d '(\{.*?\})'", page.read_text(), re.S
+    ):
+        decode(CHAT if route.startswith("chat") else COMPLETION, body.encode())
 
 
 def _named(entries: list[Any]) -> list[str]:
