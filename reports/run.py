@@ -54,12 +54,6 @@ from reports.warnings import run_warnings
 from serving.backends.spec import AUTO
 
 T = TypeVar("T")
-# What engines call the types of a KV cache; torch once had names of its own.
-KV_NAMES = {name: name for name in KV_ELEMENT_BYTES} | {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-}
 
 
 def read_run(folder: Path, slo: Slo | None = None) -> RunNumbers:
@@ -206,6 +200,7 @@ def _cell(
         engine = {"backend": chosen.backend, "weight_format": chosen.weight_format}
         cell = {**cell, **engine}
     weight_format = str(info.weight_format or cell.get("weight_format") or "")
+    kv_held = str((info.details or {}).get("kv_dtype"))
     state, reason = _state(events, levels)
     return CellNumbers(
         key=str(cell.get("key")),
@@ -224,7 +219,7 @@ def _cell(
         context_tokens=context,
         kv_tokens=info.kv_tokens or cell.get("kv_tokens") or whole,
         kv_dtype="fp16" if cell.get("kv_dtype") in (None, AUTO) else str(cell["kv_dtype"]),
-        kv_held=KV_NAMES.get(str((info.details or {}).get("kv_dtype"))),
+        kv_held=kv_held if kv_held in KV_ELEMENT_BYTES else None,
         state=state,
         reason=reason,
         skip_cause=skipped[-1].cause if skipped else None,

@@ -53,7 +53,7 @@ class RepeatedLevel(msgspec.Struct, frozen=True, array_like=True):
 
     rate: float | None  # requests/s; None: single-stream requests
     seconds: float
-    seed: int | None = None  # None: format 1 kept none
+    seed: int | None = None  # None: drawn anew
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -150,9 +150,6 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
         raise BadRunFolder(
             f"the manifest of run {manifest.run_id} holds a campaign of another version: {problem}"
         ) from problem
-    if campaign.server.kv_dtype == "fp16":  # once what every backend's own type was called
-        server = msgspec.structs.replace(campaign.server, kv_dtype="auto")
-        campaign = msgspec.structs.replace(campaign, server=server)
     for cell in cells:
         if cell.key != plain(cell.key):  # it names files
             raise BadRunFolder(f"the manifest of run {manifest.run_id} has a cell {cell.key!r}")

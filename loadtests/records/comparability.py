@@ -71,21 +71,13 @@ def differences(one: RunManifest, other: RunManifest) -> Iterator[FactDifference
     for name in mine.keys() & theirs.keys():
         if mine[name] != theirs[name]:
             yield FactDifference(ENGINES, f"engine {name}", *_apart(mine[name], theirs[name]))
-    servers = [_server(manifest) for manifest in (one, other)]
+    servers = [manifest.campaign.get("server") or {} for manifest in (one, other)]
     if any(cell.get("url") is None for manifest in (one, other) for cell in manifest.cells):
         for fact in SERVER:
             if servers[0].get(fact) != servers[1].get(fact):
                 yield FactDifference(
                     fact, f"server.{fact}", str(servers[0].get(fact)), str(servers[1].get(fact))
                 )
-
-
-def _server(manifest: RunManifest) -> dict[str, Any]:
-    """The settings of the servers. fp16 was once what every backend's own KV type was called."""
-    settings = dict(manifest.campaign.get("server") or {})
-    if settings.get("kv_dtype") == "fp16":
-        settings["kv_dtype"] = "auto"
-    return settings
 
 
 def machine_differences(run: RunManifest, facts: Mapping[str, Any]) -> list[FactDifference]:

@@ -25,7 +25,6 @@ class SkipCause(StrEnum):
     SETTINGS = "settings"  # the backend, format or device cannot be had here
     SERVER = "server"  # the server did not start, or ended
     ENDPOINT = "endpoint"  # the server refused the probe
-    UNKNOWN = "unknown"  # format 1 kept no cause
 
 
 class LevelPurpose(StrEnum):
@@ -80,7 +79,7 @@ class PredictedRate(msgspec.Struct, frozen=True, kw_only=True):
     """A capacity by calibration and simulation, requests/s, with quantiles of its error."""
 
     rate: float  # 0.0: single-stream requests fail the SLO
-    low: float | None = None  # p10; None: not known (format 2, or a rate of 0)
+    low: float | None = None  # p10; None: of a rate of 0
     high: float | None = None  # p90
 
 

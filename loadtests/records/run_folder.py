@@ -37,7 +37,6 @@ from loadtests.records.events import (
     started_levels,
 )
 from loadtests.records.lines import Appender, Read, cleaned, read_as, read_lines
-from loadtests.records.migrations import event_from, manifest_from
 from loadtests.records.schema import (
     FORMAT_VERSION,
     RequestRecord,
@@ -111,14 +110,7 @@ class RunFolder:
     @classmethod
     def open_existing(cls, folder: Path) -> tuple[RunFolder, dict[str, int]]:
         """A run to go on with, and the bytes of cut-off last lines taken off, by file."""
-        manifest = read_manifest(folder)
-        if manifest.format_version != FORMAT_VERSION:
-            raise BadRunFolder(
-                f"{folder} has format {manifest.format_version}: it can be shown, reported, "
-                f"compared and repeated, but only crossover {manifest.crossover_version}, "
-                "which began it, can go on with it"
-            )
-        opened = cls(folder, manifest)
+        opened = cls(folder, read_manifest(folder))
         records = read_records(folder)
         for name, cut in records.dropped_bytes.items():
             os.truncate(folder / name, (folder / name).stat().st_size - cut)
@@ -238,17 +230,8 @@ def read_records(folder: Path) -> RunRecords:
 
 
 def read_manifest(folder: Path) -> RunManifest:
-    """The manifest in the present format. Raises BadRunFolder."""
+    """The manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
-    raw = _raw_manifest(path)
-    try:
-        return msgspec.convert(manifest_from(raw["format_version"], raw), RunManifest)
-    except (msgspec.MsgspecError, KeyError) as problem:
-        raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
-
-
-def _raw_manifest(path: Path) -> dict[str, Any]:
-    """As written, with a `format_version` that can be read."""
     try:
         text = cleaned(path.read_bytes())
     except OSError as problem:
@@ -257,15 +240,15 @@ def _raw_manifest(path: Path) -> dict[str, Any]:
         ) from problem
     try:
         version = msgspec.json.decode(text, type=_Versioned).format_version
-        raw: dict[str, Any] = msgspec.json.decode(text)
+        if version != FORMAT_VERSION:
+            other = "a newer" if version > FORMAT_VERSION else "an older"
+            raise BadRunFolder(
+                f"{path} has format_version {version}; this crossover reads {FORMAT_VERSION}: "
+                f"use {other} one"
+            )
+        return msgspec.json.decode(text, type=RunManifest)
     except msgspec.MsgspecError as problem:
         raise BadRunFolder(f"{path} is no manifest: {problem}") from problem
-    if not 1 <= version <= FORMAT_VERSION:
-        raise BadRunFolder(
-            f"{path} has format_version {version}; this crossover reads up to {FORMAT_VERSION}: "
-            "use a newer one"
-        )
-    return raw
 
 
 class _Versioned(msgspec.Struct):
@@ -282,30 +265,8 @@ def read_samples(folder: Path) -> Read[ResourceSample]:
 
 
 def read_events(folder: Path) -> Read[Event]:
-    """The journal, in the present format; that of a folder without a manifest is taken for it."""
-    path = folder / EVENTS
-    if not (folder / MANIFEST).exists():
-        return read_as(path, _event)
-    raw = _raw_manifest(folder / MANIFEST)
-    version = raw["format_version"]
-    if version == FORMAT_VERSION:
-        return read_as(path, _event)
-    manifest = manifest_from(version, raw)
-
-    def event(line: bytes) -> Event:
-        old = msgspec.json.decode(cleaned(line), type=dict[str, Any])
-        try:
-            found: Event = msgspec.convert(event_from(version, old, manifest), AnyEvent)
-        except (KeyError, TypeError, AttributeError) as problem:
-            raise msgspec.ValidationError(f"no event of format {version}") from problem
-        return found
-
-    return read_as(path, event)
-
-
-def _event(line: bytes) -> Event:
-    found: Event = _decode_event(cleaned(line))
-    return found
+    """The journal."""
+    return read_as(folder / EVENTS, lambda line: _decode_event(cleaned(line)))
 
 
 def _take_lock(folder: Path) -> int:

@@ -3,9 +3,6 @@
 Records hold times, counts and errors, never a statistic. `*_seconds` count from the start of the
 level (monotonic clock); LevelStarted holds that moment in Unix seconds. Missing is None: a request
 that never got a token has `first_content_seconds = None`, not 0.
-
-Format history: 1 (first); 2 (typed events; SLO, warning, single-stream); 3 (predicted rates have an
-interval). records/migrations.py reads the older ones.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 3  # goes up when what is written means something else
 
 
 # gc=False: there are hundreds of thousands, without cycles.

@@ -21,6 +21,7 @@ from rich.console import Console
 from loadtests.campaign.run_state import campaign_of, prediction_on_record
 from loadtests.errors import BadRunFolder
 from loadtests.records import run_folder
+from loadtests.records.comparability import differences
 from loadtests.records.events import (
     AnyEvent,
     CellFinished,
@@ -30,7 +31,6 @@ from loadtests.records.events import (
     LevelFinished,
     LevelPurpose,
     LevelStarted,
-    PredictedRate,
     SkipCause,
     completed_levels,
     of_kind,
@@ -234,7 +234,8 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(msgspec.json.encode(newer))
     with pytest.raises(
         BadRunFolder,
-        match=f"format_version {FORMAT_VERSION + 1}; this crossover reads up to {FORMAT_VERSION}",
+        match=f"format_version {FORMAT_VERSION + 1}; this crossover reads {FORMAT_VERSION}: "
+        "use a newer one",
     ):
         read_manifest(tmp_path)
 
@@ -317,18 +318,14 @@ def test_an_appender_does_not_leak_to_children(tmp_path: Path) -> None:
     appender.close()
 
 
-FORMAT_1 = Path(__file__).parent / "fixtures" / "format_1"
-FORMAT_2 = Path(__file__).parent / "fixtures" / "format_2"
+# A cell with two SLOs, and one that did not fit.
+TWO_CELLS = Path(__file__).parent / "fixtures" / "two_cells"
 
 
-def test_a_run_of_format_1_is_read() -> None:
-    """Written by the last version of format 1: a cell with two SLOs, and one that did not fit."""
-    run = read_records(FORMAT_1)
-    assert run.manifest.format_version == 1 and not run.dropped_bytes
+def test_a_run_is_read() -> None:
+    run = read_records(TWO_CELLS)
+    assert run.manifest.format_version == FORMAT_VERSION and not run.dropped_bytes
     campaign, cells = campaign_of(run.manifest)
-    # Its fp16 was each backend's own type, and onnx holds none.
-    assert run.manifest.campaign["server"]["kv_dtype"] == "fp16"
-    assert campaign.server.kv_dtype == "auto"
     assert [slo.name for slo in campaign.all_slos] == ["quick", "chat"]
     assert campaign.search.single_stream_requests == 2 and len(cells) == 2
     levels = run.levels()
@@ -341,7 +338,7 @@ def test_a_run_of_format_1_is_read() -> None:
     assert levels[0].finished.warnings == ["TooFewSamples"]
     (ended,) = of_kind(run.events, CellFinished)
     assert list(ended.capacities) == ["quick", "chat"] and ended.capacity is not None
-    assert ended.capacity.held is None, "format 1 fitted it, and confirmed nothing"
+    assert ended.capacity.held is None
     assert ended.capacity.low is not None and ended.capacity.low > 0
     (skipped,) = of_kind(run.events, CellSkipped)
     assert skipped.cause is SkipCause.MEMORY and "4.76 GiB" in skipped.reason
@@ -349,22 +346,14 @@ def test_a_run_of_format_1_is_read() -> None:
     assert made is not None and made.law is not None and set(made.rates) == {"quick", "chat"}
 
 
-def test_a_predicted_rate_of_format_2_is_a_number() -> None:
-    """Of its last version: manifest and journal."""
-    events = read_events(FORMAT_2).records
-    campaign, (cell,) = campaign_of(read_manifest(FORMAT_2))
-    made = prediction_on_record(events, cell.key)
-    assert made is not None and made.law is not None
-    assert made.rates == {campaign.slo.name: PredictedRate(rate=pytest.approx(12.922, rel=1e-3))}
-    old = prediction_on_record(read_events(FORMAT_1).records, "smollm2-135m-fake")
-    assert old is not None and all(one.rate > 0 and one.low is None for one in old.rates.values())
-
-
-def test_a_run_of_format_1_is_not_gone_on_with(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FORMAT_1, tmp_path / "run"))
-    with pytest.raises(BadRunFolder, match="format 1: .* only crossover .* can go on with it"):
-        RunFolder.open_existing(folder)
-    assert (folder / EVENTS).read_bytes() == (FORMAT_1 / EVENTS).read_bytes()
+def test_a_kv_dtype_that_was_asked_for_is_asked_for_again() -> None:
+    """It was taken for `auto` once: a run that was resumed served another type."""
+    manifest = read_manifest(TWO_CELLS)
+    server = {**manifest.campaign["server"], "kv_dtype": "fp16"}
+    asked = msgspec.structs.replace(manifest, campaign=manifest.campaign | {"server": server})
+    assert campaign_of(asked)[0].server.kv_dtype == "fp16"
+    (found,) = differences(manifest, asked)
+    assert (found.name, found.first, found.second) == ("server.kv_dtype", "auto", "fp16")
 
 
 def test_every_kind_of_event_has_a_name_of_its_own_and_survives() -> None:
@@ -430,11 +419,11 @@ def test_a_file_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert read_samples(tmp_path) == Read([])
     assert read_events(tmp_path) == Read([])
     (tmp_path / EVENTS).write_bytes(msgspec.json.encode(started("l")) + b"\n")
-    assert read_events(tmp_path).records == [started("l")]  # no manifest: the present format
+    assert read_events(tmp_path).records == [started("l")]
 
 
-def test_a_broken_event_of_format_1_is_left_out(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FORMAT_1, tmp_path / "run"))
+def test_a_broken_event_is_left_out(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(TWO_CELLS, tmp_path / "run"))
     lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
     for bad in (b"{}\n", b'{"kind": 3}\n', b'{"kind": "level_started"}\n', b"[]\n"):
         (folder / EVENTS).write_bytes(b"".join([*lines[:2], bad, *lines[3:]]))
@@ -484,7 +473,7 @@ def test_whatever_a_kill_leaves_is_a_readable_prefix(
 
 
 def test_a_run_is_shown_whichever_line_of_its_journal_is_broken(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FORMAT_1, tmp_path / "run"))
+    folder = Path(shutil.copytree(TWO_CELLS, tmp_path / "run"))
     lines = (folder / EVENTS).read_bytes().splitlines(keepends=True)
     for broken in range(len(lines)):
         (folder / EVENTS).write_bytes(b"".join([*lines[:broken], b"{\n", *lines[broken + 1 :]]))
@@ -495,7 +484,7 @@ def test_a_run_is_shown_whichever_line_of_its_journal_is_broken(tmp_path: Path) 
 
 def test_a_cell_of_a_strangers_run_names_no_file_elsewhere() -> None:
     cell = {"key": "../../etc/x", "model": "m", "weight_format": "", "backend": "fake"}
-    campaign = read_manifest(FORMAT_2).campaign
+    campaign = read_manifest(TWO_CELLS).campaign
     manifest = msgspec.structs.replace(MANIFEST_RECORD, campaign=campaign, cells=[cell])
     with pytest.raises(BadRunFolder, match="run r has a cell '../../etc/x'"):
         campaign_of(manifest)

@@ -35,10 +35,8 @@ def test_a_run_yields_its_pairs(tmp_path: Path) -> None:
     assert pairs_in(events[: len(events) // 2]) == [], "the cell is not finished"
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_old_run_has_none(number: int) -> None:
-    """Its capacities have the prediction in them."""
-    folder = Path(__file__).parents[1] / "records" / "fixtures" / f"format_{number}"
+def test_a_prediction_without_an_interval_makes_no_pair() -> None:
+    folder = Path(__file__).parents[1] / "records" / "fixtures" / "two_cells"
     assert pairs_of(folder) == []
 
 
