@@ -136,10 +136,10 @@ def test_a_connection_is_used_again_and_not_when_the_server_wants_no_more(serve:
 def test_a_kept_connection_that_the_server_closes_costs_no_request(serve: Serve) -> None:
     """llama-server says that it keeps the connection of a stream, and closes it behind the end."""
     answer = b"HTTP/1.1 200 OK\r\nKeep-Alive: timeout=5\r\nContent-Length: 2\r\n\r\nok"
-    pool = connect(serve(answer, close=True))
-    assert [fetch(pool, get_bytes(pool, "/"))[2] for _ in range(5)] == [b"ok"] * 5
-    with pytest.raises(TargetUnusable, match="before it answered"):
-        fetch(connect(serve(b"", close=True)), get_bytes(pool, "/"))
+    with connect(serve(answer, close=True)) as pool:
+        assert [fetch(pool, get_bytes(pool, "/"))[2] for _ in range(5)] == [b"ok"] * 5
+        with pytest.raises(TargetUnusable, match="before it answered"):
+            fetch(connect(serve(b"", close=True)), get_bytes(pool, "/"))
 
 
 def test_a_second_answer_to_one_request_is_not_read_and_ends_the_connection(serve: Serve) -> None:
