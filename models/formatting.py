@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 
 NOT_MEASURED = "not measured"
-MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -186,11 +185,11 @@ def operations(per_second: float | None, digits: int = 2) -> str:
     return f"{significant(per_second / 1e12, digits)} TFLOP/s"
 
 
-def listing(parts: list[str], last: str = "and") -> str:
+def listing(parts: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     if len(parts) < 2:
         return "".join(parts)
-    return f"{', '.join(parts[:-1])} {last} {parts[-1]}"
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 _SPELLING = {

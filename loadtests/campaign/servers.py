@@ -29,7 +29,7 @@ from loadtests.generator.endpoint import Target
 from loadtests.generator.http_client import connect, fetch, get_bytes
 from loadtests.host.memory_cap import CapUnavailable, MemoryCap
 from loadtests.host.processes import Child, Layout, last_line
-from loadtests.host.resources import api_pids, engine_pids
+from loadtests.host.resources import engine_pids
 from loadtests.records.events import CellReady, EngineInfo
 from models.errors import ModelError
 from models.resolve import resolve
@@ -56,7 +56,6 @@ class Server(Protocol):
     def mark(self) -> tuple[Any, ...]: ...
     def trouble(self) -> str | None: ...
     def engine_pids(self) -> list[int]: ...
-    def api_pids(self) -> list[int]: ...
     def stop(self) -> None: ...
 
 
@@ -96,9 +95,6 @@ class External:
         return None
 
     def engine_pids(self) -> list[int]:
-        return []
-
-    def api_pids(self) -> list[int]:
         return []
 
     def stop(self) -> None:
@@ -228,9 +224,6 @@ class Local(Capped):
     def engine_pids(self) -> list[int]:
         return engine_pids(self._child.pid)
 
-    def api_pids(self) -> list[int]:
-        return api_pids(self._child.pid)
-
     def stop(self) -> None:
         self._child.stop()
         self._release()
@@ -331,9 +324,6 @@ class Command(Capped):
     def engine_pids(self) -> list[int]:
         """Its first process: the others may come and go without a restart."""
         return self._running.pids()[:1] if self._running is not None else []
-
-    def api_pids(self) -> list[int]:
-        return []
 
     def stop(self) -> None:
         if self._running is not None:

@@ -95,11 +95,6 @@ class Posterior:
         within = _quantile(np.log(self.capacities[inner]), self._marginal[inner], q)
         return asked if abs(math.log(asked / within)) <= MOVED else None
 
-    @property
-    def mean_slope(self) -> float:
-        """How steeply the odds of a bad request grow with the rate (an exponent)."""
-        return float((self.weights.sum(axis=0) * SLOPES).sum())
-
     def mean_share(self, rate: float) -> float:
         """The expected share of good requests at a rate."""
         good = share_good(rate, self.capacities[:, None], SLOPES[None, :], self.target)

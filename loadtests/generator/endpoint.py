@@ -192,19 +192,12 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
 
 def count_tokens(pool: Pool, facts: TargetFacts, text: str) -> int:
     """Tokens of `text` by the server's tokenizer, without special ones. Raises TargetUnusable."""
-    return len(tokenize(pool, facts, text))
-
-
-def tokenize(
-    pool: Pool, facts: TargetFacts, text: str, add_special_tokens: bool = False
-) -> list[int]:
-    """Token ids by the server's own tokenizer. Raises TargetUnusable."""
     if facts.tokenizer is None:
         raise TargetUnusable(f"{pool.host} has no /tokenize")
-    tokens = _try_tokenize(pool, facts.model, facts.tokenizer, text, add_special_tokens)
+    tokens = _try_tokenize(pool, facts.model, facts.tokenizer, text)
     if tokens is None:
         raise TargetUnusable(f"{pool.host} did not tokenize a text of {len(text)} characters")
-    return tokens
+    return len(tokens)
 
 
 class _Model(msgspec.Struct):
@@ -252,15 +245,15 @@ def _models(target: Target, pool: Pool) -> tuple[list[str], str | None, int | No
 def _tokenizer_kind(pool: Pool, model: str) -> Literal["vllm", "llama.cpp"] | None:
     kinds: tuple[Literal["vllm", "llama.cpp"], ...] = ("vllm", "llama.cpp")
     for kind in kinds:
-        if _try_tokenize(pool, model, kind, _PROBE_TEXT, False):
+        if _try_tokenize(pool, model, kind, _PROBE_TEXT):
             return kind
     return None
 
 
-def _try_tokenize(pool: Pool, model: str, kind: str, text: str, special: bool) -> list[int] | None:
-    body: dict[str, Any] = {"content": text, "add_special": special}
+def _try_tokenize(pool: Pool, model: str, kind: str, text: str) -> list[int] | None:
+    body: dict[str, Any] = {"content": text, "add_special": False}
     if kind == "vllm":
-        body = {"model": model, "prompt": text, "add_special_tokens": special}
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
     status, _, answer = fetch(pool, post_bytes(pool, "/tokenize", body))
     if status != 200:
         return None

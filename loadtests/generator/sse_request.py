@@ -234,15 +234,14 @@ def stream(
     *,
     origin: float,
     timeout_seconds: float,
-    on_first: Callable[[], None] | None = None,
     answer: Answer | None = None,
 ) -> RequestRecord:
     """Send `wire` and read its stream to the end. What server or network do is `record.error`.
 
-    All times count from `origin`, on `clock`. `on_first` is called from the event loop when the
-    first content is here. `answer` is one's own where more is wanted than the record keeps.
+    All times count from `origin`, on `clock`. `answer` is one's own where more is wanted than the
+    record keeps.
     """
-    seen = answer if answer is not None else Answer(on_first)
+    seen = answer or Answer()
     sent = clock()
     try:
         within(timeout_seconds, lambda: pool.exchange(wire, seen))

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import msgspec
@@ -169,17 +168,3 @@ def last_line(log: Path) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def wait_for_file(
-    path: Path, child: Child, timeout_seconds: float, poll_seconds: float = 0.02
-) -> bool:
-    """True once `path` exists; False when the child ended or the time is over first."""
-    until = time.monotonic() + timeout_seconds
-    while time.monotonic() < until:
-        if path.exists():
-            return True
-        if child.poll() is not None:
-            return path.exists()
-        time.sleep(poll_seconds)
-    return False

@@ -80,22 +80,16 @@ def capacity_row(what: str, truth: float, found: Capacity) -> Row:
     )
 
 
-def near(
-    what: str, truth: float, measured: float | None, limit: float, unit: Unit, note: str = ""
-) -> Row:
+def near(what: str, truth: float, measured: float | None, limit: float, unit: Unit) -> Row:
     """Passes when the measured value is within `limit` of the truth."""
     passed = measured is not None and abs(measured - truth) <= limit * (1 + 1e-9)
-    return Row(
-        what=what, truth=truth, measured=measured, limit=limit, unit=unit, passed=passed, note=note
-    )
+    return Row(what=what, truth=truth, measured=measured, limit=limit, unit=unit, passed=passed)
 
 
-def below(what: str, measured: float | None, limit: float, unit: Unit, note: str = "") -> Row:
+def below(what: str, measured: float | None, limit: float, unit: Unit) -> Row:
     """Passes when the measured value is at most `limit`."""
     passed = measured is not None and measured <= limit
-    return Row(
-        what=what, truth=None, measured=measured, limit=limit, unit=unit, passed=passed, note=note
-    )
+    return Row(what=what, truth=None, measured=measured, limit=limit, unit=unit, passed=passed)
 
 
 def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:

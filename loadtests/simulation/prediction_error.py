@@ -1,6 +1,6 @@
 """How far predictions were off before: pairs of predicted and measured capacities, and their scale.
 
-    error_scale([*packaged_pairs(), *pairs_of(Path("runs/ID"))])     # of ln(predicted / measured)
+    error_scale([*packaged_pairs(), *pairs_in(run.events)])     # of ln(predicted / measured)
 
 A finished run holds its pairs: the rate of a `calibrated` event beside the capacity of the cell's
 `cell_finished`. The pairs that the project knows are in predicted_measured.toml, each with its
@@ -18,7 +18,6 @@ from typing import Literal
 import msgspec
 
 from loadtests.records.events import Calibrated, CellFinished, Event, of_kind
-from loadtests.records.run_folder import read_events, read_manifest
 
 PACKAGED = Path(__file__).parent / "predicted_measured.toml"
 FLOOR = 0.1  # no pair of ours is measured better
@@ -48,11 +47,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return not (self.low and self.high) or self.high / self.low <= WIDEST
 
 
-def pairs_in(events: Iterable[Event], source: str = "") -> list[Pair]:
-    """Of a journal's finished cells, under each SLO whose capacity levels bound on both sides.
-
-    None of formats 1 and 2: a capacity of theirs had the prediction in it.
-    """
+def pairs_in(events: Iterable[Event]) -> list[Pair]:
+    """Of a journal's finished cells, under each SLO whose capacity levels bound on both sides."""
     journal = list(events)
     pairs = []
     for ended in of_kind(journal, CellFinished):
@@ -68,15 +64,9 @@ def pairs_in(events: Iterable[Event], source: str = "") -> list[Pair]:
                         ratio=predicted.rate / found.estimate,
                         low=predicted.rate / found.high,
                         high=predicted.rate / found.low,
-                        source=source,
                     )
                 )
     return pairs
-
-
-def pairs_of(folder: Path) -> list[Pair]:
-    """Of a run folder. Raises BadRunFolder."""
-    return pairs_in(read_events(folder).records, f"run {read_manifest(folder).run_id}")
 
 
 @cache

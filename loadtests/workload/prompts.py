@@ -58,19 +58,17 @@ class Prompt(msgspec.Struct, frozen=True):
 
     text: str
     tokens: int  # more than asked only where that is shorter than a prompt can be
-    asked_tokens: int
-    estimated: bool = False  # `tokens` is a number of words
 
 
 class PromptMaker:
-    """`seed` is the level's; `shared_seed` is for what levels share: prefix groups and blocks."""
+    """`seed` is the level's; prefix groups and blocks, which levels share, have one of their own.
 
-    def __init__(
-        self, count_tokens: Callable[[str], int] | None, seed: int = 0, shared_seed: int = 0
-    ) -> None:
+    Without `count_tokens`, a word is taken for a token.
+    """
+
+    def __init__(self, count_tokens: Callable[[str], int] | None, seed: int) -> None:
         self._count = count_tokens
         self._seed = seed
-        self._shared_seed = shared_seed
         self._exact_in_a_row = 0
         self._words = WORDS
         self._fixed_tokens = 0  # BOS, chat template, and what the first word costs as the first
@@ -88,7 +86,7 @@ class PromptMaker:
         wanted = max(ask.prompt_tokens, self.minimum_tokens)
         words = self._stream(ask, wanted - self._fixed_tokens)
         if self._count is None or self._exact_in_a_row >= TRUST:
-            return Prompt(" ".join(words), wanted, ask.prompt_tokens, estimated=self._count is None)
+            return Prompt(" ".join(words), wanted)
         return self._put_right(ask, words, wanted)
 
     def _put_right(self, ask: Ask, words: list[str], wanted: int) -> Prompt:
@@ -97,7 +95,7 @@ class PromptMaker:
             counted = self._ask_count(text)
             if counted == wanted:
                 self._exact_in_a_row = self._exact_in_a_row + 1 if attempt == 0 else 0
-                return Prompt(text, counted, ask.prompt_tokens)
+                return Prompt(text, counted)
             if counted < wanted:
                 words = [*words, *self._stream(ask, len(words) + wanted - counted)[len(words) :]]
             elif len(words) - (counted - wanted) >= 1:
@@ -128,7 +126,7 @@ class PromptMaker:
         A longer digest starts with the shorter one, so a session's prompts do as well. Ten times
         cheaper than a random generator for each prompt.
         """
-        seed = self._shared_seed if name.startswith(("prefix/", "block/")) else self._seed
+        seed = 0 if name.startswith(("prefix/", "block/")) else self._seed
         drawn = memoryview(hashlib.shake_128(f"{seed}/{name}".encode()).digest(2 * words)).cast("H")
         known, count = self._words, len(self._words)
         return [known[number % count] for number in drawn]

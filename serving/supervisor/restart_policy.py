@@ -124,13 +124,12 @@ def return_at(
     fell_back_at: float,
     returns: Sequence[float],
     limits: RecoveryLimits,
-    preferred: int = 0,
 ) -> float | None:
-    """The earliest time to try the preferred engine again. None: never.
+    """The earliest time to try the preferred engine, the first, again. None: never.
 
     `returns`: when earlier attempts began. Never, where its last cause is permanent.
     """
-    of_preferred = [one for one in endings if one.engine == preferred]
+    of_preferred = [one for one in endings if one.engine == 0]
     if not of_preferred or of_preferred[-1].cause in PERMANENT or limits.flips_per_hour <= 0:
         return None
     lasted = [

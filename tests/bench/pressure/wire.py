@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import psutil
 import uvloop
 
-from loadtests.host.processes import Child, wait_for_file
+from loadtests.host.processes import Child
 from models.isolated import python_path
 
 T = TypeVar("T")
@@ -69,7 +69,10 @@ def serving(
     with Child(
         command, log=folder / "server.log", environment={"PYTHONPATH": python_path()}
     ) as child:
-        if not wait_for_file(ready, child, ready_seconds):
+        until = time.monotonic() + ready_seconds
+        while not ready.exists() and child.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        if not ready.exists():
             raise RuntimeError(f"the server did not start: {child.log.read_text()}")
         about = json.loads(ready.read_text())
         yield Server(int(about["url"].rpartition(":")[2]), about["pid"], about["engine_pid"], child)

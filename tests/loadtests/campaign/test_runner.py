@@ -55,7 +55,7 @@ from loadtests.records.run_folder import (
     read_records,
 )
 from loadtests.records.schema import RequestRecord
-from loadtests.simulation.prediction_error import pairs_of
+from loadtests.simulation.prediction_error import pairs_in
 from reports.run import read_run
 from reports.write import Asked, write_report
 from tests.loadtests.campaign.checks import check_folder, kinds
@@ -349,9 +349,10 @@ def test_a_later_cell_is_predicted_with_the_errors_of_the_earlier_ones(tmp_path:
     plan = parse_campaign(text.replace("calibration_seconds = 0", "calibration_seconds = 20"))
     folder = Simulated(slots=4).run(plan, tmp_path)
     check_folder(folder)
-    made = of_kind(read_events(folder).records, Calibrated)
+    events = read_events(folder).records
+    made = of_kind(events, Calibrated)
     assert len(made) == 2 and all(rate.low for one in made for rate in one.rates.values())
-    assert len(pairs_of(folder)) == 2
+    assert len(pairs_in(events)) == 2
 
 
 @pytest.mark.parametrize("disturbed", [1, 99])

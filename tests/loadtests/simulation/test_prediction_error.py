@@ -14,7 +14,6 @@ from loadtests.simulation.prediction_error import (
     error_scale,
     packaged_pairs,
     pairs_in,
-    pairs_of,
 )
 from tests.loadtests.campaign.simulated import Simulated
 from tests.loadtests.campaign.test_runner import calibrated
@@ -27,17 +26,17 @@ def pair(ratio: float, wide: float = 1.0, law: str = "rows") -> Pair:
 
 def test_a_run_yields_its_pairs(tmp_path: Path) -> None:
     folder = calibrated(tmp_path, Simulated(slots=4))
-    (one,) = pairs_of(folder)
-    assert one.law == "rows" and one.source == f"run {folder.name}"
+    events = read_events(folder).records
+    (one,) = pairs_in(events)
+    assert one.law == "rows"
     assert 0.3 < one.ratio < 3 and one.low is not None and one.high is not None
     assert one.low <= one.ratio <= one.high
-    events = read_events(folder).records
     assert pairs_in(events[: len(events) // 2]) == [], "the cell is not finished"
 
 
 def test_a_prediction_without_an_interval_makes_no_pair() -> None:
     folder = Path(__file__).parents[1] / "records" / "fixtures" / "two_cells"
-    assert pairs_of(folder) == []
+    assert pairs_in(read_events(folder).records) == []
 
 
 def test_every_packaged_pair_has_a_source_and_its_interval() -> None:

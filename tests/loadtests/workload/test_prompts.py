@@ -33,7 +33,6 @@ def test_prompts_have_the_exact_count(server):
     for index, tokens in enumerate((300, 40, 64, 1000, 129, 4096, 31, 500, 777, 88, 50)):
         prompt = maker.make(Ask(index, tokens, 5))
         assert prompt.tokens == tokens == Server.__call__(server, prompt.text)
-        assert not prompt.estimated
 
 
 def test_making_many_prompts_takes_few_calls():
@@ -48,7 +47,7 @@ def test_making_many_prompts_takes_few_calls():
 def test_a_prompt_shorter_than_the_template_is_as_short_as_can_be():
     maker = PromptMaker(Server(added=20), seed=1)
     prompt = maker.make(Ask(0, 5, 5))
-    assert (prompt.tokens, prompt.asked_tokens, maker.minimum_tokens) == (21, 5, 21)
+    assert (prompt.tokens, maker.minimum_tokens) == (21, 21)
 
 
 def test_prompts_do_not_start_alike_and_are_seeded():
@@ -60,7 +59,6 @@ def test_prompts_do_not_start_alike_and_are_seeded():
     texts = [maker.make(Ask(index, 40, 5)).text for index in range(200)]
     assert len({tuple(text.split()[:4]) for text in texts}) == 200
     assert texts[7] == again.make(Ask(7, 40, 5)).text != other.make(Ask(7, 40, 5)).text
-    assert maker.make(Ask(0, 40, 5)).estimated
 
 
 def test_a_count_that_cannot_be_met_is_an_error():
@@ -108,7 +106,7 @@ def test_the_shortest_prompts_can_always_be_made(vocabulary):
         assert maker.minimum_tokens == 3
         for index in range(6):
             prompt = maker.make(Ask(index, 2 + index % 3, 5))
-            assert count(prompt.text) == prompt.tokens == max(3, prompt.asked_tokens)
+            assert count(prompt.text) == prompt.tokens == max(3, 2 + index % 3)
 
 
 def test_the_words_stay_the_same_so_that_seeds_repeat_across_versions():
