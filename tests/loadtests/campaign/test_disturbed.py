@@ -22,9 +22,9 @@ from loadtests.records.schema import Probe
 from reports.findings import crossover
 from reports.run import read_run, slos_of
 from reports.sentences import headline
+from tests.loadtests.campaign.campaigns import SLO, campaign
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import Simulated, killed_after
-from tests.loadtests.campaign.test_runner import SLO, campaign
 
 START_SECONDS = 5.0  # that the simulated server takes
 FOREVER = (30.0, float("inf"))

@@ -17,9 +17,9 @@ from loadtests.records.events import CellFinished, Interrupted, RunFinished, Run
 from loadtests.records.run_folder import RunFolder, read_events
 from serving.hardware.facts import HardwareFacts
 from serving.hardware.gpu_facts import GpuFacts
+from tests.loadtests.campaign.campaigns import two_cells
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import FACTS, Simulated
-from tests.loadtests.campaign.test_runner import two_cells
 
 
 def run_of(plan: Plan, folder: Path, facts: HardwareFacts = FACTS) -> RunFolder:

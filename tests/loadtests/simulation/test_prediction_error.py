@@ -15,8 +15,8 @@ from loadtests.simulation.prediction_error import (
     packaged_pairs,
     pairs_in,
 )
+from tests.loadtests.campaign.campaigns import calibrated
 from tests.loadtests.campaign.simulated import Simulated
-from tests.loadtests.campaign.test_runner import calibrated
 
 
 def pair(ratio: float, wide: float = 1.0, law: str = "rows") -> Pair:

@@ -1,0 +1,148 @@
+"""What the server says of its model and of itself: tokens, health, placement, the document."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from serving.http.app import ROUTES
+from serving.http.limits import Limits
+from serving.http.wire.openapi import document
+from serving.supervisor.status import Event
+from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, served
+
+
+def test_models_lists_the_one_that_is_served(port: int) -> None:
+    listed = ask(port, "GET", "/v1/models").json
+    assert listed["object"] == "list" and len(listed["data"]) == 1
+    card = listed["data"][0]
+    assert (card["id"], card["object"], card["owned_by"], card["max_model_len"]) == (
+        "m",
+        "model",
+        "crossover",
+        256,
+    )
+    assert ask(port, "GET", "/v1/models/m").json == card
+    assert ask(port, "GET", "/v1/models/other/one").error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+)
+def test_another_model_is_a_404(port: int, path: str) -> None:
+    body = {
+        "model": "gpt-4",
+        "prompt": "x",
+        "messages": [{"role": "user", "content": "x"}],
+        "tokens": [1],
+    }
+    wanted = {
+        "/v1/chat/completions": "messages",
+        "/v1/completions": "prompt",
+        "/tokenize": "prompt",
+        "/detokenize": "tokens",
+    }[path]
+    answer = ask(port, "POST", path, {key: body[key] for key in ("model", wanted)})
+    assert answer.status == 404
+    assert (answer.error["code"], answer.error["param"]) == ("model_not_found", "model")
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
+    found = ask(port, "POST", "/tokenize", {"prompt": "hé"}).json
+    assert found == {"tokens": [*"hé".encode()], "count": 3, "max_model_len": 256}
+    assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
+    shown = {"prompt": "hé", "return_token_strs": True}
+    assert ask(port, "POST", "/tokenize", shown).json["token_strs"] == ["h", "Ã", "©"]
+    marked = {"tokens": [257, 104, 256], "skip_special_tokens": False}
+    assert ask(port, "POST", "/detokenize", marked).json == {"prompt": "<|im_start|>h<|end|>"}
+    messages = [{"role": "user", "content": "hi"}]
+    assert (
+        ask(port, "POST", "/tokenize", {"messages": messages}).json["count"]
+        == chat(port).json["usage"]["prompt_tokens"]
+    )
+    bare = ask(
+        port, "POST", "/tokenize", {"messages": messages, "add_generation_prompt": False}
+    ).json
+    assert bytes(token for token in bare["tokens"] if token < 256) == b"user\nhi\n"
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}]
+)
+def test_tokenize_wants_one_of_two(port: int, body: dict[str, Any]) -> None:
+    assert ask(port, "POST", "/tokenize", body).status == 400
+
+
+def test_detokenize_refuses_ids_that_are_not_there(port: int) -> None:
+    assert ask(port, "POST", "/detokenize", {"tokens": [300]}).error["param"] == "tokens"
+
+
+def test_health_and_ready(port: int, supervisor: FakeSupervisor) -> None:
+    assert ask(port, "GET", "/health").json == {"status": "ok"}
+    ready = ask(port, "GET", "/ready")
+    assert (
+        ready.status == 200
+        and ready.json["state"] == "ready"
+        and ready.json["backend"] == "fake/cpu"
+    )
+    supervisor.state, supervisor.reason = (
+        "restarting",
+        "engine_died: killed while reading /srv/models/x.gguf",
+    )
+    answer = ask(port, "GET", "/ready")
+    assert answer.status == 503 and answer.json["state"] == "restarting"
+    assert answer.json["reason"] == "engine_died: killed while reading <path>"
+    assert answer.json["error"]["code"] == "restarting" and answer.headers["retry-after"] == "3"
+    assert ask(port, "GET", "/health").status == 200
+
+
+def test_placement_says_what_runs_where_and_shows_no_path(supervisor: FakeSupervisor) -> None:
+    supervisor.events = [
+        Event(0.0, "fell_back", "fake/cpu", "cannot map /dev/nvidia0/x", "load_oom")
+    ]  # type: ignore[attr-defined]
+    with served(
+        app_on(supervisor, placement={"reasons": ["no GPU", "see /etc/crossover/plan.toml"]})
+    ) as port:
+        answer = ask(port, "GET", "/v1/placement")
+    found = answer.json
+    assert found["explanation"] == {"reasons": ["no GPU", "see <path>"]}
+    assert (
+        found["engine"]["backend"] == "fake"
+        and found["engine"]["device"] == "cpu"
+        and "logprobs" in found["engine"]["capabilities"]
+    )
+    assert (
+        found["memory"]["predicted"]["weight_bytes"] == 1000
+        and found["memory"]["measured"]["weight_bytes"] == 1100
+    )
+    assert (found["events"][0]["kind"], found["events"][0]["cause"]) == ("fell_back", "load_oom")
+    assert b"secret" not in answer.body and b"nvidia0" not in answer.body
+
+
+def test_placement_before_an_engine_is_there(supervisor: FakeSupervisor) -> None:
+    supervisor.state, supervisor.ready = "loading", None
+    with served(app_on(supervisor)) as port:
+        found = ask(port, "GET", "/v1/placement").json
+        assert ask(port, "POST", "/tokenize", {"prompt": "a"}).json["count"] == 1
+        assert ask(port, "GET", "/v1/models").status == 200
+        assert ask(port, "GET", "/metrics").status == 200
+    assert found["state"] == "loading" and found["memory"] is None and found["explanation"] is None
+
+
+def test_the_document_describes_every_route_and_resolves(port: int) -> None:
+    answer = ask(port, "GET", "/openapi.json")
+    found = answer.json
+    assert found == msgspec.json.decode(msgspec.json.encode(document(ROUTES, "m", Limits())))
+    assert found["openapi"] == "3.1.0"
+    for path, operations in found["paths"].items():
+        for method in ("get", "post"):
+            status = ask(
+                port, method.upper(), path.replace("{name}", "m"), {} if method == "post" else None
+            ).status
+            assert (status != 405) == (method in operations), (method, path)
+    references = set(re.findall(rb'"\$ref":"#/components/schemas/(\w+)"', answer.body))
+    assert {name.decode() for name in references} <= set(found["components"]["schemas"])
+    assert found["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
