@@ -29,13 +29,14 @@ from serving.backends.base import CAPABILITIES, Backend, EngineConfig
 from serving.engine.messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
-from serving.sampling.types import Row, Sampling
-
-Reference = Callable[[Sequence[int], int], list[int]]
-Tie = Callable[
-    [Sequence[int], int, int], bool
-]  # (prefix, one token, another) -> equally good after the prefix?
-GREEDY = Sampling()
+from serving.sampling.types import Sampling
+from tests.serving.backends.backend_steps import (
+    Reference,
+    Tie,
+    generate,
+    prompt_of,
+    row,
+)
 
 
 def check_contract(
@@ -472,100 +473,6 @@ def _churn_step(backend: Backend, running: dict[int, Stream], random: np.random.
         if item.wants_token:
             running[item.slot].generated.append(next(results).token)
     assert next(results, None) is None, "more results than rows that wanted one"
-
-
-def row(
-    slot: int,
-    tokens: Sequence[int],
-    start: int,
-    *,
-    wants_token: bool = True,
-    sampling: Sampling = GREEDY,
-) -> Row:
-    """A Row from a plain list of token ids."""
-    return Row(
-        slot=slot,
-        tokens=np.asarray(tokens, np.int32),
-        start=start,
-        wants_token=wants_token,
-        sampling=sampling,
-    )
-
-
-def prompt_of(backend: Backend, length: int, seed: int) -> list[int]:
-    """A seeded prompt of `length` token ids, the lowest three (usually special tokens) left out."""
-    low = min(3, backend.info.vocabulary - 1)
-    ids = np.random.default_rng((seed, length)).integers(low, backend.info.vocabulary, length)
-    return [int(token) for token in ids]
-
-
-def generate(
-    backend: Backend,
-    prompt: Sequence[int],
-    count: int,
-    *,
-    slot: int = 0,
-    start: int = 0,
-    chunk: int | None = None,
-) -> list[int]:
-    """`count` greedy tokens after `prompt`, alone in `slot`, of which `start` tokens are in the KV
-    already.
-    """
-    most = min(chunk or len(prompt), backend.info.step_tokens)
-    position, out = start, []
-    while position < len(prompt):
-        piece = prompt[position : position + most]
-        last = position + len(piece) == len(prompt)
-        results = backend.step([row(slot, piece, position, wants_token=last)])
-        assert len(results) == int(last)
-        out = [result.token for result in results]
-        position += len(piece)
-    while len(out) < count:
-        out += [result.token for result in backend.step([row(slot, out[-1:], position)])]
-        position += 1
-    return out[:count]
-
-
-def near_tie(backend: Backend, logits: float, slot: int = 0) -> Tie:
-    """A tie for quantised formats: the logits of the two tokens after the prefix, alone in `slot`,
-    are less than `logits` apart.
-    """
-
-    def tie(prefix: Sequence[int], one: int, other: int) -> bool:
-        position = 0
-        while position < len(prefix):
-            piece = prefix[position : position + backend.info.step_tokens]
-            position += len(piece)
-            asked = row(
-                slot,
-                piece,
-                position - len(piece),
-                wants_token=position == len(prefix),
-                sampling=Sampling(logprobs=20),
-            )
-            results = backend.step([asked])
-        report = results[0].logprobs
-        assert report is not None
-        values = dict(zip(report.top_ids, report.top_values, strict=True))
-        return one in values and other in values and abs(values[one] - values[other]) < logits
-
-    return tie
-
-
-def greedy_alone(backend: Backend, slot: int = 0) -> Reference:
-    """A reference made of the backend itself, one sequence at a time; remembers answers.
-
-    For churn alone, and only on a second
-    instance: its steps overwrite `slot`."""
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def reference(prompt: Sequence[int], count: int) -> list[int]:
-        key = tuple(prompt)
-        if len(known.get(key, ())) < count:
-            known[key] = generate(backend, prompt, count, slot=slot)
-        return known[key][:count]
-
-    return reference
 
 
 def check_contradictions(backend: Backend) -> None:

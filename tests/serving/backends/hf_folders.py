@@ -31,7 +31,7 @@ from models.convert import onnx as convert_onnx
 from models.convert.compare import TRANSFORMERS_LOCK
 from models.convert.onnx import make_onnx
 from models.synthetic.write import write_hf_folder
-from tests.serving.backends.backend_contract import Reference
+from tests.serving.backends.backend_steps import Reference
 from tests.shapes import TINY
 
 # name -> (shape, precision, exporter). Large random weights (initializer_range 0.1), so that greedy

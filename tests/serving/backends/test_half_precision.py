@@ -17,7 +17,8 @@ from models.convert.gguf import make_gguf
 from models.readers.gguf import read_header
 from serving.backends.base import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
-from tests.serving.backends.backend_contract import Tie, check_churn, generate, prompt_of
+from tests.serving.backends.backend_contract import check_churn
+from tests.serving.backends.backend_steps import Tie, generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY
 

@@ -38,12 +38,8 @@ from tests.serving.backends.backend_contract import (
     check_prompt_scores,
     check_scheduled,
     check_seeded,
-    generate,
-    greedy_alone,
-    near_tie,
-    prompt_of,
-    row,
 )
+from tests.serving.backends.backend_steps import generate, greedy_alone, near_tie, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2, TINY_QWEN3
 

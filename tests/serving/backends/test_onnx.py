@@ -38,11 +38,8 @@ from tests.serving.backends.backend_contract import (
     check_prompt_scores,
     check_scheduled,
     check_seeded,
-    generate,
-    greedy_alone,
-    prompt_of,
-    row,
 )
+from tests.serving.backends.backend_steps import generate, greedy_alone, prompt_of, row
 from tests.serving.backends.hf_folders import generated, logprobs_of, onnx_folder, onnx_source
 
 Make = Callable[..., OnnxBackend]

@@ -33,13 +33,8 @@ from serving.backends.torch.transfer import STAGE_BYTES, Uplink, pack, packed_by
 from serving.backends.torch.weights import load
 from serving.errors import EngineFailed, OutOfMemory, Unsupported
 from serving.sampling.types import Row, Sampling
-from tests.serving.backends.backend_contract import (
-    check_contract,
-    check_seeded,
-    generate,
-    prompt_of,
-    row,
-)
+from tests.serving.backends.backend_contract import check_contract, check_seeded
+from tests.serving.backends.backend_steps import generate, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
 from tests.tools.fake_cuda import FakeCuda, install_flash

@@ -198,7 +198,7 @@ def engine_tokens(folder: Path) -> list[list[int]]:
     """What the torch engine generates after PROMPTS."""
     from serving.backends.base import EngineConfig
     from serving.backends.torch.backend import TorchBackend
-    from tests.serving.backends.backend_contract import generate
+    from tests.serving.backends.backend_steps import generate
 
     config = EngineConfig(
         "torch", str(folder), "m", weight_format="fp32", slots=1, context_tokens=600, threads=1
