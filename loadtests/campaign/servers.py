@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -39,34 +39,39 @@ from serving.registry.options import arguments
 Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
 
 
-class Server(Protocol):
-    """What the runner knows of whoever serves a cell."""
+class Server:
+    """What the runner knows of whoever serves a cell; nothing is known of one that others run."""
 
     target: Target
-
-    @property
-    def layout(self) -> Layout | None: ...
-    @property
-    def pid(self) -> int | None: ...  # of a server that we started
-
-    def broke_cap(self) -> str | None: ...
-
-    def wait_ready(self, say: Say) -> None: ...
-    def ready(self, cell: str) -> CellReady: ...
-    def mark(self) -> tuple[Any, ...]: ...
-    def trouble(self) -> str | None: ...
-    def engine_pids(self) -> list[int]: ...
-    def stop(self) -> None: ...
-
-
-class External:
-    """An endpoint that somebody else runs."""
-
     layout: Layout | None = None
-    pid: int | None = None
+    pid: int | None = None  # of a server that we started
+
+    def wait_ready(self, say: Say) -> None:
+        raise NotImplementedError
+
+    def ready(self, cell: str) -> CellReady:
+        return CellReady(cell=cell, url=self.target.url)
+
+    def mark(self) -> tuple[Any, ...]:
+        return ()
+
+    def trouble(self) -> str | None:
+        """Why a level cannot go on; None when all is well."""
+        return None
 
     def broke_cap(self) -> str | None:
+        """Why the cell cannot be measured within its memory cap; None while it can."""
         return None
+
+    def engine_pids(self) -> list[int]:
+        return []
+
+    def stop(self) -> None:
+        return
+
+
+class External(Server):
+    """An endpoint that somebody else runs."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -85,27 +90,11 @@ class External:
                 say(f"waiting for {self.target.url}", None)
                 time.sleep(0.5)
 
-    def ready(self, cell: str) -> CellReady:
-        return CellReady(cell=cell, url=self.target.url)
 
-    def mark(self) -> tuple[Any, ...]:
-        return ()
-
-    def trouble(self) -> str | None:
-        return None
-
-    def engine_pids(self) -> list[int]:
-        return []
-
-    def stop(self) -> None:
-        return
-
-
-class Capped:
+class Capped(Server):
     """What servers that we start have in common: their memory cap."""
 
     def __init__(self, cell: Cell) -> None:
-        self.pid: int | None = None
         self._limit_gib = cell.hardware.memory_gib
         self._cap, self.cap_note = _cap(cell)
 
@@ -130,7 +119,6 @@ class Capped:
         )
 
     def broke_cap(self) -> str | None:
-        """Why the cell cannot be measured within its memory cap; None while it can."""
         if self._cap is None or not self._cap.kills():
             return None
         return f"the kernel ended it at its memory cap of {self._limit_gib:g} GiB"
@@ -216,7 +204,6 @@ class Local(Capped):
         )
 
     def trouble(self) -> str | None:
-        """Why a level cannot go on; None when all is well."""
         if self._child.poll() is not None:
             return f"the server ended ({self._child.how_it_ended()})"
         return None
@@ -318,7 +305,6 @@ class Command(Capped):
         return tuple(self.engine_pids())
 
     def trouble(self) -> str | None:
-        """Why a level cannot go on; None when all is well."""
         return self._running.trouble() if self._running is not None else "it was not started"
 
     def engine_pids(self) -> list[int]:

@@ -1,14 +1,13 @@
 """Seconds of a step on a machine that is not here, with the error that such predictions had.
 
     case = Case(chip=chip("RTX 4090"), engine="llama.cpp", shape=shape("Llama-3.1-8B"), fmt="Q4_0")
-    predictor().predict(case, "decode")     # Prediction(seconds, low, high, error)
+    predictor().seconds([case], ["decode"])
 
 Constants and errors are of data/constants.json, written by `python -m reports.prediction.fit`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
@@ -46,16 +45,6 @@ class ClassError(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, the ends of the 90 % interval, and the class whose errors it is taken from."""
-
-    seconds: float
-    low: float
-    high: float
-    error_class: str
-    error: ClassError
-
-
 class Predictor(msgspec.Struct, frozen=True):
     """Logs of the nodes, and errors by class."""
 
@@ -82,33 +71,6 @@ class Predictor(msgspec.Struct, frozen=True):
 
     def _log(self, nodes: Iterable[str]) -> float:
         return sum(self.logs.get(node, 0.0) for node in nodes)
-
-    def error(self, case: Case, metric: str = "decode") -> tuple[str, ClassError]:
-        """The class that a prediction belongs to, and its errors.
-
-        A server's decode steps are known by TPOT only; a server on a memory that none was
-        published on has the widest error of a step.
-        """
-        for kind in (metric, "tpot"):
-            name = case.error_class(kind)
-            if name in self.errors:
-                return name, self.errors[name]
-        steps = (name for name in self.errors if not name.startswith("ttft"))
-        widest = max(steps, key=lambda name: self.errors[name].half_width)
-        return widest, self.errors[widest]
-
-    def predict(self, case: Case, metric: str = "decode") -> Prediction:
-        """One number with its interval and error."""
-        seconds = float(self.seconds([case], [metric])[0])
-        name, error = self.error(case, metric)
-        spread = math.exp(error.half_width)
-        return Prediction(
-            seconds=seconds,
-            low=seconds / spread,
-            high=seconds * spread,
-            error_class=name,
-            error=error,
-        )
 
 
 @cache
