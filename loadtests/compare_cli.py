@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from typer.core import TyperCommand
 
 from loadtests.errors import LoadError
+from models.options import taking
 
 
 class TwoArms(TyperCommand):
@@ -81,7 +81,9 @@ class Options:
     ] = None
 
 
-def compare(**given: Any) -> None:
+@comparison.command("compare", cls=TwoArms)
+@taking(Options)
+def compare(options: Options) -> None:
     """Say where runs are faster or slower than others, by a test whose unit is the run.
 
     At least three runs an arm, begun in turns; with fewer the differences are shown and the
@@ -101,7 +103,6 @@ def compare(**given: Any) -> None:
     from loadtests.terminal.comparison import show_comparison
     from loadtests.terminal.level import wide_console
 
-    options = Options(**given)
     first, second = _arms(options)
     found = comparing.compare(
         read_arm(first),
@@ -140,21 +141,3 @@ def _arms(options: Options) -> tuple[list[Path], list[Path]]:
             "crossover compare A1 A2 A3 -- B1 B2 B3"
         )
     return options.runs[:1], options.runs[1:]
-
-
-def _parameters() -> list[inspect.Parameter]:
-    hints = get_type_hints(Options, include_extras=True)
-    keyword, required = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            default=required if field.name == "runs" else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(Options)
-    ]
-
-
-compare.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-comparison.command("compare", cls=TwoArms)(compare)

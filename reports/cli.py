@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import webbrowser
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from loadtests.metrics.slo import SLO_PRESETS
+from models.options import taking
 from reports.errors import ReportError
 
 FORMATS = ("html", "md", "csv", "json", "parquet", "png", "svg")
@@ -81,9 +81,9 @@ class Options:
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False
 
 
-def report(**given: Any) -> None:
+@taking(Options)
+def report(options: Options) -> None:
     """Turn runs into one HTML page, Markdown, CSV and more, computed from their records."""
-    options = Options(**given)
     if options.rate is not None and not options.rate > 0:
         raise ReportError(f"--rate must be above 0 requests/s, got {options.rate}")
     if len({folder.resolve() for folder in options.runs}) < len(options.runs):
@@ -145,19 +145,3 @@ def _formats(options: Options) -> tuple[str, ...]:
     if set(asked) - set(FORMATS) or (not asked and options.formats is not None):
         raise ReportError(f"--format {options.formats!r} is none of {', '.join(FORMATS)}")
     return tuple(dict.fromkeys([*asked, *(["png"] if options.png else [])]))
-
-
-def _parameters() -> list[inspect.Parameter]:
-    hints = get_type_hints(Options, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.name == "runs" else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(Options)
-    ]
-
-
-report.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]

@@ -7,15 +7,15 @@ crossover plan plan.toml --rate 2 --device "NVIDIA L4" --json
 
 from __future__ import annotations
 
-import inspect
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from models.options import taking
 from reports.errors import ReportError
 from reports.plan.example import example
 from reports.plan.file import BadPlan, Question, question, read_plan
@@ -58,14 +58,14 @@ class Options:
     ] = False
 
 
-def plan(**given: Any) -> None:
+@taking(Options)
+def plan(options: Options) -> None:
     """Rank the ways to serve a forecast by what they cost: CPUs, GPUs, and both.
 
     crossover plan --example > plan.toml; crossover plan plan.toml
 
     crossover plan --model 8b --rate 2 --slo chat --run runs/mine
     """
-    options = Options(**given)
     if options.example:
         typer.echo(example(), nl=False)
         return
@@ -109,19 +109,3 @@ def _asked(options: Options) -> Question:
 def _columns() -> int:
     console = Console()
     return console.width if console.is_terminal else TEXT_COLUMNS
-
-
-def _parameters() -> list[inspect.Parameter]:
-    hints = get_type_hints(Options, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(Options)
-    ]
-
-
-plan.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
