@@ -44,6 +44,12 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
 
+    def tighter(self, factor: float) -> Slo:
+        """With limits that are lower by a factor."""
+        limits = (self.ttft_seconds, self.tpot_seconds)
+        ttft, tpot = (None if limit is None else limit / factor for limit in limits)
+        return msgspec.structs.replace(self, ttft_seconds=ttft, tpot_seconds=tpot)
+
 
 _MLPERF = "MLPerf Inference v5.1"
 

@@ -91,8 +91,8 @@ def capacity_band(
         grid = _Grid(law, policy, pairs, Poisson(), seed, phases(process))
     estimate = grid.crossing(slo)
     if grid.cycle is None:
-        low = grid.crossing(_tighter(slo, spread)) / spread
-        high = grid.crossing(_tighter(slo, 1 / spread)) * spread
+        low = grid.crossing(slo.tighter(spread)) / spread
+        high = grid.crossing(slo.tighter(1 / spread)) * spread
     else:
         slow, quick = (
             _Grid(law.slower(factor), policy, pairs, process, seed).crossing(slo)
@@ -103,15 +103,6 @@ def capacity_band(
         return CapacityBand(low=low, estimate=estimate, high=high)
     played, lengths = grid.counted(round(grid.usual_place(estimate)))
     return CapacityBand(low=low, estimate=estimate, high=high, played=played, pairs=lengths)
-
-
-def _tighter(slo: Slo, factor: float) -> Slo:
-    ttft, tpot = slo.ttft_seconds, slo.tpot_seconds
-    return msgspec.structs.replace(
-        slo,
-        ttft_seconds=None if ttft is None else ttft / factor,
-        tpot_seconds=None if tpot is None else tpot / factor,
-    )
 
 
 class _Grid:

@@ -274,11 +274,6 @@ def _sensitivity(server: _Server, slo: Slo, look: _Look, count: int) -> float:
     """d ln(rate) / d ln(time of a step), told without a new simulation: a server that is slower by
     a factor, under rates lower by it, is the same server under limits that are tighter by it.
     """
-    tighter = msgspec.structs.replace(
-        slo,
-        ttft_seconds=slo.ttft_seconds / SLOWER if slo.ttft_seconds is not None else None,
-        tpot_seconds=slo.tpot_seconds / SLOWER if slo.tpot_seconds is not None else None,
-    )
-    other = _look(server, tighter, look.rates, look.runs, count)
+    other = _look(server, slo.tighter(SLOWER), look.rates, look.runs, count)
     fell = math.log(look.crossing / other.crossing) / math.log(SLOWER) + 1.0
     return min(max(fell, 1.0), MOST_SENSITIVE)

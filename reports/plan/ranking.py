@@ -240,14 +240,8 @@ def _changes(
             yield change
     yield from _by_price(candidates, found)
     for factor in OTHER_SLOS if asked.slo.ttft_seconds or asked.slo.tpot_seconds else ():
-        other = best(candidates, asked.forecast, terms_of(asked, _times(asked.slo, factor)))
+        other = best(candidates, asked.forecast, terms_of(asked, asked.slo.tighter(1 / factor)))
         yield Change(what="slo", value=factor, direction="at", answer=_told(other))
-
-
-def _times(slo: Slo, factor: float) -> Slo:
-    limits = (slo.ttft_seconds, slo.tpot_seconds)
-    ttft, tpot = (None if limit is None else limit * factor for limit in limits)
-    return msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot)
 
 
 def _by_rate(

@@ -78,7 +78,7 @@ class Server:
             return self._capacity(slo, replicas)
         if self._shape.is_scale_free:
             # The same server on a slower clock: limits are tighter by the factor, rates lower.
-            return self._capacity(_tighter(slo, slower), replicas) / slower
+            return self._capacity(slo.tighter(slower), replicas) / slower
         if slower not in self._others:
             self._others[slower] = Server(
                 self.law.slower(slower),
@@ -236,9 +236,3 @@ def _in_turn(replicas: int) -> int:
     while STRIDE * found <= min(replicas, MOST_IN_TURN):
         found *= STRIDE
     return found
-
-
-def _tighter(slo: Slo, factor: float) -> Slo:
-    limits = (slo.ttft_seconds, slo.tpot_seconds)
-    ttft, tpot = (None if limit is None else limit / factor for limit in limits)
-    return msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot)
