@@ -14,6 +14,7 @@ import msgspec
 from loadtests.capacity.words import in_short, in_words
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
+from loadtests.records.comparability import usable_cores
 from loadtests.records.events import CapacityStatus
 from loadtests.simulation.prediction_words import predicted_beside
 from loadtests.workload.requests import Workload
@@ -328,11 +329,7 @@ def setting_words(cell: CellNumbers) -> str:
 
 def machine_words(facts: Mapping[str, Any]) -> str:
     """`AMD EPYC 7B13, 2 cores, 8 GiB of memory`: what the facts say, and no more."""
-    allowed = facts.get("allowed_cores")
-    cores = len(allowed) if allowed else facts.get("logical_cores")
-    quota = facts.get("cgroup_cores")
-    if quota is not None and cores and quota < cores:
-        cores = quota
+    cores = usable_cores(facts)
     parts = [str(facts["cpu_model"])] if facts.get("cpu_model") else []
     if cores:
         parts.append(f"{cores:g} core{'' if cores == 1 else 's'}")

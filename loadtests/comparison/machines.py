@@ -13,7 +13,7 @@ import msgspec
 
 from loadtests.comparison.run_values import CellValues
 from loadtests.errors import NotComparable
-from loadtests.records.comparability import MACHINE, server_machine, show
+from loadtests.records.comparability import MACHINE, server_machine, show, usable_cores
 from loadtests.records.schema import RunManifest
 
 SECONDS_PER_HOUR = 3600.0
@@ -108,14 +108,9 @@ def _machine(facts: dict[str, object]) -> Machine:
     """The engine of a machine with a GPU may be there: its cores and their memory bind nothing."""
     if facts.get("gpus"):
         return Machine()
-    cores = facts.get("allowed_cores")
-    quota = facts.get("cgroup_cores")
     bandwidth = facts.get("bandwidth_bytes_per_second")
-    count = float(len(cores)) if isinstance(cores, list | tuple) and cores else None
-    if count is not None and isinstance(quota, int | float):
-        count = min(count, float(quota))
     return Machine(
-        cores=count,
+        cores=usable_cores(facts),
         bandwidth_bytes_per_second=bandwidth if isinstance(bandwidth, float) else None,
     )
 

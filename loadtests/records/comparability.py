@@ -136,6 +136,15 @@ def server_machine(manifest: RunManifest) -> dict[str, Any] | None:
     return manifest.server_facts if "cpu_model" in manifest.server_facts else None
 
 
+def usable_cores(facts: Mapping[str, Any]) -> float | None:
+    """Of a machine's processes, or their CPU quota where that is less; None: not known."""
+    allowed, quota = facts.get("allowed_cores"), facts.get("cgroup_cores")
+    cores = len(allowed) if allowed else facts.get("logical_cores")
+    if not cores:
+        return None
+    return float(min(cores, quota) if quota else cores)
+
+
 def _machine(manifest: RunManifest) -> dict[str, Any]:
     """The machine that serves, where it is ours; else the one that sends the load."""
     return server_machine(manifest) or manifest.client_facts

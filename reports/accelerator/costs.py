@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from loadtests.records.comparability import usable_cores
 from models import formatting
 from reports.accelerator.joules import energies_of
 from reports.findings import mean_lengths
@@ -219,16 +220,12 @@ def machine_price(run: RunNumbers, cell: CellNumbers) -> tuple[float, str] | Non
     """
     facts = run.facts
     if cell.device == "gpu":
-        names = [str(gpu.get("name")) for gpu in facts.get("gpus") or []]
-        gpu = next((one for one in hardware.gpus() if one.name in names[:1]), None)
+        gpu = hardware.gpu_of(facts)
         if gpu is None or gpu.dollars_per_hour is None:
             return None
         return gpu.dollars_per_hour, f"{gpu.price_basis}, {gpu.price_date}"
     device = hardware.device_named(RENTED)
-    allowed = facts.get("allowed_cores")
-    cores = len(allowed) if allowed else facts.get("logical_cores")
-    quota = facts.get("cgroup_cores")
-    cores = min(cores, quota) if cores and quota else cores
+    cores = usable_cores(facts)
     if not cores or device.dollars_per_hour is None or device.cores is None:
         return None
     source = f"{cores:g} of the cores of {device.price_basis}, {device.price_date}"

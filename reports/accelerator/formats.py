@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from models.formats import weight_bytes
-from models.spec import ModelSpec
 from reports.accelerator.phases import Phase, PhaseName, phases_of
 from reports.numbers import CellNumbers, RunNumbers
+from reports.planning.predict import known_weight_bytes
 
 
 class FormatRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +51,7 @@ def _measured(cell: CellNumbers, phases: dict[tuple[str, PhaseName], Phase]) -> 
             model=cell.model,
             weight_format=cell.weight_format,
             backend=cell.backend,
-            weight_bytes=_bytes(cell.spec, cell.weight_format),
+            weight_bytes=known_weight_bytes(cell.spec, cell.weight_format),
             kl_nats=cell.quality_kl_nats,
             prompt_tokens_per_second=speed("prefill"),
             decode_tokens_per_second=speed("decode, one stream"),
@@ -69,7 +68,7 @@ def _looked_at(cell: CellNumbers) -> Iterator[FormatRow]:
                 model=cell.model,
                 weight_format=one.weight_format,
                 backend=one.backend,
-                weight_bytes=_bytes(cell.spec, one.weight_format),
+                weight_bytes=known_weight_bytes(cell.spec, one.weight_format),
                 kl_nats=None,
                 prompt_tokens_per_second=one.prompt_tokens_per_second,
                 decode_tokens_per_second=one.decode_tokens_per_second,
@@ -77,15 +76,6 @@ def _looked_at(cell: CellNumbers) -> Iterator[FormatRow]:
                 cell=None,
                 measured_on=one.measured_on,
             )
-
-
-def _bytes(spec: ModelSpec | None, weight_format: str) -> int | None:
-    if spec is None:
-        return None
-    try:
-        return weight_bytes(spec, weight_format)
-    except KeyError:
-        return None
 
 
 def kind_words(one: FormatRow) -> str:

@@ -9,7 +9,6 @@ import math
 import msgspec
 import numpy as np
 
-from models.formats import weight_bytes
 from reports.findings import mean_lengths
 from reports.numbers import CellNumbers, RunNumbers, middle
 from reports.planning import hardware, predict
@@ -62,7 +61,7 @@ def loadings_of(run: RunNumbers) -> list[Loading]:
 def _loading(cell: CellNumbers) -> Loading:
     alone = cell.single_stream
     request = None if alone is None else middle(alone.summary.latencies.e2e)
-    weights = _weights(cell)
+    weights = predict.known_weight_bytes(cell.spec, cell.weight_format)
     return Loading(
         cell=cell,
         seconds=float(np.median(cell.loads)),
@@ -72,15 +71,6 @@ def _loading(cell: CellNumbers) -> Loading:
         request_seconds=request,
         on_gpu=_on_gpu(cell, weights, request),
     )
-
-
-def _weights(cell: CellNumbers) -> int | None:
-    if cell.spec is None:
-        return None
-    try:
-        return weight_bytes(cell.spec, cell.weight_format)
-    except KeyError:
-        return None
 
 
 def _on_gpu(cell: CellNumbers, weights: int | None, request: float | None) -> OnGpu | None:

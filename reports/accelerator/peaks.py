@@ -30,9 +30,7 @@ def peaks_of(run: RunNumbers, cell: CellNumbers) -> Peaks:
         return Peaks(
             bytes_per_second=bandwidth, flops_per_second=run.facts.get("gemm_flops_per_second")
         )
-    names = [str(gpu.get("name")) for gpu in run.facts.get("gpus") or []]
-    listed = (one for one in hardware.gpus() if one.name in names[:1])
-    device = next(listed, None)
+    device = hardware.gpu_of(run.facts)
     if device is None:
         return Peaks(source="published")
     return Peaks(

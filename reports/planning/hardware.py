@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -194,6 +194,12 @@ def gpus() -> tuple[Device, ...]:
         for device in devices()
         if device.kind == "gpu" and (device.dollars_per_hour is not None or device.name in own)
     )
+
+
+def gpu_of(facts: Mapping[str, Any]) -> Device | None:
+    """The first GPU of a machine, as the list has it; None where it is not in it."""
+    names = [str(gpu.get("name")) for gpu in facts.get("gpus") or []]
+    return next((one for one in gpus() if one.name in names[:1]), None)
 
 
 def device_named(name: str) -> Device:

@@ -77,6 +77,14 @@ def need_of(cell: CellNumbers) -> Need | None:
         return None
 
 
+def known_weight_bytes(spec: ModelSpec | None, weight_format: str) -> int | None:
+    """As a file of that format has them; None where shape or format is not known."""
+    try:
+        return None if spec is None else weight_bytes(spec, weight_format)
+    except KeyError:
+        return None
+
+
 def token_bytes(
     spec: ModelSpec, weight_format: str, context_tokens: int, kv_dtype: str = "fp16"
 ) -> int:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
-import secrets
 from pathlib import Path
 
 import msgspec
 
+from models.manifest import write_atomically
 from models.resolve import cache_dir
 from serving.hardware.facts import HardwareFacts
 from serving.placement.engine_choice import EngineTimes
@@ -89,7 +88,5 @@ def keep(cache: str | Path | None, facts: HardwareFacts, row: EngineTimes) -> No
     rows = (*(one for one in table.rows if key(one) != key(row)), row)
     path = table_path(cache)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     content = msgspec.json.encode(msgspec.structs.replace(table, rows=rows))
-    temporary.write_bytes(msgspec.json.format(content, indent=1))
-    os.replace(temporary, path)
+    write_atomically(path, msgspec.json.format(content, indent=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loadtests.records.schema import EngineTime
 from models import formatting
 from models.formatting import NOT_MEASURED, model_title
 from reports.accelerator.batching import Batching, BatchPoint
@@ -174,10 +175,10 @@ def best_words(one: Batching, limit_seconds: float | None, context_tokens: float
 def host_section(run: RunNumbers) -> Section:
     """How long the device waited for the host."""
     known = [
-        (cell, level)
+        (cell, level, time)
         for cell in run.cells
         for level in cell.levels
-        if level.engine_time is not None and level.engine_time.host_share is not None
+        if (time := level.engine_time) is not None and time.host_share is not None
     ]
     return Section(
         slug="host",
@@ -187,45 +188,27 @@ def host_section(run: RunNumbers) -> Section:
         table=table_of(
             known,
             [
-                ("model", False, lambda pair: title(pair[0])),
-                ("load", False, lambda pair: load_words(pair[1])),
-                ("steps", True, lambda pair: formatting.count(_steps(pair[1]))),
-                ("device", True, lambda pair: formatting.seconds(_device(pair[1]))),
-                ("host", True, lambda pair: formatting.seconds(_host(pair[1]))),
-                ("host's share", True, lambda pair: formatting.share(_host_share(pair[1]))),
+                ("model", False, lambda row: title(row[0])),
+                ("load", False, lambda row: load_words(row[1])),
+                ("steps", True, lambda row: formatting.count(row[2].steps)),
+                ("device", True, lambda row: formatting.seconds(row[2].device_seconds)),
+                ("host", True, lambda row: formatting.seconds(row[2].host_seconds)),
+                ("host's share", True, lambda row: formatting.share(row[2].host_share)),
             ],
         ),
     )
 
 
-def _steps(level: LevelNumbers) -> int | None:
-    return level.engine_time.steps if level.engine_time is not None else None
-
-
-def _device(level: LevelNumbers) -> float | None:
-    return level.engine_time.device_seconds if level.engine_time is not None else None
-
-
-def _host(level: LevelNumbers) -> float | None:
-    return level.engine_time.host_seconds if level.engine_time is not None else None
-
-
-def _host_share(level: LevelNumbers) -> float | None:
-    return level.engine_time.host_share if level.engine_time is not None else None
-
-
-def host_words(known: Sequence[tuple[CellNumbers, LevelNumbers]]) -> str:
+def host_words(known: Sequence[tuple[CellNumbers, LevelNumbers, EngineTime]]) -> str:
     """The cell whose device waited longest, and the least."""
     if not known:
         return f"How long the device waited for the host: {NOT_MEASURED}."
-    most = max(known, key=lambda pair: _host_share(pair[1]) or 0.0)
-    least = min(known, key=lambda pair: _host_share(pair[1]) or 0.0)
-    longest, shortest = (
-        f"({model_title(cell.model)}, {load_words(level)})" for cell, level in (most, least)
+    ends = [end(known, key=lambda row: row[2].host_share or 0.0) for end in (max, min)]
+    (longest, most), (shortest, least) = (
+        (f"({model_title(cell.model)}, {load_words(level)})", formatting.share(time.host_share, 2))
+        for cell, level, time in ends
     )
-    share = formatting.share(_host_share(most[1]), 2)
-    text = f"The device waited for the host {share} of its busy time at most {longest}"
-    if most == least:
+    text = f"The device waited for the host {most} of its busy time at most {longest}"
+    if ends[0] is ends[1]:
         return f"{text}."
-    share = formatting.share(_host_share(least[1]), 2)
-    return f"{text} and {share} at least {shortest}."
+    return f"{text} and {least} at least {shortest}."
