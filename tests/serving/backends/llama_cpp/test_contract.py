@@ -1,0 +1,241 @@
+"""The llama.cpp backend on tiny GGUF files: held to the contract, and to transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.convert.gguf import make_gguf
+from models.spec import ModelSpec
+from models.tokenization.tokenizer import Tokenizer, load_tokenizer
+from serving.backends.base import Backend, EngineConfig
+from serving.backends.llama_cpp.backend import LlamaCppBackend
+from serving.engine.messages import GenerationRequest, Submit
+from serving.engine.scheduler import Scheduler
+from serving.errors import EngineFailed
+from serving.sampling.grammar import Grammars
+from serving.sampling.types import Row, Sampled, Sampling
+from tests.serving.backends.backend_contract import (
+    check_churn,
+    check_contract,
+    check_prompt_scores,
+    check_scheduled,
+    check_seeded,
+)
+from tests.serving.backends.backend_steps import generate, greedy_alone, near_tie, prompt_of
+from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
+from tests.serving.backends.llama_cpp.engines import Make
+from tests.shapes import TINY, TINY_LLAMA, TINY_QWEN2, TINY_QWEN3
+
+# --- the contract
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "settings"),
+    [
+        ("Q8_0", {}),
+        ("Q4_0", {}),
+        ("Q4_0", {"options": {"repack": False}}),
+        ("F16", {"options": {"flash_attention": "on"}}),
+        ("F16", {"kv_tokens": 1024}),
+        ("F16", {"options": {"step_tokens": 48, "ubatch_tokens": 16}}),
+        ("F16", {"threads": 2, "options": {"mmap": False, "prefill_threads": 1}}),
+        ("F16", {"slots": 1}),
+    ],
+)
+def test_contract_under_options(make: Make, weight_format: str, settings: dict[str, Any]) -> None:
+    alone = {key: value for key, value in settings.items() if key != "slots"}
+    check_contract(
+        make(weight_format=weight_format, **settings),
+        greedy_alone(make(weight_format=weight_format, **alone)),
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_contract_with_quantised_kv_up_to_near_ties(make: Make, unified: bool) -> None:
+    settings: dict[str, Any] = {"kv_dtype": "q8_0", "options": {"kv_unified": unified}}
+    reference, tie = (
+        greedy_alone(make(TINY_QWEN3, **settings)),
+        near_tie(make(TINY_QWEN3, **settings), logits=0.2),
+    )
+    backend = make(TINY_QWEN3, **settings)
+    assert backend.info.details["flash_attention"] == "on"
+    check_contract(backend, reference, tie=tie)
+
+
+class _NeverTruncates(LlamaCppBackend):
+    def truncate(self, slot: int, tokens: int) -> None:
+        self._llama.llama_memory_seq_rm(self._memory, slot, tokens + 1 if tokens else 0, -1)
+        self._lengths[slot] = tokens
+
+
+class _MixesSlotsUp(LlamaCppBackend):
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        return super().step(rows)[::-1]
+
+
+class _CopiesNothing(LlamaCppBackend):
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        super().copy(source, target, tokens)
+        self._llama.llama_memory_seq_rm(self._memory, target, -1, -1)
+
+
+@pytest.mark.parametrize("broken", [_NeverTruncates, _MixesSlotsUp, _CopiesNothing])
+def test_the_contract_can_fail(make: Make, files: Any, broken: type[LlamaCppBackend]) -> None:
+    config = EngineConfig(
+        backend="",
+        model_path=str(files(TINY_LLAMA)),
+        model_name="m",
+        slots=5,
+        context_tokens=256,
+        threads=1,
+    )
+    backend = broken(config, lambda what, fraction: None)
+    with pytest.raises((AssertionError, EngineFailed)):
+        check_contract(backend, greedy_alone(make()))
+    backend.close()
+
+
+# --- against transformers
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A float32 Hugging Face folder converted to float32 GGUF by the product."""
+    folder = tmp_path_factory.mktemp("converted")
+
+    def file(shape: str) -> Path:
+        path = folder / f"{shape}.gguf"
+        if not path.exists():
+            make_gguf(hf_folder(shape), path, "F32", spec=TINY[shape])
+        return path
+
+    return file
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("shape", TINY)
+def test_float32_gives_the_tokens_of_transformers(
+    make: Make, converted: Callable[[str], Path], shape: str, unified: bool
+) -> None:
+    backend = make(model_path=converted(shape), kv_dtype="fp32", options={"kv_unified": unified})
+    check_contract(backend, generated(hf_folder(shape)))
+    check_churn(backend, generated(hf_folder(shape)), seed=1, requests=32, steps=2000)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_tokens": 256}, {"options": {"kv_unified": True}}],
+    ids=["parts", "preempting", "pool"],
+)
+def test_the_scheduler_gives_the_tokens_of_transformers(
+    make: Make, converted: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    backend = make(model_path=converted("tiny-qwen2"), kv_dtype="fp32", **settings)
+    scheduler = check_scheduled(backend, generated(hf_folder("tiny-qwen2")))
+    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
+
+
+def test_long_prompts_cross_the_rope_scaling(make: Make, converted: Callable[[str], Path]) -> None:
+    backend = make(
+        model_path=converted("tiny-llama3"),
+        kv_dtype="fp32",
+        context_tokens=768,
+        slots=2,
+        options={"ubatch_tokens": 100},
+    )
+    prompt = prompt_of(
+        backend, 640, 4
+    )  # beyond the 512 tokens from which Llama 3's RoPE scaling takes effect
+    assert generate(backend, prompt, 5, slot=1) == generated(hf_folder("tiny-llama3"))(prompt, 5)
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
+def test_prompt_logprobs_are_those_of_transformers(
+    make: Make, converted: Callable[[str], Path], shape: str
+) -> None:
+    backend = make(model_path=converted(shape), kv_dtype="fp32")
+    check_prompt_scores(
+        backend, lambda tokens: logprobs_of(hf_folder(shape), tokens), tolerance=1e-3
+    )
+
+
+# --- sampling through the backend
+
+
+@pytest.fixture(scope="module")
+def tokenizer(files: Callable[[ModelSpec, str], Path]) -> Tokenizer:
+    return load_tokenizer(files(TINY_LLAMA, "F16"))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer.token_bytes(), tokenizer.eos_ids)
+
+
+def backend_config(backend: LlamaCppBackend) -> EngineConfig:
+    return EngineConfig(
+        "llama_cpp", "", "m", slots=backend.info.slots, context_tokens=backend.info.context_tokens
+    )
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_seeded_request_gives_the_same_tokens_in_any_company(make: Make, unified: bool) -> None:
+    check_seeded(make(TINY_QWEN2, options={"kv_unified": unified}))
+
+
+def test_a_grammar_holds_through_the_scheduler(
+    make: Make, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    """Greedy, drawn and truncated draws in one batch, one of them a JSON schema; a request without
+    a grammar decodes beside them.
+    """
+    backend = make(TINY_LLAMA)
+    scheduler = Scheduler(
+        backend,
+        tokenizer.token_bytes(),
+        tokenizer.eos_ids,
+        backend_config(backend),
+    )
+    grammar = 'root ::= [a-c] [0-9]{2} (" yes" | " no") "."'
+    schema = json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["cat", "dog"]},
+                "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["kind", "age"],
+            "additionalProperties": False,
+        }
+    )
+    asked = [
+        Sampling(grammar=grammar),
+        Sampling(grammar=grammar, temperature=1.0, seed=4),
+        Sampling(grammar=grammar, temperature=1.0, top_k=5, seed=5),
+        Sampling(json_schema=schema, temperature=0.8, seed=1),
+        Sampling(temperature=1.0, seed=2),
+    ]
+    for number, sampling in enumerate(asked):
+        submit = Submit(number, GenerationRequest([20, 21, 22 + number], 120, sampling))
+        assert scheduler.add(submit, grammars.open(sampling)) is None
+    text, finish = [""] * len(asked), [""] * len(asked)
+    while scheduler.busy:
+        for delta in scheduler.step():
+            text[delta.id] += delta.text
+            finish[delta.id] = delta.finish or ""
+    assert finish[:4] == ["stop"] * 4
+    assert all(re.fullmatch(r"[a-c][0-9]{2} (yes|no)\.", found) for found in text[:3])
+    document = json.loads(text[3])
+    assert document["kind"] in ("cat", "dog") and 0 <= document["age"] <= 99
+
+
+def test_is_a_backend(make: Make) -> None:
+    backend: Backend = make()
+    assert backend.info.name == "llama_cpp" and backend.info.weight_format == "F16"

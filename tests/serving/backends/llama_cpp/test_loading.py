@@ -1,0 +1,190 @@
+"""Loading a GGUF file with llama.cpp: settings, memory, what is refused and what is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.errors import BrokenWeights
+from serving.backends.llama_cpp.library import missing_isa
+from serving.backends.llama_cpp.options import LlamaOptions
+from serving.backends.options import parse_options
+from serving.errors import BackendUnavailable, KvFull, OutOfMemory, Unsupported
+from tests.serving.backends.backend_steps import generate, greedy_alone, prompt_of, row
+from tests.serving.backends.llama_cpp.engines import Make
+from tests.shapes import TINY_LLAMA, TINY_QWEN3
+
+
+def test_kv_full_leaves_the_kv_as_it_was(make: Make) -> None:
+    backend = make(slots=3, context_tokens=256, kv_tokens=256)
+    alone = greedy_alone(make())
+    prompt = prompt_of(backend, 150, seed=5)
+    first = generate(backend, prompt, 3, slot=0)
+    with pytest.raises(KvFull, match="256 KV tokens"):
+        backend.step([row(1, prompt_of(backend, 140, seed=6), 0)])
+    assert generate(backend, [*prompt, *first], 4, slot=0, start=152) == alone([*prompt, *first], 4)
+    backend.truncate(0, 0)
+    other = prompt_of(backend, 140, seed=6)
+    assert generate(backend, other, 4, slot=1) == alone(other, 4)
+
+
+def test_step_tokens_beyond_ubatch_and_too_many_tokens(make: Make) -> None:
+    backend = make(options={"step_tokens": 128, "ubatch_tokens": 32})
+    assert backend.info.step_tokens == 128
+    prompts = [prompt_of(backend, 60, seed) for seed in (1, 2)]
+    alone = greedy_alone(make())
+    got = backend.step([row(0, prompts[0], 0), row(3, prompts[1], 0)])
+    assert [each.token for each in got] == [alone(prompt, 1)[0] for prompt in prompts]
+    with pytest.raises(ValueError, match="a step of 129 tokens; at most 128"):
+        backend.step([row(0, [5] * 129, 0)])
+
+
+def test_a_start_beyond_what_the_slot_holds_is_an_error(make: Make) -> None:
+    backend = make()
+    with pytest.raises(ValueError, match="slot 2 holds 0 tokens, and a row starts at 4"):
+        backend.step([row(2, [7], 4)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"options": {"kv_unifed": True}}, Unsupported, "no option 'kv_unifed'"),
+        ({"options": {"step_tokens": "many"}}, Unsupported, "option step_tokens"),
+        ({"options": {"step_tokens": 0}}, Unsupported, "step_tokens .* must be at least 1, got 0"),
+        ({"options": {"flash_attention": "maybe"}}, Unsupported, "flash_attention .* 'maybe'"),
+        (
+            {"options": {"flash_attention": "off"}, "kv_dtype": "q8_0"},
+            Unsupported,
+            "q8_0 needs flash attention",
+        ),
+        (
+            {"options": {"kv_unified": False}, "kv_tokens": 300},
+            Unsupported,
+            "kv_tokens is a size of the unified pool",
+        ),
+        (
+            {"kv_tokens": 100},
+            Unsupported,
+            "kv_tokens is 100, less than one sequence's context_tokens = 256",
+        ),
+        ({"kv_dtype": "int3"}, Unsupported, "kv_dtype must be one of .* got 'int3'"),
+        ({"slots": 0}, Unsupported, "slots must be at least 1, got 0"),
+        ({"slots": 100_000}, Unsupported, "slots must be at most"),
+        (
+            {"context_tokens": 4096},
+            Unsupported,
+            "context_tokens is 4096, and the model was made for 2048",
+        ),
+        ({"device": "gpu"}, BackendUnavailable, "built without GPU support"),
+        ({"model_path": "/nowhere/model.gguf"}, BrokenWeights, "no GGUF file model.gguf"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(
+    make: Make, settings: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    if settings.get("device") == "gpu":
+        import llama_cpp
+
+        if llama_cpp.llama_supports_gpu_offload():
+            pytest.skip("this llama-cpp-python has GPU support")
+    with pytest.raises(error, match=words):
+        make(**settings)
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 20)
+    with pytest.raises(
+        OutOfMemory, match=r"weights and KV cache.* need [\d.]+ MiB and 1 MiB are available"
+    ):
+        make()
+    make(check_memory=False)
+
+
+def test_broken_files_are_told_with_llama_cpps_reason(
+    make: Make, files: Any, tmp_path: Path
+) -> None:
+    whole = files(TINY_LLAMA).read_bytes()
+    for name, data in (
+        ("cut.gguf", whole[: len(whole) // 2]),
+        ("text.gguf", b"hello" * 100),
+        ("empty.gguf", b""),
+    ):
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(BrokenWeights, match=f"cannot load {name}: .+") as caught:
+            make(model_path=path)
+        assert str(tmp_path) not in str(caught.value)
+
+
+def test_progress_and_an_exception_in_it(make: Make) -> None:
+    said: list[tuple[str, float | None]] = []
+    make(progress=lambda what, fraction: said.append((what, fraction)))
+    fractions = [fraction for what, fraction in said if what == "weights" and fraction is not None]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+    def gone(what: str, fraction: float | None) -> None:
+        raise BrokenPipeError("the parent is gone")
+
+    with pytest.raises(BrokenPipeError, match="the parent is gone"):
+        make(progress=gone)
+
+
+def test_memory_is_predicted_and_measured(make: Make) -> None:
+    info = make(TINY_QWEN3, slots=8, context_tokens=512).info
+    assert info.predicted is not None and info.measured is not None
+    kv = 8 * 512 * TINY_QWEN3.kv_bytes_per_token("fp16")
+    assert info.measured.kv_bytes == pytest.approx(kv, rel=0.02)
+    assert info.predicted.kv_bytes == pytest.approx(kv, rel=0.02)
+    assert info.predicted.weight_bytes == pytest.approx(info.measured.weight_bytes, rel=0.05)
+    assert info.predicted.compute_bytes == pytest.approx(info.measured.compute_bytes, rel=0.02)
+    quantised = make(TINY_QWEN3, slots=8, context_tokens=512, kv_dtype="q8_0").info
+    assert quantised.measured is not None
+    assert quantised.measured.kv_bytes == pytest.approx(
+        8 * 512 * TINY_QWEN3.kv_bytes_per_token("q8_0"), rel=0.02
+    )
+
+
+def test_close_twice_and_without_a_leak_of_the_batch(make: Make) -> None:
+    backend = make()
+    backend.close()
+    backend.close()
+
+
+def test_isa_of_the_build_is_compared_with_the_cpu() -> None:
+    system = "CPU : SSE3 = 1 | AVX2 = 1 | F16C = 0 | FMA = 1"
+    assert missing_isa(system, frozenset({"avx2", "fma", "f16c", "avx512f"})) == ["F16C", "AVX512"]
+    assert missing_isa(system, frozenset({"avx2", "fma"})) == []
+
+
+def test_options_may_come_as_text_from_a_command_line() -> None:
+    given = {"kv_unified": "off", "step_tokens": "64", "mmap": "false", "flash_attention": "on"}
+    options = parse_options(LlamaOptions, given, "llama_cpp")
+    assert parse_options(LlamaOptions, {"mmap": "auto"}, "llama_cpp").mmap is None
+    assert (options.kv_unified, options.step_tokens, options.mmap, options.flash_attention) == (
+        False,
+        64,
+        False,
+        "on",
+    )
+
+
+def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
+    code = (
+        "from models.tokenization.gguf import llama_library\n"
+        "from serving.backends.llama_cpp.library import LOG, library\n"
+        "llama = library()\n"
+        "llama_library().llama_model_load_from_file(b'/no/x.gguf', "
+        "llama.llama_model_default_params())\n"
+        "print(LOG.reason('nothing'))\n"
+        "LOG.stop()\n"
+        "print(LOG.reason('nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after_failure, after_load = done.stdout.splitlines()
+    assert "x.gguf" in after_failure and after_load == "nothing"
