@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from loadtests.calibrate.machine_file import Law, Step
+from loadtests.simulation.step_time import mean_slope
 
 
 def law_of(steps: Sequence[Step]) -> Law:
@@ -36,12 +37,10 @@ def law_of(steps: Sequence[Step]) -> Law:
         first = by_rows[rows][0]
         most = max(most, first.seconds - base - kv * first.kv_tokens)
         knots.append((rows, most))
-    (fewest, low), (many, high) = knots[0], knots[-1]
-    beyond = (high - low) / (many - fewest) if many > fewest else low / fewest
     return Law(
         base_seconds=base,
         rows=tuple(knots),
-        row_seconds=beyond,
+        row_seconds=mean_slope(tuple(knots)),
         prompt_token_seconds=prompt,
         kv_token_seconds=kv,
     )

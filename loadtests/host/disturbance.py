@@ -27,7 +27,6 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 MOST_SCAN_SHARE = 0.01  # of one core, that looking at all processes may take
 
 Pids = Callable[[], list[int]]
-Clock = Callable[[], float]
 
 
 class Process(NamedTuple):
@@ -54,20 +53,9 @@ NEW = Thread(0.0, 0.0, 0)
 class CoreWatch:
     """Reads the cores that a subject may run on. `runner`: all below it is ours."""
 
-    def __init__(
-        self,
-        subject: Pids,
-        runner: int,
-        *,
-        proc: Path = PROC,
-        cgroup: Path = CGROUP,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, subject: Pids, runner: int) -> None:
         self._subject = subject
         self._runner = runner
-        self._proc = proc
-        self._cgroup = cgroup
-        self._clock = clock
         self._before: _Reading | None = None
         self._scanned = float("-inf")  # when all processes were looked at
         self._scan_seconds = 0.0  # CPU time that this took
@@ -86,7 +74,7 @@ class CoreWatch:
         return _between(before, now)
 
     def _look(self, scan: bool) -> _Reading | None:
-        at = self._clock()
+        at = time.monotonic()
         pids = self._subject()
         try:
             cores = frozenset(os.sched_getaffinity(pids[0])) if pids else None
@@ -97,21 +85,21 @@ class CoreWatch:
         old = self._before.processes if self._before is not None else {}
         if scan or at - self._scanned > self._scan_seconds / MOST_SCAN_SHARE:
             began = time.thread_time()
-            seen = dict(processes(self._proc))
+            seen = dict(processes())
             self._scan_seconds = time.thread_time() - began
             self._scanned = at
         else:
             mine = {*pids, *_below(self._runner, old)}
-            seen = old | dict(processes(self._proc, mine))
+            seen = old | dict(processes(pids=mine))
         return _Reading(
             at=at,
             cores=cores,
             subject=frozenset(pids),
             ours=_below(self._runner, seen) - set(pids),
-            threads=threads(self._proc, pids),
+            threads=threads(PROC, pids),
             processes=seen,
-            counters=core_counters(self._proc, cores),
-            throttled=throttled_seconds(pids[0], self._proc, self._cgroup),
+            counters=core_counters(PROC, cores),
+            throttled=throttled_seconds(pids[0]),
             clock_hertz=clock_hertz(cores),
         )
 

@@ -41,6 +41,7 @@ SHARE = 0.01  # of a time: what it may be off by, or so many seconds where that 
 FLOOR_SECONDS = {"TTFT": 0.001, "TPOT": 0.0001, "E2E": 0.001}  # a TPOT is a mean: a tenth
 GAP_FLOOR_SECONDS = 0.001
 CAPACITY_SHARE = 0.15
+SIMULATED = 200_000  # requests
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,18 +206,13 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def capacity_of_slots(
-    slots: int,
-    service_seconds: float,
-    wait_seconds: float,
-    share: float,
-    requests: int = 200_000,
-    seed: int = 1,
+    slots: int, service_seconds: float, wait_seconds: float, share: float
 ) -> float:
     """The Poisson rate (requests/s) at which `share` of an M/D/c queue waits <= `wait_seconds`.
 
     By bisection over a simulation with common random numbers, exact to about 0.5 %.
     """
-    unit = np.cumsum(generator(seed, 0x5E1F).standard_exponential(requests))
+    unit = np.cumsum(generator(1, 0x5E1F).standard_exponential(SIMULATED))
 
     def attained(rate: float) -> float:
         free = [0.0] * slots
@@ -225,7 +221,7 @@ def capacity_of_slots(
             start = max(at, free[0])
             heapq.heapreplace(free, start + service_seconds)
             good += start - at <= wait_seconds
-        return good / requests
+        return good / SIMULATED
 
     low, high = 0.0, slots / service_seconds
     for _ in range(11):

@@ -122,6 +122,12 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def mean_slope(knots: Knots) -> float:
+    """Seconds of a decode row beyond the table, as those within it cost on average."""
+    (fewest, low), (many, high) = knots[0], knots[-1]
+    return (high - low) / (many - fewest) if many > fewest else low / fewest
+
+
 def fit(observations: Sequence[StepObservation]) -> StepLaw:
     """The law that explains the observations best.
 

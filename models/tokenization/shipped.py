@@ -22,7 +22,7 @@ BYTES = 256
 MERGES = 4096
 
 
-def train(folder: Path = DATA) -> dict[str, Any]:
+def train() -> dict[str, Any]:
     """The tokenizer.json of the texts, as a dictionary."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -34,8 +34,8 @@ def train(folder: Path = DATA) -> dict[str, Any]:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = (folder / "corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    words = (folder / "words.txt").read_text(encoding="utf-8").split()
+    corpus = (DATA / "corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    words = (DATA / "words.txt").read_text(encoding="utf-8").split()
     # Zipf's law: the word of rank r is used in proportion to 1 / r.
     common = [f" {word}" for rank, word in enumerate(words) for _ in range(2 + 3000 // (rank + 10))]
     bpe.train_from_iterator([*corpus, *common], trainer)

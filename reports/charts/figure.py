@@ -38,9 +38,9 @@ class Figure(msgspec.Struct, frozen=True):
     def svg(self) -> str:
         return str(vl_convert().vegalite_to_svg(self.spec()))
 
-    def png(self, scale: float = 2.0) -> bytes:
+    def png(self) -> bytes:
         framed = self.spec() | {"background": style.PAPER, "padding": 12}
-        return bytes(vl_convert().vegalite_to_png(framed, scale=scale))
+        return bytes(vl_convert().vegalite_to_png(framed, scale=2.0))
 
 
 def vl_convert() -> Any:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from loadtests.calibrate.machine_file import EngineSteps, MachineFile, read_machine_file
-from loadtests.simulation.step_time import StepLaw
+from loadtests.simulation.step_time import StepLaw, mean_slope
 from models.formats import GGUF_FORMATS, weight_bytes
 from models.spec import BITS_PER_WEIGHT, ModelSpec
 from reports.errors import ReportError
@@ -172,9 +172,7 @@ def _two_terms(
 
 def _with_rows(law: StepLaw, rows: tuple[tuple[float, float], ...]) -> StepLaw:
     """With this table, and beyond it the mean slope."""
-    (fewest, low), (many, high) = rows[0], rows[-1]
-    slope = (high - low) / (many - fewest) if many > fewest else low / fewest
-    return msgspec.structs.replace(law, rows=rows, row_seconds=slope)
+    return msgspec.structs.replace(law, rows=rows, row_seconds=mean_slope(rows))
 
 
 def _head_seconds(one: EngineSteps, count: float) -> float:

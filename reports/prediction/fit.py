@@ -198,12 +198,12 @@ def fit(rows: Sequence[Row], say: Callable[[str], None] = print) -> Fitted:
     return Fitted(logs, fitted, np.concatenate(errors))
 
 
-def half_width(errors: Array, devices: Sequence[str], share: float = 0.9) -> float:
+def half_width(errors: Array, devices: Sequence[str]) -> float:
     """Of |log errors|; each device has the root of its rows as votes; wider the fewer they are."""
     rows = Counter(devices)
     order = np.argsort(errors)
     votes = np.cumsum([rows[devices[i]] ** -0.5 for i in order])
-    at = int(np.searchsorted(votes, share * votes[-1]))
+    at = int(np.searchsorted(votes, 0.9 * votes[-1]))
     return float(errors[order][at]) * (1 + 1 / len(rows))
 
 

@@ -13,7 +13,7 @@ import math
 import msgspec
 import numpy as np
 
-from loadtests.simulation.step_time import Knots, StepLaw
+from loadtests.simulation.step_time import Knots, StepLaw, mean_slope
 from models.spec import ModelSpec
 from reports.prediction.case import Case
 from reports.prediction.facts import Chip, shape_of
@@ -116,10 +116,9 @@ def tabulated(steps: Case, slots: int, by: Predictor | None = None) -> StepLaw:
     costs = np.maximum.accumulate(decode[1] - kv_token * counts * CONTEXTS[1] - base)
     costs = np.maximum(costs, 0.0)
     knots: Knots = tuple(zip(counts.tolist(), costs.tolist(), strict=True))
-    beyond = (costs[-1] - costs[0]) / (counts[-1] - counts[0]) if len(rows) > 1 else costs[0]
     return StepLaw(
         base_seconds=base,
-        row_seconds=float(beyond),
+        row_seconds=mean_slope(knots),
         rows=knots,
         prompt_token_seconds=prompt_token,
         kv_token_seconds=kv_token,

@@ -83,13 +83,11 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.memory_available_bytes, self.cgroup_memory_bytes)
 
 
-def hardware_facts(
-    *, bandwidth: bool = False, gpu_timeout_seconds: float = 10.0, root: Path = ROOT
-) -> HardwareFacts:
+def hardware_facts(*, bandwidth: bool = False, root: Path = ROOT) -> HardwareFacts:
     """The facts of this machine. `root` is where /proc and /sys are mounted."""
     memory = sizes(read_text(root / "proc/meminfo"))
     flags = cpu_flags(root)
-    found = find_gpus(root=root, timeout_seconds=gpu_timeout_seconds)
+    found = find_gpus(root=root)
     facts = HardwareFacts(
         cpu_model=cpu_name(root) or platform.processor() or platform.machine(),
         architecture=platform.machine(),
