@@ -42,7 +42,7 @@ class Listening(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{_shown(self.host)}:{self.port}"
 
 
 class GeneratorProcess:
@@ -97,8 +97,8 @@ def _master_options(listening: Listening) -> list[str]:
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise LoadError(f"the master cannot listen on {listening.place}: {reason}") from problem
-    host = f"[{listening.host}]" if ":" in listening.host else listening.host
-    place = ["--master-bind-host", host, "--master-bind-port", str(listening.port)]
+    host, port = _shown(listening.host), str(listening.port)
+    place = ["--master-bind-host", host, "--master-bind-port", port]
     return ["--master", *place, "--expect-workers", str(listening.workers)]
 
 
@@ -110,26 +110,31 @@ def processes_options(processes: int) -> list[str]:
     return ["--processes", str(processes), *place]
 
 
-def run_worker(host: str, port: int, target: bytes) -> None:
-    """Be a worker that sends to `target` alone (a Target as JSON) until its master ends.
-
-    Raises LoadError where it ends before.
-    """
-    shown = f"[{host}]" if ":" in host else host
-    command = [sys.executable, *LOCUST, "--worker", "--master-host", shown]
-    child = Child(
+def worker(host: str, port: int, target: bytes) -> Child:
+    """A worker of the master there, which sends to `target` alone (a Target as JSON)."""
+    command = [sys.executable, *LOCUST, "--worker", "--master-host", _shown(host)]
+    return Child(
         [*command, "--master-port", str(port)],
         environment=client_environment()
         | {OWN_TARGET_VARIABLE: target.decode(), FOLDER_VARIABLE: os.getcwd()},
         urgent=True,
         folder=PACKAGE_ROOT,
     )
-    with child:
+
+
+def run_worker(host: str, port: int, target: bytes) -> None:
+    """Be a worker until its master ends. Raises LoadError where it ends before."""
+    with worker(host, port, target) as child:
         status = None
         while status is None:
             status = child.wait(1.0)
     if status != 0:
-        raise LoadError(f"the worker of {shown}:{port} ended early ({child.how_it_ended()})")
+        how = child.how_it_ended()
+        raise LoadError(f"the worker of {_shown(host)}:{port} ended early ({how})")
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 import gevent
 import gevent.event
 import msgspec
+import psutil
 from locust import User, events, runners, task
 from locust.env import Environment
 from locust.exception import StopUser
@@ -137,6 +138,16 @@ class Roles:
             )
         if self.is_led:
             gevent.spawn(self._master.tell_who_is_there)
+            gevent.spawn(self._await_own, psutil.Process().children())
+
+    def _await_own(self, children: list[psutil.Process]) -> None:
+        """Locust waits for ever for a process of its own that has ended before it connects."""
+        while self._plan is None:
+            ended = [one for one in children if not one.is_running() or one.status() == "zombie"]
+            if ended:
+                self._tell(Failed("a process of it ended before the beginning of the level"))
+                return
+            gevent.sleep(0.5)
 
     def on_test_start(self, environment: Environment, **_: Any) -> None:
         if isinstance(self._runner, WorkerRunner):

@@ -13,7 +13,7 @@
                                 <----------  drained: its account
 
 Every message holds the number of the level: what comes late of a level that failed is left out. A
-worker that is not heard any more fails the level for all.
+worker that is lost, before the level begins or in the middle of it, fails the level for all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import gevent
 import msgspec
+import zmq
+from locust.rpc import Message
 
 from loadtests.errors import LoadError
 from loadtests.generator.connection import clock
@@ -36,10 +38,10 @@ LEAD_SECONDS = 0.2  # between "begin" and t0: the message must have reached ever
 PING_SECONDS = 0.5
 FIRST_PINGS = 12
 FIRST_PING_SECONDS = 0.02
-LOST_SECONDS = 5.0  # without a word, during a level
+LOST_SECONDS = 5.0  # without a word, once it is prepared
 USERS_SECONDS = 30.0  # that Locust may take to share the users of a closed loop
 # Locust calls a worker missing that is silent for so many heartbeats, and ends the test where it
-# was the last. One that makes its prompts is silent: whom a level misses is decided here.
+# was the last. One that makes its prompts is silent, too: who is lost is decided here.
 PATIENT_HEARTBEATS = 600
 
 
@@ -111,7 +113,8 @@ class Master:
         least = self._heartbeats - LOST_SECONDS
         clients = self._runner.clients
         here = [*clients.ready, *clients.spawning, *clients.running]
-        return sorted(client.id for client in here if client.heartbeat > least)
+        heard = [client.id for client in here if client.heartbeat > least]
+        return sorted(one for one in heard if self._is_connected(one))
 
     def tell_who_is_there(self) -> None:
         """Tell the runner, once a second while no level runs; for ever."""
@@ -125,6 +128,10 @@ class Master:
         self._is_running = True
         self._has_begun = False
         self._workers = {one: _Worker(one, index) for index, one in enumerate(self.present())}
+        for client in self._runner.clients.all:
+            if client.id not in self._workers:
+                self._forget(client.id)
+        self._spawn(self._watch, self._level)
         self._spawn(self._prepare, self._level, plan)
 
     def stop(self) -> None:
@@ -145,6 +152,43 @@ class Master:
 
     def _send(self, name: str, worker: _Worker, data: dict[str, Any]) -> None:
         self._runner.send_message(name, data | {"level": self._level}, client_id=worker.client)
+
+    def _is_connected(self, client: str) -> bool:
+        """False once its process has ended. Sends one of Locust's heartbeats.
+
+        Locust itself drops what reaches nobody, and sleeps after a send that raises.
+        """
+        message = [client.encode(), Message("heartbeat", None, client).serialize()]
+        socket = self._runner.server.socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            socket.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:  # it does not read: its silence will tell
+            return True
+        except zmq.ZMQError:
+            return False
+        finally:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        return True
+
+    def _watch(self, level: int) -> None:
+        """Fail the level for the first worker that is lost."""
+        while self._is_running and level == self._level:
+            for worker in self._workers.values():
+                if worker.account is not None:
+                    continue
+                is_silent = worker.draws is not None and clock() - worker.heard > LOST_SECONDS
+                if is_silent or not self._is_connected(worker.client):
+                    when = "in the middle of" if self._has_begun else "before the beginning of"
+                    self._forget(worker.client)
+                    self._fail(f"{worker.in_words} was lost {when} the level")
+                    return
+                if worker.draws is not None:
+                    self._ping(worker)
+            gevent.sleep(PING_SECONDS)
+
+    def _ping(self, worker: _Worker) -> None:
+        self._send("crossover_ping", worker, {"sent": clock()})
 
     def _worker(self, client: str, data: Any) -> _Worker | None:
         """Whose message this is; None for one that is not of the level."""
@@ -167,7 +211,7 @@ class Master:
             self._fail("no worker is left")
             return
         try:
-            self._share_users(plan)
+            self._share_users(level, plan)
         except LoadError as problem:
             if level == self._level:
                 self._fail(f"{problem}")
@@ -177,7 +221,7 @@ class Master:
             data = {"plan": text, "index": worker.index, "workers": len(self._workers)}
             self._send("crossover_prepare", worker, data)
 
-    def _share_users(self, plan: LoadPlan) -> None:
+    def _share_users(self, level: int, plan: LoadPlan) -> None:
         """Users of a closed loop: all are on workers that are there. Raises LoadError."""
         clients, until = self._runner.clients, clock() + USERS_SECONDS
 
@@ -187,7 +231,7 @@ class Master:
 
         if plan.concurrency is None:
             return
-        while users() != plan.concurrency:
+        while users() != plan.concurrency and self._is_running and level == self._level:
             if clock() > until:
                 raise LoadError(f"{users()} of {plan.concurrency} users are at work")
             if self._runner.state not in ("spawning", "cleanup"):
@@ -199,6 +243,7 @@ class Master:
         if worker is None:
             return
         worker.draws = str(data["draws"])
+        worker.heard = clock()
         if all(one.draws is not None for one in self._workers.values()):
             self._spawn(self._begin, self._level)
 
@@ -212,18 +257,15 @@ class Master:
                     "seed: give both the same versions of Crossover and numpy"
                 )
                 return
-        until = clock() + LOST_SECONDS
-        for ping in range(int(LOST_SECONDS / FIRST_PING_SECONDS)):
-            known = all(one.its_clock.is_known for one in self._workers.values())
-            if (known and ping >= FIRST_PINGS) or clock() > until:
-                break
-            self._ping()
+        pings = 0
+        while pings < FIRST_PINGS or not all(
+            one.its_clock.is_known for one in self._workers.values()
+        ):
+            for worker in self._workers.values():
+                self._ping(worker)
             gevent.sleep(FIRST_PING_SECONDS)
-        if not self._is_running or level != self._level:
-            return
-        for worker in self._workers.values():
-            if not worker.its_clock.is_known:
-                self._fail(f"{worker.in_words} does not answer")
+            pings += 1
+            if not self._is_running or level != self._level:
                 return
         origin = clock() + LEAD_SECONDS
         self._has_begun = True
@@ -232,21 +274,6 @@ class Master:
             worker.offset_begun = worker.offset_now = worker.its_clock.at(clock()).seconds
             self._send("crossover_begin", worker, {"origin": origin + worker.offset_begun})
         self._hooks.tell(Started(time.time() + (origin - clock())))
-        while self._is_running and level == self._level:
-            self._ping()
-            gevent.sleep(PING_SECONDS)
-            silent = [
-                one
-                for one in self._workers.values()
-                if one.account is None and clock() - one.heard > LOST_SECONDS
-            ]
-            if silent and level == self._level:
-                self._forget(silent[0])
-                self._fail(f"{silent[0].in_words} was lost in the middle of the level")
-
-    def _ping(self) -> None:
-        for worker in self._workers.values():
-            self._send("crossover_ping", worker, {"sent": clock()})
 
     def _pong(self, client: str, data: Any) -> None:
         received = clock()
@@ -304,7 +331,7 @@ class Master:
         if worker is not None:
             self._fail(f"{worker.in_words}: {data['problem']}")
 
-    def _forget(self, worker: _Worker) -> None:
+    def _forget(self, client: str) -> None:
         """Let Locust find it missing, and share its users out anew when a level wants them."""
-        if worker.client in self._runner.clients:
-            self._runner.clients[worker.client].heartbeat = -1
+        if client in self._runner.clients:
+            self._runner.clients[client].heartbeat = -1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,15 +27,17 @@ from loadtests.errors import LevelInterrupted, LoadError
 from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.endpoint import Target
 from loadtests.generator.http_client import connect, fetch, get_bytes
-from loadtests.generator.launcher import GeneratorProcess, Listening
+from loadtests.generator.launcher import GeneratorProcess, Listening, worker
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import Recorded
 from loadtests.generator.option_values import parse_arrivals, parse_place
 from loadtests.generator.options import check_machines, command_options
 from loadtests.generator.workers.member import allowed
+from loadtests.host.processes import Child
 from loadtests.metrics.level_summary import LATE_SECONDS
 from loadtests.records.events import LevelAbandoned, of_kind
 from loadtests.records.run_folder import LevelRecords, read_records
+from loadtests.records.schema import RequestRecord
 from loadtests.workload.arrivals import Poisson, due_times
 from loadtests.workload.goodness_of_fit import check
 from loadtests.workload.requests import Workload
@@ -129,27 +134,47 @@ def worker_of(joined: subprocess.Popen[str]) -> psutil.Process:
     return child
 
 
-def test_two_workers_that_joined_send_one_arrival_process(
+def a_thousand_seconds_ahead() -> tuple[str, ...]:
+    """A command's words to run it as if the machine had been booted earlier, where that can be."""
+    words = ("unshare", "--time", "--monotonic", "1000", "--fork", "--kill-child")
+    there = shutil.which("unshare")
+    works = there and not subprocess.run([*words, "true"], capture_output=True).returncode
+    return words if works else ()
+
+
+def test_workers_that_joined_send_one_arrival_process_again_after_one_was_killed(
     truth_server: Start, cluster: Cluster
 ) -> None:
     url = truth_server(ttft=0.02, case="cluster")
     elsewhere = truth_server(ttft=0.02, case="masters-url")
-    master = cluster.master(elsewhere, 2, "--duration", "4")
-    cluster.join(url)
+    master = cluster.master(elsewhere, 2, "--duration", "3")
+    doomed, _ = cluster.join(url), cluster.join(url, before=a_thousand_seconds_ahead())
+    cluster.wait_for_records(10)
+    (port,) = {
+        one.laddr.ip
+        for child in psutil.Process(master.pid).children(True)
+        for one in child.net_connections()
+        if one.status == "LISTEN"
+    }
+    assert port == "127.0.0.1", "nobody else can join"
+    worker_of(doomed).kill()
+    assert doomed.wait(30) == 2, "it says that it is gone"
     cluster.join(url)
     said = master.communicate(timeout=60)[0]
     assert master.returncode == 0, said
+    assert re.search(r"worker \d on \S+ was lost in the middle of the level; measuring it", said)
     assert "2 of 2 workers are there" in said and "clock known to" in said
     check_folder(cluster.run())
-    level, abandoned = finished(cluster.run())
-    assert not abandoned
+    level, (abandoned,) = finished(cluster.run())
+    assert (abandoned.level, level.name) == ("load#1.1", "load#1.2")
+    assert "lost in the middle" in abandoned.reason
     is_one_poisson_process(level, 60.0)
     assert all(r.index % 2 == r.worker for r in level.requests)
     facts = level.finished.workers
     assert [one.worker for one in facts] == [0, 1]
     assert sum(one.due for one in facts) == len(level.requests)
     for one in facts:
-        # The same machine: what is said of its clock is nothing, within what is said of that.
+        # The same time of day: what is said of its clock is nothing, within what is said of that.
         assert one.clock_uncertainty_seconds is not None and 0 < one.clock_uncertainty_seconds < 0.1
         assert one.clock_offset_seconds is not None and one.clock_moved_seconds is not None
         assert abs(one.clock_offset_seconds) <= one.clock_uncertainty_seconds + 1e-3
@@ -163,113 +188,112 @@ def test_two_workers_that_joined_send_one_arrival_process(
 
     assert asked(url) >= len(level.requests), "a worker sends to the URL of its own command"
     assert asked(elsewhere) <= 3, "and not to the master's, which probed it"
-    for child in cluster.children[1:]:
-        assert child.wait(60) == 0 and "the master has ended" in (child.stdout or [""]).read()  # type: ignore[union-attr]
+    for number in (2, 3):
+        assert cluster.children[number].wait(60) == 0
+        assert "the master has ended" in cluster.said(number)
 
 
-def test_a_killed_worker_makes_the_level_invalid_and_it_is_measured_again(
-    truth_server: Start, cluster: Cluster
+@contextlib.contextmanager
+def fleet(url: str, count: int, folder: Path) -> Iterator[tuple[LoadGenerator, list[Child]]]:
+    """A master for four users, and workers that are there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        listening = Listening(count, *free.getsockname())
+    target = msgspec.json.encode(Target(url=url))
+    with contextlib.ExitStack() as stack:
+        process = GeneratorProcess(log=folder / "log", users=4, listening=listening)
+        master = stack.enter_context(LoadGenerator(process))
+        joined = [worker(listening.host, listening.port, target) for _ in range(count)]
+        for one in joined:
+            stack.enter_context(one)
+        wait_for_workers(master, 60.0)
+        with pytest.raises(LoadError, match=f"cannot listen on {listening.place}:"):
+            GeneratorProcess(log=folder / "log", listening=listening)
+        yield master, joined
+        for one in (master.child, *joined):  # one may be stopped
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+
+
+def wait_for_workers(master: LoadGenerator, seconds: float, least: int | None = None) -> None:
+    assert master.listening is not None
+    with Progress() as progress:
+        _wait_for_workers(master, master.listening, seconds, progress, least)
+
+
+def next_record(master: LoadGenerator, plan: LoadPlan | None = None) -> RequestRecord:
+    """Of `plan`, or of the level that runs."""
+    if plan is not None:
+        master.tell(plan)
+    until = time.monotonic() + 20
+    for message in master.told():
+        assert time.monotonic() < until, "neither a record, nor is a worker missed"
+        if isinstance(message, Recorded):
+            return message.record
+    raise AssertionError("not reached")
+
+
+def test_a_lost_worker_is_missed_at_once_and_the_others_send_the_next_level(
+    truth_server: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In the middle of a level and before it begins; in an open and in a closed loop."""
     url = truth_server(ttft=0.02, case="cluster")
-    master = cluster.master(url, 2, "--duration", "5")
-    doomed, other = cluster.join(url), cluster.join(url)
-    cluster.wait_for_records(60)
-    (port,) = {
-        one.laddr.ip
-        for child in psutil.Process(master.pid).children(True)
-        for one in child.net_connections()
-        if one.status == "LISTEN"
-    }
-    assert port == "127.0.0.1", "nobody else can join"
-    worker_of(doomed).send_signal(signal.SIGKILL)
-    assert doomed.wait(30) == 2, "it says that it is gone"
-    cluster.join(url)
-    said = master.communicate(timeout=60)[0]
-    assert master.returncode == 0, said
-    assert re.search(r"worker \d on \S+ was lost in the middle of the level; measuring it", said)
-    assert "2 of 2 workers are there" in said
-    check_folder(cluster.run())
-    level, (abandoned,) = finished(cluster.run())
-    assert (abandoned.level, level.name) == ("load#1.1", "load#1.2")
-    assert "lost in the middle" in abandoned.reason
-    is_one_poisson_process(level, 60.0)
-    assert len(level.finished.workers) == 2
-    assert other.wait(30) == 0
+    closed = LoadPlan(
+        target=Target(url=url),
+        workload=Workload(prompt_tokens=16, output_tokens=8),
+        concurrency=4,
+        window_seconds=60.0,
+    )
+    opened = msgspec.structs.replace(closed, concurrency=None, rate_per_second=60.0)
+    with fleet(url, 3, tmp_path) as (master, (first, second, third)):
+        next_record(master, opened)
+        os.killpg(first.pid, signal.SIGKILL)
+        with pytest.raises(LevelInterrupted, match=r"worker \d on \S+ was lost in the middle of"):
+            while True:
+                next_record(master)
+        wait_for_workers(master, 1.2, least=1)
+        assert "2 of 3 workers are there" in capsys.readouterr().err
+
+        os.kill(second.pid, signal.SIGSTOP)  # it is there, and does not get ready
+        master.tell(closed)
+        time.sleep(0.5)
+        os.kill(second.pid, signal.SIGKILL)
+        with pytest.raises(LevelInterrupted, match="was lost before the beginning of the level"):
+            next_record(master)
+        assert next_record(master, closed).worker == 0
+        seen = {next_record(master).worker for _ in range(20)}
+        assert seen == {0}, "one sends it all, users included"
+
+        os.kill(third.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(LevelInterrupted, match="was lost in the middle of the level"):
+            while True:
+                next_record(master)
+        assert time.monotonic() - began > 4, "it is connected, and silent"
+        with pytest.raises(LevelInterrupted, match="no worker is left"):
+            next_record(master, opened)
+        with pytest.raises(LevelInterrupted, match="0 of 3 workers joined"):
+            wait_for_workers(master, 1.0, least=1)
 
 
-def test_a_level_goes_on_with_those_that_are_left_and_says_so(
-    truth_server: Start, cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of two one is there: it is waited for, and then one sends it all, users included."""
-    host, _, port = cluster.place.partition(":")
-    listening = Listening(2, host, int(port))
-    url = truth_server(ttft=0.02, case="cluster")
-    with LoadGenerator(GeneratorProcess(log=tmp_path / "log", users=4, listening=listening)) as one:
-        joined = [cluster.join(url), cluster.join(url)]
-        with Progress() as progress:
-            _wait_for_workers(one, listening, 60.0, progress)
-            plan = LoadPlan(
-                target=Target(url=url),
-                workload=Workload(prompt_tokens=16, output_tokens=8),
-                concurrency=4,
-                window_seconds=30.0,
-            )
-            one.tell(plan)
-            killed = False
-            with pytest.raises(LevelInterrupted, match="was lost in the middle of the level"):
-                for message in one.told():
-                    if not killed and isinstance(message, Recorded):
-                        worker_of(joined[0]).kill()
-                        killed = True
-            _wait_for_workers(one, listening, 2.0, progress, least=1)
-            one.tell(plan)
-            seen = set()
-            for message in one.told():
-                if isinstance(message, Recorded):
-                    seen.add(message.record.worker)
-                    if message.record.due_seconds > 1.0:
-                        break
-            one.settle()
-        assert seen == {0}
-        one.close()
-    assert "1 of 2 workers are there" in capsys.readouterr().err
-    with (
-        pytest.raises(LoadError, match="cannot listen on 127.0.0.1:"),
-        socket.create_server((host, int(port))),
-    ):
-        GeneratorProcess(log=tmp_path / "log", listening=listening)
-
-
-def test_a_worker_whose_clock_is_another_sends_on_time(
-    truth_server: Start, cluster: Cluster
-) -> None:
-    """In a time namespace of its own, a thousand seconds ahead: as if booted earlier."""
-    ahead = ("unshare", "--time", "--monotonic", "1000", "--fork", "--kill-child")
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*ahead, "true"], capture_output=True).returncode
-    ):
-        pytest.skip("no time namespace can be made here (unshare --time)")
-    url = truth_server(ttft=0.02, case="cluster")
-    master = cluster.master(url, 2, "--duration", "3")
-    cluster.join(url)
-    cluster.join(url, before=ahead)
-    said = master.communicate(timeout=60)[0]
-    assert master.returncode == 0, said
-    level, _ = finished(cluster.run())
-    is_one_poisson_process(level, 60.0)
-    for one in level.finished.workers:
-        assert one.clock_moved_seconds is not None and one.clock_uncertainty_seconds is not None
-        assert abs(one.clock_moved_seconds) <= one.clock_uncertainty_seconds < 0.1
+def test_a_process_that_ends_before_it_is_connected_is_missed(tmp_path: Path) -> None:
+    with LoadGenerator(GeneratorProcess(log=tmp_path / "log", processes=2)) as master:
+        until = time.monotonic() + 30
+        while not (own := psutil.Process(master.child.pid).children()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        own[0].kill()
+        with pytest.raises(LevelInterrupted, match="a process of it ended before the beginning"):
+            for _ in master.told():
+                assert time.monotonic() < until
 
 
 def test_a_killed_process_of_this_machine_is_replaced(
     truth_server: Start, cluster: Cluster
 ) -> None:
     url = truth_server(ttft=0.02, case="cluster")
-    words = ("--duration", "4", "--workers", "2", "--out", str(cluster.folder))
+    words = ("--duration", "2", "--workers", "2", "--out", str(cluster.folder))
     child = cluster.start(url, *LOAD, *words)
-    cluster.wait_for_records(60)
+    cluster.wait_for_records(10)
     (locust,) = [
         one for one in psutil.Process(child.pid).children() if "fast_locust" in str(one.cmdline())
     ]
