@@ -81,7 +81,7 @@ class Dispatcher:
         gc.freeze()
         gc.set_threshold(100_000, 50, 100)
         self.origin = origin
-        cpu_seconds = time.process_time()
+        cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
         watcher = gevent.spawn(self._tell_late)
         self.began.set()
         end_seconds = self.plan.duration_seconds
@@ -98,6 +98,8 @@ class Dispatcher:
         gc.set_threshold(700, 10, 10)
         gc.unfreeze()
         self.account.cpu_seconds = time.process_time() - cpu_seconds
+        if busy_seconds is not None:
+            self.account.busy_seconds = (_busy_seconds() or 0.0) - busy_seconds
         self.account.wall_seconds = clock() - self.origin
         self._close()
         return self.account
@@ -247,3 +249,13 @@ class Dispatcher:
             until = clock() + END_SECONDS  # a user's greenlet goes on: only its request ends
             while self._running and clock() < until:
                 gevent.sleep(0.001)
+
+
+def _busy_seconds() -> float | None:
+    """How long this thread has run, or had no core to run on (man 5 proc, schedstat)."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran, waited, _ = file.read().split()
+    except OSError:
+        return None
+    return (int(ran) + int(waited)) / 1e9

@@ -65,6 +65,7 @@ class Ended(msgspec.Struct, kw_only=True, tag="ended"):
     gave_up: int = 0  # requests ended by the client at the end of the drain time
     stopped_seconds: float | None = None  # when Stop came; None: the level ran its full time
     cpu_seconds: float = 0.0
+    busy_seconds: float | None = None  # at work, or ready for it and without a core; not summed
     wall_seconds: float = 0.0
     processes: int = 1
     worker: int = 0  # of a single load generator

@@ -16,13 +16,14 @@ def worker_warnings(workers: Sequence[WorkerFacts], slo: Slo) -> tuple[NamedWarn
     found: list[NamedWarning] = []
     for one in workers:
         name = f"load generator {one.worker}" + (f" on {one.name}" if one.name else "")
-        if one.cpu_share is not None and one.cpu_share > CLIENT_BUSY_SHARE:
+        if one.busy_share is not None and one.busy_share > CLIENT_BUSY_SHARE:
             found.append(
                 NamedWarning(
                     "GeneratorBusy",
                     Severity.SERIOUS,
-                    f"{name} used {one.cpu_share:.2f} cores: more than {CLIENT_BUSY_SHARE:.0%}",
-                    "add workers, or give it a core of its own",
+                    f"{name} was at work or waited for a core {one.busy_share:.0%} of the time: "
+                    f"more than {CLIENT_BUSY_SHARE:.0%}",
+                    "give each load generator a core of its own, and add some where there are more",
                 )
             )
         apart, limit = one.clock_uncertainty_seconds, slo.ttft_seconds

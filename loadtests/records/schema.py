@@ -150,6 +150,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     due: int  # requests
     send_lag_p99_seconds: float | None = None  # nearest rank; None: nothing was sent
     cpu_share: float | None = None  # of one core, over the level
+    busy_share: float | None = None  # of the level: at work, or ready for it and without a core
     clock_offset_seconds: float | None = None
     clock_moved_seconds: float | None = None
     clock_uncertainty_seconds: float | None = None

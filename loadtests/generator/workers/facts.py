@@ -42,9 +42,8 @@ def workers_of(ended: Ended, records: Sequence[RequestRecord], clocks: Clocks) -
                 name=known.name if known is not None else None,
                 due=account.due,
                 send_lag_p99_seconds=longest_send_lag(own),
-                cpu_share=(
-                    account.cpu_seconds / account.wall_seconds if account.wall_seconds else None
-                ),
+                cpu_share=_share(account.cpu_seconds, account.wall_seconds),
+                busy_share=_share(account.busy_seconds, account.wall_seconds),
                 clock_offset_seconds=known.offset_seconds if known is not None else None,
                 clock_moved_seconds=-known.shift_seconds if known is not None else None,
                 clock_uncertainty_seconds=(
@@ -53,3 +52,7 @@ def workers_of(ended: Ended, records: Sequence[RequestRecord], clocks: Clocks) -
             )
         )
     return found
+
+
+def _share(seconds: float | None, of_seconds: float) -> float | None:
+    return seconds / of_seconds if seconds is not None and of_seconds else None

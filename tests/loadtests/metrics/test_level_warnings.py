@@ -63,8 +63,6 @@ def test_a_busy_client_makes_a_level_invalid():
         and level.resources.engine_rss_bytes == 59
     )
     assert "GeneratorBusy" in codes(level) and not level.is_valid
-    shared = [msgspec.structs.replace(r, worker=r.index % 2) for r in records]
-    assert summarise(shared, busy, Window(10.0, 60.0), SLO).is_valid  # two processes
     # Samples of another time are not of this level.
     assert (
         summarise(
@@ -139,14 +137,14 @@ def requests(count, changed=0, **changes):
     return [request(i, float(i), **(changes if i < changed else {})) for i in range(count)]
 
 
-def test_generators_are_busy_above_four_fifths_of_their_processes():
+def test_a_generator_alone_is_busy_above_four_fifths_of_a_core():
     def found(share, workers):
         records = [request(i, float(i), worker=i % workers) for i in range(60)]
         busy = [sample(0.0, client=ProcessSample(cpu_share=share))]
         return generator_busy(evidence(records, busy))
 
     assert found(0.80, 1) is None and found(0.81, 1).is_serious
-    assert found(1.59, 2) is None and "1.61 cores of its 2" in found(1.61, 2).text
+    assert found(1.99, 2) is None, "of two each is judged by itself"
 
 
 def test_an_api_on_the_same_cores_is_judged_by_the_send_lag():

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
 
+from loadtests.generator.dispatcher import _busy_seconds
 from loadtests.generator.messages import Ended, WorkerClock, total
 from loadtests.generator.workers.clocks import MOST_DRIFT, Offset, OtherClock
 from loadtests.generator.workers.facts import on_masters_clock, workers_of
@@ -71,7 +77,7 @@ def test_records_move_to_the_masters_clock_in_one_piece() -> None:
     assert on_masters_clock(record, {0: clock}) == record
 
     accounts = [
-        Ended(worker=1, due=1, recorded=1, cpu_seconds=0.9, wall_seconds=1.0),
+        Ended(worker=1, due=1, recorded=1, cpu_seconds=0.5, busy_seconds=0.9, wall_seconds=1.0),
         Ended(worker=0, due=2, recorded=2, cpu_seconds=0.1, wall_seconds=1.0),
     ]
     still = WorkerClock(
@@ -88,3 +94,24 @@ def test_records_move_to_the_masters_clock_in_one_piece() -> None:
     ]
     assert "30 ms" in found[1].text and "on b" in found[1].text
     assert workers_of(total(accounts), [record], {}) == [], "a load generator alone"
+
+
+def test_a_thread_without_a_core_is_busy() -> None:
+    """As of two load generators on one core: neither computes more than half of the time."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    spin = "print(flush=True)\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline()
+        began, ran, busy = time.monotonic(), time.thread_time(), _busy_seconds()
+        while time.monotonic() < began + 0.3:
+            pass
+        wall, ran = time.monotonic() - began, time.thread_time() - ran
+        if busy is None:
+            pytest.skip("a kernel without schedstat")
+        assert ran < 0.8 * wall < 0.9 * wall < (_busy_seconds() or 0) - busy
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.communicate()
