@@ -26,10 +26,8 @@ from models.formatting import GIB
 from models.spec import ModelSpec
 from reports.errors import ReportError
 from reports.planning.machines import Kind, Machine, runs_vllm, slots_of, step_law
+from reports.planning.predict import GPU_FIXED_BYTES, GPU_WEIGHT_SHARE
 
-# On a GPU beside weights and KV. llama.cpp: CUDA context about 0.5 GiB, buffers of a step.
-LLAMA_CPP_FIXED_BYTES = 1 * GIB
-LLAMA_CPP_WEIGHT_SHARE = 0.05
 # vLLM: its KV cache is gpu_memory_utilization x memory, less weights, less what its profiling run
 # takes at its peak, less what is outside torch (docs.vllm.ai, "Conserving Memory"; its worker's
 # log says the four). The peak is of sampling: for dense models 1.19 GiB with 256 sequences of
@@ -160,7 +158,7 @@ class _Memory(msgspec.Struct, frozen=True):
         return cls(
             weights=weights,
             kv_token=spec.kv_bytes_per_token(how.kv_dtype),
-            llama_cpp=how.devices * LLAMA_CPP_FIXED_BYTES + LLAMA_CPP_WEIGHT_SHARE * weights,
+            llama_cpp=how.devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights,
             vllm=how.devices * each if runs_vllm(machine) else None,
         )
 

@@ -13,12 +13,12 @@ from models.spec import ModelSpec
 from reports.numbers import CellNumbers, MemoryNumbers
 from reports.planning.hardware import Device
 from serving.backends import spec_of
-from serving.backends.spec import AUTO, KvRequest
+from serving.backends.spec import KvRequest
 from serving.errors import BackendUnavailable
 from serving.placement.memory import overhead_bytes
 
-# On a GPU beside weights and KV: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside the allocator,
-# buffers of a step (llm-d's measurements).
+# On a GPU beside weights and KV, but for vLLM: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside
+# the allocator, buffers of a step (llm-d's measurements).
 GPU_FIXED_BYTES = 1 * GIB
 GPU_WEIGHT_SHARE = 0.05
 
@@ -55,8 +55,7 @@ def memory_here(spec: ModelSpec, cell: CellNumbers) -> MemoryNumbers:
 
 def _held(cell: CellNumbers, device: str) -> str:
     """The KV type of an engine that was never asked: a cell that was skipped."""
-    asked = AUTO if cell.kv_dtype == "fp16" else cell.kv_dtype
-    request = KvRequest(asked, cell.weight_format, device, frozenset())
+    request = KvRequest(cell.kv_dtype, cell.weight_format, device, frozenset())
     return spec_of(cell.backend).kv_dtype(request)
 
 

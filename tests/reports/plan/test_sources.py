@@ -18,7 +18,7 @@ from reports.plan.file import BadPlan, question
 from reports.plan.options import CERTAIN
 from reports.plan.sizing import Pool
 from reports.plan.sources import candidates_of, considered
-from reports.planning.machine_capacity import LLAMA_CPP_FIXED_BYTES, LLAMA_CPP_WEIGHT_SHARE
+from reports.planning.predict import GPU_FIXED_BYTES, GPU_WEIGHT_SHARE
 from reports.render.markdown import markdown
 from reports.render.page import page
 from reports.run import read_run
@@ -102,7 +102,7 @@ def test_a_calibrated_machine_keeps_its_kv_in_its_own_dtype(
     spec, pairs = (question := asked(tmp_path, **keys)).spec, question.pairs
     kv = 1.5 * float(pairs.sum(axis=1).max()) * spec.kv_bytes_per_token("fp16")
     weights = weight_bytes(spec, engines[0].weight_format)
-    needed = (1 + LLAMA_CPP_WEIGHT_SHARE) * weights + LLAMA_CPP_FIXED_BYTES + kv
+    needed = (1 + GPU_WEIGHT_SHARE) * weights + GPU_FIXED_BYTES + kv
     hardware = msgspec.structs.replace(found.hardware, memory_bytes=int(needed))
     found = msgspec.structs.replace(found, engines=engines, hardware=hardware)
     (tmp_path / "machine.json").write_bytes(msgspec.json.encode(found))

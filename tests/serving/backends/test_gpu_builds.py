@@ -93,7 +93,7 @@ def test_why_a_build_of_torch_cannot_use_a_gpu(text: str, cause: Cause) -> None:
     assert cause_of(text) is cause
 
 
-def testarchitecture_ofs_are_named_as_their_makers_do() -> None:
+def test_architectures_are_named_as_their_makers_do() -> None:
     mi300 = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
     assert architecture_of(mi300) == "gfx942"
     assert architecture_of(SimpleNamespace(major=9, minor=0)) == "sm_90"
