@@ -58,7 +58,7 @@ fi
 
 call() {
   case $1 in
-  tests) "$python" -m pytest tests/serving/backends/test_torch.py -m gpu -p no:cacheprovider -o filterwarnings=default ;;
+  tests) "$python" -m pytest tests/serving/backends/torch -m gpu -p no:cacheprovider -o filterwarnings=default ;;
   micro) "$python" -m tests.bench.gpu_micro --device "$device" --model "$big" --rows "${rows[@]}" --contexts "${contexts[@]}" --json "$out/micro.json" ;;
   floor)
     for attention in auto sdpa; do

@@ -8,80 +8,24 @@ from typing import Any
 import pytest
 
 from serving.backends.base import EngineConfig
-from serving.backends.fake import FakeBackend, continuation
+from serving.backends.fake import continuation
 from serving.engine import scheduler as module
-from serving.engine.messages import Delta, GenerationRequest, Origin, Submit
+from serving.engine.messages import Delta
 from serving.engine.scheduler import Scheduler
-from serving.engine.slot_pool import common_prefix
 from serving.errors import EngineFailed, ServingError, Unsupported
 from serving.sampling.types import Row, Sampled, Sampling
 from serving.supervisor.stream import merged
-
-VOCABULARY = 500
-TABLE = [f" t{i}".encode() for i in range(VOCABULARY)]
-
-
-def no_progress(what: str, fraction: float | None) -> None:
-    pass
-
-
-class Recorder(FakeBackend):
-    """The fake backend, and what it was asked to do."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, no_progress)
-        self.steps: list[list[tuple[int, int, int]]] = []  # (slot, start, count)
-        self.copies: list[tuple[int, int, int]] = []
-
-    def step(self, rows: list[Row]) -> list[Sampled]:
-        out = super().step(rows)
-        self.steps.append([(row.slot, row.start, len(row.tokens)) for row in rows])
-        return out
-
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        self.copies.append((source, target, tokens))
-        super().copy(source, target, tokens)
-
-
-def make(**changes: Any) -> tuple[Scheduler, Recorder]:
-    options = {"vocabulary": VOCABULARY, **changes.pop("options", {})}
-    config = EngineConfig(
-        backend="fake",
-        model_path="",
-        model_name="fake",
-        options=options,
-        **{"slots": 4, "context_tokens": 256, **changes},
-    )
-    backend = Recorder(config)
-    return Scheduler(backend, TABLE, frozenset({0}), config), backend
-
-
-def request(number: int, prompt: list[int], count: int, **more: Any) -> Submit:
-    return Submit(
-        number, GenerationRequest(prompt, count, more.pop("sampling", Sampling()), **more)
-    )
-
-
-def run(scheduler: Scheduler, limit: int = 10_000) -> dict[int, list[Delta]]:
-    out: dict[int, list[Delta]] = {}
-    for _ in range(limit):
-        if not scheduler.busy:
-            return out
-        for delta in scheduler.step():
-            out.setdefault(delta.id, []).append(delta)
-    raise AssertionError(f"still busy after {limit} steps")
-
-
-def text_of(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas)
-
-
-def expected_text(prompt: list[int], count: int) -> str:
-    return b"".join(TABLE[token] for token in continuation(prompt, count, VOCABULARY)).decode()
-
-
-def prompt_of(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(3, VOCABULARY) for _ in range(length)]
+from tests.serving.engine.schedules import (
+    TABLE,
+    VOCABULARY,
+    Recorder,
+    expected_text,
+    make,
+    prompt_of,
+    request,
+    run,
+    text_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -117,149 +61,6 @@ def test_tokens_are_right_under_churn(changes: dict[str, Any]) -> None:
     rows = [row for step in backend.steps for row in step]
     assert all(step == sorted(step) for step in backend.steps)
     assert len(rows) > 32
-
-
-def test_decoders_run_in_every_step_while_a_long_prompt_is_filled_in_pieces() -> None:
-    scheduler, backend = make(prefill_tokens=32)
-    scheduler.add(request(1, [5] * 10, 40))
-    scheduler.step()
-    scheduler.add(request(2, [7] * 200, 4))
-    backend.steps.clear()
-    for _ in range(7):
-        scheduler.step()
-    assert all(any(slot == 0 and count == 1 for slot, _, count in step) for step in backend.steps)
-    pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
-    assert sum(pieces) == 200
-    assert max(pieces) <= 32
-
-
-@pytest.mark.parametrize("prefill_tokens", [19, 40, 63])
-def test_prompts_are_cut_at_whole_blocks_and_no_crumbs_of_a_second_one_are_taken(
-    prefill_tokens: int,
-) -> None:
-    """Matrix kernels take 16 tokens at a time: what is left of a budget of 19 is not worth a pass
-    for another prompt.
-    """
-    scheduler, backend = make(prefill_tokens=prefill_tokens)
-    scheduler.add(request(1, [5] * 10, 60))
-    scheduler.step()
-    prompts = {1: 150, 2: 131, 3: 9}  # by slot
-    for slot, length in prompts.items():
-        scheduler.add(request(slot + 1, [slot + 6] * length, 4))
-    run(scheduler)
-    for slot, length in prompts.items():
-        pieces = [
-            (start, count)
-            for step in backend.steps
-            for s, start, count in step
-            if s == slot and start < length
-        ]
-        assert sum(count for _, count in pieces) == length
-        assert all(count % 16 == 0 for start, count in pieces if start + count < length), pieces
-
-
-def test_prefill_tokens_is_the_bound_however_little_it_is() -> None:
-    scheduler, backend = make(prefill_tokens=5)
-    scheduler.add(request(1, [5] * 40, 60))
-    scheduler.step()
-    scheduler.add(request(2, [7] * 100, 4))
-    run(scheduler)
-    pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
-    assert set(pieces) == {5}, pieces
-
-
-@pytest.mark.clock
-def test_the_budget_shrinks_until_a_mixed_step_fits_its_target() -> None:
-    scheduler, backend = make(
-        step_seconds_target=0.02, options={"prompt_token_seconds": 0.0005, "step_seconds": 0.001}
-    )
-    scheduler.add(request(1, [5] * 40, 100))
-    scheduler.step()
-    scheduler.add(request(2, [7] * 200, 4))
-    for _ in range(7):
-        scheduler.step()
-    pieces = [
-        count for step in backend.steps[1:] for slot, _, count in step if slot == 1 and count > 1
-    ]
-    assert sum(pieces) == 200
-    assert all(16 <= piece <= 48 for piece in pieces[:-1]), pieces
-
-
-class Timed(Recorder):
-    """A backend whose rows get cheaper in company, by a clock of its own; `says`: whether it tells
-    what the decoding rows took.
-    """
-
-    PROMPT_TOKEN = 0.003
-
-    def __init__(self, config: EngineConfig, says: bool) -> None:
-        super().__init__(config)
-        self.now, self.says = 0.0, says
-        self.last_decode_seconds: float | None = None
-
-    @staticmethod
-    def decode_seconds(rows: int) -> float:
-        blocks, ones = divmod(rows, 4)
-        return 0.026 * blocks + 0.011 * ones
-
-    def step(self, rows: list[Row]) -> list[Sampled]:
-        decode = self.decode_seconds(sum(len(row.tokens) == 1 for row in rows))
-        self.now += decode + self.PROMPT_TOKEN * sum(
-            len(row.tokens) for row in rows if len(row.tokens) > 1
-        )
-        self.last_decode_seconds = decode if self.says else None
-        return super().step(rows)
-
-
-@pytest.mark.parametrize(("says", "over"), [(True, 1.1), (False, 1.6)])
-def test_while_prompts_keep_coming_a_step_takes_what_the_rule_gives_it(
-    says: bool, over: float
-) -> None:
-    """From the first sequence to the sixteenth, with no step of decoding alone in between to learn
-    from.
-    """
-    config = EngineConfig(
-        backend="fake",
-        model_path="",
-        model_name="fake",
-        options={"vocabulary": VOCABULARY},
-        slots=16,
-        context_tokens=512,
-    )
-    backend = Timed(config, says)
-    scheduler = Scheduler(backend, TABLE, frozenset({0}), config, clock=lambda: backend.now)
-    for number in range(16):
-        scheduler.add(request(number, list(range(number, number + 260)), 200, ignore_eos=True))
-    mixed = 0
-    while scheduler.busy and len(scheduler.running) + len(scheduler.waiting) == 16:
-        before = backend.now
-        scheduler.step()
-        decoding = sum(count == 1 for _, _, count in backend.steps[-1])
-        filled = sum(count for _, _, count in backend.steps[-1] if count > 1)
-        if not decoding or not filled:
-            continue
-        mixed += 1
-        decode = backend.decode_seconds(decoding)
-        cheapest = backend.decode_seconds(4) / 4
-        allowed = max(0.3, decode * 4.75, decode + 120 * (decode / decoding - cheapest))
-        assert backend.now - before <= allowed * over + 0.03, (decoding, filled)
-    assert mixed > 30
-
-
-def test_a_conversation_does_not_fill_its_history_again() -> None:
-    scheduler, backend = make()
-    first = prompt_of(random.Random(1), 80)
-    scheduler.add(request(1, first, 10))
-    run(scheduler)
-    second = first + continuation(first, 10, VOCABULARY) + [9, 8, 7]
-    backend.steps.clear()
-    scheduler.add(request(2, second, 5))
-    deltas = run(scheduler)[2]
-    assert (
-        deltas[0].cached_tokens == 89
-    )  # all but the last generated token, which was never written to the KV
-    assert backend.steps[0] == [(0, 89, 4)]
-    assert text_of(deltas) == expected_text(second, 5)
 
 
 def test_stop_token_eos_and_min_tokens() -> None:
@@ -425,73 +226,3 @@ def test_the_scores_of_a_long_prompt_come_in_pieces(monkeypatch: pytest.MonkeyPa
     assert [delta.tokens for delta in deltas] == [0, 0, 1, 1]
     whole = merged(deltas)
     assert [one.token for one in whole.prompt_details or []] == prompt[1:]
-
-
-def begun(scheduler: Scheduler) -> list[int]:
-    """The sequences in the order in which they begin."""
-    order: list[int] = []
-    while scheduler.busy:
-        for sequence in sorted(scheduler.running.values(), key=lambda s: s.serial):
-            if sequence.id not in order:
-                order.append(sequence.id)
-        scheduler.step()
-    return order
-
-
-def test_slots_go_round_by_owner_share_and_request() -> None:
-    scheduler, _ = make(slots=4)
-    flood, small = Origin("a", 0.75, 1), Origin("a", 0.75, 2)
-    for number in range(10):
-        scheduler.add(request(number, [3, 4], 4 + number, origin=flood))
-    scheduler.step()
-    assert [s.id for s in scheduler.running.values()] == [0, 1, 2, 3]
-    for number in range(20, 23):
-        scheduler.add(request(number, [3, 4], 4, origin=small))
-    for number in range(30, 33):
-        scheduler.add(request(number, [3, 4], 40, origin=Origin("b", 0.25, number)))
-    # As the first four end: b gets its quarter, one slot; within a, the smaller request catches up.
-    assert begun(scheduler)[4:] == [30, 20, 4, 5, 21, 22, 6, 7, 8, 9, 31, 32]
-
-
-def test_one_request_of_many_answers_shares_with_single_ones() -> None:
-    scheduler, _ = make(slots=2)
-    for number in range(6):
-        scheduler.add(request(number, [3, 4], 4, origin=Origin(request=7)))
-    scheduler.step()
-    for number in range(10, 13):
-        scheduler.add(request(number, [3, 4], 4))
-    assert begun(scheduler)[2:] == [2, 10, 3, 11, 4, 12, 5]
-
-
-def test_prefixes_are_reused_by_their_own_cache_only() -> None:
-    scheduler, _ = make()
-    prompt = list(range(10, 60))
-    cached = []
-    for number, cache in enumerate(["x", "y", "x", ""]):
-        scheduler.add(request(number, prompt, 1, origin=Origin(cache=cache)))
-        (delta,) = run(scheduler)[number]
-        cached.append(delta.cached_tokens)
-    assert cached == [0, 0, 49, 0]
-
-
-def test_a_pool_too_small_for_all_prompts_is_not_promised_twice() -> None:
-    scheduler, _ = make(kv_tokens=300, prefill_tokens=16)
-    for number in range(4):
-        scheduler.add(request(number, [number + 3] * 140, 5))
-    run(scheduler)
-    assert scheduler.preemptions == 0
-
-
-def test_a_pool_smaller_than_one_context_is_refused() -> None:
-    with pytest.raises(ValueError, match="context_tokens = 256"):
-        make(kv_tokens=100)
-
-
-def test_common_prefix() -> None:
-    import numpy as np
-
-    a = np.array([1, 2, 3, 4], np.int32)
-    assert common_prefix(a, a[:2]) == 2
-    assert common_prefix(a, np.array([1, 2, 9], np.int32)) == 2
-    assert common_prefix(a, np.array([9], np.int32)) == 0
-    assert common_prefix(a, a[:0]) == 0

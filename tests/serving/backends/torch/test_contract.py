@@ -1,0 +1,157 @@
+"""The torch backend on tiny folders: held to the contract, and to transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from serving.backends.torch.cuda_graphs import (
+    DecodeGraphs,
+    batch_buckets,
+    bucket_of,
+    context_buckets,
+)
+from serving.errors import BackendUnavailable, OutOfMemory
+from tests.serving.backends.backend_contract import (
+    check_churn,
+    check_contract,
+    check_contradictions,
+    check_prompt_scores,
+    check_scheduled,
+    check_seeded,
+)
+from tests.serving.backends.backend_steps import generate, greedy_alone, near_tie, prompt_of, row
+from tests.serving.backends.hf_folders import generated, hf_folder, logprobs_of
+from tests.serving.backends.torch.engines import Make
+from tests.shapes import TINY
+
+# --- the right tokens
+
+
+@pytest.mark.parametrize("shape", TINY)
+def test_float32_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
+    backend = make(hf_folder(shape))
+    check_contract(backend, generated(hf_folder(shape)))
+    check_churn(backend, generated(hf_folder(shape)), seed=1, requests=32, steps=2000)
+
+
+def test_bfloat16_gives_the_same_tokens_alone_and_batched_up_to_ties(make: Make) -> None:
+    folder = hf_folder("tiny-qwen2", "bf16")
+    backend, alone, judge = make(folder), make(folder, slots=1), make(folder, slots=1)
+    assert backend.info.weight_format == "bf16"
+    check_contract(backend, greedy_alone(alone), tie=near_tie(judge, 0.3))
+    prompt = prompt_of(backend, 30, 2)
+    close = near_tie(judge, 0.3)
+    expected = generated(folder)(prompt, 1)[0]  # of the same rounded weights, computed in float32
+    token = generate(backend, prompt, 1)[0]
+    assert token == expected or close(prompt, token, expected)
+
+
+def test_long_prompts_cross_the_chunk_and_the_rope_scaling(make: Make) -> None:
+    backend = make(
+        hf_folder("tiny-llama3"), context_tokens=700, slots=3, options={"prefill_chunk": 100}
+    )
+    reference = generated(hf_folder("tiny-llama3"))
+    prompt, other = prompt_of(backend, 640, 4), prompt_of(backend, 20, 5)
+    first = backend.step([row(2, other, 0)])[0].token
+    results = backend.step(
+        [row(0, prompt, 0), row(2, [first], 20)]
+    )  # seven passes, the last with the decode row
+    assert [result.token for result in results] == [reference(prompt, 1)[0], reference(other, 2)[1]]
+
+
+def test_a_full_row_between_others_costs_them_nothing(make: Make) -> None:
+    backend = make(hf_folder("tiny-llama"), context_tokens=64, slots=3)
+    reference = generated(hf_folder("tiny-llama"))
+    full = prompt_of(backend, 64, 5)
+    backend.step([row(1, full, 0)])
+    others = {slot: prompt_of(backend, 9, slot) for slot in (0, 2)}
+    last = {slot: backend.step([row(slot, others[slot], 0)])[0].token for slot in others}
+    results = backend.step([row(slot, [last[slot]], 9) for slot in (0, 2)])
+    assert [result.token for result in results] == [
+        reference(others[slot], 2)[1] for slot in (0, 2)
+    ]
+    assert backend.step([row(1, full[63:], 63)])[0].token == reference(full, 1)[0]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make, on_device: bool) -> None:
+    backend = make(hf_folder("tiny-qwen3"))
+    backend._device_sampling = on_device
+    check_seeded(backend)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 200}], ids=["room", "preempting"])
+def test_the_scheduler_gives_the_tokens_of_transformers(
+    make: Make, settings: dict[str, Any]
+) -> None:
+    scheduler = check_scheduled(
+        make(hf_folder("tiny-qwen2"), **settings), generated(hf_folder("tiny-qwen2"))
+    )
+    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_prompt_logprobs_are_those_of_transformers(make: Make, on_device: bool) -> None:
+    backend = make(hf_folder("tiny-llama3"))
+    backend._device_sampling = on_device
+    check_prompt_scores(
+        backend, lambda tokens: logprobs_of(hf_folder("tiny-llama3"), tokens), tolerance=1e-3
+    )
+
+
+# --- what runs on a GPU, on the CPU
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama3", "tiny-qwen2"])
+def test_the_bucketed_decode_step_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
+    backend = make(hf_folder(shape))
+    assert backend._model is not None
+    logits = torch.empty(5, backend.info.vocabulary)
+    backend._graphs = DecodeGraphs(backend._model, 5, logits, capture=False)  # eagerly
+    backend._device_sampling = True
+    check_contract(backend, generated(hf_folder(shape)))
+    check_churn(backend, generated(hf_folder(shape)), seed=4, requests=32, steps=2000)
+
+
+def test_buckets_cover_every_size_with_little_waste() -> None:
+    assert (
+        batch_buckets(1) == [1]
+        and batch_buckets(5) == [1, 2, 4, 5]
+        and batch_buckets(16) == [1, 2, 4, 8, 16]
+    )
+    assert context_buckets(192) == [192] and context_buckets(1088) == [256, 512, 1024, 1088]
+    for rows in (1, 3, 16, 37, 128, 300):
+        buckets = batch_buckets(rows)
+        assert buckets == sorted(set(buckets)) and buckets[-1] == rows
+        assert all(bucket_of(size, buckets) <= max(2 * size, 8) for size in range(1, rows + 1))
+    with pytest.raises(ValueError, match="largest bucket"):
+        bucket_of(9, [1, 8])
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(make: Make) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(BackendUnavailable, match="finds no GPU"):
+        make(hf_folder("tiny-llama"), device="gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", TINY)
+def test_gpu_gives_the_tokens_of_transformers(make: Make, shape: str) -> None:
+    backend = make(hf_folder(shape), device="gpu", weight_format="fp32")
+    assert backend.info.details["graphs"] == "true"
+    check_contract(backend, generated(hf_folder(shape)))
+    check_churn(backend, generated(hf_folder(shape)), seed=5, requests=32, steps=2000)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_refused_before_the_load(make: Make) -> None:
+    with pytest.raises(OutOfMemory, match="fewer slots"):
+        make(hf_folder("tiny-llama"), device="gpu", slots=5_000_000, context_tokens=2048)
+
+
+def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
+    check_contradictions(make(hf_folder("tiny-llama")))

@@ -1,0 +1,100 @@
+"""What torch draws on the device: the tokens of the host, and what is left to it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from serving.backends.torch.sampler import draw, drawable
+from serving.sampling.sampler import sample
+from serving.sampling.types import NO_TOKEN, Row, Sampling
+from tests.serving.backends.backend_steps import prompt_of, row
+from tests.serving.backends.hf_folders import hf_folder
+from tests.serving.backends.torch.engines import Make
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(temperature=1.3, top_p=0.6),
+        Sampling(temperature=0.9, top_p=0.9, top_k=50),
+        Sampling(temperature=1.0, min_p=0.05),
+        Sampling(temperature=1.0, min_p=0.02, top_p=0.8),
+        Sampling(temperature=0.8, top_k=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [300, 6000])
+def test_the_device_draws_what_the_host_draws(sampling: Sampling, vocabulary: int) -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (64, vocabulary)).astype(np.float32)
+    rows = [
+        Row(
+            0,
+            np.array([1], np.int32),
+            position,
+            True,
+            Sampling(**{**_fields(sampling), "seed": position * 31}),
+        )
+        for position in range(64)
+    ]
+    host = [result.token for result in sample(logits, rows)]
+    tokens, good = draw(torch.from_numpy(logits), rows)
+    assert good.float().mean() > 0.9, "proposals of a peaked row may all be refused"
+    assert [a for a, fine in zip(tokens.tolist(), good, strict=True) if fine] == [
+        b for b, fine in zip(host, good, strict=True) if fine
+    ]
+
+
+def test_the_device_says_when_it_cannot_draw() -> None:
+    flat = torch.zeros(2, 9000)  # half of the mass is more than the candidates that are looked at
+    flat[1, 0] = float("nan")
+    rows = [row(0, [1], 3, sampling=Sampling(temperature=1.0, top_p=0.9, seed=1)), row(1, [1], 3)]
+    _, good = draw(flat, rows)
+    assert good.tolist() == [False, False]
+    assert not drawable(row(0, [1], 0, sampling=Sampling(logprobs=1)))
+    assert not drawable(row(0, [1], 0, sampling=Sampling(presence_penalty=0.5)))
+    assert not drawable(replace(row(0, [1], 0), banned=(3,)))
+
+
+def test_rows_that_the_device_cannot_draw_go_to_the_host(make: Make) -> None:
+    backend, other = make(hf_folder("tiny-llama")), make(hf_folder("tiny-llama"))
+    backend._device_sampling = True
+    samplings = [
+        Sampling(temperature=1.0, seed=1),
+        Sampling(logprobs=2),
+        Sampling(temperature=1.0, seed=2, logit_bias={7: 30.0}),
+        Sampling(),
+    ]
+    rows = [
+        row(slot, prompt_of(backend, 9, slot), 0, sampling=sampling)
+        for slot, sampling in enumerate(samplings)
+    ]
+    mixed, host = backend.step(rows), other.step(rows)
+    assert [result.token for result in mixed] == [result.token for result in host]
+    assert mixed[1].logprobs is not None and mixed[2].token == 7
+
+
+def test_nan_logits_draw_nothing(make: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(hf_folder("tiny-llama"), tmp_path / "nan"))
+    (folder / "crossover.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    backend = make(folder)
+    for on_device in (False, True):
+        backend._device_sampling = on_device
+        assert [found.token for found in backend.step([row(0, [5], 0)])] == [NO_TOKEN]
+
+
+def _fields(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}

@@ -1,0 +1,168 @@
+"""Loading a folder with torch: shards, memory, options, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.errors import BrokenWeights, UnsupportedModel
+from models.synthetic.write import write_hf_folder
+from serving.backends.torch.settings import check_options
+from serving.errors import OutOfMemory, Unsupported
+from tests.serving.backends.backend_steps import generate, prompt_of
+from tests.serving.backends.hf_folders import generated, hf_folder
+from tests.serving.backends.torch.engines import Make
+from tests.shapes import TINY_LLAMA, TINY_LLAMA3
+
+
+def test_a_folder_of_transformers_5_gives_the_same_tokens(make: Make, tmp_path: Path) -> None:
+    source = hf_folder("tiny-llama3")
+    newer = Path(shutil.copytree(source, tmp_path / "newer"))
+    (newer / "crossover.json").unlink()
+    config = json.loads((newer / "config.json").read_text())
+    for key in ("rope_theta", "rope_scaling", "torch_dtype"):
+        config.pop(key, None)
+    assert config["rope_parameters"]["rope_theta"] == TINY_LLAMA3.rope_theta and config["dtype"]
+    (newer / "config.json").write_text(json.dumps(config))
+    backend = make(newer, context_tokens=600, slots=1)
+    prompt = prompt_of(backend, 550, 8)
+    assert generate(backend, prompt, 4) == generated(source)(prompt, 4)
+
+
+def test_sharded_folders_are_read_whole(make: Make, tmp_path: Path) -> None:
+    source = hf_folder("tiny-llama3")
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    tensors = load_file(source / "model.safetensors")
+    names = sorted(tensors)
+    where = {}
+    for shard, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{shard}.safetensors")
+        where.update(dict.fromkeys(part, f"model-{shard}.safetensors"))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    backend = make(folder)
+    prompt = prompt_of(backend, 20, 9)
+    assert generate(backend, prompt, 4) == generated(source)(prompt, 4)
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(BrokenWeights, match=r"model-1\.safetensors"):
+        make(folder)
+
+
+def test_broken_folders_are_named(make: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(hf_folder("tiny-llama"), tmp_path / "broken"))
+    (folder / "crossover.json").unlink()
+    whole = (folder / "model.safetensors").read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:5], b""):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(BrokenWeights, match=r"model\.safetensors"):
+            make(folder)
+    (folder / "model.safetensors").write_bytes(whole)
+    tensors = load_file(folder / "model.safetensors")
+
+    def saved(change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+        copy = dict(tensors)
+        change(copy)
+        save_file(copy, folder / "model.safetensors")
+        return folder
+
+    with pytest.raises(BrokenWeights, match=r"lacks.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        make(saved(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")))
+    with pytest.raises(BrokenWeights, match=r"model\.norm\.weight.*\[63\].*\[64\]"):
+        make(saved(lambda t: t.update({"model.norm.weight": torch.ones(63)})))
+    with pytest.raises(UnsupportedModel, match=r"q_proj\.bias"):
+        make(saved(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})))
+
+
+def test_foreign_architectures_are_refused_by_name(make: Make, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(hf_folder("tiny-llama"), tmp_path / "foreign"))
+    config = json.loads((folder / "config.json").read_text())
+    for change, words in (
+        ({"model_type": "mixtral"}, "'mixtral'"),
+        ({"model_type": "mistral", "sliding_window": 256}, "sliding_window 256"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UnsupportedModel, match=words):
+            make(folder)
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "mistral", "sliding_window": None})
+    )
+    (folder / "crossover.json").unlink()
+    prompt = [5, 9, 100, 33]
+    assert generate(make(folder), prompt, 5) == generated(hf_folder("tiny-llama"))(
+        prompt, 5
+    )  # the same mathematics
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight_format"),
+    [("tiny-llama", "fp32"), ("tiny-llama3", "bf16"), ("tiny-qwen3", "fp32")],
+)
+def test_memory_is_what_was_predicted(
+    make: Make, tmp_path: Path, shape: str, weight_format: str
+) -> None:
+    backend = make(hf_folder(shape), weight_format=weight_format, slots=4, context_tokens=250)
+    predicted, measured = backend.info.predicted, backend.info.measured
+    assert predicted is not None and measured is not None
+    assert predicted.kv_bytes == measured.kv_bytes
+    assert predicted.weight_bytes == pytest.approx(measured.weight_bytes, rel=0.05)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(make: Make, tmp_path: Path) -> None:
+    write_hf_folder(TINY_LLAMA, tmp_path / "huge", dtype="fp32")
+    config = json.loads((tmp_path / "huge" / "config.json").read_text())
+    (tmp_path / "huge" / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 500, "intermediate_size": 100_000_000})
+    )
+    (tmp_path / "huge" / "crossover.json").unlink()
+    with pytest.raises(OutOfMemory, match="MiB"):
+        make(tmp_path / "huge")
+
+
+def test_weights_that_do_not_fit_into_the_container_are_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("models.machine.cgroup_memory_left", lambda root: 1 << 10)
+    with pytest.raises(OutOfMemory, match="do not fit: 1 KiB are available"):
+        make(hf_folder("tiny-llama"))
+    make(hf_folder("tiny-llama"), check_memory=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "words"),
+    [
+        ({"graph": "true"}, "cpu", "no option 'graph'"),
+        ({"graphs": "true"}, "cpu", "device gpu"),
+        ({"device_sampling": "perhaps"}, "gpu", "'perhaps'"),
+        ({"margin": 1.5}, "gpu", "1.5"),
+        ({"margin": "nan"}, "gpu", "'nan'"),
+        ({"prefill_chunk": 0}, "cpu", "0"),
+    ],
+)
+def test_unknown_options_are_refused_by_name(
+    options: dict[str, Any], device: str, words: str
+) -> None:
+    with pytest.raises(Unsupported, match=words):
+        check_options(options, device)
+
+
+def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
+    folder = hf_folder("tiny-llama")
+    for settings, words in (
+        ({"weight_format": "Q4_0"}, "'Q4_0'"),
+        ({"weight_format": "int4"}, "packed beforehand"),
+        ({"weight_format": "fp16"}, "bf16 or fp32"),
+        ({"context_tokens": 4096}, "4096"),
+        ({"kv_dtype": "q8_0"}, "q8_0"),
+        ({"weight_format": "fp32", "kv_dtype": "fp16"}, "kv_dtype fp16 cannot be had; .* fp32"),
+        ({"device": "tpu"}, "'tpu'"),
+    ):
+        with pytest.raises(Unsupported, match=words):
+            make(folder, **settings)

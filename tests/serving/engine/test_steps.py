@@ -1,0 +1,135 @@
+"""How the scheduler fills a step: prompts in pieces, whole blocks, the time that it takes."""
+
+import pytest
+
+from serving.backends.base import EngineConfig
+from serving.engine.scheduler import Scheduler
+from serving.sampling.types import Row, Sampled
+from tests.serving.engine.schedules import TABLE, VOCABULARY, Recorder, make, request, run
+
+
+def test_decoders_run_in_every_step_while_a_long_prompt_is_filled_in_pieces() -> None:
+    scheduler, backend = make(prefill_tokens=32)
+    scheduler.add(request(1, [5] * 10, 40))
+    scheduler.step()
+    scheduler.add(request(2, [7] * 200, 4))
+    backend.steps.clear()
+    for _ in range(7):
+        scheduler.step()
+    assert all(any(slot == 0 and count == 1 for slot, _, count in step) for step in backend.steps)
+    pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
+    assert sum(pieces) == 200
+    assert max(pieces) <= 32
+
+
+@pytest.mark.parametrize("prefill_tokens", [19, 40, 63])
+def test_prompts_are_cut_at_whole_blocks_and_no_crumbs_of_a_second_one_are_taken(
+    prefill_tokens: int,
+) -> None:
+    """Matrix kernels take 16 tokens at a time: what is left of a budget of 19 is not worth a pass
+    for another prompt.
+    """
+    scheduler, backend = make(prefill_tokens=prefill_tokens)
+    scheduler.add(request(1, [5] * 10, 60))
+    scheduler.step()
+    prompts = {1: 150, 2: 131, 3: 9}  # by slot
+    for slot, length in prompts.items():
+        scheduler.add(request(slot + 1, [slot + 6] * length, 4))
+    run(scheduler)
+    for slot, length in prompts.items():
+        pieces = [
+            (start, count)
+            for step in backend.steps
+            for s, start, count in step
+            if s == slot and start < length
+        ]
+        assert sum(count for _, count in pieces) == length
+        assert all(count % 16 == 0 for start, count in pieces if start + count < length), pieces
+
+
+def test_prefill_tokens_is_the_bound_however_little_it_is() -> None:
+    scheduler, backend = make(prefill_tokens=5)
+    scheduler.add(request(1, [5] * 40, 60))
+    scheduler.step()
+    scheduler.add(request(2, [7] * 100, 4))
+    run(scheduler)
+    pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
+    assert set(pieces) == {5}, pieces
+
+
+@pytest.mark.clock
+def test_the_budget_shrinks_until_a_mixed_step_fits_its_target() -> None:
+    scheduler, backend = make(
+        step_seconds_target=0.02, options={"prompt_token_seconds": 0.0005, "step_seconds": 0.001}
+    )
+    scheduler.add(request(1, [5] * 40, 100))
+    scheduler.step()
+    scheduler.add(request(2, [7] * 200, 4))
+    for _ in range(7):
+        scheduler.step()
+    pieces = [
+        count for step in backend.steps[1:] for slot, _, count in step if slot == 1 and count > 1
+    ]
+    assert sum(pieces) == 200
+    assert all(16 <= piece <= 48 for piece in pieces[:-1]), pieces
+
+
+class Timed(Recorder):
+    """A backend whose rows get cheaper in company, by a clock of its own; `says`: whether it tells
+    what the decoding rows took.
+    """
+
+    PROMPT_TOKEN = 0.003
+
+    def __init__(self, config: EngineConfig, says: bool) -> None:
+        super().__init__(config)
+        self.now, self.says = 0.0, says
+        self.last_decode_seconds: float | None = None
+
+    @staticmethod
+    def decode_seconds(rows: int) -> float:
+        blocks, ones = divmod(rows, 4)
+        return 0.026 * blocks + 0.011 * ones
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        decode = self.decode_seconds(sum(len(row.tokens) == 1 for row in rows))
+        self.now += decode + self.PROMPT_TOKEN * sum(
+            len(row.tokens) for row in rows if len(row.tokens) > 1
+        )
+        self.last_decode_seconds = decode if self.says else None
+        return super().step(rows)
+
+
+@pytest.mark.parametrize(("says", "over"), [(True, 1.1), (False, 1.6)])
+def test_while_prompts_keep_coming_a_step_takes_what_the_rule_gives_it(
+    says: bool, over: float
+) -> None:
+    """From the first sequence to the sixteenth, with no step of decoding alone in between to learn
+    from.
+    """
+    config = EngineConfig(
+        backend="fake",
+        model_path="",
+        model_name="fake",
+        options={"vocabulary": VOCABULARY},
+        slots=16,
+        context_tokens=512,
+    )
+    backend = Timed(config, says)
+    scheduler = Scheduler(backend, TABLE, frozenset({0}), config, clock=lambda: backend.now)
+    for number in range(16):
+        scheduler.add(request(number, list(range(number, number + 260)), 200, ignore_eos=True))
+    mixed = 0
+    while scheduler.busy and len(scheduler.running) + len(scheduler.waiting) == 16:
+        before = backend.now
+        scheduler.step()
+        decoding = sum(count == 1 for _, _, count in backend.steps[-1])
+        filled = sum(count for _, _, count in backend.steps[-1] if count > 1)
+        if not decoding or not filled:
+            continue
+        mixed += 1
+        decode = backend.decode_seconds(decoding)
+        cheapest = backend.decode_seconds(4) / 4
+        allowed = max(0.3, decode * 4.75, decode + 120 * (decode / decoding - cheapest))
+        assert backend.now - before <= allowed * over + 0.03, (decoding, filled)
+    assert mixed > 30

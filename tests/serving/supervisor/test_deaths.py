@@ -1,0 +1,333 @@
+"""What a supervisor does when real engine children die, hang or cannot load."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from serving.backends.base import EngineConfig
+from serving.engine.messages import GenerationRequest
+from serving.errors import EngineFailed, Unavailable
+from serving.sampling.types import Sampling
+from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.suspects import Suspects
+from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
+
+
+SOON_HUNG = msgspec.structs.replace(QUICK, health_timeout_seconds=1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV])
+def test_after_a_death_the_unread_start_again_and_the_read_end_with_an_error(
+    config: Callable[..., EngineConfig], tokenizer_path: str, number: signal.Signals
+) -> None:
+    async def scenario() -> None:
+        async with running(config()) as supervisor:
+            read = supervisor.submit(GenerationRequest([1, 2, 3], LONG, ignore_eos=True))
+            unread = [
+                supervisor.submit(GenerationRequest([4, 5, 6 + n], 40, ignore_eos=True))
+                for n in range(6)
+            ]
+            whole = supervisor.submit(GenerationRequest([9, 9, 9], 40, ignore_eos=True, whole=True))
+            await anext(read)
+            first_pid = supervisor.engine_pid
+            assert first_pid is not None
+            os.kill(first_pid, number)
+            last = await collect(read)
+            assert last.finish == "error" and last.error is not None and number.name in last.error
+            await until(lambda: supervisor.state != "ready")
+            assert supervisor.state == "restarting" and supervisor.reason is not None
+            with pytest.raises(Unavailable, match="restarting") as refused:
+                supervisor.submit(GenerationRequest([1], 1))
+            assert refused.value.retry_after_seconds >= 1.0
+            for n, stream in enumerate(unread):
+                result = await collect(stream)
+                assert (result.tokens, result.finish) == (40, "length")
+                assert result.text == truth(tokenizer_path, [4, 5, 6 + n], 40)
+            assert (await collect(whole)).text == truth(tokenizer_path, [9, 9, 9], 40)
+            assert supervisor.engine_pid not in (None, first_pid)
+            assert (supervisor.restarts, supervisor.fallbacks) == (1, 0)
+            died = next(event for event in supervisor.events if event.kind == "died")
+            assert died.cause == "engine_died" and number.name in died.message
+
+    run(scenario())
+
+
+def test_a_stopped_child_is_found_killed_and_replaced(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        async with running(config(), limits=SOON_HUNG) as supervisor:
+            await collect(supervisor.submit(GenerationRequest([1], 3)))
+            assert supervisor.engine_pid is not None
+            os.kill(supervisor.engine_pid, signal.SIGSTOP)
+            started = time.monotonic()
+            result = await collect(
+                supervisor.submit(GenerationRequest([1, 2], 10, ignore_eos=True))
+            )
+            assert result.finish == "length" and time.monotonic() - started > 0.9
+            assert [event.cause for event in supervisor.events if event.kind == "died"] == [
+                "health_timeout"
+            ]
+
+    run(scenario())
+
+
+def test_an_idle_stopped_child_is_left_alone(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        async with running(
+            config(), limits=RecoveryLimits(health_timeout_seconds=0.3)
+        ) as supervisor:
+            pid = supervisor.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(1.0)
+            assert supervisor.engine_pid == pid and supervisor.state == "ready"
+            os.kill(pid, signal.SIGCONT)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("cause", "starts"),
+    [("load_failed", 2), ("load_oom", 2), ("backend_missing", 1), ("unsupported", 1)],
+)
+def test_an_engine_that_cannot_load_is_not_started_for_ever(
+    config: Callable[..., EngineConfig], cause: str, starts: int
+) -> None:
+    async def scenario() -> None:
+        async with running(config(fail_cause=cause), wait=False) as supervisor:
+            assert supervisor.state == "loading"
+            with pytest.raises(Unavailable):
+                supervisor.submit(GenerationRequest([1], 1))
+            with pytest.raises(EngineFailed, match=cause):
+                await supervisor.wait_ready(20)
+            assert (
+                supervisor.state == "failed"
+                and supervisor.reason is not None
+                and cause in supervisor.reason
+            )
+            assert kinds(supervisor).count("started") == starts
+            await asyncio.sleep(0.3)
+            assert kinds(supervisor).count("started") == starts
+            with pytest.raises(Unavailable, match="failed"):
+                supervisor.submit(GenerationRequest([1], 1))
+
+    run(scenario())
+
+
+def test_a_backend_that_does_not_exist_is_named(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        wrong = msgspec.structs.replace(config(), backend="no.such.module:Backend")
+        async with running(wrong, wait=False) as supervisor:
+            with pytest.raises(EngineFailed, match=r"no\.such\.module"):
+                await supervisor.wait_ready(20)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("cause", "restarts"),
+    [
+        ("load_oom", 0),
+        ("load_failed", 0),
+        ("backend_missing", 0),
+        ("runtime_oom", 0),
+        ("hang", 0),
+        ("engine_died", 1),
+        ("abort", 1),
+        ("exit", 1),
+    ],
+)
+def test_every_cause_on_the_gpu_ends_on_the_cpu_with_no_unread_request_lost(
+    config: Callable[..., EngineConfig], cause: str, restarts: int
+) -> None:
+    async def scenario() -> None:
+        gpu, cpu = config(device="gpu", fail_cause=cause, fail_after_steps=3), config(device="cpu")
+        limits = msgspec.structs.replace(SOON_HUNG if cause == "hang" else QUICK, flips_per_hour=0)
+        async with running(gpu, cpu, limits=limits) as supervisor:
+            streams = [
+                supervisor.submit(GenerationRequest([7, n], 20, ignore_eos=True, whole=True))
+                for n in range(8)
+            ]
+            results = [await collect(stream) for stream in streams]
+            assert [(r.tokens, r.finish) for r in results] == [(20, "length")] * 8
+            assert (supervisor.label, supervisor.fallbacks, supervisor.restarts) == (
+                "fake/cpu",
+                1,
+                restarts,
+            )
+            fell = next(event for event in supervisor.events if event.kind == "fell_back")
+            expected = {
+                "hang": "health_timeout",
+                "abort": "engine_died",
+                "exit": "engine_died",
+            }.get(cause, cause)
+            assert (fell.cause, fell.engine) == (
+                expected,
+                "fake/gpu",
+            ) and "fake/cpu" in fell.message
+
+    run(scenario())
+
+
+def test_the_preferred_engine_comes_back_beside_the_one_that_serves(
+    config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        gpu = config(device="gpu", fail_cause="runtime_oom", fail_once_file=str(tmp_path / "once"))
+        asked = 0
+
+        async def usable() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked >= 3
+
+        async with running(gpu, config(), preferred_usable=usable) as supervisor:
+            await collect(supervisor.submit(GenerationRequest([1], 1)))
+            assert supervisor.label == "fake/cpu"
+            cpu_pid = supervisor.engine_pid
+            old = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            await anext(old)
+            await until(lambda: supervisor.label == "fake/gpu")
+            assert supervisor.state == "ready" and asked >= 3
+            new = await collect(supervisor.submit(GenerationRequest([1, 3], 5, ignore_eos=True)))
+            rest = await collect(old)
+            assert new.finish == "length" and rest.finish == "length"
+            assert supervisor.engine_pid != cpu_pid
+            await until(lambda: not alive(cpu_pid))
+            assert (supervisor.fallbacks, supervisor.returns) == (1, 1)
+            assert kinds(supervisor)[-2:] == ["returning", "returned"]
+
+    run(scenario())
+
+
+def test_a_way_back_that_fails_disturbs_nobody_and_is_not_tried_for_ever(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        limits = RecoveryLimits(
+            return_first_seconds=0.1,
+            steady_seconds=0.0,
+            flips_per_hour=2,
+        )
+        async with running(
+            config(device="gpu", fail_cause="load_oom"), config(), limits=limits
+        ) as supervisor:
+            stream = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            await until(lambda: kinds(supervisor).count("died") == 3)
+            assert (await collect(stream)).finish == "length"
+            await asyncio.sleep(0.8)
+            assert kinds(supervisor).count("returning") == 2
+            assert (supervisor.label, supervisor.state, supervisor.returns) == (
+                "fake/cpu",
+                "ready",
+                0,
+            )
+
+    run(scenario())
+
+
+def test_a_request_that_kills_every_engine_is_given_up_and_the_server_lives(
+    config: Callable[..., EngineConfig],
+) -> None:
+    async def scenario() -> None:
+        async with running(config(fail_cause="abort")) as supervisor:
+            result = await collect(supervisor.submit(GenerationRequest([1], 5)))
+            assert result.finish == "error" and "SIGABRT" in (result.error or "")
+            assert kinds(supervisor).count("died") == 2
+            await supervisor.wait_ready(20)
+
+    run(scenario())
+
+
+def test_a_request_that_kills_engines_is_then_refused_and_others_are_served(
+    config: Callable[..., EngineConfig],
+) -> None:
+    poison, good = GenerationRequest([9], 5), GenerationRequest([5], 5)
+
+    async def scenario() -> None:
+        limits = RecoveryLimits(backoff_first_seconds=0.01)
+        one = config(fail_cause="exit", fail_token=9)
+        async with running(one, limits=limits) as supervisor:
+            for deaths in (2, 3):  # twice, then alone
+                assert (await collect(supervisor.submit(poison))).finish == "error"
+                assert kinds(supervisor).count("died") == deaths
+                await supervisor.wait_ready(20)
+                assert (await collect(supervisor.submit(good))).finish == "length"
+            with pytest.raises(Unavailable, match="3 engines died while") as refused:
+                supervisor.submit(msgspec.structs.replace(poison, sampling=Sampling(seed=3)))
+            assert refused.value.code == "engine_killer"
+            assert 500 < refused.value.retry_after_seconds <= 600
+
+    run(scenario())
+
+
+def test_those_that_were_there_when_engines_died_are_tried_one_at_a_time() -> None:
+    suspects = Suspects()
+    killer, first, second = (GenerationRequest([token], 5) for token in (9, 1, 2))
+    for now in (0.0, 1.0):
+        for request in (killer, first, second):
+            assert not suspects.died_with(request, now)
+    suspects.check(first, 2.0)
+    suspects.admitted(1, first)
+    suspects.check(first, 2.0)  # another answer to it
+    with pytest.raises(Unavailable, match="after another such"):
+        suspects.check(killer, 2.0)
+    suspects.showed(1)
+    suspects.check(killer, 2.0)
+    suspects.admitted(2, killer)
+    assert suspects.died_with(killer, 3.0) and not suspects.died_with(first, 3.0)
+    suspects.ended(2, naturally=False)
+    with pytest.raises(Unavailable, match="3 engines died"):
+        suspects.check(killer, 600.0)
+    suspects.check(killer, 604.0)
+    suspects.check(second, 4.0)
+    suspects.admitted(3, second)
+    suspects.ended(3, naturally=True)
+    suspects.check(first, 4.0)
+    suspects.admitted(4, first)
+    suspects.check(second, 4.0)  # it has been answered since
+
+
+def test_the_breaker_opens_after_too_many_deaths(config: Callable[..., EngineConfig]) -> None:
+    async def scenario() -> None:
+        limits = RecoveryLimits(backoff_first_seconds=0.01, deaths=3)
+        async with running(config(), limits=limits) as supervisor:
+            for _ in range(3):
+                await supervisor.wait_ready(20)
+                pid = supervisor.engine_pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda pid=pid: supervisor.engine_pid != pid)  # type: ignore[misc]
+            await until(lambda: supervisor.state == "failed")
+            assert supervisor.reason is not None and "died 3 times" in supervisor.reason
+
+    run(scenario())
+
+
+def test_a_listener_that_raises_keeps_no_engine_from_its_successor(
+    config: Callable[..., EngineConfig],
+) -> None:
+    def broken(event: object) -> None:
+        raise OSError("no space left")
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
+        async with running(config(), on_event=broken) as supervisor:
+            pid = supervisor.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: supervisor.state == "restarting")
+            await supervisor.wait_ready(20)
+            assert "died" in kinds(supervisor)
+
+    said: list[dict[str, Any]] = []
+    run(scenario())
+    assert len(said) > 3 and "no space left" in str(said[0]["exception"])
