@@ -33,10 +33,13 @@ KEPT = 8  # texts whose matcher, or why there is none, is known: a request's ans
 MASK_CPU_SECONDS = 0.25  # of one mask, and of a text in excess of
 TOKEN_CPU_SECONDS = 0.005  # a token; a mask over 152k tokens takes 1 ms
 GBNF_PART = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\])|(?P<comment>\#[^\r\n]*)"""
+    # Texts without an end are taken as well: to look for one from each place is quadratic.
+    r"""(?P<text>"(?:\\[\s\S]|[^"\\])*+"?|\[(?:\\[\s\S]|[^\]\\])*+\]?)"""
+    r"""|(?P<comment>\#[^\r\n]*)"""
     r"""|(?P<name>[\w-]+)|(?P<close>(?<=[*+?}])\s*\)(?=(?:[\s)]|\#[^\r\n]*+)*+[*+?{]))"""
 )
 GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+ERROR_CHARACTERS = 2_000  # of an error of llguidance that are looked at
 WHITESPACE = r"( |\n[ \t]{0,20})"  # between tokens of JSON: one space, or a line's indentation
 LLGUIDANCE_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 LLGUIDANCE_LISTING = re.compile(r"^\s*\d+ \| .*", re.DOTALL | re.MULTILINE)  # of what we made
@@ -290,9 +293,13 @@ def _refused(sampling: Sampling, reason: str) -> Unsupported:
 
 
 def _shortened(text: str) -> str:
-    """The first lines of an error of llguidance, in words about the request's own text."""
+    """The first lines of an error of llguidance, in words about the request's own text.
+
+    It may repeat a text of any length: it is cut before a regular expression sees it.
+    """
     if text.startswith("NoExtension"):
         return "nothing matches it"
+    text = text[:ERROR_CHARACTERS]
     text = LLGUIDANCE_LISTING.sub("", LLGUIDANCE_PLACE.sub("", text.strip()))
     lines = (line.strip() for line in text.splitlines())
     text = " ".join(line for line in lines if line.strip("^") and not line.startswith("<"))

@@ -279,6 +279,25 @@ def test_every_json_answer_of_a_random_model_parses(
         assert isinstance(json.loads(text.decode()), kind)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(grammar="root ::= " + "[" * 16_000),
+        Sampling(grammar="root ::= " + '\\"' * 8_000),
+        Sampling(json_schema=json.dumps({"type": "string", "format": "\n" * 16_000})),
+        Sampling(json_schema=json.dumps({"type": "string", "format": "Resource '" * 6_000})),
+    ],
+    ids=["classes", "texts", "lines of an error", "names in an error"],
+)
+def test_no_text_is_a_playground_of_our_own_expressions(sampling: Sampling) -> None:
+    """64 KiB of `[` held the engine's interpreter for 80 s: a thread of its own is no help."""
+    BYTES.prepare()
+    started = time.thread_time()
+    with pytest.raises(Unsupported):
+        BYTES.open(sampling)
+    assert time.thread_time() - started < 0.5
+
+
 @pytest.mark.parametrize("text", [DOUBLING, NESTING, 'root ::= ((("a"?){99}){99})'])
 def test_matching_is_bounded(grammars: Grammars, text: str) -> None:
     chance = random.Random(1)
