@@ -7,7 +7,11 @@
 - A head must be complete within `header_seconds` and have at most `header_bytes`; the same bytes
   are allowed for what follows a head without being body (chunk extensions, trailing fields).
 - A reader that takes nothing of a full buffer for `stalled_seconds` loses its connection.
-- More than `connections` at once are told so.
+- A head has at most `header_fields`, and `pipelined` requests may follow one that is not answered.
+  What breaks a bound is not parsed to its end: the parser runs on the event loop.
+- A body comes in chunks of CHUNK_BYTES on average, but for the first FREE_CHUNKS.
+- Where `connections` are open, another one takes the place of the one that has waited longest for
+  a request. Where each has one, it is told so.
 - The rest of a body whose answer is written (a 413) is dropped for `body_seconds` at most, so that
   the client gets to read that answer.
 """
@@ -37,6 +41,8 @@ OTHER_DESCRIPTORS = 96  # beside connections: engines, files that are being read
 DESCRIPTORS = "/proc/self/fd"
 HANDSHAKE_SECONDS = 10.0  # until then uvicorn does not know of a connection
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+FREE_CHUNKS = 1024  # of a body, of any size
+CHUNK_BYTES = 32
 SEND_BUFFER_BYTES = 128 << 10  # of one connection in the kernel; Linux doubles it
 
 
@@ -72,31 +78,47 @@ def _without_upgrade(data: bytes) -> bytes:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection within `limits`."""
+    """One connection within `limits`. `idle`: those of the server without a request, the one that
+    has waited longest first."""
 
     def __init__(
-        self, *arguments: Any, limits: Limits, on_refused: Callable[[int], None], **options: Any
+        self,
+        *arguments: Any,
+        limits: Limits,
+        on_refused: Callable[[int], None],
+        idle: dict[GuardedProtocol, None],
+        **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self._limits = limits
         self._on_refused = on_refused
+        self._idle = idle
         self._header_timer = _Timer(self.loop, limits.header_seconds, self._too_slow)
         self._stall_timer = _Timer(self.loop, limits.stalled_seconds, self._abort)
         self._rest_timer = _Timer(self.loop, limits.body_seconds, self._abort)
         self._in_head = True
         self._head_bytes = 0
         self._bodiless_bytes = 0  # since the last piece of body
+        self._body_bytes = self._chunks = 0
+        self._pieces: list[bytes] = []  # of a body, from the data that is being parsed
+        self._problem: ApiError | None = None  # why parsing was broken off
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         most = self._limits.connections
         if len(self.connections) > most:
-            text = f"{most} connections are open, the most allowed"
-            self._refuse(try_again(503, text, "too_many_connections", 1.0))
-            return
+            longest = next(iter(self._idle), None)
+            if longest is None:
+                text = f"{most} connections are open, the most allowed"
+                self._refuse(try_again(503, text, "too_many_connections", 1.0))
+                return
+            del self._idle[longest]
+            longest._abort()
+        self._idle[self] = None
         self._header_timer.start()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._idle.pop(self, None)
         for timer in (self._header_timer, self._stall_timer, self._rest_timer):
             timer.stop()
         super().connection_lost(exc)
@@ -109,6 +131,7 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._bodiless_bytes += len(data)
         super().data_received(data)
+        self._give_body()
         # A head may come with a body of any size: an incomplete head is what counts.
         most = self._limits.header_bytes
         if self.transport.is_closing():
@@ -121,14 +144,37 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # fields after the body may change nothing
+            most = self._limits.header_fields
+            if len(self.headers) >= most:
+                text = f"the request has more than {most} headers"
+                self._break_off(ApiError(431, text, code="headers_too_large"))
             super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > FREE_CHUNKS + self._body_bytes // CHUNK_BYTES:
+            text = f"the body comes in chunks of less than {CHUNK_BYTES} bytes"
+            self._break_off(ApiError(400, text, code="chunks_too_small"))
 
     def on_body(self, body: bytes) -> None:
         self._bodiless_bytes = 0
-        super().on_body(body)
+        self._body_bytes += len(body)
+        self._pieces.append(body)
+
+    def _give_body(self) -> None:
+        """What has come of a body, in one piece: uvicorn copies all it has for each."""
+        if self._pieces:
+            whole = b"".join(self._pieces)
+            self._pieces = []
+            super().on_body(whole)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= self._limits.pipelined:
+            text = f"more than {self._limits.pipelined} requests follow one that is not answered"
+            self._break_off(ApiError(400, text, code="too_many_requests_at_once"))
+        self._idle.pop(self, None)
         self._in_head = False
+        self._body_bytes = self._chunks = 0
         self._head_bytes = self._bodiless_bytes = 0
         self._header_timer.stop()
         if self.parser.should_upgrade():
@@ -139,6 +185,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        self._give_body()
         self._in_head = True
         self._rest_timer.stop()
         if not self.transport.is_closing():
@@ -146,12 +193,21 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._in_head and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if not self._in_head:
             self._rest_timer.start()
+        if self.cycle.response_complete:
+            self._idle[self] = None
+
+    def _break_off(self, problem: ApiError) -> None:
+        """Stop the parser, whose callback this is called from. Raises ValueError."""
+        self._problem = problem
+        raise ValueError
 
     def send_400_response(self, msg: str) -> None:
         text = "this is not an HTTP request that can be read"
-        self._refuse(ApiError(400, text, code="invalid_http"))
+        self._refuse(self._problem or ApiError(400, text, code="invalid_http"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -212,12 +268,12 @@ def room_for_connections(wanted: int) -> int:
 def server_options(
     limits: Limits, on_refused: Callable[[int], None] = lambda status: None
 ) -> dict[str, Any]:
-    """Arguments of uvicorn.Config that belong to this app, whoever runs it.
+    """Arguments of uvicorn.Config that belong to this app, whoever runs it: of one server.
 
     `on_refused` gets the status of each answer that is not the app's.
     """
     return {
-        "http": functools.partial(GuardedProtocol, limits=limits, on_refused=on_refused),
+        "http": functools.partial(GuardedProtocol, limits=limits, on_refused=on_refused, idle={}),
         "loop": "uvloop",
         "ws": "none",
         "log_config": None,  # the server's own log takes uvicorn's lines too

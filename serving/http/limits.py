@@ -15,10 +15,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     body_work: int = 300_000  # of decoding it; see serving.http.wire.decoding.check_work
     body_seconds: float = 30.0  # from the head of a request to the end of its body
     header_bytes: int = 32 << 10
+    header_fields: int = 128
     header_seconds: float = 15.0  # from the first byte (or the connection) to the end of the head
     idle_seconds: float = 75.0  # a kept connection with nothing on it
     stalled_seconds: float = 60.0  # a reader that takes nothing of what waits for it
     connections: int = 4096
+    pipelined: int = 16  # requests that wait for the answer to an earlier one of their connection
     sequences: int = 128  # prompts * n of one request
     answer_logprobs: int = 200_000  # log-probabilities of an answer that is not streamed
     messages: int = 4096

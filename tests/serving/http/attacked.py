@@ -13,6 +13,7 @@ memory, and has logged no traceback.
   test_app_streams: large_body
 - 1 MB headers: one, many, in the address, after the body: test_a_megabyte_of_headers;
   test_a_body_followed_by_headers_without_end
+- many requests, header fields or chunks in one segment, idle connections: test_connections
 - deep JSON: test_deep_json
 - a million stop strings, logit_bias keys, prompts, turns: test_a_million_of_everything
 - keys and values made to stall a regular expression:
@@ -20,7 +21,8 @@ memory, and has logged no traceback.
 - slow readers, slowloris, stalled bodies: test_five_hundred_slow_heads; test_app_streams: "who is
   slow"
 - queue floods: test_a_flood_is_refused_at_once_and_the_queue_is_served
-- invalid and exponential regex, schema, grammar: test_hostile_schemas_and_grammars; test_grammar
+- invalid and exponential regex, schema, grammar, and texts that make our own expressions slow:
+  test_hostile_schemas_and_grammars; test_grammar
 - template injection: by a message, by the model: test_a_message_is_never_a_template;
   test_a_hostile_template; test_chat
 - truncated and fuzzed GGUF, safetensors, ONNX: test_fuzzed_files

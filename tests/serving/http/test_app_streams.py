@@ -325,9 +325,10 @@ def test_connections_beyond_the_limit_are_told_so(supervisor: FakeSupervisor) ->
     limits = Limits(connections=2)
     with (
         served(app_on(supervisor, limits=limits), limits) as port,
-        connected(port),
-        connected(port),
+        connected(port, post(stream=True)),
+        connected(port, post(stream=True)),
     ):
+        wait_until(lambda: len(supervisor.submitted) == 2)
         with connected(port) as third:
             found = read_all(third)
         assert (
