@@ -126,6 +126,8 @@ def _one(group: list[Path], options: Options) -> bool:
         typer.echo(f"\n{found.headline}\n")
     if asked.formats:
         folder = options.out or group[0] / "report"
+        if options.out is None and folder.is_symlink():  # a stranger's run would say where to
+            raise ReportError(f"{folder} is a link; --out says where to write")
         if options.separate and options.out is not None:
             folder = options.out / group[0].resolve().name
         main = write(found, folder, asked)

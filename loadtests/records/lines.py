@@ -75,6 +75,13 @@ def cleaned(text: bytes) -> bytes:
     return _CONTROL.sub(rb"\\ufffd", _PASSWORD.sub(b"://***@", text))
 
 
+def read_plain(path: Path) -> bytes:
+    """The whole file. Raises OSError; BadRunFolder for a pipe or device, which may have no end."""
+    if path.exists() and not path.is_file():
+        raise BadRunFolder(f"{path} is no plain file")
+    return path.read_bytes()
+
+
 def read_lines(path: Path, kind: Any) -> Read[Any]:
     """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
     return read_as(path, msgspec.json.Decoder(kind).decode)
@@ -83,7 +90,7 @@ def read_lines(path: Path, kind: Any) -> Read[Any]:
 def read_as(path: Path, record_of: Callable[[bytes], T]) -> Read[T]:
     """As read_lines; `record_of` raises msgspec.MsgspecError for a line that is no record."""
     try:
-        data = path.read_bytes()
+        data = read_plain(path)
     except FileNotFoundError:
         return Read([])
     except OSError as problem:

@@ -36,7 +36,7 @@ from loadtests.records.events import (
     completed_levels,
     started_levels,
 )
-from loadtests.records.lines import Appender, Read, cleaned, read_as, read_lines
+from loadtests.records.lines import Appender, Read, cleaned, read_as, read_lines, read_plain
 from loadtests.records.schema import (
     FORMAT_VERSION,
     RequestRecord,
@@ -88,6 +88,7 @@ class RunFolder:
         self.events: list[Event] = []  # the journal: what was read at first, and all since
         self.levels: list[LevelRecords] = []  # the finished ones
         self.broken_lines: dict[str, tuple[int, ...]] = {}  # as in RunRecords
+        _check_no_links(folder)
         self._lock = _take_lock(folder)
         self._events: Appender[Event] = Appender(folder / EVENTS)
         self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
@@ -233,7 +234,7 @@ def read_manifest(folder: Path) -> RunManifest:
     """The manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:
-        text = cleaned(path.read_bytes())
+        text = cleaned(read_plain(path))
     except OSError as problem:
         raise BadRunFolder(
             f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
@@ -267,6 +268,16 @@ def read_samples(folder: Path) -> Read[ResourceSample]:
 def read_events(folder: Path) -> Read[Event]:
     """The journal."""
     return read_as(folder / EVENTS, lambda line: _decode_event(cleaned(line)))
+
+
+def _check_no_links(folder: Path) -> None:
+    """A stranger's run could have the records and logs of this one written into any file."""
+    for path in (*folder.glob("*"), *folder.glob("logs/*")):
+        if path.is_symlink():
+            raise BadRunFolder(
+                f"{path} is a link: a run is written into its own files alone; put the file in its "
+                "place, or remove it"
+            )
 
 
 def _take_lock(folder: Path) -> int:

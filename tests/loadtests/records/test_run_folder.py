@@ -39,8 +39,10 @@ from loadtests.records.events import (
 from loadtests.records.lines import Appender, Read
 from loadtests.records.run_folder import (
     EVENTS,
+    LOCK,
     MANIFEST,
     REQUESTS,
+    SAMPLES,
     LevelRecords,
     RunFolder,
     RunRecords,
@@ -488,6 +490,32 @@ def test_a_cell_of_a_strangers_run_names_no_file_elsewhere() -> None:
     manifest = msgspec.structs.replace(MANIFEST_RECORD, campaign=campaign, cells=[cell])
     with pytest.raises(BadRunFolder, match="run r has a cell '../../etc/x'"):
         campaign_of(manifest)
+
+
+@pytest.mark.parametrize("name", [LOCK, REQUESTS, "logs", "logs/server.log"])
+def test_a_strangers_run_is_not_written_into_files_elsewhere(tmp_path: Path, name: str) -> None:
+    """A lock that was a link to a file of its reader's once emptied that file."""
+    RunFolder.create(tmp_path / "run", MANIFEST_RECORD).close()
+    elsewhere = tmp_path / "elsewhere"
+    if name == "logs":
+        elsewhere.mkdir()
+        (tmp_path / "run" / name).rmdir()
+    else:
+        elsewhere.write_text("precious, and cut off")
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(elsewhere)
+    with pytest.raises(BadRunFolder, match=f"{name} is a link"):
+        RunFolder.open_existing(tmp_path / "run")
+    assert name == "logs" or elsewhere.read_text() == "precious, and cut off"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SAMPLES])
+def test_a_file_without_an_end_is_not_read(tmp_path: Path, name: str) -> None:
+    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(BadRunFolder, match=f"{name} is no plain file"):
+        read_records(tmp_path)
 
 
 def test_what_is_read_holds_no_password_and_nothing_for_a_terminal(tmp_path: Path) -> None:
