@@ -134,23 +134,36 @@ def opened(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="crossover-archive-") as made:
         folder = Path(made) / plain(path.name.removesuffix(".tar.xz"))
         folder.mkdir()
-        left = MOST_BYTES
         try:
-            with tarfile.open(path, mode="r:xz") as tar:
-                for member in tar:
-                    name = member.name.rpartition("/")[2]
-                    source = tar.extractfile(member) if member.isreg() else None
-                    if name not in FILES or source is None:
-                        continue
-                    left -= member.size
-                    if left < 0:
-                        raise ReportError(f"{path} holds more than {formatting.size(MOST_BYTES)}")
-                    (folder / name).write_bytes(source.read())
+            with lzma.open(path) as packed:
+                bounded: Any = _Bounded(packed, path)
+                with tarfile.open(fileobj=bounded, mode="r|") as tar:
+                    for member in tar:
+                        name = member.name.rpartition("/")[2]
+                        source = tar.extractfile(member) if member.isreg() else None
+                        if name in FILES and source is not None:
+                            (folder / name).write_bytes(source.read())
         except (OSError, tarfile.TarError, EOFError, lzma.LZMAError) as problem:
             raise ReportError(f"{path} is no archive of a run: {problem}") from problem
         if not (folder / MANIFEST).exists():
             raise ReportError(f"{path} is no archive of a run: it has no {MANIFEST}")
         yield folder
+
+
+class _Bounded:
+    """An archive as it is unpacked, of MOST_BYTES: names and headers may be as long as files."""
+
+    def __init__(self, packed: lzma.LZMAFile, path: Path) -> None:
+        self._packed = packed
+        self._path = path
+        self._left = MOST_BYTES
+
+    def read(self, size: int) -> bytes:
+        data = self._packed.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ReportError(f"{self._path} holds more than {formatting.size(MOST_BYTES)}")
+        return data
 
 
 class _Names:

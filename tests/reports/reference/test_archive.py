@@ -25,6 +25,7 @@ from loadtests.records.events import (
 )
 from loadtests.records.schema import Disturbance, Stranger, WorkerFacts
 from reports.errors import ReportError
+from reports.reference import archive
 from reports.reference.archive import FILES, anonymised, opened, write_archive
 from reports.run import numbers_of, read_records, read_run
 from tests.reports.example_run import RUNGS, write_example_run
@@ -200,6 +201,21 @@ def test_a_strangers_archive_writes_four_files_at_most(tmp_path: Path) -> None:
         pytest.raises(ReportError, match="is no archive of a run"),
         opened(tmp_path / "text.tar.xz"),
     ):
+        pass
+
+
+@pytest.mark.parametrize("where", ["a file's name", "a file that is not kept"])
+def test_an_archive_is_unpacked_no_further_than_the_most_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """10 GB of zeros are 1.5 MB packed; a header was read whole, whatever its size."""
+    monkeypatch.setattr(archive, "MOST_BYTES", 1 << 20)
+    path = tmp_path / "bomb.tar.xz"
+    with tarfile.open(path, "w:xz", format=tarfile.GNU_FORMAT) as tar:
+        member = tarfile.TarInfo("x" * (2 << 20) if where == "a file's name" else "x")
+        member.size = 0 if where == "a file's name" else 2 << 20
+        tar.addfile(member, io.BytesIO(b"0" * member.size))
+    with pytest.raises(ReportError, match="bomb.tar.xz holds more than 1 MiB"), opened(path):
         pass
 
 
