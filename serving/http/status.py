@@ -37,7 +37,7 @@ async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
         ids = await served_model.tokens(request.prompt or "", "prompt", bos=bos)
     found = Tokenized(ids, len(ids), most)
     if request.return_token_strs:
-        shown = [served_model.tokenizer.token_text(token) for token in ids]
+        shown = await served_model.shown(ids)
         found = msgspec.structs.replace(found, token_strs=shown)
     await exchange.answer(found)
 

@@ -181,6 +181,15 @@ class ServedModel:
             return await TEXT_WORK.run(len(tokens), self._text_of, tokens, skip_special)
         return self._text_of(tokens, skip_special)
 
+    async def shown(self, tokens: Sequence[int]) -> list[str]:
+        """Each token for people."""
+        if len(tokens) > INLINE_CHARACTERS:
+            return await TEXT_WORK.run(len(tokens), self._shown, tokens)
+        return self._shown(tokens)
+
+    def _shown(self, tokens: Sequence[int]) -> list[str]:
+        return [self.tokenizer.token_text(token) for token in tokens]
+
     def _text_of(self, tokens: Sequence[int], skip_special: bool) -> str:
         data = [self.bytes_of(token) for token in tokens]
         if not skip_special:
