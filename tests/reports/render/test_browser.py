@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +24,8 @@ from reports.render.accelerator.money import cost_words
 from reports.render.accelerator.speed import best_words
 from reports.render.lattice import at
 from reports.render.page import page
+from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
-BROWSER = next(
-    (
-        found
-        for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
-        if (found := shutil.which(name))
-    ),
-    None,
-)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 
 ASK = """<script type="module">
@@ -132,33 +122,19 @@ def written(run: RunNumbers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(written: Path, folder: Path, *options: str) -> dict[str, Any]:
-    """What the page says of itself at a phone's width."""
-    before, end, after = (
-        (written / "index.html").read_text().rpartition("</body>")
-    )  # Vega's code holds one too
-    (folder / "page.html").write_text(before + ASK + end + after)
-    command = [
-        *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
-        *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        *("--disable-sync", f"--user-data-dir={folder / 'profile'}", "--window-size=420,900"),
-        *("--virtual-time-budget=60000", "--dump-dom", *options, (folder / "page.html").as_uri()),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    found = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr[-2000:]
-    told: dict[str, Any] = json.loads(html.unescape(found[1]))
-    return told
-
-
 @pytest.fixture(scope="module")
 def answer(written: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return ask(written, tmp_path_factory.mktemp("light"), "--blink-settings=preferredColorScheme=1")
+    """What the page says of itself at a phone's width."""
+    page = (written / "index.html").read_text()
+    found: dict[str, Any] = asked(page, ASK, tmp_path_factory.mktemp("light"), LIGHT)
+    return found
 
 
 @pytest.fixture(scope="module")
 def dark(written: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return ask(written, tmp_path_factory.mktemp("dark"), "--blink-settings=preferredColorScheme=0")
+    page = (written / "index.html").read_text()
+    found: dict[str, Any] = asked(page, ASK, tmp_path_factory.mktemp("dark"), DARK)
+    return found
 
 
 def test_all_charts_are_drawn_and_nothing_fails(answer: dict[str, Any], written: Path) -> None:
