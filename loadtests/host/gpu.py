@@ -64,16 +64,16 @@ class Gpu:
         self.doubts = []
         if self._nvml is not None:
             self._choose(tuple(engine))
-            found = self._by_nvml(engine)
+            found, driver = self._by_nvml(engine), "NVML"
         elif self._cards:
-            found = _by_sysfs(self._card_of(engine))
+            found, driver = _by_sysfs(self._card_of(engine)), "amdgpu"
         else:
             return {}
         if all(value is None for value in found.values()):
             self.doubts = ["the GPU's driver tells nothing"]
         else:
             self.missing = {name: _NOT_TOLD for name, value in found.items() if value is None}
-        return found
+        return found | {"gpu_by": driver}
 
     def _choose(self, engine: tuple[int, ...]) -> None:
         """The device of these processes, looked for again when they are others."""

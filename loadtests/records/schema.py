@@ -201,6 +201,7 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     machine_cpu_share: float | None = None  # of all cores together, 0..1
     available_bytes: int | None = None
     swap_used_bytes: int | None = None
+    gpu_by: Literal["NVML", "amdgpu"] = "NVML"  # the driver that tells the gpu_* values
     gpu_memory_bytes: int | None = None  # used, by whomever
     gpu_reserved_bytes: int | None = None  # kept back by driver and firmware
     gpu_engine_bytes: int | None = None  # used by the engine's processes

@@ -282,6 +282,7 @@ def test_an_amd_gpu_is_read_from_its_files(tmp_path: Path) -> None:
     assert (sample.gpu_watts, sample.gpu_clock_hertz) == (400.0, 2.1e9)
     assert sample.gpu_energy_joules is None
     assert readings.missing["gpu_energy_joules"] == "this driver does not tell"
+    assert sample.gpu_by == "amdgpu"
 
 
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
