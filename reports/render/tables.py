@@ -46,7 +46,7 @@ def table_of(items: Iterable[T], columns: Sequence[tuple[str, bool, Callable[[T]
     return Table(heads, tuple(tuple(text(item) for _, _, text in columns) for item in items))
 
 
-def _significant(value: float | None, unit: str = "") -> str:
+def significant(value: float | None, unit: str = "") -> str:
     return NOT_MEASURED if value is None else f"{formatting.significant(value)}{unit}"
 
 
@@ -68,13 +68,13 @@ def capacity_table(run: RunNumbers, found: Crossover) -> Table:
     columns: list[tuple[str, bool, Callable[[CellNumbers], str]]] = [
         ("model", False, lambda cell: model_title(cell.model)),
         ("format", False, lambda cell: cell.weight_format),
-        ("format's KL", True, lambda cell: _significant(cell.quality_kl_nats, " nats")),
+        ("format's KL", True, lambda cell: significant(cell.quality_kl_nats, " nats")),
         ("engine", False, engine_words),
         ("capacity", False, state_words),
         ("predicted", False, predicted_cell),
         ("alone: TTFT; TPOT", True, alone),
         ("missed first", False, breaks),
-        ("most tokens/s seen", True, lambda cell: _significant(_most_tokens(cell))),
+        ("most tokens/s seen", True, lambda cell: significant(_most_tokens(cell))),
         ("requests", True, lambda cell: formatting.count(_due(cell))),
     ]
     asked = found.asked_rate
@@ -144,7 +144,7 @@ def level_table(run: RunNumbers) -> Table:
             (
                 "tokens/s",
                 True,
-                lambda x: _significant(x.summary.throughput.output_tokens_per_second),
+                lambda x: significant(x.summary.throughput.output_tokens_per_second),
             ),
             ("failed", True, _failed_words),
             ("engine CPU", True, lambda level: _cores(level.summary.resources.engine_cpu_share)),
@@ -189,7 +189,7 @@ def _counts_words(level: LevelNumbers) -> str:
 
 
 def _cores(share: float | None) -> str:
-    return _significant(share, " cores")
+    return significant(share, " cores")
 
 
 def memory_table(found: Crossover) -> Table:

@@ -8,7 +8,7 @@ from models import formatting
 from models.formatting import NOT_MEASURED, model_title
 from reports.accelerator.formats import FormatRow, kind_words
 from reports.render.accelerator.section import Section
-from reports.render.tables import state_words, table_of
+from reports.render.tables import significant, state_words, table_of
 
 FORMATS_NOTE = (
     "Weights as a file of that format has them. KL: the mean divergence of next-token "
@@ -33,12 +33,12 @@ def formats_section(found: Sequence[FormatRow]) -> Section:
                 ("format", False, lambda one: one.weight_format),
                 ("engine", False, lambda one: one.backend),
                 ("weights (predicted)", True, lambda one: formatting.size(one.weight_bytes)),
-                ("KL", True, _kl),
-                ("prompt tokens/s", True, lambda one: _speed(one.prompt_tokens_per_second)),
-                ("tokens/s, one stream", True, lambda one: _speed(one.decode_tokens_per_second)),
+                ("KL", True, lambda one: significant(one.kl_nats, " nats")),
+                ("prompt tokens/s", True, lambda x: significant(x.prompt_tokens_per_second)),
+                ("tokens/s, one stream", True, lambda x: significant(x.decode_tokens_per_second)),
                 (
                     *("tokens/s, all slots", True),
-                    lambda one: _speed(one.decode_slots_tokens_per_second),
+                    lambda one: significant(one.decode_slots_tokens_per_second),
                 ),
                 (
                     *("capacity", False),
@@ -48,14 +48,6 @@ def formats_section(found: Sequence[FormatRow]) -> Section:
             ],
         ),
     )
-
-
-def _speed(value: float | None) -> str:
-    return NOT_MEASURED if value is None else formatting.significant(value)
-
-
-def _kl(one: FormatRow) -> str:
-    return NOT_MEASURED if one.kl_nats is None else f"{formatting.significant(one.kl_nats)} nats"
 
 
 def _words(found: Sequence[FormatRow]) -> list[str]:
@@ -69,12 +61,12 @@ def _words(found: Sequence[FormatRow]) -> list[str]:
         prompt = max(known, key=lambda one: one.prompt_tokens_per_second or 0.0)
         text = (
             f"{model_title(model)}: one stream decodes fastest in {_name(best)} "
-            f"({_speed(best.decode_tokens_per_second)} tokens/s)"
+            f"({significant(best.decode_tokens_per_second)} tokens/s)"
         )
         if prompt is not best and prompt.prompt_tokens_per_second:
             text += (
                 f", prompts are computed fastest in {_name(prompt)} "
-                f"({_speed(prompt.prompt_tokens_per_second)} tokens/s)"
+                f"({significant(prompt.prompt_tokens_per_second)} tokens/s)"
             )
         said.append(f"{text}.")
     return said
