@@ -1,7 +1,8 @@
 """The step law of one model from a grid of step times that hold no noise but the machine's.
 
 Nothing is fitted that can be read off: what decode rows cost is a figure of its own each, a token
-of context costs the difference between two contexts, a prompt its line over three lengths.
+of context costs the difference between two contexts, a prompt its line over three lengths, another
+pass of a step what steps of several prompts, or of a prompt and decode rows, take beyond these.
 loadtests.simulation.step_time.fit is for times that a client saw.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from loadtests.calibrate.machine_file import Law, Step
@@ -17,10 +19,14 @@ from loadtests.simulation.step_time import mean_slope
 
 
 def law_of(steps: Sequence[Step]) -> Law:
-    """The law in the form `sum`; needs prompts of two lengths and decode steps."""
-    base, prompt = _line([one for one in steps if not one.decode_rows])
+    """The law in the form `sum`; needs prompts of two lengths and decode steps.
+
+    Steps of several passes: an engine that computes them as one has no cost of a pass.
+    """
+    alone = [one for one in steps if one.passes == 1]
+    base, prompt = _line([one for one in alone if not one.decode_rows])
     by_rows: dict[float, list[Step]] = {}
-    for one in steps:
+    for one in alone:
         if one.decode_rows:
             by_rows.setdefault(one.decode_rows, []).append(one)
     kv = statistics.median(
@@ -37,13 +43,21 @@ def law_of(steps: Sequence[Step]) -> Law:
         first = by_rows[rows][0]
         most = max(most, first.seconds - base - kv * first.kv_tokens)
         knots.append((rows, most))
-    return Law(
+    law = Law(
         base_seconds=base,
         rows=tuple(knots),
         row_seconds=mean_slope(tuple(knots)),
         prompt_token_seconds=prompt,
         kv_token_seconds=kv,
     )
+    beyond_law = [
+        (one.seconds - law.seconds(one.decode_rows, one.prefill_tokens, one.kv_tokens))
+        / (one.passes - 1)
+        for one in steps
+        if one.passes > 1
+    ]
+    each_pass = max(0.0, statistics.median(beyond_law or [0.0]))
+    return msgspec.structs.replace(law, pass_seconds=each_pass)
 
 
 def _line(prompts: Sequence[Step]) -> tuple[float, float]:

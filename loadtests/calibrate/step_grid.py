@@ -46,6 +46,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     head_rows: tuple[int, ...] = (1, 2, 3, 4, 8, 16)  # without logits too
     contexts: tuple[int, ...] = (128, 640)
     prompts: tuple[int, ...] = (16, 64, 256)
+    # Decode rows, and prompts beside them: steps of several passes, at the first context.
+    mixed: tuple[tuple[int, int], ...] = ((1, 1), (3, 1), (0, 2))
+    mixed_tokens: int = 64  # of each of their prompts
     part_seconds: float = 0.3  # of each figure
 
     def within(self, slots: int) -> Grid:
@@ -59,17 +62,19 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
             rows=cut(self.rows),
             deep_rows=cut(self.deep_rows),
             head_rows=cut(self.head_rows),
+            mixed=tuple(one for one in self.mixed if sum(one) <= slots),
         )
 
     @property
     def figures(self) -> int:
         deep = len(self.deep_rows) * (len(self.contexts) - 1)
-        return len(self.prompts) + len(self.rows) + len(self.head_rows) + deep
+        shallow = len(self.rows) + len(self.head_rows) + len(self.mixed)
+        return len(self.prompts) + shallow + deep
 
     @property
     def context_tokens(self) -> int:
         """That a slot must hold."""
-        return max(*self.contexts, *self.prompts) + MOST_STEPS
+        return max(*self.contexts, *self.prompts, self.mixed_tokens) + MOST_STEPS
 
 
 class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -180,8 +185,19 @@ def grid_of(backend: Backend, grid: Grid, clock: Clock = time.perf_counter) -> I
             seconds = decode(rows, context)
             held = rows * (context + steps.held[0]) / 2
             yield Heard(step=Step(float(rows), 0.0, held, seconds))
-        for rows in () if index else grid.head_rows:
+        if index:
+            continue
+        for rows in grid.head_rows:
             yield Heard(head=(rows, decode(rows, context, wants_token=False)))
+        for rows, prompts in grid.mixed:
+            tokens = min(grid.mixed_tokens, (steps.info.step_tokens - rows) // prompts)
+            steps.held[:] = [context] * len(steps.held)
+            one = partial(steps.mixed, rows, prompts, tokens)
+            seconds = steps.quick(one, grid.part_seconds, LEAST_STEPS, MOST_STEPS)
+            held = rows * (context + steps.held[0]) / 2
+            passes = float(prompts + bool(rows))
+            told = Step(float(rows), float(prompts * tokens), held, seconds, passes=passes)
+            yield Heard(step=told)
 
 
 def main() -> None:

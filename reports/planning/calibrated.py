@@ -6,7 +6,8 @@
 Each cost of a step is split in what it goes with in a model's shape, and told from the rungs that
 were measured (two: two equations), never below zero:
 
-    base, rows(n), prompt token    a * matrix parameters + b * layers * hidden
+    base, rows(n), prompt token,
+    another pass                   a * matrix parameters + b * layers * hidden
     logits of n rows               c * head parameters, measured apart
     token of context               d * layers * heads * head width
 
@@ -124,6 +125,7 @@ class _Told(msgspec.Struct, frozen=True):
             base_seconds=self._cost(lambda one: one.law.base_seconds),
             prompt_token_seconds=self._cost(lambda one: one.law.prompt_token_seconds),
             kv_token_seconds=fmean(attention) * _attention(self.spec),
+            pass_seconds=self._cost(lambda one: one.law.pass_seconds),
         )
         return _with_rows(law, tuple(rows))
 

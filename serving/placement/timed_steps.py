@@ -50,6 +50,19 @@ class TimedSteps:
             self.held[slot] += 1
         return self._took(step)
 
+    def mixed(self, rows: int, prompts: int, tokens: int) -> float:
+        """Seconds of a step that decodes the first `rows` slots and computes prompts in the last.
+
+        Each prompt has `tokens` tokens and takes the place of all that its slot holds.
+        """
+        step = [Row(slot, self._tokens(1), self.held[slot], True) for slot in range(rows)]
+        for slot in range(rows):
+            self.held[slot] += 1
+        for slot in range(len(self.held) - prompts, len(self.held)):
+            step.append(Row(slot, self._tokens(tokens), 0, True))
+            self.held[slot] = tokens
+        return self._took(step)
+
     def share(self, tokens: int) -> None:
         """All slots with the first `tokens` tokens of slot 0."""
         for slot in range(len(self.held)):

@@ -94,6 +94,12 @@ class Line(msgspec.Struct):
     law_seconds: float
 
     @property
+    def kind(self) -> str:
+        if self.step.passes > 1:
+            return "several passes"
+        return "decode" if self.step.decode_rows else "prompts"
+
+    @property
     def error(self) -> float:
         return self.law_seconds / self.step.seconds - 1
 
@@ -111,7 +117,7 @@ def lines_of(found: Measured) -> Iterator[Line]:
 def _lines(machine: Machine, one: EngineSteps, group: str) -> Iterator[Line]:
     law, _ = step_law(machine, one.model, one.weight_format, one.slots)
     for step in one.steps:
-        says = law.seconds(step.decode_rows, step.prefill_tokens, step.kv_tokens)
+        says = law.seconds(step.decode_rows, step.prefill_tokens, step.kv_tokens, step.passes)
         yield Line(f"{one.model.name} {one.weight_format}", group, step, says)
 
 
@@ -131,12 +137,8 @@ def show(found: Measured) -> None:
         )
     print(f"\n{'law / measured - 1':36}{'least':>8}{'median':>8}{'most':>8}")
     for name in dict.fromkeys(line.name for line in lines):
-        for kind, decodes in (("decode", True), ("prompts", False)):
-            errors = [
-                line.error
-                for line in lines
-                if line.name == name and bool(line.step.decode_rows) == decodes
-            ]
+        for kind in ("decode", "prompts", "several passes"):
+            errors = [line.error for line in lines if (line.name, line.kind) == (name, kind)]
             middle = statistics.median(errors)
             print(f"{name + ', ' + kind:36}{min(errors):+8.1%}{middle:+8.1%}{max(errors):+8.1%}")
     print("\n|ln(law / measured)|")

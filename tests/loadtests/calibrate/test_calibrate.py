@@ -23,22 +23,33 @@ from tests.shapes import TINY_LLAMA, TINY_LLAMA3
 ROOT = Path(__file__).parents[3]
 # Without these the verb must work: extras that a machine with llama.cpp alone does not have.
 ABSENT = ("torch", "onnx", "onnxruntime", "locust", "gevent", "scipy", "transformers", "altair")
-GRID = Grid(rows=(1, 2, 4), deep_rows=(1, 4), head_rows=(1, 4), contexts=(16, 64), prompts=(8, 32))
+GRID = Grid(
+    rows=(1, 2, 4),
+    deep_rows=(1, 4),
+    head_rows=(1, 4),
+    contexts=(16, 64),
+    prompts=(8, 32),
+    mixed_tokens=16,
+)
 
 
 class Scripted:
     """A backend on a clock of its own: 2 ms a step, 1 ms a decode row (0.7 without logits), 0.5 ms
-    a prompt token, 10 us a token of context; every fifth step something else takes 50 ms.
+    a prompt token, 10 us a token of context, `pass_seconds` for each prompt beside others or beside
+    decode rows; every fifth step something else takes 50 ms.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, pass_seconds: float = 0.0) -> None:
         self.now = 0.0
         self.steps = 0
+        self.pass_seconds = pass_seconds
         self.info = BackendInfo("", "cpu", "", slots, 1024, 1024 * slots, 300, "", 512)
 
     def step(self, rows: list[Row]) -> list[Sampled]:
         self.now += 0.002 + (0.050 if self.steps % 5 == 4 else 0.0)
         self.steps += 1
+        prompts = sum(len(row.tokens) > 1 for row in rows)
+        self.now += self.pass_seconds * (prompts - (prompts == len(rows)) if prompts else 0)
         for row in rows:
             count = len(row.tokens)
             if count == 1:
@@ -62,6 +73,16 @@ def test_the_law_of_a_grid_is_that_of_the_script() -> None:
     assert law.seconds(3, 0, 300) == pytest.approx(0.002 + 0.003 + 0.003, rel=0.02)
     without = {one.head[0]: one.head[1] for one in heard if one.head is not None}
     assert without[4] == pytest.approx(0.002 + 4 * 0.0007 + 64e-5, rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.004])
+def test_what_another_pass_costs_is_read_off_steps_of_several(seconds: float) -> None:
+    backend = Scripted(8, seconds)
+    heard = list(grid_of(backend, GRID.within(8), lambda: backend.now))  # type: ignore[arg-type]
+    law = law_of([one.step for one in heard if one.step is not None])
+    assert law.pass_seconds == pytest.approx(seconds, rel=0.02, abs=2e-4)
+    assert law.base_seconds == pytest.approx(0.002) and law.rows_seconds(4) > 0
+    assert GRID.within(2).mixed == ((1, 1), (0, 2)), "as many slots as there are"
 
 
 def test_a_law_has_no_negative_cost_and_rows_never_cost_less_than_fewer() -> None:

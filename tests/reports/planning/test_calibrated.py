@@ -8,6 +8,7 @@ import pytest
 from loadtests.calibrate.machine_file import write_machine_file
 from models.formats import weight_bytes
 from models.ladder import rung
+from models.spec import ModelSpec
 from reports.errors import ReportError
 from reports.planning.calibrated import load_machine
 from reports.planning.machines import Machine, step_law
@@ -28,6 +29,24 @@ def test_costs_that_go_with_the_shape_are_told_for_every_rung(machine: Machine, 
     assert half_width > 0
     for counts in ((1, 0, 32), (3, 0, 900), (8, 0, 8000), (0, 256, 0), (4, 64, 400)):
         assert law.seconds(*counts) == pytest.approx(truth.seconds(*counts), rel=0.02), counts
+
+
+def test_what_another_pass_costs_goes_with_the_matrices(tmp_path: Path) -> None:
+    def body(spec: ModelSpec) -> int:
+        return spec.matrix_parameters - spec.vocabulary * spec.hidden
+
+    file = machine_file()
+    engines = tuple(
+        msgspec.structs.replace(
+            one, law=msgspec.structs.replace(one.law, pass_seconds=1e-11 * body(one.model))
+        )
+        for one in file.engines
+    )
+    path = tmp_path / "machine.json"
+    write_machine_file(path, msgspec.structs.replace(file, engines=engines))
+    spec = rung("1b").spec
+    law, _ = step_law(load_machine(path), spec, "Q4_0", slots=8)
+    assert law.pass_seconds == pytest.approx(1e-11 * body(spec), rel=0.01)
 
 
 def test_a_format_that_one_model_was_measured_in_is_told_for_bigger_ones(tmp_path: Path) -> None:
