@@ -27,6 +27,7 @@ from loadtests.records.schema import EngineTime, RunManifest
 from loadtests.simulation.calibration import prediction_ratio
 from loadtests.simulation.step_time import StepLaw, StepObservation
 from models.spec import ModelSpec
+from serving.backends.base import GpuLoad
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 
@@ -91,6 +92,8 @@ class MemoryNumbers(msgspec.Struct, frozen=True, kw_only=True):
     measured_peak_bytes: int | None = None  # the engine's peak RSS
     measured_weight_bytes: int | None = None  # as the engine accounts for it
     measured_kv_bytes: int | None = None
+    measured_compute_bytes: int | None = None
+    measured_gpu_bytes: int | None = None  # the most of the GPU in use, by whomever
 
     @property
     def predicted_bytes(self) -> int | None:
@@ -126,6 +129,7 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     capacity: Capacity | None  # by measured levels; None: not measured
     predicted: PredictedRate | None = None  # by calibration and simulation; None: no such
     memory: MemoryNumbers = MemoryNumbers()
+    gpu: GpuLoad | None = None  # its last load on a GPU, as the engine accounts for it
     random_weights: bool | None = None
     quality_kl_nats: float | None = None  # KL of the format to the float model
     load_seconds: float | None = None

@@ -51,6 +51,7 @@ from reports.numbers import (
 from reports.planning.predict import memory_here
 from reports.steps import with_steps
 from reports.warnings import run_warnings
+from serving.backends.base import GpuLoad
 from serving.backends.spec import AUTO
 
 T = TypeVar("T")
@@ -363,15 +364,20 @@ def counting(levels: Sequence[LevelNumbers], slo: Slo, slos: Sequence[Slo]) -> l
 def _with_memory(
     cell: CellNumbers, events: Sequence[Event], samples: Sequence[ResourceSample]
 ) -> CellNumbers:
-    """Predicted from the shape; peak RSS from the samples; weights and KV as the engine counts."""
+    """Predicted from the shape; peaks from the samples; what holds what as the engine counts."""
     predicted = MemoryNumbers() if cell.spec is None else memory_here(cell.spec, cell)
-    measured = _ready(events).info.measured or {}
+    info = _ready(events).info
+    measured = info.measured or {}
     engines = [sample.engine for sample in samples if sample.engine is not None]
     peaks = [engine.rss_bytes for engine in engines if engine.rss_bytes is not None]
+    used = [one.gpu_memory_bytes for one in samples if one.gpu_memory_bytes is not None]
     memory = msgspec.structs.replace(
         predicted,
         measured_peak_bytes=max(peaks, default=None),
         measured_weight_bytes=measured.get("weight_bytes"),
         measured_kv_bytes=measured.get("kv_bytes"),
+        measured_compute_bytes=measured.get("compute_bytes"),
+        measured_gpu_bytes=max(used, default=None),
     )
-    return msgspec.structs.replace(cell, memory=memory)
+    gpu = None if info.gpu is None else msgspec.convert(info.gpu, GpuLoad)
+    return msgspec.structs.replace(cell, memory=memory, gpu=gpu)

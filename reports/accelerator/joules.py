@@ -1,9 +1,8 @@
-"""Energy per token: measured by RAPL or NVML; from TDP an estimate, and called so."""
+"""Energy per token: measured by RAPL or a GPU's driver; from TDP an estimate, and called so."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import msgspec
 
@@ -21,8 +20,7 @@ class LevelEnergy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def watts(self) -> float | None:
-        joules = self.energy.joules
-        return None if joules is None else joules / self.energy.seconds
+        return self.energy.watts
 
     @property
     def joules_per_token(self) -> float | None:
@@ -33,14 +31,12 @@ class LevelEnergy(msgspec.Struct, frozen=True, kw_only=True):
 
 def energies_of(run: RunNumbers) -> list[LevelEnergy]:
     """Of the levels where energy was measured."""
-    return list(_energies(run))
-
-
-def _energies(run: RunNumbers) -> Iterator[LevelEnergy]:
-    for cell in run.cells:
-        for level in cell.levels:
-            if level.energy is not None:
-                yield LevelEnergy(cell=cell, level=level, energy=level.energy)
+    return [
+        LevelEnergy(cell=cell, level=level, energy=level.energy)
+        for cell in run.cells
+        for level in cell.levels
+        if level.energy is not None
+    ]
 
 
 class TdpEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from reports.plan.ranking import Plan
 from reports.render import tables
 from reports.render.elsewhere import elsewhere_records, predicted_records
 from reports.sentences import headline, sentences
+from serving.backends.base import GpuLoad
 
 # A new key leaves it as it is; a key that goes, or that means something else, raises it.
 VERSION = 1
@@ -68,6 +69,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     predicted: PredictedRate | None
     breaks_first: str | None
     memory: MemoryNumbers
+    gpu: GpuLoad | None  # of its last load
     load_seconds: float | None
     quality_kl_nats: float | None
     levels: tuple[Level, ...]
@@ -143,7 +145,7 @@ def schema() -> dict[str, Any]:
 def _cell(cell: CellNumbers, run: RunNumbers) -> Cell:
     names = (
         *("key", "model", "parameters", "weight_format", "backend", "device", "slots"),
-        *("context_tokens", "state", "reason", "capacity", "predicted", "memory"),
+        *("context_tokens", "state", "reason", "capacity", "predicted", "memory", "gpu"),
         *("load_seconds", "quality_kl_nats", "command", "engine_version"),
     )
     return Cell(

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 
+from loadtests.records.run_folder import EVENTS, SAMPLES
 from loadtests.records.schema import EngineTime
 from loadtests.simulation.step_time import StepLaw, StepObservation
 from models.formats import weight_bytes
 from models.ladder import rung
 from reports.accelerator.batching import Batching, batching_of
+from reports.accelerator.loading import loadings_of
 from reports.accelerator.peaks import Peaks, peaks_of, work_of
 from reports.accelerator.phases import phases_of
 from reports.charts.batching import batch_chart
 from reports.findings import crossover
 from reports.numbers import CellNumbers, RunNumbers
 from reports.render.accelerator.batch_lattice import batch_lattice
+from reports.render.accelerator.loads import loading_words
+from reports.render.accelerator.memory import memory_section
 from reports.render.accelerator.sections import sections_of
 from reports.render.accelerator.speed import best_words, phases_words
+from reports.render.document import document
+from reports.run import read_run
 
 STEPS = [StepObservation(0, n, 0, 0.01 + 0.002 * n) for n in (8, 100, 120)]
 STEPS += [StepObservation(1, 0, 60, 0.02, (0.018, 0.02, 0.02, 0.022))]
@@ -158,3 +168,46 @@ def test_the_sections_say_what_was_not_measured(seen: RunNumbers, run: RunNumber
     for slug in ("phases", "batch", "host", "formats", "energy", "fallback"):
         one = nothing[slug]
         assert "not measured" in one.finding and not one.table.rows and not one.kinds
+
+
+def test_a_cpus_memory_is_shown_by_what_holds_it(run: RunNumbers) -> None:
+    section = memory_section(run)
+    assert [one.title for one in section.table.columns[1:]] == [
+        *("weights", "KV cache", "workspace", "RSS")
+    ]
+    known = [cell for cell in run.cells if cell.memory.measured_weight_bytes]
+    assert len(section.table.rows) == len(known) > 2
+    assert {row[3] for row in section.table.rows} == {"110 MiB"}
+    assert "of KV cache and 110 MiB of workspace." in section.finding
+
+
+def test_a_load_on_a_gpu_is_shown_part_by_part(folder: Path, tmp_path: Path) -> None:
+    there = Path(shutil.copytree(folder, tmp_path / "run"))
+    events = [json.loads(line) for line in (there / EVENTS).read_text().splitlines()]
+    ready = next(one for one in events if one["kind"] == "cell_ready")
+    parts = {"weight_bytes": 1 << 30, "kv_bytes": 2 << 30, "graph_bytes": 3 << 20}
+    parts |= {"context_bytes": None, "allocated_bytes": 4 << 30, "reserved_bytes": 5 << 30}
+    times = {"read_seconds": 6.0, "transfer_seconds": 0.7, "first_step_seconds": 0.8}
+    doubt = {"valid": False, "reasons": ["context: NVML does not say what this GPU holds"]}
+    ready["info"] |= {"device": "gpu", "gpu": {**parts, **times, **doubt}}
+    (there / EVENTS).write_text("".join(json.dumps(one) + "\n" for one in events))
+    samples = [json.loads(line) for line in (there / SAMPLES).read_text().splitlines()]
+    first = next(one for one in samples if one["cell"] == ready["cell"])
+    first["gpu_memory_bytes"] = 9 << 30
+    (there / SAMPLES).write_text("".join(json.dumps(one) + "\n" for one in samples))
+    run = read_run(there)
+    table = memory_section(run).table
+    cell = next(cell for cell in run.cells if cell.gpu is not None)
+    names = [one.title for one in table.columns]
+    row, other = (dict(zip(names, row, strict=True)) for row in table.rows[:2])
+    assert [row[name] for name in names[1:4]] == ["1 GiB", "2 GiB", "not measured"]
+    assert [row[name] for name in names[5:]] == [
+        *("3 MiB", "not measured", "4 GiB", "5 GiB", "9 GiB", "6.0 s", "700 ms"),
+        *("not measured", "800 ms", "no: context: NVML does not say what this GPU holds"),
+    ]
+    assert other["graphs"] == "none" and other["workspace"] == "110 MiB"
+    assert "transfer on its own: 700 ms" in loading_words(
+        [one for one in loadings_of(run) if one.cell.gpu]
+    )
+    (shown,) = (one for one in document(run, crossover(run)).cells if one.key == cell.key)
+    assert shown.gpu == cell.gpu and shown.memory.measured_gpu_bytes == 9 << 30

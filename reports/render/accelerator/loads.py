@@ -81,7 +81,9 @@ def loading_words(found: Sequence[Loading]) -> str:
             f"; after {one.requests_for_a_tenth:,} requests one by one that is a tenth of the time"
         )
     if one.cell.device == "gpu":
-        return f"{text}. Host-to-device transfer on its own: {NOT_MEASURED}."
+        gpu = one.cell.gpu
+        moved = formatting.seconds(None if gpu is None else gpu.transfer_seconds)
+        return f"{text}. Host-to-device transfer on its own: {moved}."
     if one.on_gpu is None:
         return f"{text}. Host-to-device transfer: {NOT_MEASURED}, a CPU has none."
     least = formatting.seconds(one.on_gpu.transfer_seconds)

@@ -10,12 +10,12 @@ from reports.accelerator.costs import Comparison, Side
 from reports.accelerator.joules import LevelEnergy, TdpEstimate, estimates_of, why_not_measured
 from reports.numbers import RunNumbers
 from reports.render.accelerator.section import Section
-from reports.render.tables import load_words, table_of
+from reports.render.tables import load_words, significant, table_of
 from reports.sentences import title
 
 ENERGY_NOTE = (
     "Energy of the level's window over the output tokens that arrived in it: all CPU packages by "
-    "RAPL, the GPU by NVML; memory, fans and power supply are not in it."
+    "RAPL, the GPU by its driver (NVML or amdgpu); memory, fans and power supply are not in it."
 )
 TDP_NOTE = (
     "Estimates: the thermal design power of the CPU, by this machine's part of its threads, over "
@@ -48,8 +48,8 @@ def energy_section(found: Sequence[LevelEnergy], run: RunNumbers) -> Section:
             [
                 ("model", False, lambda one: title(one.cell)),
                 ("load", False, lambda one: load_words(one.level)),
-                ("J a token", True, lambda one: _joules(one.joules_per_token)),
-                ("power", True, lambda one: _watts(one.watts)),
+                ("J a token", True, lambda one: significant(one.joules_per_token, " J")),
+                ("power", True, lambda one: significant(one.watts, " W")),
                 ("by", False, _by),
             ],
         ),
@@ -70,25 +70,17 @@ def energy_words(found: Sequence[LevelEnergy], run: RunNumbers) -> str:
         return f"Energy per token: {NOT_MEASURED}{f' ({why})' if why else ''}."
     least = min(known, key=lambda one: one.joules_per_token or 0.0)
     most = max(known, key=lambda one: one.joules_per_token or 0.0)
-    text = f"A token takes {_joules(least.joules_per_token)} at least ({_where(least)})"
+    text = f"A token takes {significant(least.joules_per_token, ' J')} at least ({_where(least)})"
     if most is least:
         return f"{text}, by {least.energy.measured_by}."
     return (
-        f"{text} and {_joules(most.joules_per_token)} at most ({_where(most)}), by "
+        f"{text} and {significant(most.joules_per_token, ' J')} at most ({_where(most)}), by "
         f"{least.energy.measured_by}."
     )
 
 
 def _where(one: LevelEnergy) -> str:
     return f"{title(one.cell)}, {load_words(one.level)}"
-
-
-def _joules(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{formatting.significant(value)} J"
-
-
-def _watts(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{formatting.significant(value)} W"
 
 
 # ---------------------------------------------------------------- cost

@@ -12,6 +12,7 @@ from reports.findings import Crossover
 from reports.numbers import RunNumbers
 from reports.render.accelerator.compared import formats_section
 from reports.render.accelerator.loads import fallback_section, loading_section
+from reports.render.accelerator.memory import memory_section
 from reports.render.accelerator.money import cost_section, energy_section
 from reports.render.accelerator.section import Section
 from reports.render.accelerator.speed import batching_section, host_section, phases_section
@@ -24,6 +25,7 @@ def sections_of(run: RunNumbers, found: Crossover) -> list[Section]:
         batching_section(batching_of(run), run),
         host_section(run),
         loading_section(loadings_of(run)),
+        memory_section(run),
         formats_section(formats_of(run)),
         energy_section(energies_of(run), run),
         cost_section(comparisons_of(run, found.capacities)),
