@@ -274,7 +274,7 @@ def test_markdown_tables_are_whole(written: Path) -> None:
     for line in rows:
         if set(line) <= set("|-: "):
             widths.append(line.count("|"))
-    assert len(widths) == 4 + 4  # and prefill against decode, batch, loading, cost
+    assert len(widths) == 4 + 5  # and prefill against decode, batch, loading, memory, cost
     assert {line.count("|") for line in rows} == set(widths)
 
 
