@@ -36,7 +36,8 @@ Commands = Annotated[
     bool,
     typer.Option(
         "--allow-commands",
-        help="Run the commands of [[engines]], which may be a stranger's: --dry-run shows them.",
+        help="Run the commands that the campaign names, which may be a stranger's: --dry-run shows "
+        "them.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="The folder in which run folders are made.")]
@@ -222,7 +223,7 @@ def load(
     ],
     **given: Any,
 ) -> None:
-    """Send one level of load to a URL and say what came back: TTFT, TPOT, goodput, SLO verdict.
+    """Send one level of load to a URL and say what came back: TTFT, TPOT, good requests, verdict.
 
     \b
     crossover load http://127.0.0.1:8000 --rate 2

@@ -93,7 +93,7 @@ def compare(options: Options) -> None:
 
     \b
     crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
-    crossover compare --fail-on slower A A-2 A-3 -- B B-2 B-3
+    crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # folders: `repeat` prints them
     crossover compare old-version/ new-version/          # folders of runs
     crossover compare --machines here/ there/ --dollars-per-hour 0.10 --dollars-per-hour 0.36
     """

@@ -46,11 +46,13 @@ class Options:
     ] = None
     slo: Annotated[str | None, _limit(f"Judge by another SLO than the run's: {PRESETS}.")] = None
     ttft: Annotated[float | None, _limit("Another limit for the first token, in seconds.")] = None
-    tpot: Annotated[float | None, _limit("Another limit for the time per token, in s.")] = None
+    tpot: Annotated[float | None, _limit("Another limit for the time per token, in seconds.")] = (
+        None
+    )
     target: Annotated[float | None, _limit("Another share of good requests, 0 to 1.")] = None
     machine: Annotated[
         list[Path] | None,
-        _limit("A file of `crossover calibrate`: what that machine would hold. Several times."),
+        _limit("A file of `crossover calibrate`: what that machine would hold; may be repeated."),
     ] = None
     plan: Annotated[
         Path | None, _limit("A plan file: what would serve its forecast, with this machine in it.")

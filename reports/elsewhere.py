@@ -124,7 +124,7 @@ def gpu_capacities(
             continue
         try:
             traffic = _traffic(run, cell)
-            name = f"{model_title(cell.model)} {cell.weight_format}"
+            name = f"{model_title(cell.model)} {cell.weight_format}".strip()
             say(f"{name}: what {len(asked)} GPUs would hold")
             out[cell.key] = _held(tuple(asked), cell.spec, cell.weight_format, traffic, run.slo)
         except (KeyError, LoadError, msgspec.ValidationError):

@@ -38,7 +38,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     step_seconds: float | None = None  # target time of a step with prompt tokens
     prefix_reuse: bool = True  # keep the KV cache of prompts that begin alike
     check_memory: bool = True  # refuse what does not fit
-    standby: Standby = "cold"  # an engine loaded beside the one that serves
+    standby: Standby = "cold"  # warm: the fallback engine is kept loaded beside the one that serves
     cache: str | None = None  # folder of made and downloaded weights
     options: dict[str, str | int | float | bool] = {}  # options of the backend
     ready_seconds: float = 1800.0  # most that loading may take, making the weights included
@@ -105,11 +105,13 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     slos: list[str | SloSpec] = []  # several, in place of slo: each level is judged by all
     search: SearchConfig = SearchConfig()  # the search for the capacity
     budget_seconds: float | None = (
-        None  # measuring time, all cells; none: search.budget_seconds each
+        None  # measuring time of all cells together; none: search.budget_seconds for each
     )
     seed: int = 1  # seed of prompts and arrivals
     sample_seconds: float = 1.0  # time between two samples of CPU and memory
-    disturbance: OnDisturbance = "wait"  # disturbed levels: repeated once it is quiet, or counted
+    disturbance: OnDisturbance = (
+        "wait"  # disturbed levels are repeated once the machine is quiet; ignore: they count
+    )
     wait_seconds: float = 300.0  # most that a cell loses to that, besides its budget; 0: no waiting
 
 

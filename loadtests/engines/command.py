@@ -40,11 +40,11 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     command: str  # words as a shell splits them; {model} {port} {host} {slots} {context} ... filled
     ready: str = "/health"  # path that answers 200 once it serves
     weights: Literal["gguf", "hf", "none"] = (
-        "hf"  # what {model} is: a GGUF file, a folder of safetensors, or the name in models
+        "hf"  # {model} is a GGUF file, a folder of safetensors (hf), or the name in models (none)
     )
     format: str | None = None  # their format; none: the campaign's formats, else Q4_0 or bf16
     names: dict[str, str] = {}  # what {model} is for a model, in place of its weights
-    api: Literal["completions", "chat"] = "completions"  # the route that is measured
+    api: Literal["completions", "chat"] = "completions"  # or chat: the route that is measured
     device: Literal["cpu", "gpu"] | None = None  # what serves; none: gpu where it has one open
     environment: dict[str, str] = {}  # variables set for it, beside PATH, HOME and their like
     variables: list[str] = []  # variables of this shell that it sees too; --trust names each

@@ -33,7 +33,7 @@ def show_plan(plan: Plan) -> None:
     settings = plan.campaign
     slo = settings.slo
     typer.echo(
-        f"{settings.name}: {len(plan.cells)} cells; "
+        f"{settings.name}: {len(plan.cells)} cell{'s' if len(plan.cells) > 1 else ''}; "
         f"SLO {slo.name} ({_limits(slo)}) for {slo.target:.4g} of requests"
     )
     workloads = settings.workloads or {"workload": settings.workload}

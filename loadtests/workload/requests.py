@@ -49,7 +49,9 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     scale: float = 1.0  # multiplies all lengths, and keeps their shape, which a cap does not
     max_prompt_tokens: int | None = None  # cap of a prompt's length
     max_output_tokens: int | None = None  # cap of an answer's length
-    cap: Literal["truncate", "redraw"] = "truncate"  # what happens to lengths above a cap
+    cap: Literal["truncate", "redraw"] = (
+        "truncate"  # lengths above a cap: cut, or drawn again (redraw)
+    )
     turns: float = 1.0  # mean turns of a session (geometric); 1: no sessions
     think_seconds: float = 0.0  # mean pause of a session between two due times (exponential)
     shared_prefix_tokens: int = 0  # tokens that begin each prompt, the same within its prefix group

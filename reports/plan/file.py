@@ -50,10 +50,10 @@ class ForecastKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     peak_rate: float | None = None  # requests/s, mean of the busiest hour
     mean_rate: float | None = None  # requests/s, mean of the month
     users: float | None = None  # people; with requests_per_user
-    requests_per_user: float | None = None  # of one of the users, a day
-    trace: str | None = None  # a recorded trace with stamps; it stands for the whole month
-    times: float = 1.0  # so many times the traffic of the trace
-    window_minutes: float = 60.0  # of a trace: how long a kind of hour is; 60 or more, as rent is
+    requests_per_user: float | None = None  # a day, by each of the users
+    trace: str | None = None  # a file of recorded requests; it stands for the whole month
+    times: float = 1.0  # multiplies the traffic of the trace
+    window_minutes: float = 60.0  # how long a kind of hour of a trace is; 60 or more, as rent is
     day: str | list[float] = "flat"  # flat, people, office, night, or rates of its hours
     weekend: float = 1.0  # rate of a weekend's hour over that of a weekday's
     arrivals: Arrivals = Poisson()  # inside an hour: poisson, constant, gamma or on_off
@@ -68,7 +68,7 @@ class MachineKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     file: str | None = None  # a machine.json that `crossover calibrate` wrote
     device: str | None = None  # a name of `crossover hardware list`
     name: str | None = None  # what to call it; none: its own name
-    owned: int | None = None  # so many are there and paid for; none: 1 of a run, 0 of a device
+    owned: int | None = None  # how many you have; none: 1 of a run, 0 of a device
     dollars_per_hour: Price | None = None  # rent of one more, or [lowest, highest]
     dollars: Price | None = None  # price of buying one more
     lifetime_months: float = 36.0  # over which a bought one is paid
@@ -78,25 +78,25 @@ class MachineKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The file as it is written."""
 
-    name: str = ""  # of the plan
+    name: str = ""  # what to call the plan
     model: str  # a rung of the ladder
     format: str | None = None  # weight format; none: that of a run of the model, else Q4_0
     gpu_format: str | None = None  # on GPUs; none: the same
-    forecast: ForecastKeys  # when how many requests come
+    forecast: ForecastKeys  # how many requests come, and when
     workload: Workload | None = None  # how long they are; none: the preset chat
     slo: str | SloSpec = "chat"  # what a good request is
     violations: float = 0.0  # share of the month's hours in which the SLO may be missed, 0..1
     spares: int = 0  # machines that may fail with the SLO kept: 1 is N+1
-    machines: list[MachineKeys] = []  # yours, and those with files or prices of their own
+    machines: list[MachineKeys] = []  # those you have, and others by run or file
     devices: list[str] | None = None  # to consider for rent; none: all of the list with a price
     prices: dict[str, Price] = {}  # $/h of a device, or [lowest, highest]
-    dollars_per_kwh: float = 0.15  # of machines that you own; rent includes it
+    dollars_per_kwh: float = 0.15  # price of energy for machines that you own; rent includes it
     tensor_parallel: list[int] | None = (
         None  # devices of one replica; none: the fewest of 1, 2, 4, 8 that hold it, and the next
     )
-    slots: int | None = None  # requests that a device serves at a time; none: 256, on few 16
-    requests: int = REQUESTS  # of each simulation
-    seed: int = 1  # of arrivals and lengths
+    slots: int | None = None  # requests that a device serves at a time; none: 256 on GPUs, else 16
+    requests: int = REQUESTS  # how many each simulation has
+    seed: int = 1  # seed of arrivals and lengths
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):

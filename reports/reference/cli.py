@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from models import formatting
 from models.errors import printable
 from reports.reference.archive import anonymised, write_archive
 from reports.run import read_records
@@ -37,4 +38,4 @@ def share(
         typer.echo("nothing was written: look through it, then say where to: --out FILE.tar.xz")
         return
     write_archive(archive, out)
-    typer.echo(f"written: {out} ({out.stat().st_size / 2**20:.2f} MiB)")
+    typer.echo(f"written: {out} ({formatting.size(out.stat().st_size)})")

@@ -89,9 +89,9 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "seconds, once a machine, and take the best.",
         ),
     ] = True
-    policy: Annotated[Policy, option(MACHINE, "auto: the GPU where it can, else the CPU.")] = (
-        Policy.auto
-    )
+    policy: Annotated[
+        Policy, option(MACHINE, "auto: the GPU where the model fits, else the CPU.")
+    ] = Policy.auto
     threads: Annotated[
         Count | None, option(MACHINE, "Engine threads. Default: one per physical core it has.")
     ] = None
