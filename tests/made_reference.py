@@ -1,7 +1,7 @@
 """The shipped results, made of the shipped runs: `python -m tests.made_reference [RUN...]`.
 
 RUN... are run folders to add: anonymised, each becomes an archive in reports/reference. Then all
-archives are read, and reports/reference/results.json and docs/results are written anew.
+archives are read, and reports/reference/results.json, docs/results and docs/charts are written.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from reports.render.page import page as report_page
 from reports.render.references import engine_of, machine_of
 from reports.run import read_records
 from reports.write import Asked, read
+from tests.made_charts import write_charts
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "reports" / "reference"
@@ -77,6 +78,7 @@ def main(runs: Sequence[str]) -> None:
             (PAGES / name / "index.html").write_text(report)
     (SHIPPED / "results.json").write_bytes(encoded(results))
     (PAGES / "index.html").write_text(page(results))
+    write_charts()
 
 
 def encoded(results: Sequence[Result]) -> bytes:
