@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 65_536
 MAX_RULES = 500  # of a GBNF grammar; the converter takes time by their square
+MAX_PATTERNS = 64  # of a JSON schema's patternProperties: llguidance compares each two of them
 KEPT = 8  # texts whose matcher, or why there is none, is known: a request's answers share theirs
 MASK_CPU_SECONDS = 0.25  # of one mask, and of a text in excess of
 TOKEN_CPU_SECONDS = 0.005  # a token; a mask over 152k tokens takes 1 ms
@@ -244,6 +245,7 @@ def _compiled(sampling: Sampling) -> str:
             lark = gbnf_to_lark(_convertible(text)).removeprefix("%llguidance {}")
         else:
             schema = json.loads(text)
+            _check_patterns(schema)
             if isinstance(schema, dict):
                 schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
             lark = f"start: %json {json.dumps(schema)}"
@@ -255,6 +257,22 @@ def _compiled(sampling: Sampling) -> str:
         raise _refused(sampling, _shortened(str(problem))) from None
     # Without "no_forcing", text that must come would have to come in one certain tokenisation.
     return LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + lark)
+
+
+def _check_patterns(schema: Any) -> None:
+    """Raises ValueError for a schema with too many patternProperties: 400 take minutes."""
+    count = 0
+    left = [schema]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            patterns = one.get("patternProperties")
+            count += len(patterns) if isinstance(patterns, dict) else 0
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+    if count > MAX_PATTERNS:
+        raise ValueError(f"it has {count} patternProperties; {MAX_PATTERNS} are allowed")
 
 
 def _convertible(gbnf: str) -> str:

@@ -85,6 +85,10 @@ def test_bad_grammars_are_refused_with_a_reason(text: str, words: str) -> None:
         ('{"type":"object","properties":[1]}', "properties must be an object"),
         ('{"type":"string","pattern":"^(a*)\\\\1$"}', "backreferences"),
         ('{"$ref":"#"}', "nothing matches it"),
+        (
+            json.dumps({"items": [{"patternProperties": {f"^x{n}_": {} for n in range(65)}}]}),
+            "it has 65 patternProperties; 64 are allowed",
+        ),
         (json.dumps({"$ref": "#/nowhere"}), "nowhere"),
     ],
 )
