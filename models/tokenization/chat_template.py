@@ -86,8 +86,8 @@ class ChatTemplate:
         leash.ticks = TICKS
         leash.cpu_seconds = cpu_seconds
         leash.until = time.thread_time() + cpu_seconds
-        size = sum(len(str(value)) for message in messages for value in message.values())
-        size += sum(len(str(value)) for value in variables.values())
+        size = sum(_characters(value) for message in messages for value in message.values())
+        size += sum(map(_characters, variables.values()))
         leash.text = BASE_TEXT + TEXT_PER_CHARACTER * size
         try:
             return self._template.render(
@@ -113,6 +113,17 @@ class ChatTemplate:
                 f"the model's chat template fails on these messages: {type(problem).__name__}: "
                 f"{problem}"
             ) from problem
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in it, and about as many as there are in its numbers."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(one) for pair in value.items() for one in pair)
+    if isinstance(value, Sequence):
+        return sum(map(_characters, value))
+    return 24
 
 
 class _Generation(jinja2.ext.Extension):

@@ -13,6 +13,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     body_bytes: int | None = None  # None: by `body_for`
     bodies_bytes: int = 256 << 20  # of all that are being received or decoded
     body_work: int = 300_000  # of decoding it; see serving.http.wire.decoding.check_work
+    json_work: int = 200_000  # of writing out what a chat template is given; see check_values
     body_seconds: float = 30.0  # from the head of a request to the end of its body
     header_bytes: int = 32 << 10
     header_fields: int = 128

@@ -13,6 +13,7 @@ from serving.errors import ContextOverflow
 from serving.http.chat.template import is_continued, template_variables, turns
 from serving.http.chat.tools import offered, spelled_out, tool_of
 from serving.http.limits import Limits
+from serving.http.wire.decoding import check_values
 from serving.http.wire.errors import invalid, scrubbed
 from serving.http.wire.requests import (
     ChatRequest,
@@ -20,6 +21,7 @@ from serving.http.wire.requests import (
     Generation,
     TokenizeRequest,
 )
+from serving.http.wire.sse import encode
 from serving.registry.model import INLINE_CHARACTERS, Facts, ServedModel
 from serving.registry.text_work import TEXT_WORK
 
@@ -126,6 +128,10 @@ async def chat_prompt(
 ) -> ChatPrompt:
     """A chat as token ids, at most `most`. Raises ApiError 400, ContextOverflow."""
     messages = request.messages or []
+    calls = (call for message in messages for call in message.tool_calls or ())
+    given = [encode(request.tools or ()), encode(request.chat_template_kwargs or {})]
+    given += [(call.function.arguments or "").encode() for call in calls]
+    check_values(given, limits.json_work)
     told = turns(messages, limits)
     tools = [tool_of(tool) for tool in offered(request)]
     variables = template_variables(request, served_model.tokenizer.chat_template or "")

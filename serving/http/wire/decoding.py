@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -66,6 +67,23 @@ def check_work(body: bytes, most: int) -> None:
     if work > most:
         text = "the body holds more lists, objects, strings and numbers than one request may"
         raise invalid(text, code="too_many_values")
+
+
+def check_values(texts: Iterable[bytes], most: int) -> None:
+    """Raises ApiError 400 for JSON that templates would take long to write out: one call of
+    Python's own encoder, which lets no other thread in.
+
+    In units of 80 ns: 3 a quotation mark, 1 any other character outside of strings.
+    """
+    for text in texts:
+        bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        most -= 3 * bare.count(b'"')
+        if most >= 0:
+            most -= sum(map(len, bare.split(b'"')[::2]))
+        if most < 0:
+            what = "tools, their calls and chat_template_kwargs hold"
+            said = f"{what} more numbers, lists, objects and strings than one request may"
+            raise invalid(said, "tools", "too_many_values")
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes, ignored: set[str] | None = None) -> T:

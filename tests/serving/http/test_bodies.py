@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from serving.http.limits import Limits
-from serving.http.wire.decoding import check_work
+from serving.http.wire.decoding import check_values, check_work
 from serving.http.wire.errors import ApiError
 from tests.serving.cli.test_serve import server
-from tests.serving.fakes import FakeSupervisor, app_on, ask, complete, served, wait_until
+from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, served, wait_until
 from tests.serving.http.test_app_streams import connected, post, read_until
 
 WORK = Limits().body_work
@@ -51,6 +51,46 @@ def test_many_small_values_are_refused_before_they_are_decoded(port: int, what: 
     assert (answer.status, answer.error["code"]) == (400, "too_many_values")
     with pytest.raises(ApiError):
         check_work(HOSTILE[what], WORK)
+
+
+NUMBERS = [1.2345678901234567e-300] * 100_000
+LISTS = '{"a":[' + "[]," * 400_000 + "[]]}"
+TOLD: dict[str, dict[str, Any]] = {
+    "numbers for the template": {"chat_template_kwargs": {"x": NUMBERS}},
+    "numbers in a tool": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": NUMBERS}}}]
+    },
+    "lists in a call": {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": LISTS}}
+                ],
+            }
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_many_values_for_a_template_are_refused_before_they_are_written_out(
+    port: int, what: str
+) -> None:
+    """150,000 numbers took 0.25 s of the interpreter in one call: their length was taken so."""
+    answer = chat(port, **{"tool_choice": "none"} | TOLD[what])
+    assert (answer.status, answer.error["code"]) == (400, "too_many_values"), answer.body
+
+
+def test_the_tools_and_calls_of_a_long_chat_are_little_work() -> None:
+    value = {"type": "string", "description": "What is to be done, in a few words."}
+    tool = {"type": "object", "properties": {f"key{n}": value for n in range(10)}}
+    call = {
+        "path": "a.py",
+        "text": 'def f(x: list[int]) -> dict: return {"a": [x, "\\\\"]}\n' * 200,
+    }
+    texts = [json.dumps([tool] * 200), *[json.dumps(call)] * 100]
+    check_values([text.encode() for text in texts], Limits().json_work)
 
 
 def test_a_body_has_room_for_the_contexts_of_all_slots(supervisor: FakeSupervisor) -> None:
