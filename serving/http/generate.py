@@ -218,7 +218,11 @@ async def _streamed(
     exchange = call.exchange
     async for choice, delta in deltas:
         _take(call, choice, delta)
-        data = call.events(choice, delta)
+        size = len(choice.details) + len(choice.scores or ())
+        if size <= INLINE_DETAILS:
+            data = call.events(choice, delta)
+        else:  # an echoed prompt's, or what a reader has left for long
+            data = await TEXT_WORK.run(0, call.events, choice, delta)
         if not exchange.started:
             await exchange.open_stream()
         if data:

@@ -51,3 +51,11 @@ def test_no_request_holds_the_engines_loop(port: int) -> None:
         assert complete(port, **asked, stop=stops).status == 200
         assert complete(port, **asked, logprobs=20).status == 200
     assert hold.seconds <= MOST_SECONDS
+
+
+def test_an_echoed_prompts_log_probabilities_do_not_hold_the_loop(port: int) -> None:
+    asked = {"stream": True, "logprobs": 20, "echo": True, "max_tokens": 1}
+    with held(port) as hold:
+        echoed = complete(port, **asked, prompt=list(range(1000, 4000)))
+        assert echoed.status == 200 and len(echoed.body) > 1_000_000
+    assert hold.seconds <= MOST_SECONDS
