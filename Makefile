@@ -12,7 +12,6 @@ SCALE_VENV ?= .venv-scale
 PIP_FLAGS ?=
 RUNS ?= runs
 IMAGE_BASE ?= localhost/debian:12-slim
-DEMO_MODELS = smollm2-135m smollm2-360m llama-3.2-1b llama-3.2-3b
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 .PHONY: demo test scale-test clients lint types env bench images test-images lint-images docs release-check clean help
@@ -29,7 +28,6 @@ help:
 	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
 
 demo: $(STAMP)
-	$(BIN)/crossover models make $(DEMO_MODELS) --format Q4_0
 	$(BIN)/crossover campaign run loadtests/demo.toml --out $(RUNS)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 

@@ -144,7 +144,7 @@ def init_campaign() -> None:
 
     crossover campaign init > mine.toml
     """
-    from loadtests.campaign.template import campaign_template
+    from loadtests.terminal.template import campaign_template
 
     typer.echo(campaign_template(), nl=False)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.campaign.template import key_table
+from loadtests.terminal.template import key_table
 from reports.check import FUNCTIONS
 from reports.plan import example, output
 from reports.plan.file import read_plan

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from loadtests.campaign.campaign_keys import (
+    AUTO,
     CampaignFile,
     Load,
     OnDisturbance,
@@ -114,8 +115,12 @@ class Plan(msgspec.Struct, frozen=True):
     """A campaign, its cells in order, and the text they came from."""
 
     campaign: Campaign
-    cells: list[Cell]
+    cells: list[Cell]  # none yet where the machine chooses the models (rungs.py)
     text: str
+
+    @property
+    def is_auto(self) -> bool:
+        return not self.cells
 
 
 def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
@@ -137,8 +142,10 @@ def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
         raise BadCampaign(f"{path}: {problem}") from problem
 
 
-def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
-    """The campaign in a TOML text. Raises BadCampaign."""
+def parse_campaign(
+    text: str, *, budget_seconds: float | None = None, models: Sequence[str] = ()
+) -> Plan:
+    """The campaign in a TOML text; `models` take the place of "auto". Raises BadCampaign."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
@@ -150,6 +157,8 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
     except msgspec.ValidationError as problem:
         raise BadCampaign(explain(problem)) from problem
     check(file)
+    if models and AUTO in file.models:
+        file = msgspec.structs.replace(file, models=list(models))
     try:
         check_target(file.target or Target(url=""))
     except TargetUnusable as problem:
@@ -180,7 +189,7 @@ def parse_campaign(text: str, *, budget_seconds: float | None = None) -> Plan:
         load=file.load,
         engines={engine.name: engine for engine in file.engines},
     )
-    return Plan(campaign, cells_of(file), text)
+    return Plan(campaign, [] if AUTO in file.models else cells_of(file), text)
 
 
 def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = False) -> None:

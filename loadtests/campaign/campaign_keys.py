@@ -23,6 +23,7 @@ from serving.placement.best_engine import BEST
 from serving.registry.options import Standby
 
 OnDisturbance = Literal["wait", "ignore"]
+AUTO = "auto"  # in place of models: the rungs around this machine's limit
 POLICIES = ("auto", "gpu-only", "cpu-only")
 
 
@@ -85,7 +86,7 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The file as it is written."""
 
     name: str  # name of the run folder
-    models: list[str] = []  # x formats x backends x hardware budgets x workloads: cells
+    models: list[str] = []  # x formats x backends x ...: cells; auto: rungs around the limit
     formats: list[str] = []  # empty: the default of each backend
     backends: list[str] = msgspec.field(
         default_factory=lambda: ["llama_cpp"]
@@ -177,6 +178,12 @@ def _combinations(file: CampaignFile) -> list[Rule]:
             "engines are measured on `models`, and there are none",
         ),
         (
+            AUTO in file.models and _is_not_of_auto(file),
+            "$.models",
+            "models 'auto' are rungs that a measurement chooses: they go without other models, "
+            "cells, engines, a target, and with backends of this product alone",
+        ),
+        (
             file.workload is not None and bool(file.workloads),
             "$.workloads",
             "`workload` and `workloads`: give one of them",
@@ -189,6 +196,11 @@ def _combinations(file: CampaignFile) -> list[Rule]:
         (not names, "$.hardware", "hardware is empty: leave it out, or give at least one budget"),
         (len(names) > 1 and not all(names), "$.hardware", several),
     ]
+
+
+def _is_not_of_auto(file: CampaignFile) -> bool:
+    is_beside = len(file.models) > 1 or bool(file.cells or file.engines or file.target)
+    return is_beside or not {*file.backends} <= {*BACKENDS, BEST}
 
 
 def _values(file: CampaignFile) -> list[Rule]:

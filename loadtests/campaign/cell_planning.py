@@ -131,20 +131,32 @@ def _best_of(
     cell: Cell, campaign: Campaign, facts: HardwareFacts, progress: Progress
 ) -> EngineChoice:
     """Raises CrossoverError where no engine can run the cell."""
-    server = campaign.server
-    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
-    assert layout is not None
     limit = cell.hardware.memory_gib
     if limit is not None:
         most = min(facts.usable_memory_bytes, int(limit * 2**30))
         facts = msgspec.structs.replace(facts, cgroup_memory_bytes=most)
+
+    def tick(what: str, fraction: float | None) -> None:
+        progress.tick(f"{cell.key}: {what}", fraction=fraction)
+
+    def say(line: str) -> None:
+        progress.say(f"  {line}")
+
+    return best_engine(question_of(cell, campaign), facts, say, tick)
+
+
+def question_of(cell: Cell, campaign: Campaign) -> Question:
+    """What the cell's best engine is chosen by."""
+    server = campaign.server
+    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
+    assert layout is not None
     if is_rung(cell.model):
         spec = rung(cell.model).spec
     else:
         spec = resolve(cell.model, kind="hf", cache=server.cache).spec
     lengths = [(ask.prompt_tokens, ask.output_tokens) for ask in draw(campaign.workload, 1000, 1)]
     prompts, outputs = (sum(part) / len(lengths) for part in zip(*lengths, strict=True))
-    question = Question(
+    return Question(
         source=cell.model,
         request=PlacementRequest(
             model=spec,
@@ -161,11 +173,6 @@ def _best_of(
         cache=server.cache,
         may_convert=True,
     )
-
-    def tick(what: str, fraction: float | None) -> None:
-        progress.tick(f"{cell.key}: {what}", fraction=fraction)
-
-    return best_engine(question, facts, lambda line: progress.say(f"  {line}"), tick)
 
 
 def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:

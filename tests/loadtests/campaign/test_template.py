@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.campaign_keys import CampaignFile, Server
-from loadtests.campaign.template import (
+from loadtests.cli import campaign
+from loadtests.terminal.template import (
     SECTIONS,
     STARTED,
     arrival_kinds,
@@ -19,7 +20,6 @@ from loadtests.campaign.template import (
     keys_of,
     toml_type,
 )
-from loadtests.cli import campaign
 from loadtests.workload.arrivals import Arrivals
 
 MINIMAL = f"""
