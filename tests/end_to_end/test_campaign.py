@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -54,6 +53,7 @@ from reports.run import read_run
 from reports.write import Asked, write_report
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.capacity.known_worlds import waits_md_c
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., str]
@@ -103,16 +103,6 @@ level_requests_min = 10
 single_stream_requests = 3
 calibration_seconds = 0
 """
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found = what()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come")
 
 
 def only_folder(out: Path) -> Path | None:

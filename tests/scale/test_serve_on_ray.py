@@ -20,6 +20,7 @@ import pytest
 
 from tests.scale.conftest import REASON, Nodes
 from tests.serving.cli.test_serve import Server
+from tests.tools.waiting import wait_for
 
 pytest.importorskip("ray", reason=REASON)
 pytestmark = [pytest.mark.slow, pytest.mark.scale]
@@ -36,16 +37,6 @@ STRANGER = {
 }
 
 
-def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = holds()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError("it never happened")
-
-
 class Endpoint:
     """A server on Ray and what is asked of it."""
 
@@ -54,7 +45,7 @@ class Endpoint:
         on = ("--on", "ray", "--threads", "1")
         self.server = Server(folder, *on, *arguments, environment=environment)
         try:
-            self.url: str = until(self._ready, 100)["url"]
+            self.url: str = wait_for(self._ready, 100)["url"]
         except BaseException:
             self.server.process.kill()
             self.server.process.wait()
@@ -90,7 +81,7 @@ def endpoint(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     folder = tmp_path_factory.mktemp("serve")
     engine = ("--option", f"step_seconds={STEP_SECONDS}", "--slots", "4")
     made = Endpoint(folder, "--replicas", "2", *engine, address=nodes.address)
-    until(lambda: len(made.replicas()) == 2)
+    wait_for(lambda: len(made.replicas()) == 2)
     yield made
     made.server.process.send_signal(signal.SIGTERM)
     assert made.server.process.wait(60) == 0, made.server.log.read_text()
@@ -138,8 +129,10 @@ def test_a_killed_replica_is_replaced_and_what_nobody_saw_is_given_again(
     errors = [json.loads(end)["error"] for end in ends if end != "[DONE]\n\n"]
     assert errors and len(errors) < 4
     assert {error["code"] for error in errors} == {"engine_failed"}
-    after = until(lambda: endpoint.replicas() if len(endpoint.replicas().keys() - before) else None)
-    until(lambda: len(endpoint.replicas()) == 2)
+    after = wait_for(
+        lambda: endpoint.replicas() if len(endpoint.replicas().keys() - before) else None
+    )
+    wait_for(lambda: len(endpoint.replicas()) == 2)
     assert before.keys() & after.keys()  # the other one lived on
     assert given_again(endpoint) >= 1
 
@@ -152,10 +145,10 @@ def test_a_killed_node_costs_no_unseen_request_and_its_replica_comes_back(
     time.sleep(TOKENS * STEP_SECONDS / 3)
     nodes.kill(1)
     assert [status for status, _, _ in whole.answers()] == [200] * 6
-    until(lambda: len(endpoint.replicas()) == 1)
+    wait_for(lambda: len(endpoint.replicas()) == 1)
     assert endpoint.complete("on the other one", max_tokens=2)[0] == 200
     nodes.add()
-    until(lambda: len(endpoint.replicas()) == 2)
+    wait_for(lambda: len(endpoint.replicas()) == 2)
     assert len(endpoint.replicas().keys() & before.keys()) == 1
 
 

@@ -5,27 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from loadtests.host.processes import Child, last_line
 from loadtests.host.resources import api_pids, engine_pids, family
+from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 60.0) -> Any:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found = what()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come")
 
 
 def test_a_child_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

@@ -27,15 +27,7 @@ from loadtests.metrics.level_summary import Window
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.schema import EngineTime, RemoteSample, ResourceSample
 from tests.tools.records import request as a_request
-
-
-def wait_for(what: Any, seconds: float = 15.0) -> Any:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if found := what():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come")
+from tests.tools.waiting import wait_for
 
 
 def test_a_process_of_its_own_samples_and_ends_with_us() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,13 +31,40 @@ from serving.engine.messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
 from serving.sampling.types import Sampling
-from tests.serving.backends.backend_steps import (
-    Reference,
-    Tie,
-    generate,
-    prompt_of,
-    row,
-)
+from tests.serving.backends.backend_steps import Reference, Tie, generate, prompt_of, row
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A backend, and what it is held to."""
+
+    backend: Backend
+    reference: Reference
+    tie: Tie | None
+    seed: int
+
+    @property
+    def slots(self) -> int:
+        return self.backend.info.slots
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        return prompt_of(self.backend, length, self.seed + seed)
+
+    def expect(self, got: Sequence[int], prompt: Sequence[int], what: str) -> None:
+        """`got` is what the reference adds to `prompt`, or differs first at a tie."""
+        expected = self.reference(prompt, len(got))
+        for position, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+            if mine != theirs:
+                if self.tie and self.tie([*prompt, *expected[:position]], mine, theirs):
+                    return
+                raise AssertionError(
+                    f"{what}: token {position} is {mine}, not {theirs} ({list(got)} instead of "
+                    f"{expected})"
+                )
+
+    def expect_generated(self, prompt: list[int], tokens: int, what: str, **how: int) -> None:
+        """So many tokens after the prompt, with the arguments of `generate`."""
+        self.expect(generate(self.backend, prompt, tokens, **how), prompt, what)
 
 
 def check_contract(
@@ -46,21 +74,19 @@ def check_contract(
 
     A backend whose `info` does not list prefix_reuse is spared the copy check.
     """
-    check_info(backend)
-    check_alone(backend, reference, tie=tie, seed=seed)
-    check_chunked_prefill(backend, reference, tie=tie, seed=seed)
-    check_truncate(backend, reference, tie=tie, seed=seed)
-    check_order_of_results(backend, reference, tie=tie, seed=seed)
-    check_prompts_in_one_step(backend, reference, tie=tie, seed=seed)
+    case = _Case(backend, reference, tie, seed)
+    _info(backend)
+    _alone(case)
+    _chunked_prefill(case)
+    _truncate(case)
+    _order_of_results(case)
+    _prompts_in_one_step(case)
     check_churn(backend, reference, tie=tie, seed=seed)
     if "prefix_reuse" in backend.info.capabilities:
-        check_copy(backend, reference, tie=tie, seed=seed)
+        _copy(case)
 
 
-# --- the checks
-
-
-def check_info(backend: Backend) -> None:
+def _info(backend: Backend) -> None:
     """A backend's info is usable: sizes positive and consistent, capabilities known."""
     info = backend.info
     assert info.slots >= 1 and info.context_tokens >= 64 and info.step_tokens >= info.slots
@@ -69,190 +95,89 @@ def check_info(backend: Backend) -> None:
     assert info.capabilities <= set(CAPABILITIES)
 
 
-def check_alone(
-    backend: Backend,
-    reference: Reference,
-    *,
-    tie: Tie | None = None,
-    seed: int = 0,
-    tokens: int = 12,
-) -> None:
+def _alone(case: _Case) -> None:
     """One sequence, in the first and in the last slot, is what the reference says."""
-    for slot in sorted({0, backend.info.slots - 1}):
-        prompt = prompt_of(backend, 17, seed + slot)
-        expect(
-            generate(backend, prompt, tokens, slot=slot),
-            prompt,
-            reference,
-            tie,
-            f"alone in slot {slot}",
-        )
+    for slot in sorted({0, case.slots - 1}):
+        case.expect_generated(case.prompt(17, slot), 12, f"alone in slot {slot}", slot=slot)
 
 
-def check_chunked_prefill(
-    backend: Backend,
-    reference: Reference,
-    *,
-    tie: Tie | None = None,
-    seed: int = 0,
-    tokens: int = 6,
-) -> None:
+def _chunked_prefill(case: _Case) -> None:
     """However a prompt is cut, the tokens after it are the same; chunks without wants_token give no
     result.
     """
-    prompt = prompt_of(backend, 41, seed + 100)
+    prompt = case.prompt(41, 100)
     for chunk in (1, 7, 16, 40, 41):
-        expect(
-            generate(backend, prompt, tokens, slot=0, chunk=chunk),
-            prompt,
-            reference,
-            tie,
-            f"prefill in chunks of {chunk}",
-        )
+        case.expect_generated(prompt, 6, f"prefill in chunks of {chunk}", slot=0, chunk=chunk)
 
 
-def check_truncate(
-    backend: Backend,
-    reference: Reference,
-    *,
-    tie: Tie | None = None,
-    seed: int = 0,
-    tokens: int = 8,
-) -> None:
+def _truncate(case: _Case) -> None:
     """A row whose start is lower than what the slot holds drops the rest, and continues from there
     as if it had never been.
     """
-    slot = backend.info.slots - 1
-    first = prompt_of(backend, 30, seed + 200)
-    generate(backend, first, tokens, slot=slot)
-    second = [*first[:20], *prompt_of(backend, 9, seed + 201)]
-    expect(
-        generate(backend, second, tokens, slot=slot, start=20),
-        second,
-        reference,
-        tie,
-        "after truncating 38 to 20",
-    )
-    again = generate(backend, second, tokens, slot=slot, start=len(second) - 1)
-    expect(again, second, reference, tie, "after truncating to all but the last prompt token")
-    third = prompt_of(backend, 5, seed + 202)
-    expect(
-        generate(backend, third, tokens, slot=slot),
-        third,
-        reference,
-        tie,
-        "a new sequence in a used slot",
-    )
+    slot = case.slots - 1
+    first = case.prompt(30, 200)
+    generate(case.backend, first, 8, slot=slot)
+    second = [*first[:20], *case.prompt(9, 201)]
+    case.expect_generated(second, 8, "after truncating 38 to 20", slot=slot, start=20)
+    what = "after truncating to all but the last prompt token"
+    case.expect_generated(second, 8, what, slot=slot, start=len(second) - 1)
+    case.expect_generated(case.prompt(5, 202), 8, "a new sequence in a used slot", slot=slot)
 
 
-def check_order_of_results(
-    backend: Backend, reference: Reference, *, tie: Tie | None = None, seed: int = 0
-) -> None:
+def _order_of_results(case: _Case) -> None:
     """One result for each row with wants_token, in row order, none for the others."""
-    slots = backend.info.slots
-    prompts = {slot: prompt_of(backend, 3 + 2 * slot, seed + 300 + slot) for slot in range(slots)}
+    slots = case.slots
+    prompts = {slot: case.prompt(3 + 2 * slot, 300 + slot) for slot in range(slots)}
     for wanted in ({0}, {slots - 1}, set(range(0, slots, 2)), set(range(slots))):
         rows = [row(slot, prompts[slot], 0, wants_token=slot in wanted) for slot in range(slots)]
-        if sum(len(prompt) for prompt in prompts.values()) > backend.info.step_tokens:
+        if sum(len(prompt) for prompt in prompts.values()) > case.backend.info.step_tokens:
             rows = rows[:1]
             wanted = wanted & {0}
-        results = backend.step(rows)
+        results = case.backend.step(rows)
         assert len(results) == len(wanted)
         for result, slot in zip(results, sorted(wanted), strict=True):
-            expect(
-                [result.token],
-                prompts[slot],
-                reference,
-                tie,
-                f"the result for slot {slot} of {sorted(wanted)}",
-            )
+            what = f"the result for slot {slot} of {sorted(wanted)}"
+            case.expect([result.token], prompts[slot], what)
 
 
-def check_prompts_in_one_step(
-    backend: Backend,
-    reference: Reference,
-    *,
-    tie: Tie | None = None,
-    seed: int = 0,
-    tokens: int = 5,
-) -> None:
+def _prompts_in_one_step(case: _Case) -> None:
     """Several rows with many tokens each share one step with a decoding row, filled up to
     step_tokens.
     """
-    slots = backend.info.slots
-    if slots < 3:
+    if case.slots < 3:
         return
-    length = max(
-        2, min(48, (backend.info.step_tokens - 1) // 2, backend.info.context_tokens - tokens - 1)
-    )
-    early = prompt_of(backend, 9, seed + 400)
-    long, other = prompt_of(backend, length, seed + 401), prompt_of(backend, length, seed + 402)
-    first = backend.step([row(1, early, 0)])[0].token
-    results = backend.step([row(0, long, 0), row(1, [first], len(early)), row(2, other, 0)])
+    info = case.backend.info
+    length = max(2, min(48, (info.step_tokens - 1) // 2, info.context_tokens - 6))
+    early, long, other = (case.prompt(n, at) for n, at in ((9, 400), (length, 401), (length, 402)))
+    first = case.backend.step([row(1, early, 0)])[0].token
+    results = case.backend.step([row(0, long, 0), row(1, [first], len(early)), row(2, other, 0)])
     assert len(results) == 3
     for result, prompt in zip(results, (long, [*early, first], other), strict=True):
-        expect([result.token], prompt, reference, tie, "two prompts and a decode row in one step")
+        case.expect([result.token], prompt, "two prompts and a decode row in one step")
 
 
-def check_copy(
-    backend: Backend,
-    reference: Reference,
-    *,
-    tie: Tie | None = None,
-    seed: int = 0,
-    tokens: int = 8,
-) -> None:
+def _copy(case: _Case) -> None:
     """copy() gives another slot the prefix; both go on apart, and the source is not hurt.
 
     Copying over a used slot works.
     """
-    slots = backend.info.slots
-    if slots < 2:
+    if case.slots < 2:
         return
-    shared = prompt_of(backend, 24, seed + 500)
-    mine, yours = (
-        [*shared, *prompt_of(backend, 6, seed + 501)],
-        [*shared, *prompt_of(backend, 4, seed + 502)],
-    )
-    source, target = 0, slots - 1
-    generate(
-        backend, prompt_of(backend, 33, seed + 503), 3, slot=target
-    )  # the target held something longer
-    expect(generate(backend, mine, 3, slot=source), mine, reference, tie, "before the copy")
+    backend = case.backend
+    shared = case.prompt(24, 500)
+    mine, yours = [*shared, *case.prompt(6, 501)], [*shared, *case.prompt(4, 502)]
+    source, target = 0, case.slots - 1
+    generate(backend, case.prompt(33, 503), 3, slot=target)  # the target held something longer
+    case.expect_generated(mine, 3, "before the copy", slot=source)
     backend.copy(source, target, len(shared))
-    expect(
-        generate(backend, yours, tokens, slot=target, start=len(shared)),
-        yours,
-        reference,
-        tie,
-        "in the copy",
-    )
-    expect(
-        generate(backend, mine, tokens, slot=source, start=len(mine) - 1),
-        mine,
-        reference,
-        tie,
-        "in the source",
-    )
+    case.expect_generated(yours, 8, "in the copy", slot=target, start=len(shared))
+    case.expect_generated(mine, 8, "in the source", slot=source, start=len(mine) - 1)
     backend.copy(source, target, 10)  # a shorter piece than the prefix, over the copy
-    short = [*shared[:10], *prompt_of(backend, 5, seed + 504)]
-    expect(
-        generate(backend, short, tokens, slot=target, start=10),
-        short,
-        reference,
-        tie,
-        "after a shorter copy",
-    )
-    generate(
-        backend, prompt_of(backend, 20, seed + 505), 2, slot=source
-    )  # the source is overwritten; the copy must live
-    expect(
-        generate(backend, short, tokens, slot=target, start=len(short) - 1),
-        short,
-        reference,
-        tie,
-        "after the source went",
-    )
+    short = [*shared[:10], *case.prompt(5, 504)]
+    case.expect_generated(short, 8, "after a shorter copy", slot=target, start=10)
+    # The source is overwritten; the copy must live.
+    generate(backend, case.prompt(20, 505), 2, slot=source)
+    case.expect_generated(short, 8, "after the source went", slot=target, start=len(short) - 1)
 
 
 def check_churn(
@@ -290,14 +215,10 @@ def check_churn(
         for slot in [slot for slot, sequence in running.items() if sequence.finished]:
             done.append(running.pop(slot))
     assert len(done) == requests, "the churn test did not finish; raise steps"
+    case = _Case(backend, reference, tie, seed)
     for sequence in done:
-        expect(
-            sequence.generated,
-            sequence.prompt,
-            reference,
-            tie,
-            f"in a ragged batch, prompt of {len(sequence.prompt)}",
-        )
+        what = f"in a ragged batch, prompt of {len(sequence.prompt)}"
+        case.expect(sequence.generated, sequence.prompt, what)
 
 
 def check_scheduled(
@@ -315,17 +236,7 @@ def check_scheduled(
     alone. Returns the scheduler.
     """
     info = backend.info
-    config = EngineConfig(
-        "",
-        "",
-        "m",
-        slots=info.slots,
-        context_tokens=info.context_tokens,
-        prefill_tokens=prefill_tokens,
-    )
-    scheduler = Scheduler(
-        backend, [b"%d " % token for token in range(info.vocabulary)], frozenset(), config
-    )
+    scheduler = _scheduler(backend, prefill_tokens=prefill_tokens)
     random = np.random.default_rng(seed + 800)
     shared = prompt_of(backend, min(48, info.context_tokens // 2), seed + 801)
     asked: dict[int, tuple[list[int], int]] = {}
@@ -344,10 +255,11 @@ def check_scheduled(
             text[delta.id] = text.get(delta.id, "") + delta.text
             reused += delta.cached_tokens or 0
     assert reused > 0, "no prefix was reused though many were shared"
+    case = _Case(backend, reference, tie, seed)
     for number, (prompt, count) in asked.items():
         got = [int(token) for token in text[number].split()]
         assert len(got) == count
-        expect(got, prompt, reference, tie, f"scheduled, prompt of {len(prompt)}")
+        case.expect(got, prompt, f"scheduled, prompt of {len(prompt)}")
     return scheduler
 
 
@@ -394,17 +306,11 @@ def check_prompt_scores(
 
     `logprobs_of(tokens)`: [tokens, vocabulary], row i the distribution after tokens 0..i.
     """
-    info = backend.info
-    config = EngineConfig("", "", "m", slots=info.slots, context_tokens=info.context_tokens)
-    scheduler = Scheduler(
-        backend, [b"%d " % token for token in range(info.vocabulary)], frozenset(), config
-    )
+    scheduler = _scheduler(backend)
     prompt = prompt_of(backend, 21, 40)
     scheduler.add(Submit(1, GenerationRequest(prompt_of(backend, 9, 41), 30)))
-    for number in (
-        2,
-        3,
-    ):  # the second time, the prompt is in the KV already and must be scored all the same
+    # The second time, the prompt is in the KV already and must be scored all the same.
+    for number in (2, 3):
         scheduler.add(Submit(number, GenerationRequest(prompt, 2, Sampling(prompt_logprobs=3))))
         deltas = [delta for _ in range(60) for delta in scheduler.step() if delta.id == number]
         found = deltas[0].prompt_details
@@ -421,22 +327,16 @@ def check_prompt_scores(
             )
 
 
-def expect(
-    got: Sequence[int], prompt: Sequence[int], reference: Reference, tie: Tie | None, what: str
-) -> None:
-    """`got` is what the reference adds to `prompt`, or differs first at a tie."""
-    expected = reference(prompt, len(got))
-    for position, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        if mine != theirs:
-            if tie is not None and tie([*prompt, *expected[:position]], mine, theirs):
-                return
-            raise AssertionError(
-                f"{what}: token {position} is {mine}, not {theirs} ({list(got)} instead of "
-                f"{expected})"
-            )
-
-
 # --- what the checks are made of
+
+
+def _scheduler(backend: Backend, **settings: Any) -> Scheduler:
+    """The real one; the text of a token is its id and a space."""
+    info = backend.info
+    sizes = {"slots": info.slots, "context_tokens": info.context_tokens}
+    config = EngineConfig("", "", "m", **sizes, **settings)
+    table = [b"%d " % token for token in range(info.vocabulary)]
+    return Scheduler(backend, table, frozenset(), config)
 
 
 @dataclass
