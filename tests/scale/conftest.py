@@ -15,6 +15,8 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# Ray kills replicas where memory is short, and others on this machine may have taken it.
+os.environ["RAY_memory_monitor_refresh_ms"] = "0"
 REASON = "ray is not installed: make scale-test installs it into an environment of its own"
 
 
