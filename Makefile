@@ -65,7 +65,7 @@ images:
 	docker/build.sh "" localhost/prometheus docker/prometheus/Dockerfile
 
 test-images:
-	docker/test-images.sh
+	PYTHON=$(PYTHON) PIP_FLAGS="$(PIP_FLAGS)" VENV=$(VENV) docker/test-images.sh
 
 lint-images:
 	PYTHON=$(PYTHON) PIP_FLAGS="$(PIP_FLAGS)" VENV=$(VENV) docker/lint.sh

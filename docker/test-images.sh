@@ -2,20 +2,28 @@
 # Runs what `make images` built: the server alone (ready, user, read-only, answer, health, killed engine, drain), llama.cpp in it (which of
 # its builds was taken, an answer, load and a campaign from the load image, a page from the report image, kill -9), then the stack of
 # compose.yaml, with what Prometheus saw. In a network namespace of its own: no port collides and nothing reaches a network.
-# Needs: podman, runc, unshare, podman-compose. What this machine cannot do is said by name, and is no failure.
+# Needs: podman, runc, unshare, ip, curl. podman-compose comes from PyPI into an environment of its own: Debian 12 has 1.0.3, which gives
+# a service on the host's network a bridge as well. What this machine cannot do is said by name, and is no failure.
+# VENV, PYTHON, PIP_FLAGS as for make
 set -euo pipefail
 cd "$(dirname "$0")"
 export CONTAINERS_CONF=${CONTAINERS_CONF:-$PWD/containers.conf}
 export CROSSOVER_IMAGE=${CROSSOVER_IMAGE:-localhost/crossover:cpu} LOAD_IMAGE=${LOAD_IMAGE:-localhost/crossover:load}
 export REPORT_IMAGE=${REPORT_IMAGE:-localhost/crossover:report} PROMETHEUS_IMAGE=${PROMETHEUS_IMAGE:-localhost/prometheus}
 export LOAD_RATE=${LOAD_RATE:-2}
-for tool in podman runc unshare ip curl; do
-  command -v "$tool" >/dev/null || { echo "test-images: not run, this machine has no $tool"; exit 0; }
+for tool in podman runc unshare:util-linux ip:iproute2 curl; do
+  command -v "${tool%:*}" >/dev/null || { echo "test-images: not run, this machine has no ${tool%:*} (Debian: apt-get install ${tool#*:})"; exit 0; }
 done
 for image in "$CROSSOVER_IMAGE" "$LOAD_IMAGE" "$REPORT_IMAGE" "$PROMETHEUS_IMAGE"; do
   podman image exists "$image" || { echo "test-images: not run, there is no image $image (make images)"; exit 0; }
 done
+venv=${VENV:-.venv}
+[[ $venv = /* ]] || venv=$PWD/../$venv
+compose_at=$venv/podman-compose
+# shellcheck disable=SC2086  # several flags
+install_compose() { "${PYTHON:-python3}" -m venv "$compose_at" && "$compose_at/bin/pip" install --quiet ${PIP_FLAGS:-} podman-compose==1.6.0; }
 if [[ ${1:-} != inside ]]; then
+  [[ -x $compose_at/bin/podman-compose ]] || install_compose || true
   unshare -n -m --propagation private true 2>/dev/null || { echo "test-images: not run, this user may not make a network namespace"; exit 0; }
   exec unshare -n -m --propagation private "$PWD/${0##*/}" inside
 fi
@@ -129,9 +137,9 @@ answers "after kill -9 of the container"
 step "kill -9 of the container: started again with the same weights, answers"
 clean
 
-command -v podman-compose >/dev/null || { echo "test-images: the stack was not run, this machine has no podman-compose (pip install podman-compose)"; exit 0; }
+[[ -x $compose_at/bin/podman-compose ]] || { echo "test-images: the stack was not run, podman-compose could not be installed into $compose_at"; exit 0; }
 export CROSSOVER_MODEL=${CROSSOVER_MODEL:-fake}
-compose() { podman-compose --in-pod false -f compose.yaml -f compose.loopback.yaml "$@"; }
+compose() { "$compose_at/bin/podman-compose" --in-pod false -f compose.yaml -f compose.loopback.yaml "$@"; }
 trap 'compose logs server 2>&1 | tail -n 5; compose down -v -t 40 >/dev/null 2>&1; clean' EXIT
 compose up -d server locust-master locust-worker prometheus >/dev/null 2>&1
 wait_for http://127.0.0.1:8000/ready
