@@ -14,7 +14,7 @@ import msgspec
 from loadtests.capacity.words import in_short, in_words
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
-from loadtests.records.comparability import usable_cores
+from loadtests.records.comparability import cpu_words, usable_cores
 from loadtests.records.events import CapacityStatus
 from loadtests.simulation.prediction_words import predicted_beside
 from loadtests.workload.requests import Workload
@@ -328,9 +328,9 @@ def setting_words(cell: CellNumbers) -> str:
 
 
 def machine_words(facts: Mapping[str, Any]) -> str:
-    """`AMD EPYC 7B13, 2 cores, 8 GiB of memory`: what the facts say, and no more."""
+    """`AMD EPYC 7B13 with AVX2, 2 cores, 8 GiB of memory`: what the facts say, and no more."""
     cores = usable_cores(facts)
-    parts = [str(facts["cpu_model"])] if facts.get("cpu_model") else []
+    parts = [name] if (name := cpu_words(facts)) else []
     if cores:
         parts.append(f"{cores:g} core{'' if cores == 1 else 's'}")
     if facts.get("memory_total_bytes"):

@@ -21,6 +21,7 @@ from models import formatting
 MACHINE: dict[str, str] = {
     "cpu_model": "CPU",
     "architecture": "architecture",
+    "isa": "instruction sets",
     "logical_cores": "logical cores",
     "allowed_cores": "usable cores",
     "cgroup_cores": "CPU quota",
@@ -44,6 +45,15 @@ SERVER: tuple[str, ...] = (
 CELL: tuple[str, ...] = ("model", "format", "backend", "hardware", "url")
 FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, ENGINES, *SERVER, *CELL)
 SAME_MEMORY = 0.02  # a kernel update moves MemTotal by less
+# The widest that a CPU has, of the flags in its facts.
+VECTORS = {
+    "amx_tile": "AMX",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "sme": "SME",
+    "sve": "SVE",
+    "asimd": "NEON",
+}
 
 
 class FactDifference(msgspec.Struct, frozen=True):
@@ -107,6 +117,8 @@ def same(fact: str, mine: Any, theirs: Any) -> bool:
         return bool(abs(mine - theirs) <= SAME_MEMORY * max(mine, theirs))
     if fact == "gpus":
         return gpu_names(mine) == gpu_names(theirs)
+    if fact == "isa":
+        return {*(mine or ())} == {*(theirs or ())}
     if fact == "allowed_cores":
         return len(mine or ()) == len(theirs or ())
     return bool(mine == theirs)
@@ -126,6 +138,8 @@ def show(fact: str, value: Any) -> str:
         return f"{value / 1e9:.3g} GB/s"
     if fact == "allowed_cores":
         return str(len(value))
+    if fact == "isa":
+        return " ".join(value) or "none"
     if fact == "gpus":
         return ", ".join(gpu_names(value)) or "none"
     return str(value)
@@ -134,6 +148,16 @@ def show(fact: str, value: Any) -> str:
 def server_machine(manifest: RunManifest) -> dict[str, Any] | None:
     """Facts of the machine that serves; None where it is not ours."""
     return manifest.server_facts if "cpu_model" in manifest.server_facts else None
+
+
+def cpu_words(facts: Mapping[str, Any]) -> str:
+    """`AMD EPYC with AVX-512, VNNI`: a virtual machine's name alone tells two CPUs seldom apart."""
+    isa = facts.get("isa") or ()
+    wide = next((name for flag, name in VECTORS.items() if flag in isa), "")
+    dots = "VNNI" if {"avx512_vnni", "avx_vnni"} & {*isa} else ""
+    words = ", ".join(part for part in (wide, dots) if part)
+    name = str(facts.get("cpu_model") or "")
+    return f"{name} with {words}" if name and words else name
 
 
 def usable_cores(facts: Mapping[str, Any]) -> float | None:

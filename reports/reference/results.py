@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from loadtests.records.comparability import cpu_words
 from loadtests.records.events import Capacity
 from loadtests.records.schema import RunManifest
 from reports.errors import ReportError
@@ -94,7 +95,7 @@ def _result(cell: CellNumbers, manifest: RunManifest, facts: dict[str, Any], nam
         run=name,
         created=manifest.created[:10],
         version=manifest.crossover_version,
-        machine=str(facts.get("cpu_model") or "not known"),
+        machine=cpu_words(facts) or "not known",
         cores=len(facts.get("allowed_cores") or ()) or None,
         memory_bytes=facts.get("memory_total_bytes"),
         bandwidth_bytes_per_second=facts.get("bandwidth_bytes_per_second"),

@@ -34,7 +34,7 @@ def test_the_sentence(run: RunNumbers) -> None:
     assert by is not None and by.levels == 1 and by.requests == cell.loaded[0].summary.counts.due
     words = headline(run, found)
     assert words.startswith(
-        "On this machine (AMD EPYC 7B13, 2 cores, 8 GiB of memory; "
+        "On this machine (AMD EPYC 7B13 with AVX2, 2 cores, 8 GiB of memory; "
         "llama_cpp, 2 threads on 2 of 2 cores, shared with HTTP and the load generator at a "
         "higher priority), Llama-3.2-1B Q4_0 holds up to 0.15 requests/s "
         f"(confirmed: a level of 6.7 min, {by.requests} requests; capacity "
@@ -201,10 +201,12 @@ def test_endpoint_is_named_in_place_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_machine_words_say_no_more_than_is_known() -> None:
-    assert machine_words(FACTS) == "AMD EPYC 7B13, 2 cores, 8 GiB of memory"
-    assert (
-        machine_words(FACTS | {"cgroup_cores": 1.5}) == "AMD EPYC 7B13, 1.5 cores, 8 GiB of memory"
-    )
+    rest = "2 cores, 8 GiB of memory"
+    assert machine_words(FACTS) == f"AMD EPYC 7B13 with AVX2, {rest}"
+    assert machine_words(FACTS | {"isa": []}) == f"AMD EPYC 7B13, {rest}"
+    wide = {"isa": ["avx2", "avx512f", "avx512_vnni"], "cgroup_cores": 1.5}
+    told = machine_words(FACTS | wide)
+    assert told == "AMD EPYC 7B13 with AVX-512, VNNI, 1.5 cores, 8 GiB of memory"
     assert machine_words({}) == ""
 
 

@@ -162,6 +162,10 @@ def run(name: str, facts: dict[str, str] = CELL, rate: float = 1.0, **changes: A
     ("changes", "message"),
     [
         (
+            {"machine": MACHINE | {"isa": ["avx2"]}},
+            "differ in instruction sets: not known and avx2; .* --allow isa",
+        ),
+        (
             {"machine": MACHINE | {"cpu_model": "Xeon"}},
             "differ in CPU: EPYC and Xeon; .* --allow cpu_model",
         ),
