@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import ServingError
 from serving.http import status
-from serving.http.auth import Key, check_head, key_of, only_key
+from serving.http.auth import PASSED_KEY, Key, check_head, key_of, only_key
 from serving.http.chat.responses_api import responses
 from serving.http.chat.route import chat_completions
 from serving.http.completions import completions
@@ -168,7 +168,7 @@ class App:
         try:
             admin = self._admin_keys and scope["path"].startswith("/admin/")
             keys = self._admin_keys if admin else self._keys
-            exchange.key = check_head(scope, self.limits, keys)
+            exchange.key = check_head(scope, self.limits, keys) or scope.get(PASSED_KEY)
             await self._router(scope, receive, send)
         except ClientGone:
             exchange.status = CLIENT_GONE

@@ -17,6 +17,7 @@ from serving.http.wire.sse import encode
 
 OPEN_ROUTES = frozenset({"/health", "/ready"})  # probes have no key
 CLOSE = {"Connection": "close"}
+PASSED_KEY = "crossover.key"  # of a scope: the Key of a request that a front has let in
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

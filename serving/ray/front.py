@@ -200,4 +200,5 @@ def _request(exchange: Exchange, body: bytes) -> Request:
     scope = exchange.scope
     headers = [(name, value) for name in _PASSED_ON if (value := header(scope, name)) is not None]
     headers.append((b"x-request-id", exchange.request_id))
-    return Request(scope["method"], scope["path"], scope["query_string"], headers, body)
+    key = None if exchange.key is None else exchange.key.name
+    return Request(scope["method"], scope["path"], scope["query_string"], headers, body, key)

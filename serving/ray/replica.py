@@ -20,6 +20,7 @@ from starlette.types import Message
 from serving.errors import EngineFailed
 from serving.hardware.own_cores import take_cores
 from serving.http.app import app_of
+from serving.http.auth import PASSED_KEY, Key
 from serving.http.limits import Limits
 from serving.metrics import ServerMetrics
 from serving.placement.plan import explain
@@ -38,13 +39,15 @@ REPLICA = b"x-crossover-replica"  # header of each answer: who gave it
 
 
 class Request(NamedTuple):
-    """A request whose key and size the front has checked."""
+    """A request whose key and size the front has checked. `key`: the name of its key; None: the
+    server has none."""
 
     method: str
     path: str
     query: bytes
     headers: Headers
     body: bytes
+    key: str | None
 
 
 class Part(NamedTuple):
@@ -173,6 +176,7 @@ class _Call:
             "headers": asked.headers,
             "client": None,
             "server": None,
+            PASSED_KEY: None if asked.key is None else Key(asked.key, b""),
         }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from serving.http.call import SHARED_GRAIN
 from tests.scale.conftest import REASON, Nodes
 from tests.serving.cli.test_serve import Server
 from tests.tools.waiting import wait_for
@@ -64,7 +65,7 @@ class Endpoint:
 
     def ask(self, path: str, body: Any = None) -> tuple[int, dict[str, str], str]:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "authorization": "Bearer the-key"}
         request = urllib.request.Request(self.url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -80,7 +81,11 @@ class Endpoint:
 def endpoint(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder = tmp_path_factory.mktemp("serve")
     engine = ("--option", f"step_seconds={STEP_SECONDS}", "--slots", "4")
-    made = Endpoint(folder, "--replicas", "2", *engine, address=nodes.address)
+    key = folder / "key"
+    key.write_text("the-key")
+    key.chmod(0o600)
+    key_file = ("--api-key-file", str(key))
+    made = Endpoint(folder, "--replicas", "2", *key_file, *engine, address=nodes.address)
     wait_for(lambda: len(made.replicas()) == 2)
     yield made
     made.server.process.send_signal(signal.SIGTERM)
@@ -110,7 +115,8 @@ def test_a_prompt_follows_its_prefix_and_load_goes_before_it(endpoint: Endpoint)
     for word in ("two", "three", "four"):
         status, headers, body = endpoint.complete(system + word, max_tokens=2)
         assert headers["x-crossover-replica"] == first
-        assert json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        cached = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0 and cached % SHARED_GRAIN == 0  # the replica knows that there is a key
     answers = together(lambda number: endpoint.complete(system + str(number)), 12)
     assert len({headers["x-crossover-replica"] for _, headers, _ in answers}) == 2
 

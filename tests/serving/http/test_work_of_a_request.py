@@ -12,7 +12,7 @@ import pytest
 from serving.engine.messages import GenerationRequest
 from serving.errors import Overloaded
 from serving.http.app import app_of
-from serving.http.auth import named_keys
+from serving.http.auth import PASSED_KEY, Key, named_keys
 from serving.http.completions import CompletionCall
 from serving.http.limits import Limits
 from serving.registry.model import LONGEST_TEXT
@@ -96,12 +96,20 @@ def test_whose_a_request_is_decides_its_share_and_its_cache() -> None:
             named_keys(wrong)
 
 
-def test_a_key_that_several_may_have_is_not_told_exactly_what_was_cached() -> None:
-    """A guess of another's prompt would be confirmed token by token."""
+@pytest.mark.parametrize("is_replica", [False, True])
+def test_a_key_that_several_may_have_is_not_told_exactly_what_was_cached(is_replica: bool) -> None:
+    """A guess of another's prompt would be confirmed token by token. A replica knows no key: its
+    front says that there was one.
+    """
     supervisor = FakeSupervisor(by_hand=True)
-    with served(app_on(supervisor, api_key="k")) as port, ThreadPoolExecutor(1) as asking:
+    app = app_on(supervisor, api_key=None if is_replica else "k")
+
+    async def replica(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, PASSED_KEY: Key("", b"")}, receive, send)
+
+    headers = {"Authorization": "Bearer k"}
+    with served(replica if is_replica else app) as port, ThreadPoolExecutor(1) as asking:
         for number, (salt, told) in enumerate([(None, 64), ("mine", 100)], 1):
-            headers = {"Authorization": "Bearer k"}
             answer = asking.submit(complete, port, headers=headers, cache_salt=salt)
             supervisor.push_soon(number, "x", "stop", cached_tokens=100)
             usage = answer.result().json["usage"]
