@@ -94,6 +94,35 @@ def upgrade(folder: Path) -> tuple[str, bool]:
     return f"{answers} answer", answers == 1
 
 
+def full_segments(folder: Path) -> tuple[str, bool]:
+    """Small requests, and chunks of one byte, as many as a segment holds."""
+    chunks = post().replace(b"Content-Length: ", b"Transfer-Encoding: chunked\r\nX-Was: ")
+    chunks = chunks.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + b"1\r\nx\r\n" * 100_000
+    longest = 0.0
+    with watched_server(folder) as one:
+        port = port_of(one.wait_ready())
+        for data in (b"GET /health HTTP/1.1\r\n\r\n" * 20_000, chunks):
+            with held(port) as hold, connected(port) as client:
+                with contextlib.suppress(OSError):
+                    client.sendall(data)
+                    client.recv(65536)
+            longest = max(longest, hold.seconds)
+    return f"loop held <= {longest * 1000:g} ms", longest <= MOST_SECONDS
+
+
+def all_connections(folder: Path) -> tuple[str, bool]:
+    """As many heads without an end as there may be connections, then a request."""
+    with (
+        server(folder, "--max-connections", "60") as one,
+        contextlib.ExitStack() as crowd,
+    ):
+        port = port_of(one.wait_ready())
+        for _ in range(60):
+            crowd.enter_context(connected(port, b"GET /health HTT"))
+        status = ask(port, "GET", "/health").status
+    return f"{status}", status == 200
+
+
 def foreign_host(folder: Path) -> tuple[str, bool]:
     with server(folder) as one:
         answer = ask(port_of(one.wait_ready()), "GET", "/v1/models", None, {"Host": "evil.example"})
@@ -117,6 +146,8 @@ ATTACKS = (
     Attack("M6", "JSON of 4 MiB", "605 ms on the loop", json_of_small_values),
     Attack("M4", "100 bodies of 4 MiB held back", "+4 MiB each, no bound", bodies_held_back),
     Attack("M3", "a request in the body of an Upgrade", "2 answers", upgrade),
+    Attack("", "20,000 requests, or chunks, at once", "345 ms on the loop", full_segments),
+    Attack("", "all connections, with slow heads", "503 for 15 s", all_connections),
     Attack("L2", "a name of the DNS on loopback", "200", foreign_host),
     Attack("H3", "a full log, then an engine's death", "ready for ever", log_that_nobody_reads),
 )

@@ -25,6 +25,7 @@ GRAMMARS = {
     "a long text": 'root ::= "' + "a" * 60_000 + '"',
     "a chain of empty rules": "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(2500))
     + 'root ::= r0 "a"\nr2500 ::= ""',
+    "brackets without an end": "root ::= " + "[" * 60_000,
     "blanks in a repetition": 'root ::= "a"{1,' + " " * 60_000,
 }
 KNOWN, SECRET = list(range(100, 124)), [339, 316, 322, 333, 301, 329, 315, 303]
