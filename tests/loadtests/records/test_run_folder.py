@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -524,7 +525,12 @@ def test_what_is_read_holds_no_password_and_nothing_for_a_terminal(tmp_path: Pat
     manifest = msgspec.structs.replace(MANIFEST_RECORD, command=[text])
     with RunFolder.create(tmp_path, manifest) as folder:
         folder.event(LevelAbandoned(cell="c", level="l", reason=text))
+        folder.request(msgspec.structs.replace(record("l", 0), error=text))
     read = read_records(tmp_path)
     (event,) = of_kind(read.events, LevelAbandoned)
     wanted = "load http://***@h:1/v1 \ufffd]0;x\ufffd \ufffd2J, tab\there"
     assert read.manifest.command == [wanted] and event.reason == wanted
+    assert read.requests[0].error == wanted
+    ascii = json.dumps(json.loads((tmp_path / EVENTS).read_text()))  # \x9b as \\u009b
+    (tmp_path / EVENTS).write_text(f"{ascii}\n")
+    assert read_events(tmp_path).records == read.events
