@@ -62,6 +62,8 @@ PRIVATE_FACTS = frozenset({"hostname", "gpu_note", "url"})
 # Keys whose value is a path, also where it does not look like one; keys that name a device.
 PATH_KEYS = frozenset({"file", "replay", "path"})
 DEVICE_KEYS = frozenset({"uuid"})
+# What is told of an engine of others; the rest of its table is somebody's own text.
+ENGINE_FACTS = ("name", "weights", "format", "api", "device")
 # The kinds that the load generator writes: loadtests.generator.sse_request.
 _ERROR = re.compile(r"refused|timeout|connection|cut_off|stream_error|empty|http_\d{3}")
 _PATH = re.compile(r"(^|[\s'\"=:(])(~|\.{0,2})/[\w.]|://|@")
@@ -203,6 +205,8 @@ def _manifest(manifest: RunManifest, names: _Names) -> RunManifest:
         campaign["server"] = campaign["server"] | {"cache": None, "options": {}}
     if campaign.get("repeats"):
         campaign["repeats"] = "a run"
+    if campaign.get("engines"):
+        campaign["engines"] = {name: _engine(one) for name, one in campaign["engines"].items()}
     levels = campaign.get("cell_levels") or {}
     campaign["cell_levels"] = {names.cells.get(key, REMOVED): own for key, own in levels.items()}
     return msgspec.structs.replace(
@@ -214,6 +218,12 @@ def _manifest(manifest: RunManifest, names: _Names) -> RunManifest:
         server_facts=_facts(manifest.server_facts),
         client_facts=_facts(manifest.client_facts),
     )
+
+
+def _engine(engine: dict[str, Any]) -> dict[str, Any]:
+    """One of others, without its commands and what they see: hosts, images, names of keys."""
+    told = {key: engine[key] for key in ENGINE_FACTS if key in engine}
+    return told | {"command": REMOVED}
 
 
 def _cell(cell: dict[str, Any], names: _Names) -> dict[str, Any]:

@@ -26,12 +26,23 @@ from loadtests.records.events import (
 from loadtests.records.schema import Disturbance, Stranger, WorkerFacts
 from reports.errors import ReportError
 from reports.reference import archive
-from reports.reference.archive import FILES, anonymised, opened, write_archive
+from reports.reference.archive import FILES, REMOVED, anonymised, opened, write_archive
 from reports.run import numbers_of, read_records, read_run
 from tests.reports.example_run import RUNGS, write_example_run
 
 ONE = {"smollm2-135m": RUNGS["smollm2-135m"]}
 NAMES = ("secret-host", "bob", "firefox", "corp.example", "/home", "sk-1", "our-model", "GPU-1a2b")
+
+
+ENGINE = {
+    "name": "vllm",
+    "command": "docker run registry.corp.example:5000/vllm --port {port} {model}",
+    "version": "ssh secret-host vllm --version",
+    "names": {"smollm2-135m": "acme/our-model"},
+    "environment": {"VLLM_HOST_IP": "gpu-7.corp.example"},
+    "variables": ["KEY_OF_bob"],
+    "api": "chat",
+}
 
 
 def named_run(folder: Path):
@@ -76,6 +87,7 @@ def named_run(folder: Path):
                     "b": {"file": None, "replay": "lengths-of-bob.jsonl"},
                 },
                 "arrivals": {"kind": "trace", "path": "bob.csv"},
+                "engines": {"vllm": ENGINE},
             },
         ),
         events=events,
@@ -109,6 +121,8 @@ def test_no_name_is_left_and_every_number_is(tmp_path: Path) -> None:
             one.summary.latencies for one in theirs.levels
         ]
         assert [one.energy for one in mine.levels] == [one.energy for one in theirs.levels]
+    engine = shared.manifest.campaign["engines"]["vllm"]
+    assert engine == {"name": "vllm", "api": "chat", "command": REMOVED}
     write_archive(anonymised(run), tmp_path / "again.tar.xz")
     same = (tmp_path / "again.tar.xz").read_bytes()
     assert (tmp_path / "shared.tar.xz").read_bytes() == same, "whoever packs it, and when"
