@@ -36,6 +36,7 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
+MOST_LAYERS = 10_000
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 1 << 24  # of one array, and of the metadata and tensor tables
 _KEPT_ARRAY = 64  # longer arrays are skipped: they are the tokenizer
@@ -156,10 +157,12 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
     def _count(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(key, default) if default is not None else self._need(key)
-        if not isinstance(value, int) or not 0 < value < 1 << 31:
+        # A file from anywhere must not make a reader count to a billion.
+        most = MOST_LAYERS if key.endswith(".block_count") else 1 << 31
+        if not isinstance(value, int) or not 1 <= value <= most:
             raise UnsupportedModel(
-                f"{Path(self.path).name} has {key} = {value!r}; it must be one positive whole "
-                "number"
+                f"{Path(self.path).name} has {key} = {value!r}; it must be a whole number from 1 "
+                f"to {most}"
             )
         return value
 

@@ -69,6 +69,16 @@ def test_another_architecture_and_experts_are_refused_by_name(
         _header(gguf_bytes.replace(b"llama", b"lxama"), tmp_path / "x.gguf").spec("x")
 
 
+def test_a_file_cannot_have_a_reader_count_layers_without_end(
+    gguf_bytes: bytes, tmp_path: Path
+) -> None:
+    key = b"llama.block_count"
+    place = gguf_bytes.index(key) + len(key) + 4  # behind the type
+    damaged = gguf_bytes[:place] + (20_000).to_bytes(4, "little") + gguf_bytes[place + 4 :]
+    with pytest.raises(UnsupportedModel, match="block_count = 20000; it must be .* 1 to 10000"):
+        _header(damaged, tmp_path / "x.gguf").spec("x")
+
+
 def test_no_gguf_at_all(tmp_path: Path) -> None:
     for content in (b"", b"PK\x03\x04", b"GGUF\x63\x00\x00\x00"):
         with pytest.raises(BrokenWeights, match=r"x\.gguf"):
