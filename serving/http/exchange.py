@@ -128,10 +128,10 @@ class Exchange:
             # Several calls that last some milliseconds: the loop goes on between them.
             return await TEXT_WORK.run(len(body), self._large, decoder, body)
 
-    async def read_bytes(self) -> bytes:
-        """The body as it came, for whoever passes it on. Raises as `read` does."""
-        with self.bodies.held() as hold:
-            return await self._body(hold)
+    async def read_bytes(self, hold: Callable[[int], None]) -> bytes:
+        """The body as it came, for whoever passes it on. `hold`: of `bodies.held`, for as long as
+        the body is kept. Raises as `read` does."""
+        return await self._body(hold)
 
     def _large(self, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         check_work(body, self.limits.body_work)

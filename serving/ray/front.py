@@ -118,21 +118,23 @@ class Front:
 
     async def forward(self, router: ModelRouter, exchange: Exchange) -> None:
         """Have a replica answer. Raises ApiError, Unavailable, ClientGone."""
-        body = await exchange.read_bytes() if exchange.scope["method"] == "POST" else b""
-        if self.is_stopping:
-            raise self._unavailable()
-        self.in_flight += 1
-        work = asyncio.create_task(self._answered(exchange, _request(exchange, body)))
-        gone = asyncio.create_task(exchange.until_gone())
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientGone
-            await work
-        finally:
-            work.cancel()
-            gone.cancel()
-            self.in_flight -= 1
+        with exchange.bodies.held() as hold:  # until it is answered: it may be given again
+            is_post = exchange.scope["method"] == "POST"
+            body = await exchange.read_bytes(hold) if is_post else b""
+            if self.is_stopping:
+                raise self._unavailable()
+            self.in_flight += 1
+            work = asyncio.create_task(self._answered(exchange, _request(exchange, body)))
+            gone = asyncio.create_task(exchange.until_gone())
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise ClientGone
+                await work
+            finally:
+                work.cancel()
+                gone.cancel()
+                self.in_flight -= 1
 
     async def _answered(self, exchange: Exchange, request: Request) -> None:
         way = Way(blocks_of(request.body))
