@@ -88,6 +88,13 @@ def test_numbers_that_are_none(port: int, field: str, number: str) -> None:
     )
 
 
+def test_a_bias_that_is_no_number(port: int) -> None:
+    """It was a 500, with a traceback in the log."""
+    deep = b'7, "user": ' + b"[" * 50_000
+    for bias in (b"1e400", b'{"1": 1e400}', b'{"1": NaN}', b'"\xff"', deep):
+        refused(ask(port, "POST", "/v1/completions", b'{"prompt":"x","logit_bias":%s}' % bias))
+
+
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 )
