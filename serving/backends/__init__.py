@@ -14,6 +14,7 @@ from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
 from serving.backends.spec import MIB, UNKNOWN_OVERHEAD, BackendSpec, KvRequest, Overhead
 from serving.backends.torch import need as torch_need
 from serving.errors import BackendUnavailable, Unsupported
+from serving.hardware.gpu_facts import VULKAN
 
 _BF16_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl"}), frozenset({"bf16"})
 
@@ -53,8 +54,11 @@ BACKENDS: dict[str, BackendSpec] = {
         probe="serving.backends.llama_cpp.probe:probe",
         huge_pages=True,
         is_compiled=True,
-        gpu_advice="CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall "
-        "--no-binary llama-cpp-python llama-cpp-python",
+        gpu_builds={
+            "nvidia": ("install CUDA's toolkit (nvcc)", "-DGGML_CUDA=on"),
+            "amd": ("install ROCm with hipBLAS and rocBLAS", "-DGGML_HIP=on"),
+            VULKAN: ("install glslc, Vulkan's headers and loader, a driver", "-DGGML_VULKAN=on"),
+        },
     ),
     "onnx": BackendSpec(
         cls="serving.backends.onnx.backend:OnnxBackend",
@@ -84,7 +88,10 @@ BACKENDS: dict[str, BackendSpec] = {
         package="torch",
         extra="torch",
         probe="serving.backends.torch.probe:probe",
-        gpu_advice="install torch built for CUDA, see pytorch.org",
+        gpu_builds={
+            "nvidia": ("install torch built for CUDA, see pytorch.org", ""),
+            "amd": ("install torch built for ROCm, see pytorch.org", ""),
+        },
     ),
     "fake": BackendSpec(
         cls="serving.backends.fake:FakeBackend",

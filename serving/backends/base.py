@@ -115,7 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_path: str = ""  # tokenizer.json, a folder with one, or a GGUF file
     device: str = "cpu"  # "cpu" or "gpu"
     device_id: str = ""  # UUID of the GPU, the only one that the engine sees; "": any
-    device_vendor: str = ""  # of the GPU: "nvidia" or "amd"
+    device_vendor: str = ""  # of the GPU: "nvidia", "amd" or "vulkan"
     slots: Count = 16
     context_tokens: Count = 2048
     kv_tokens: Count | None = None  # None: slots * context_tokens

@@ -79,7 +79,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
     huge_pages: bool = False  # large allocations are quicker on huge pages
     is_compiled: bool = False  # pip compiles the package
-    gpu_advice: str = ""  # how to get a build for GPUs
+    # How to get a build for GPUs, by vendor: what to install first, and CMake's flag if it has one.
+    gpu_builds: Mapping[str, tuple[str, str]] = {}
     about: str = ""  # what doctor says where nothing is probed
 
     @property

@@ -18,10 +18,12 @@ from models import formatting
 from models.resolve import cache_dir
 from serving.backends import BACKENDS, missing_backends, probed, spec_of
 from serving.backends.probing import probe_backend
-from serving.backends.spec import BackendProbe
+from serving.backends.spec import BackendProbe, BackendSpec
 from serving.errors import Cause
 from serving.hardware.cores import cores_text, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
+from serving.hardware.gpu import render_nodes
+from serving.hardware.gpu_facts import VULKAN
 from serving.placement.best_engine import times_words
 from serving.placement.engine_choice import EngineTimes
 from serving.placement.times_table import read_table, table_path
@@ -69,9 +71,12 @@ def examine(
     folder = cache_dir(cache)
     free = disk_free_bytes(folder)
     table, note = read_table(cache, facts)
+    has_nodes = bool(render_nodes())
     return Diagnosis(
         facts=facts,
-        backends=tuple(BackendReport(probe, advice(probe, facts, compiler)) for probe in probes),
+        backends=tuple(
+            BackendReport(probe, advice(probe, facts, compiler, has_nodes)) for probe in probes
+        ),
         compiler=compiler,
         cache=str(folder),
         cache_free_bytes=free,
@@ -89,8 +94,12 @@ def _probe(name: str, timeout_seconds: float) -> BackendProbe:
     return probe_backend(name, timeout_seconds)
 
 
-def advice(probe: BackendProbe, facts: HardwareFacts, compiler: str | None) -> str | None:
-    """What to do about a backend that does not work or does not use the GPU; None: nothing."""
+def advice(
+    probe: BackendProbe, facts: HardwareFacts, compiler: str | None, has_nodes: bool = False
+) -> str | None:
+    """What to do about a backend that does not work or does not use the GPU; None: nothing.
+
+    `has_nodes`: the kernel shows a GPU (a render node), be its driver known here or not."""
     spec = spec_of(probe.backend)
     if not probe.works:
         if spec.is_compiled and compiler is None:
@@ -101,12 +110,33 @@ def advice(probe: BackendProbe, facts: HardwareFacts, compiler: str | None) -> s
         if "not installed" in (probe.problem or ""):
             return spec.install
         return f"reinstall it: {spec.reinstall}"
-    if facts.gpus and not probe.gpu:
-        if spec.gpu_advice and probe.gpu_cause in (None, Cause.backend_missing):
-            return f"for the GPU: {spec.gpu_advice}"
-    return None
+    if probe.gpu or probe.gpu_cause not in (None, Cause.backend_missing):
+        return None
+    # A card whose driver is not known here may have one for Vulkan, and one that is known too.
+    vendors = {gpu.vendor for gpu in facts.gpus} | {VULKAN}
+    ways = [_build(spec, vendor, facts) for vendor in spec.gpu_builds if vendor in vendors]
+    return f"for the GPU: {'; or '.join(ways)}" if ways and (facts.gpus or has_nodes) else None
 
 
+def _build(spec: BackendSpec, vendor: str, facts: HardwareFacts) -> str:
+    """How to get a backend's build for a vendor's GPUs."""
+    needed, flag = spec.gpu_builds[vendor]
+    if vendor == VULKAN:
+        needed = vulkan_advice(facts.system)
+    return f"{needed}, then CMAKE_ARGS={flag} {spec.reinstall}" if flag else needed
+
+
+def vulkan_advice(system: str) -> str:
+    """What llama.cpp's Vulkan build needs on this Linux. Headers before 1.3.272 are too old."""
+    if not any(name in system.lower() for name in ("debian", "ubuntu", "mint")):
+        return "install glslc, Vulkan's headers (1.3.272 or newer) and loader, SPIRV-Headers"
+    command = f"apt-get install {' '.join(VULKAN_PACKAGES)}"
+    if "debian gnu/linux 12" in system.lower():
+        command += ", newer headers by docker/vulkan-headers.sh"
+    return command
+
+
+VULKAN_PACKAGES = ("glslc", "libvulkan-dev", "spirv-headers", "mesa-vulkan-drivers")
 _COMPILER_ADVICE = (
     (("debian", "ubuntu", "mint"), "apt-get install g++ cmake"),
     (
@@ -295,7 +325,8 @@ def machine_rows(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         parts = [f"{_size(gpu.total_bytes)}, {_size(gpu.free_bytes)} free"]
         parts += [f"driver {gpu.driver}"] if gpu.driver else []
         parts += [f"compute capability {gpu.compute_capability}"] if gpu.compute_capability else []
-        rows.append((f"GPU {gpu.index}", f"{gpu.name}, {', '.join(parts)}"))
+        which = gpu.uuid if gpu.vendor == VULKAN else f"GPU {gpu.index}"
+        rows.append((which or "GPU", f"{gpu.name}, {', '.join(parts)}"))
     if not facts.gpus:
         rows.append(("GPU", facts.gpu_note or "none"))
     rows += [

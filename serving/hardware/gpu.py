@@ -3,7 +3,9 @@
     find_gpus()    # no driver files: no child, microseconds
 
 `python -m serving.hardware.gpu module:function` calls the function and prints its result as JSON;
-run_probe runs it. AMD's GPUs are read from sysfs (amd.py), NVIDIA's by NVML (nvml.py).
+run_probe runs it. AMD's GPUs are read from sysfs (amd.py), NVIDIA's by NVML (nvml.py). Where
+llama.cpp is built with Vulkan, what it drives is listed too (vulkan.py), after those: a card may be
+there by both, under the vendor whose engines it is for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import msgspec
 from models.isolated import Ran, run_python
 from models.machine import ROOT
 from serving.errors import Cause
-from serving.hardware import amd, nvml
+from serving.hardware import amd, nvml, vulkan
 from serving.hardware.gpu_facts import FoundGpus, GpuFacts, GpuMemory
 
 _VISIBLE = {
@@ -30,8 +32,24 @@ _VISIBLE = {
 
 
 def find_gpus(*, root: Path = ROOT, timeout_seconds: float = 10.0) -> FoundGpus:
-    """The GPUs of this machine that this process may use, of all makers. Never raises, never takes
-    longer than the limit."""
+    """The GPUs of this machine that this process may use, of all makers. Never raises; each driver
+    has this limit to answer in."""
+    found = _find_by_driver(root, timeout_seconds)
+    if vulkan.library() is None:
+        return found
+    more = _answer("serving.hardware.vulkan:list_gpus", "Vulkan", timeout_seconds)
+    if more.gpus:
+        return FoundGpus((*found.gpus, *more.gpus), None, found.note if found.gpus else None)
+    is_bare = not found.gpus and found.cause is Cause.no_device
+    return more if is_bare else found
+
+
+def render_nodes(root: Path = ROOT) -> list[Path]:
+    """Files of GPUs of any maker that draw or compute, whose driver this product may not read."""
+    return sorted((root / "dev/dri").glob("renderD*"))
+
+
+def _find_by_driver(root: Path, timeout_seconds: float) -> FoundGpus:
     amd_gpus = visible(amd.list_gpus(root), os.environ)
     found = _find_nvidia(root, timeout_seconds)
     shown = visible(found.gpus, os.environ)
@@ -81,17 +99,21 @@ def _find_nvidia(root: Path, timeout_seconds: float) -> FoundGpus:
             note = "an NVIDIA card is there, but its driver is not loaded"
             return FoundGpus((), Cause.no_driver, note)
         return FoundGpus((), Cause.no_device, "this machine has no GPU")
-    ran = run_probe("serving.hardware.nvml:list_gpus", timeout_seconds)
+    return _answer("serving.hardware.nvml:list_gpus", "the NVIDIA driver", timeout_seconds)
+
+
+def _answer(function: str, asked: str, timeout_seconds: float) -> FoundGpus:
+    ran = run_probe(function, timeout_seconds)
     if ran.status is None:
-        note = f"the NVIDIA driver did not answer within {timeout_seconds:g} s"
+        note = f"{asked} did not answer within {timeout_seconds:g} s"
         return FoundGpus((), Cause.health_timeout, note)
     if ran.status != 0:
-        note = f"asking the NVIDIA driver failed: {ran.reason}"
+        note = f"asking {asked} failed: {ran.reason}"
         return FoundGpus((), Cause.driver_mismatch, note)
     try:
         return msgspec.json.decode(ran.output, type=FoundGpus)
     except msgspec.DecodeError as problem:
-        note = f"the NVIDIA probe answered nonsense: {problem}"
+        note = f"{asked} answered nonsense: {problem}"
         return FoundGpus((), Cause.driver_mismatch, note)
 
 

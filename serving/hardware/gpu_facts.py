@@ -6,18 +6,20 @@ import msgspec
 
 from serving.errors import Cause
 
+VULKAN = "vulkan"  # the vendor of what a build of llama.cpp drives by Vulkan, whoever made it
+
 
 class GpuFacts(msgspec.Struct, frozen=True):
     """One GPU, or one part of a divided one, as its driver describes it. Not told is None."""
 
     name: str
-    vendor: str  # "nvidia" or "amd"
+    vendor: str  # "nvidia", "amd" or VULKAN
     total_bytes: int | None = None
     free_bytes: int | None = None
     driver: str | None = None
     compute_capability: str | None = None  # "9.0"; NVIDIA only
     index: int = 0  # in the driver's order, which is not that of CUDA
-    uuid: str | None = None  # by which an engine is given this one and no other
+    uuid: str | None = None  # by which an engine is given this one and no other; or its name
     power_limit_watts: float | None = None
     core_hertz: float | None = None  # at most
     memory_hertz: float | None = None  # at most

@@ -23,7 +23,7 @@ from serving.backends.spec import AUTO
 from serving.bounds import check
 from serving.errors import Cause, Unsupported
 from serving.hardware.facts import HardwareFacts
-from serving.hardware.gpu_facts import GpuFacts
+from serving.hardware.gpu_facts import VULKAN, GpuFacts
 from serving.placement.decision import (
     NOTHING_KNOWN,
     Attempt,
@@ -161,8 +161,10 @@ def _gpu_candidates(
 
 
 def gpus_for(backend: str, facts: HardwareFacts, obstacles: Obstacles) -> list[GpuFacts]:
-    """The GPUs that the backend's build drives."""
+    """The GPUs that the backend's build drives; where that is not known, all that one may."""
     vendor = obstacles.vendors.get(backend)
+    if vendor is None and VULKAN not in spec_of(backend).gpu_builds:
+        return [gpu for gpu in facts.gpus if gpu.vendor != VULKAN]
     return [gpu for gpu in facts.gpus if vendor in (None, gpu.vendor)]
 
 
@@ -223,7 +225,8 @@ def _gpu_trouble(
         cause, why = obstacles.gpu[backend]
         return Reason(cause, f"{there} {backend} cannot use it: {why}")
     if not gpus_for(backend, facts, obstacles):
-        text = f"{there} this build of {backend} is for GPUs of {vendor}"
+        built_for = f"this build of {backend} is for GPUs of {vendor}"
+        text = f"{there} {built_for if vendor else f'{backend} does not use Vulkan'}"
         return Reason(Cause.backend_missing, text)
     if request.weight_format in spec.cpu_formats:
         text = f"the format {request.weight_format} of {backend} is packed for the CPU's kernels"

@@ -9,6 +9,7 @@ import msgspec
 
 from serving.backends import spec_of
 from serving.backends.base import EngineConfig
+from serving.hardware.gpu_facts import VULKAN
 
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
@@ -42,13 +43,13 @@ def visible_devices(config: EngineConfig) -> dict[str, str]:
     """Which GPUs the engine sees: none on the CPU, else the one that was placed on, by its UUID.
 
     Drivers and runtimes number GPUs differently. HIP takes an empty list as none at all, and -1 as
-    no GPU, and counts within ROCm's list: an inherited number may mean none of it. Vulkan knows no
-    UUIDs.
+    no GPU, and counts within ROCm's list: an inherited number may mean none of it. Of Vulkan's
+    devices, llama.cpp is told one when it loads.
     """
     if config.device == "cpu":
         nobody = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
         return nobody | {"GGML_VK_VISIBLE_DEVICES": ""}
-    if not config.device_id:
+    if not config.device_id or config.device_vendor == VULKAN:
         return {}
     if config.device_vendor == "amd":
         return {"ROCR_VISIBLE_DEVICES": config.device_id, "HIP_VISIBLE_DEVICES": "0"}

@@ -20,6 +20,7 @@ import msgspec
 from models.machine import cpu_flags
 from serving.backends.base import MemoryParts
 from serving.errors import BackendUnavailable, Unsupported
+from serving.hardware.gpu_facts import VULKAN
 
 PACKAGE = "llama-cpp-python"
 
@@ -42,6 +43,10 @@ ISA: dict[str, str] = {
     "i8mm": "MATMUL_INT8",
     "sve": "SVE",
 }
+
+
+# GGML's name of a backend for GPUs -> the vendor whose GPUs it drives.
+VENDORS: dict[str, str] = {"CUDA": "nvidia", "ROCm": "amd", "Vulkan": VULKAN}
 
 
 class LogTail:
@@ -135,6 +140,32 @@ def _load_devices(llama: Any) -> None:
     if ggml.ggml_backend_reg_count() == 0:
         folder = Path(llama.__file__).parent / "lib"
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
+
+
+def gpu_build(llama: Any) -> str | None:
+    """GGML's name of the backend for GPUs that is built in; None: a build for the CPU only."""
+    ggml = llama.llama_cpp._lib
+    ggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
+    ggml.ggml_backend_reg_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_reg_name.argtypes = [ctypes.c_void_p]
+    ggml.ggml_backend_reg_name.restype = ctypes.c_char_p
+    ggml.ggml_backend_reg_count.restype = ctypes.c_size_t
+    built = {
+        ggml.ggml_backend_reg_name(ggml.ggml_backend_reg_get(index)).decode()
+        for index in range(ggml.ggml_backend_reg_count())
+    }
+    return next((name for name in VENDORS if name in built), None)
+
+
+def device_named(llama: Any, name: str) -> Any:
+    """A list of GGML with one device ("Vulkan0"). Raises BackendUnavailable where it is gone."""
+    ggml = llama.llama_cpp._lib
+    ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_dev_by_name.restype = ctypes.c_void_p
+    device = ggml.ggml_backend_dev_by_name(name.encode())
+    if device is None:
+        raise BackendUnavailable(f"llama.cpp sees no device {name}")
+    return (ctypes.c_void_p * 2)(device, None)
 
 
 def build_details(llama: Any) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
     KV_TYPES,
     LOG,
+    device_named,
     devices_said,
     dry_run_parts,
     library,
@@ -23,6 +25,7 @@ from serving.backends.llama_cpp.library import (
 from serving.backends.llama_cpp.options import LlamaOptions, check_config, kv_dtype_of
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
 from serving.hardware.facts import allowed_cores
+from serving.hardware.gpu_facts import VULKAN
 from serving.hardware.memory import refuse_shortage
 
 Progress = Callable[[str, float | None], None]
@@ -47,6 +50,9 @@ class Loader:
         check_config(config, options, self.llama)
         self.is_unified = options.is_unified(config)
         self.attention = options.attention(config)
+        self._devices: Any = None  # llama.cpp reads this list while it loads; None: all devices
+        if config.device_vendor == VULKAN and config.device_id:
+            self._devices = device_named(self.llama, config.device_id)
 
     def dry_run(self) -> MemoryParts:
         """Lay everything out without weights. Raises OutOfMemory where it cannot fit."""
@@ -150,6 +156,8 @@ class Loader:
         settings.load_mode = llama.llama_load_mode_from_str("+".join(modes or ["none"]).encode())
         settings.use_extra_bufts = options.repack
         settings.n_gpu_layers = options.gpu_layers if self.config.device == "gpu" else 0
+        if self._devices is not None:
+            settings.devices = ctypes.cast(self._devices, ctypes.c_void_p)
         return settings
 
     def _context(self, model: Any) -> Any:

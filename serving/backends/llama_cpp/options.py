@@ -113,8 +113,7 @@ def check_config(config: EngineConfig, options: LlamaOptions, llama: Any) -> Non
         build = build_details(llama)
         raise BackendUnavailable(
             f"{build['package']} ({build['wheel']}) was built without GPU support; "
-            "CMAKE_ARGS=-DGGML_CUDA=on pip install --no-binary llama-cpp-python "
-            "--force-reinstall llama-cpp-python builds it with CUDA"
+            "crossover doctor says how to build it with CUDA, ROCm or Vulkan"
         )
     if not Path(config.model_path).is_file():
         raise BrokenWeights(f"there is no GGUF file {Path(config.model_path).name}")

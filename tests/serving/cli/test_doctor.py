@@ -74,7 +74,28 @@ def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
         f"llama-cpp-python=={version('llama-cpp-python')}"
     )
     assert advice(WORKS, debian, "g++") is None
-    assert "GGML_CUDA" in (advice(WORKS, with_gpu(), "g++") or "")
+
+
+def test_every_way_to_a_build_for_the_gpu_is_told() -> None:
+    """Of the release that is installed, not from pip's cache, and for cards of no known driver."""
+    pip = "pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=="
+    debian = msgspec.structs.replace(machine(), system="Debian GNU/Linux 13 (trixie)")
+    by_vulkan = (
+        "apt-get install glslc libvulkan-dev spirv-headers mesa-vulkan-drivers, then "
+        f"CMAKE_ARGS=-DGGML_VULKAN=on {pip}{version('llama-cpp-python')}"
+    )
+    assert advice(WORKS, debian, "g++", has_nodes=True) == f"for the GPU: {by_vulkan}"
+    assert advice(WORKS, debian, "g++") is None, "there is no GPU"
+    told = advice(WORKS, with_gpu(), "g++") or ""
+    assert f"CMAKE_ARGS=-DGGML_CUDA=on {pip}" in told and "1.3.272" in told
+    card = GpuFacts("Radeon", "amd", 16 * GIB, 16 * GIB)
+    assert "-DGGML_HIP=on" in (advice(WORKS, machine(gpus=(card,)), "g++") or "")
+    old = msgspec.structs.replace(debian, system="Debian GNU/Linux 12 (bookworm)")
+    assert "docker/vulkan-headers.sh" in (advice(WORKS, old, "g++", has_nodes=True) or "")
+    torch = BackendProbe("torch", True, "2", gpu_cause="backend_missing")
+    assert advice(torch, debian, "g++", has_nodes=True) is None
+    built = msgspec.structs.replace(WORKS, gpu_cause="no_device", gpu_vendor="vulkan")
+    assert advice(built, debian, "g++", has_nodes=True) is None, "it is built for one"
 
 
 @pytest.mark.parametrize(

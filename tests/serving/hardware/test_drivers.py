@@ -17,7 +17,7 @@ from models import isolated
 from serving.errors import Cause
 from serving.hardware import amd
 from serving.hardware.gpu import find_gpus, visible
-from serving.hardware.gpu_facts import FoundGpus, GpuFacts
+from serving.hardware.gpu_facts import VULKAN, FoundGpus, GpuFacts
 from serving.hardware.nvml import cause_of
 from tests.tools.fake_nvml import built
 
@@ -186,3 +186,83 @@ def test_a_ryzens_own_graphics_hides_no_card(
     card(tmp_path, 1, 16 * GIB)
     found = find_gpus(root=tmp_path, timeout_seconds=30.0)
     assert [gpu.vendor for gpu in found.gpus] == ["nvidia", "nvidia", "amd"]
+
+
+GGML = """
+#include <stddef.h>
+#include <stdlib.h>
+static int devices() { const char *told = getenv("FAKE_VULKAN"); return told ? atoi(told) : 0; }
+void *ggml_backend_vk_reg(void) { if (devices() > 8) abort(); return devices() < 0 ? 0 : "reg"; }
+size_t ggml_backend_reg_dev_count(void *reg) { return devices(); }
+void *ggml_backend_reg_dev_get(void *reg, size_t index) { return "Vulkan0\\0Vulkan1" + 8 * index; }
+const char *ggml_backend_dev_name(void *device) { return device; }
+const char *ggml_backend_dev_description(void *device) { return "Made-up (RADV)"; }
+void ggml_backend_dev_memory(void *device, size_t *free, size_t *total) {
+  *free = (size_t)15 << 30; *total = (size_t)16 << 30;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def vulkan_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a llama_cpp that is built with Vulkan, as far as GGML's functions go."""
+    folder = tmp_path_factory.mktemp("vulkan")
+    (folder / "llama_cpp/lib").mkdir(parents=True)
+    (folder / "llama_cpp/__init__.py").touch()
+    command = ["cc", "-shared", "-fPIC", "-w", "-xc", "-", "-o"]
+    try:
+        library = str(folder / "llama_cpp/lib/libggml-vulkan.so")
+        subprocess.run([*command, library], input=GGML.encode(), check=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("there is no C compiler to build the made-up library")
+    return folder
+
+
+def by_vulkan(folder: Path, devices: int, root: Path) -> FoundGpus:
+    """What find_gpus finds beside such a build, with so many devices."""
+    code = (
+        "import msgspec, pathlib, serving.hardware.gpu as g; "
+        f"print(msgspec.json.encode(g.find_gpus(root=pathlib.Path({str(root)!r}))).decode())"
+    )
+    environment = {**os.environ, "FAKE_VULKAN": str(devices)}
+    environment["PYTHONPATH"] = f"{folder}:{isolated.python_path()}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return msgspec.json.decode(done.stdout, type=FoundGpus)
+
+
+def test_devices_of_a_vulkan_build_are_gpus_by_its_names(
+    vulkan_build: Path, tmp_path: Path
+) -> None:
+    one, two = by_vulkan(vulkan_build, 2, tmp_path).gpus
+    assert (one.uuid, two.uuid, two.index) == ("Vulkan0", "Vulkan1", 1)
+    assert (one.name, one.vendor, one.driver) == ("Made-up (RADV)", VULKAN, "Vulkan")
+    assert (one.free_bytes, one.total_bytes) == (15 * GIB, 16 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("devices", "cause", "note"),
+    [
+        (0, Cause.no_device, "Vulkan has no GPU here"),
+        (-1, Cause.no_driver, "Vulkan finds no driver here"),
+        (9, Cause.driver_mismatch, "asking Vulkan failed: ended by SIGABRT"),
+    ],
+)
+def test_a_vulkan_build_without_a_device_says_why(
+    vulkan_build: Path, tmp_path: Path, devices: int, cause: Cause, note: str
+) -> None:
+    found = by_vulkan(vulkan_build, devices, tmp_path)
+    assert found.gpus == () and found.cause is cause and note in (found.note or "")
+
+
+def test_an_ill_vulkan_driver_takes_no_card_away(vulkan_build: Path, tmp_path: Path) -> None:
+    device = tmp_path / "sys/class/drm/card0/device"
+    device.mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    (device / "mem_info_vram_total").write_text(str(16 * GIB))
+    (device / "mem_info_vram_used").write_text("0")
+    assert [gpu.vendor for gpu in by_vulkan(vulkan_build, 9, tmp_path).gpus] == ["amd"]
+    assert [gpu.vendor for gpu in by_vulkan(vulkan_build, 1, tmp_path).gpus] == ["amd", VULKAN]
