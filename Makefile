@@ -1,25 +1,36 @@
 # Two commands do everything: `make demo` runs the main job, `make test` runs the tests. Both install the environment first.
 #
 #   PYTHON      the interpreter to make the environment with (3.11 or newer)
+#   GPU         vulkan, cuda or rocm: llama.cpp is compiled for that too, in an environment of its own (.venv-vulkan); `crossover doctor` says
+#               what it takes
 #   VENV        where the environment goes
 #   PIP_FLAGS   extra flags for pip; on a machine without a GPU, PyTorch's own CPU index saves several GB: PIP_FLAGS="--extra-index-url URL"
 #   IMAGE_BASE  what `make images` builds on; where a registry of images can be reached: docker.io/library/debian:12-slim
 
 SHELL = /bin/bash
 PYTHON ?= python3
-VENV ?= .venv
+GPU =
+VENV ?= .venv$(GPU:%=-%)
 SCALE_VENV ?= .venv-scale
+VULKAN_VENV ?= .venv-vulkan
 PIP_FLAGS ?=
 RUNS ?= runs
 IMAGE_BASE ?= localhost/debian:12-slim
+CMAKE_OF_vulkan = -DGGML_VULKAN=on
+CMAKE_OF_cuda = -DGGML_CUDA=on
+CMAKE_OF_rocm = -DGGML_HIP=on
+GPU_CMAKE = $(if $(GPU),$(or $(CMAKE_OF_$(GPU)),$(error GPU is $(GPU); there are vulkan, cuda, rocm)))
+LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo test scale-test clients lint types env bench images test-images lint-images docs release-check clean help
+.PHONY: demo test scale-test test-vulkan llama clients lint types env bench images test-images lint-images docs release-check clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
+	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
 	@echo "make test   the tests (some 10 minutes on 2 cores)"
 	@echo "make scale-test  serving and campaigns on a Ray of two nodes, in an environment of its own (installs 600 MB)"
+	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make images test-images  the images of docker/, built with buildah and run with podman (Debian packages; says what is missing)"
 	@echo "make lint-images  hadolint, shellcheck, the schemas of compose and Kubernetes, for docker/"
@@ -28,7 +39,7 @@ help:
 	@echo "make lint   ruff, mypy, the rules of the house, bandit, and known vulnerabilities of the versions"
 
 demo: $(STAMP)
-	$(BIN)/crossover campaign run loadtests/demo.toml --out $(RUNS)
+	$(BIN)/crossover campaign run loadtests/demo$(if $(GPU),-gpu).toml --out $(RUNS)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
 
 test: $(STAMP)
@@ -42,6 +53,14 @@ scale-test:
 	test -x $(SCALE_VENV)/bin/python || $(PYTHON) -m venv $(SCALE_VENV)
 	$(SCALE_VENV)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[scale,load]' pytest pytest-timeout pytest-xdist
 	$(SCALE_VENV)/bin/python -m pytest tests/scale -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
+
+test-vulkan:
+	@docker/vulkan-headers.sh .vulkan || { status=$$?; test $$status = 3 && echo "test-vulkan: not run" && exit 0; exit $$status; }; \
+	set -e; test -x $(VULKAN_VENV)/bin/python || $(PYTHON) -m venv $(VULKAN_VENV); \
+	$(VULKAN_VENV)/bin/pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[load]' pytest pytest-timeout pytest-xdist; \
+	$(MAKE) --no-print-directory llama GPU=vulkan VENV=$(VULKAN_VENV); \
+	ls /dev/dri/renderD* /dev/nvidiactl 2>/dev/null | grep -q . || export GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES-0}; \
+	$(VULKAN_VENV)/bin/python -m pytest -m vulkan tests/serving/backends/test_vulkan.py
 
 clients: $(STAMP)
 	tests/end_to_end/clients/install.sh
@@ -77,6 +96,13 @@ docs: $(STAMP)
 release-check:
 	$(PYTHON) -m tests.release_check
 
+# llama.cpp compiled for GPU, not from pip's cache, which may hold a wheel for other devices.
+llama:
+	@$(if $(filter vulkan,$(GPU)),docker/vulkan-headers.sh .vulkan)
+	@echo "== llama.cpp for $(GPU) in $(VENV) (compiled the first time)"
+	@if [[ -d .vulkan/usr ]]; then export CMAKE_PREFIX_PATH=$${CMAKE_PREFIX_PATH:-$(CURDIR)/.vulkan/usr}; fi; \
+	CMAKE_ARGS="$(LLAMA_CMAKE)" $(BIN)/pip install --quiet --no-cache-dir $(PIP_FLAGS) -c constraints.txt llama-cpp-python
+
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -91,11 +117,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== making the environment in $(VENV) (the first time, llama.cpp is compiled: 5 to 10 minutes on 2 cores; pip keeps the wheel)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	@CMAKE_ARGS="-DLLAVA_BUILD=OFF $(CMAKE_ARGS)" $(BIN)/pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[dev]' 2>&1 \
+	@$(if $(GPU),$(MAKE) --no-print-directory llama GPU=$(GPU) VENV=$(VENV))
+	@CMAKE_ARGS="$(LLAMA_CMAKE)" $(BIN)/pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[dev]' 2>&1 \
 	  | tee $(VENV)/install.log | sed -u -n -E 's/^(Collecting|Downloading) ([^ ]*).*/   \1 \2/p; /^ *Building wheel/p; /^ERROR/p'; \
 	  test "$${PIPESTATUS[0]}" = 0 || { echo "crossover: the installation failed; the end of $(VENV)/install.log:"; tail -n 25 $(VENV)/install.log; exit 1; }
 	@$(BIN)/python -c 'import llama_cpp, onnxruntime, torch, altair, crossover'
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .vulkan .mypy_cache .ruff_cache .pytest_cache

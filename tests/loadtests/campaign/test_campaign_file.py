@@ -236,6 +236,14 @@ def test_the_demo_campaign_is_the_one_that_was_promised() -> None:
     assert read_campaign(DEMO, budget_seconds=5.0).campaign.budget_seconds == 5.0
 
 
+def test_the_gpus_demo_is_the_demo_on_a_gpu() -> None:
+    there, here = read_campaign(DEMO.with_stem("demo-gpu")), read_campaign(DEMO)
+    assert there.campaign.server.policy == "gpu-only"
+    assert {cell.backend for cell in there.cells} == {"llama_cpp"}
+    for same in ("slo", "workload", "budget_seconds"):
+        assert getattr(there.campaign, same) == getattr(here.campaign, same)
+
+
 def test_workloads_and_slos_are_axes() -> None:
     plan = parse_campaign(
         'name = "x"\nmodels = ["135m", "360m"]\nslos = ["chat", { preset = "reading", target = 0.9 '
