@@ -58,6 +58,11 @@ class Endpoint:
         file = self.server.ready_file
         return json.loads(file.read_text()) if file.exists() else None
 
+    def has_ended_well(self) -> None:
+        assert self.server.process.wait(60) == 0, self.server.log.read_text()
+        assert self.server.process.stdout is not None
+        self.server.process.stdout.close()
+
     def replicas(self) -> dict[str, str]:
         """Replica -> its node."""
         found: dict[str, str] = json.loads(self.server.ready_file.read_text())["replicas"]
@@ -89,7 +94,7 @@ def endpoint(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     wait_for(lambda: len(made.replicas()) == 2)
     yield made
     made.server.process.send_signal(signal.SIGTERM)
-    assert made.server.process.wait(60) == 0, made.server.log.read_text()
+    made.has_ended_well()
 
 
 def test_the_app_answers_from_both_replicas(endpoint: Endpoint) -> None:
@@ -179,7 +184,7 @@ def test_a_cluster_of_its_own_is_closed_and_ends_with_the_server(tmp_path: Path)
     )
     assert stranger.returncode != 0 and "InvalidAuthToken" in stranger.stderr
     os.kill(one.server.process.pid, signal.SIGTERM)
-    assert one.server.process.wait(60) == 0, one.server.log.read_text()
+    one.has_ended_well()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
 
