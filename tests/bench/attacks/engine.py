@@ -168,7 +168,7 @@ def prefixes(folder: Path) -> tuple[str, bool]:
 ATTACKS = (
     Attack("C2", "a word of a million letters, tekken", "SIGSEGV", long_word),
     Attack("H4", "4 texts of 1 MiB", "/health 10 s late", long_texts),
-    Attack("H1, H2", "3 grammars of 60 KB, n = 16", "10 to 39 s; minutes", grammars),
+    Attack("H1, H2", "4 grammars of 60 KB, n = 16", "10 to 39 s; minutes", grammars),
     Attack("M5", "n = 32, 200 tokens, top 20", "/health 2.1 s late", log_probabilities),
     Attack("M1", "a prompt that ends engines", "failed for ever", killer),
     Attack("M10", "n = 128 on 4 slots, then one", "after the 128: 16 s", flood),
