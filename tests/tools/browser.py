@@ -1,6 +1,6 @@
 """A page in headless Chromium, where there is one, asked by a script of its own.
 
-answer = asked(page_text, ASK, folder)     # what ASK wrote, as JSON, into <pre id="answer">
+answer = asked(page_text, ASK, folder)     # what ASK gave to `tell`
 """
 
 from __future__ import annotations
@@ -16,19 +16,32 @@ from typing import Any
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)
 LIGHT, DARK = (f"--blink-settings=preferredColorScheme={scheme}" for scheme in (1, 0))
+# A window is at least 500 pixels wide, a frame as wide as it is told.
+FRAME = """<!doctype html><meta name="color-scheme" content="light dark">
+<iframe src="page.html" style="border: 0; width: %dpx; height: 900px"></iframe><script>
+onmessage = (event) => {
+  const answer = document.createElement("pre");
+  answer.id = "answer";
+  answer.textContent = event.data;
+  document.body.append(answer);
+};
+</script>"""
+TELL = "<script>const tell = (found) => parent.postMessage(JSON.stringify(found), '*');</script>"
 
 
 def asked(
-    page: str, script: str, folder: Path, *options: str, size: str = "420,900", seconds: int = 240
+    page: str, script: str, folder: Path, *options: str, width: int = 390, seconds: int = 240
 ) -> Any:
-    """`script` is HTML that is put at the page's end; `folder` takes the page and a profile."""
+    """`script`: HTML for the page's end, which calls `tell`; `folder` takes page and profile."""
     before, end, after = page.rpartition("</body>")  # Vega's code holds one too
-    (folder / "page.html").write_text(before + script + end + after)
+    (folder / "page.html").write_text(before + TELL + script + end + after)
+    (folder / "frame.html").write_text(FRAME % width)
     command = [
         *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
         *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        *("--disable-sync", f"--user-data-dir={folder / 'profile'}", f"--window-size={size}"),
-        *("--virtual-time-budget=60000", "--dump-dom", *options, (folder / "page.html").as_uri()),
+        *("--disable-sync", f"--user-data-dir={folder / 'profile'}"),
+        *(f"--window-size={max(width, 500)},900", "--virtual-time-budget=60000", "--dump-dom"),
+        *(*options, (folder / "frame.html").as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     found = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
