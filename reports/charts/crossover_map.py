@@ -25,6 +25,7 @@ from reports.numbers import CellNumbers, LevelNumbers
 HOLDS = "holds (confirmed)"
 UNSURE = "not confirmed, within the interval"
 UNKNOWN = "not known"
+HEIGHT = 380  # pixels
 ROOM = 1.6  # above the highest predicted rate
 _SHAPES = {"holds": "circle", "fails": "cross", "unresolved": "diamond"}
 
@@ -53,7 +54,11 @@ def map_rows(
     machines = machine_bands.bands_of(known, capacities or {})
     top = max([top, *(ROOM * row["estimate"] for row in machines)])
     return MapRows(
-        columns=[_column(cell, half, (gpu_texts or {}).get(cell.key, "")) for cell in known],
+        columns=[
+            _column(cell, half, (gpu_texts or {}).get(cell.key, ""))
+            | {"beside_levels": beside_levels(cell, bottom, top)}
+            for cell in known
+        ],
         points=[_point(cell, level) for cell in known for level in cell.loaded],
         machines=machines,
         bottom=bottom,
@@ -71,6 +76,16 @@ def rate_ends(cells: Sequence[CellNumbers], asked_rate: float | None) -> tuple[f
     rates += [end for one in made for end in (one.rate, one.low, one.high)]
     seen = [rate for rate in (*rates, asked_rate) if rate]
     return (min(seen) / 2.2, max(seen) * 2.2) if seen else (0.1, 10.0)
+
+
+def beside_levels(cell: CellNumbers, bottom: float, top: float) -> float:
+    """A rate at which a word has room: below the marks of the cell's levels, else above them."""
+    line: float = (top / bottom) ** (24 / HEIGHT)
+    rates = [level.rate_per_second for level in cell.loaded if level.rate_per_second]
+    if not rates:
+        return bottom * line**4
+    below = min(rates) / line
+    return below if below > bottom * math.sqrt(line) else max(rates) * line
 
 
 def _point(cell: CellNumbers, level: LevelNumbers) -> parts.Row:
@@ -172,14 +187,14 @@ def crossover_map(
         *bands,
         *_predictions(scale),
         *_capacities(scale),
-        _no_capacities(280 if rows.machines else 150),
+        *_no_capacities(scale),
         _levels(scale),
         *_asked(asked_rate, scale),
     ]
     datasets = {"columns": rows.columns, "points": rows.points}
     if rows.machines:
         datasets["machines"] = rows.machines
-    return parts.spec(layers, height=380, datasets=datasets)
+    return parts.spec(layers, height=HEIGHT, datasets=datasets)
 
 
 def _colour(above: str, devices: Mapping[str, str]) -> alt.Color:
@@ -277,14 +292,18 @@ def _capacities(scale: alt.Scale) -> parts.Layers:
     return parts.haloed(known, place, **look, dx=-6, dy=9, align="right", baseline="middle")
 
 
-def _no_capacities(top: int) -> parts.Layer:
-    """Why there is no capacity: in the column; on a phone along it, beside the levels' marks."""
+def _no_capacities(scale: alt.Scale) -> parts.Layers:
+    """Why there is no capacity: where no level's mark is; on a phone along the column."""
     unknown = _columns().transform_filter("datum.floor == null || datum.roof === 0")
     size = parts.when_wide(13, 10)
     look: dict[str, Any] = {"fontWeight": 700, "fontSize": size, "color": style.ABOVE_INK}
-    turned = {"angle": parts.when_wide(0, -90), "dy": parts.when_wide(0, 12)}
-    texts = unknown.mark_text(**look, **turned, baseline="middle")
-    return texts.encode(x="size:Q", y=alt.value(top), text="label:N")
+    turned = {
+        "angle": parts.when_wide(0, -90),
+        "dy": parts.when_wide(0, 12),
+        "align": parts.when_wide("center", "left"),
+    }
+    place = {"x": "size:Q", "y": alt.Y("beside_levels:Q", scale=scale), "text": "label:N"}
+    return parts.haloed(unknown, place, **look, **turned, baseline="middle")
 
 
 def _levels(scale: alt.Scale) -> parts.Layer:

@@ -32,8 +32,9 @@ from reports.sentences import names_of, setting_words, slo_words
 
 MAP_CAPTION = (
     "Blue: a level at that rate or above ran, long enough, and met the SLO ({slo}). Pale blue: not "
-    "confirmed, and not known to be too much. Orange: {above}. Grey: not known. Marks are measured "
-    "levels: a circle met the SLO, a cross missed it, a diamond had too few requests to say.{more}"
+    "confirmed, and not known to be too much. Palest orange: {above}. Grey: not known. Marks are "
+    "measured levels: a circle met the SLO, a cross missed it, a diamond had too few requests to "
+    "say.{more}"
 )
 PREDICTED_CAPTION = " Violet, dashed: the rate that was predicted, with its own interval."
 GPU_CAPTION = (

@@ -9,12 +9,12 @@ INK = "#1b2530"
 MUTED = "#5b6875"
 FAINT = "#e3e8ed"
 LINE = "#aab4be"
-CARD = "#97a3af"
+CARD = "#6b7783"
 SLO = "#b3261e"
 PAPER = "#ffffff"
 CPU = "#2a78b5"  # confirmed to hold
 INTERVAL = "#9cc5e3"  # up to the end of the interval
-ABOVE = "#f7d9ae"  # above what holds
+ABOVE = "#fcefdc"  # above what holds
 ABOVE_INK = "#8a4b00"
 GPUS = ("#fbd38d", "#f0a35e", "#d97b3f", "#ab5327", "#7a3517")  # predicted, cheapest first
 PREDICTED = "#7a3e9d"
@@ -78,12 +78,13 @@ DARK = {
     CARD: "#7d8b97",
     SLO: "#ff8a80",
     PAPER: "#10181f",
-    CPU: "#2f7ec0",
+    CPU: "#3a8bd0",
     INTERVAL: "#22527a",
-    ABOVE: "#5a4420",
+    ABOVE: "#3a3020",
     ABOVE_INK: "#f3c98b",
     PREDICTED: "#d3a4ef",
     UNKNOWN: "#27323c",
+    **dict(zip(GPUS, ("#8a6a2a", "#a0662f", "#99502a", "#813c1e", "#5f2812"), strict=True)),
     "#0b7a5a": "#35b58b",
     "#8a6d00": "#d9b53c",
     "#0072b2": "#2583c7",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import altair as alt
@@ -67,10 +68,14 @@ def _rows(
 
 
 def _lines(rows: list[parts.Row], y: alt.Y, value: list[alt.Tooltip]) -> parts.Layers:
-    """One line per model with its name at the end; dots are full where the SLO was met."""
+    """One line per model with its name at its end; dots are full where the SLO was met."""
     rates = sorted({row["rate"] for row in rows})
     x = parts.rate_axis(rates, "requests asked (log scale)", room=1.9)
-    last = {row["model"]: row for row in sorted(rows, key=lambda row: row["rate"])}
+    middle = math.sqrt(rates[0] * rates[-1])
+    last = {
+        row["model"]: row | {"is_early": row["rate"] < middle}
+        for row in sorted(rows, key=lambda row: row["rate"])
+    }
     tips = [
         alt.Tooltip("model:N"),
         alt.Tooltip("rate:Q", title="requests/s asked", format=".3~r"),
@@ -82,8 +87,13 @@ def _lines(rows: list[parts.Row], y: alt.Y, value: list[alt.Tooltip]) -> parts.L
     colour = _series(rows)
     fill = alt.condition("datum.verdict == 'holds'", colour, alt.value(style.PAPER))
     dots = base.mark_point(size=62, strokeWidth=2, opacity=1)
-    at_end = {"align": parts.when_wide("left", "right"), "dx": parts.when_wide(10, -8)}
-    named = {"x": x, "y": y, "text": "model:N", "color": colour}
+    # On a phone there is room beside a line's end only towards the middle.
+    is_left = f"width < {parts.NARROW_PIXELS} && !datum.is_early"
+    at_end = {
+        "align": alt.ExprRef(f"{is_left} ? 'right' : 'left'"),
+        "dx": alt.ExprRef(f"{is_left} ? -8 : 10"),
+    }
+    named = {"x": x, "y": y, "text": "model:N"}
     return [
         base.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
         dots.encode(x=x, y=y, stroke=_series(rows, alt.Stroke), fill=fill, tooltip=tips),

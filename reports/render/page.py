@@ -312,4 +312,5 @@ def _bundle(script: str) -> str:
 def _still(figure: Figure) -> str:
     """The SVG, its ids made unique in the page, without an XML head."""
     svg = re.sub(r"^\s*<\?xml[^>]*>\s*", "", figure.svg())
+    svg = svg.replace("<svg ", '<svg aria-hidden="true" ', 1)  # the element around it has its label
     return re.sub(r'(id="|url\(#|href="#)([\w-]+)', rf"\g<1>{figure.slug}-\g<2>", svg)

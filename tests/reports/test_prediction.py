@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from loadtests.records.events import PredictedRate
 from loadtests.simulation.calibration import prediction_ratio
 from models import formatting
-from reports.charts.crossover_map import map_rows
+from reports.charts.crossover_map import HEIGHT, map_rows
 from reports.findings import crossover
 from reports.numbers import CellNumbers, RunNumbers
 from reports.render.page import cards
@@ -60,6 +61,18 @@ def test_it_is_shown_with_its_interval_and_its_ratio_to_what_was_measured(run: R
     shown = (column["predicted_low"], column["predicted"], column["predicted_high"])
     assert shown == (low, middle, high)
     assert column["floor"] == cell.held and column["label"] == "0.15/s"
+
+
+def test_a_word_in_a_column_stands_beside_the_marks_of_its_levels(run: RunNumbers) -> None:
+    rows = map_rows(run.cells)
+
+    def pixels(rate: float) -> float:
+        return HEIGHT * math.log(rate / rows.bottom) / math.log(rows.top / rows.bottom)
+
+    for cell, column in zip(run.cells, rows.columns, strict=True):
+        place = pixels(column["beside_levels"])
+        assert 10 < place < HEIGHT - 10
+        assert all(abs(place - pixels(level.rate_per_second or 0)) > 20 for level in cell.loaded)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])

@@ -10,6 +10,7 @@ import msgspec
 from reports.accelerator.costs import Comparison, priced, prices_of
 from reports.charts.costs import even_rows
 from reports.render.accelerator.money import cost_words, dollars
+from reports.sentences import title
 
 
 def cost_lattice(
@@ -28,6 +29,7 @@ def cost_lattice(
         "cells": [
             {
                 "key": one.cell.key,
+                "name": title(one.cell),
                 "output_tokens": one.output_tokens,
                 "rates": one.rates,
                 "source": one.here.price_source,
@@ -72,7 +74,8 @@ def rate_words(one: Comparison, rate: float) -> str:
     parts = []
     for place, side in enumerate((one.here, *one.there)):
         cost, million = side.dollars(rate), side.dollars_per_million(rate, one.output_tokens)
-        count = f"{side.machines(rate):,}"
-        who = f"{side.name}: {count}" if place else f"{count} such machines"
+        count = side.machines(rate)
+        own = "1 such machine" if count == 1 else f"{count:,} such machines"
+        who = f"{side.name}: {count:,}" if place else own
         parts.append(f"{who} for {dollars(cost)} an hour ({dollars(million)} per 1M tokens)")
     return "; ".join(parts)

@@ -10,9 +10,12 @@ async function draw() {
   for (const [slug, spec] of Object.entries(specs)) {
     const place = document.querySelector(`[data-chart="${CSS.escape(slug)}"]`);
     if (!place) continue;
-    const still = place.innerHTML;
+    const still = place.innerHTML, label = place.ariaLabel;
     try {
       views[slug] = (await vegaEmbed(place, spec, { actions: false, renderer: "svg" })).view;
+      // Vega takes the label and names every mark instead; a chart is one picture, with a table behind it.
+      Object.assign(place, { role: "img", ariaLabel: label, ariaRoleDescription: null });
+      place.querySelector("svg").ariaHidden = "true";
     } catch (problem) {
       place.innerHTML = still; // the still drawing is as good
       console.error(slug, problem);
@@ -82,7 +85,7 @@ function costs(point, price) {
     const known = point === data.own ? cell.own : cell.points.find((one) => one.held === held);
     if (!known) return [];
     const there = point === data.own ? cell.there : []; // predicted under the run's SLO only
-    const here = { name: "such machines", held, holds: known.holds, price: data.cost.prices[price].value, kind: "measured here", source: price === data.cost.own ? cell.source : "as you said", watts: cell.watts, watts_source: cell.watts_source };
+    const here = { name: "", held, holds: known.holds, price: data.cost.prices[price].value, kind: "measured here", source: price === data.cost.own ? cell.source : "as you said", watts: cell.watts, watts_source: cell.watts_source };
     return [{ cell, sides: [here, ...there], words: known.words[price], even: known.even[price] }];
   });
 }
@@ -90,7 +93,8 @@ function costs(point, price) {
 function rateWords({ cell, sides }, rate) {
   return sides.map(({ name, held, price }, place) => {
     const count = steps(rate, held), cost = count * price, each = (cost / (rate * cell.output_tokens * 3600)) * 1e6;
-    const who = place ? `${name}: ${count.toLocaleString("en-US")}` : `${count.toLocaleString("en-US")} ${name}`;
+    const shown = count.toLocaleString("en-US"), own = count === 1 ? "1 such machine" : `${shown} such machines`;
+    const who = place ? `${name}: ${shown}` : own;
     return `${who} for ${dollars(cost)} an hour (${dollars(each)} per 1M tokens)`;
   }).join("; ");
 }
@@ -101,7 +105,7 @@ function showCost() {
   const found = costs(state.ttft * data.tpot.length + state.tpot, state.price);
   const rate = state.rate === null ? null : data.rates[state.rate].value;
   says.textContent = found.map((one) => one.words).join(" ") || "No rate is confirmed under your SLO.";
-  document.getElementById("cost-at").textContent = rate === null ? "" : found.map((one) => `At ${data.rates[state.rate].text}: ${rateWords(one, rate)}.`).join(" ");
+  document.getElementById("cost-at").textContent = rate === null ? "" : found.map((one) => `${one.cell.name} at ${data.rates[state.rate].text}: ${rateWords(one, rate)}.`).join(" ");
   for (const one of found) {
     const view = views[data.charts.cost[one.cell.key]];
     if (!view) continue;

@@ -24,6 +24,7 @@ from reports.render.accelerator.money import cost_words
 from reports.render.accelerator.speed import best_words
 from reports.render.lattice import at
 from reports.render.page import page
+from reports.sentences import title
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -40,7 +41,7 @@ const all = (selector, inside = document) => [...inside.querySelectorAll(selecto
 const cells = (row) => all("td", row).map((one) => one.textContent);
 const texts = () => all("#live tbody tr").map(cells);
 const end = (one) => (one.closest("svg") ? 0 : one.getBoundingClientRect().right);
-const isOutside = (one) => one.id !== "answer" && end(one) > window.innerWidth + 1;
+const isOutside = (one) => end(one) > window.innerWidth + 1;
 const timer = setInterval(() => {
   if (document.documentElement.dataset.ready !== "yes") return;
   clearInterval(timer);
@@ -91,16 +92,16 @@ const timer = setInterval(() => {
     }
   move("ttft", 0);
   setTimeout(() => {
-    const answer = document.createElement("pre");
-    answer.id = "answer";
-    answer.textContent = JSON.stringify({
+    tell({
       drawn: document.documentElement.dataset.drawn, own, rows, points, told, batches, costs,
       dark: getComputedStyle(document.body).backgroundColor,
       ink: all('#chart-crossover svg [fill="#1b2530"]').map((one) => getComputedStyle(one).fill),
       moved: before !== document.querySelector("#chart-crossover svg").outerHTML,
       wide: all("body *").filter(isOutside).map((one) => `${one.tagName}.${one.className}`),
+      width: window.innerWidth,
+      charts: all(".chart").map((one) => [one.getAttribute("role"), one.ariaLabel]),
+      marks: all('.chart svg:not([aria-hidden="true"])').length,
     });
-    document.body.append(answer);
   }, 200);
 }, 50);
 </script>"""
@@ -147,8 +148,14 @@ def test_all_charts_are_drawn_and_nothing_fails(answer: dict[str, Any], written:
     assert answer["told"] == [] and int(answer["drawn"]) == len(json.loads(specs[1]))
 
 
+def test_a_chart_stays_a_labelled_picture_when_it_is_drawn(answer: dict[str, Any]) -> None:
+    """Vega would take the label away, and name every mark instead; a table says what it shows."""
+    assert len(answer["charts"]) >= 12 and answer["marks"] == 0
+    assert all(role == "img" and len(label or "") > 20 for role, label in answer["charts"])
+
+
 def test_nothing_is_wider_than_a_phone(answer: dict[str, Any]) -> None:
-    assert answer["wide"] == []
+    assert answer["width"] == 390 and answer["wide"] == []
 
 
 def test_the_colours_follow_the_reader(answer: dict[str, Any], dark: dict[str, Any]) -> None:
@@ -233,7 +240,8 @@ def test_at_every_price_and_rate_the_page_says_what_python_says(
         words = " ".join(cost_words(one) for one in moved) or "No rate is confirmed under your SLO."
         assert point["says"] == words
         at = [
-            f"At {formatting.rate(point['rate'])}: {rate_words(one, point['rate'])}."
+            f"{title(one.cell)} at {formatting.rate(point['rate'])}: "
+            f"{rate_words(one, point['rate'])}."
             for one in moved
         ]
         assert point["at"] == " ".join(at)
