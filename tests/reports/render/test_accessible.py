@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from reports.charts import style
+
 VOID = {"meta", "br", "img", "input", "link", "hr"}
 
 
@@ -107,3 +109,30 @@ def test_headings_skip_no_level(tree: Tree) -> None:
     assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
     (page,) = tree.root.all("html")
     assert page.attributes["lang"] == "en"
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, as WCAG 2 counts it: 1 to 21."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (
+            x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(
+    "colour",
+    [
+        *(style.INK, style.MUTED, style.CARD, style.SLO, style.CPU, style.PREDICTED),
+        *(style.ABOVE_INK, *style.VERDICTS.values()),
+    ],
+)
+def test_a_text_of_this_colour_is_read_on_light_and_dark_pages(colour: str) -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast(colour, style.PAPER) >= 4.5
+    assert contrast(style.DARK.get(colour, colour), style.DARK[style.PAPER]) >= 4.5
