@@ -1,6 +1,4 @@
-"""The onnx backend on tiny graphs made by the product's own converter: held to the contract and to
-transformers' generate.
-"""
+"""Loading graphs: settings, memory, the layout of the hub, what is refused and what is told."""
 
 from __future__ import annotations
 
@@ -9,179 +7,28 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.readers.onnx import patterns
 from models.resolve import resolve
 from models.tokenization.tokenizer import load_tokenizer
-from serving.backends.base import EngineConfig
-from serving.backends.kv_slots import RowMap
-from serving.backends.onnx.backend import OnnxBackend, OnnxOptions
+from serving.backends.onnx.backend import OnnxOptions
 from serving.backends.onnx.graph import graph_file, weight_bytes
 from serving.backends.options import parse_options
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
 from serving.registry.prepare import backend_of_path
-from serving.sampling.types import Row, Sampling
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
-    check_contradictions,
-    check_prompt_scores,
-    check_scheduled,
-    check_seeded,
 )
-from tests.serving.backends.backend_steps import generate, greedy_alone, prompt_of, row
-from tests.serving.backends.hf_folders import generated, logprobs_of, onnx_folder, onnx_source
-
-Make = Callable[..., OnnxBackend]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    opened: list[OnnxBackend] = []
-
-    def build(path: Path | str, **settings: Any) -> OnnxBackend:
-        settings = {
-            "slots": 5,
-            "context_tokens": 128,
-            "threads": 1,
-            "options": {"spinning": False},
-        } | settings
-        config = EngineConfig(backend="onnx", model_path=str(path), model_name="m", **settings)
-        opened.append(OnnxBackend(config, lambda what, fraction: None))
-        return opened[-1]
-
-    yield build
-    for backend in opened:
-        backend.close()
-
-
-# --- the right tokens
-
-
-@pytest.mark.parametrize(
-    "name", ["llama-fp32", "llama3-fp32", "qwen2-fp32", "qwen3-fp32", "mistral-fp32"]
-)
-def test_float_graphs_give_the_tokens_of_transformers(make: Make, name: str) -> None:
-    backend = make(onnx_folder(name))
-    assert backend.info.details["graph"] == "GroupQueryAttention"
-    reference = generated(onnx_source(name))
-    check_contract(backend, reference)
-    check_churn(backend, reference, seed=1, requests=32, steps=2000)
-
-
-@pytest.mark.parametrize("name", ["llama-fp32", "qwen3-growing"])
-@pytest.mark.parametrize("settings", [{}, {"kv_tokens": 200}], ids=["room", "preempting"])
-def test_the_scheduler_gives_the_tokens_of_transformers(
-    make: Make, name: str, settings: dict[str, Any]
-) -> None:
-    scheduler = check_scheduled(make(onnx_folder(name), **settings), generated(onnx_source(name)))
-    assert (scheduler.preemptions > 0) == ("kv_tokens" in settings)
-
-
-@pytest.mark.parametrize("name", ["llama3-fp32", "qwen3-growing"])
-def test_prompt_logprobs_are_those_of_transformers(make: Make, name: str) -> None:
-    check_prompt_scores(
-        make(onnx_folder(name)),
-        lambda tokens: logprobs_of(onnx_source(name), tokens),
-        tolerance=1e-3,
-    )
-
-
-def test_growing_graphs_give_the_tokens_of_transformers(make: Make) -> None:
-    backend = make(onnx_folder("qwen3-growing"))
-    assert (
-        backend.info.details["graph"] == "growing past_key_values"
-        and "copied every step" in backend.info.details["batching"]
-    )
-    check_contract(backend, generated(onnx_source("qwen3-growing")))
-    check_churn(backend, generated(onnx_source("qwen3-growing")), seed=2, requests=32, steps=2000)
-
-
-@pytest.mark.parametrize("name", ["llama-int8", "qwen3-int4", "llama3-dynamic"])
-def test_quantised_graphs_give_the_same_tokens_alone_and_batched(make: Make, name: str) -> None:
-    backend, alone = make(onnx_folder(name)), make(onnx_folder(name), slots=1)
-    check_contract(backend, greedy_alone(alone))
-    check_churn(backend, greedy_alone(alone), seed=3, requests=32, steps=2000)
-
-
-def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(
-    make: Make, tmp_path: Path
-) -> None:
-    """One with a scale for the whole batch, as quantisers write them: ours have been rewritten
-    (models/convert/onnx_per_token.py).
-    """
-    assert "batch_dependent" not in make(onnx_folder("llama3-dynamic")).info.details
-    foreign = tmp_path / "foreign"
-    shutil.copytree(onnx_folder("llama3-fp32"), foreign)
-    for name in ("conversion.json", "crossover.json"):
-        (foreign / name).unlink()
-    quantize_dynamic(
-        foreign / "model.onnx",
-        foreign / "small.onnx",
-        op_types_to_quantize=["MatMul"],
-        weight_type=QuantType.QInt8,
-    )
-    (foreign / "small.onnx").replace(foreign / "model.onnx")
-    backend = make(foreign)
-    assert backend.info.details["batch_dependent"] == "true"
-    prompt = prompt_of(backend, 20, 1)
-    assert generate(backend, prompt, 6) == generate(backend, prompt, 6, slot=3)  # alone it repeats
-
-
-def test_long_context_and_prompts_longer_than_the_chunk(make: Make) -> None:
-    folder = onnx_folder("llama3-fp32")
-    backend = make(folder, context_tokens=700, slots=2, options={"prefill_chunk": 100})
-    prompt = prompt_of(
-        backend, 640, 4
-    )  # beyond the 512 tokens from which Llama 3's RoPE scaling takes effect
-    assert generate(backend, prompt, 5, slot=1) == generated(onnx_source("llama3-fp32"))(prompt, 5)
-
-
-def test_the_context_can_be_filled_to_the_last_token(make: Make) -> None:
-    backend = make(onnx_folder("llama-fp32"), context_tokens=64, slots=3)
-    full = prompt_of(backend, 64, 5)
-    reference = generated(onnx_source("llama-fp32"))
-    assert backend.step([row(1, full, 0)])[0].token == reference(full, 1)[0]
-    # A full row between two that decode has no room for a dummy token and must be moved out of the
-    # way.
-    others = {slot: prompt_of(backend, 9, slot) for slot in (0, 2)}
-    last = {slot: backend.step([row(slot, others[slot], 0)])[0].token for slot in others}
-    results = backend.step([row(slot, [last[slot]], 9) for slot in (0, 2)])
-    assert [result.token for result in results] == [
-        reference(others[slot], 2)[1] for slot in (0, 2)
-    ]
-    assert backend.step([row(1, full[63:], 63)])[0].token == reference(full, 1)[0]
-
-
-@pytest.mark.parametrize("name", ["qwen2-fp32", "llama-int8", "qwen3-growing"])
-def test_a_seeded_request_does_not_depend_on_its_batch_mates(make: Make, name: str) -> None:
-    check_seeded(make(onnx_folder(name)))
-
-
-def test_logprobs_and_penalties_reach_the_sampler(make: Make) -> None:
-    backend = make(onnx_folder("llama-fp32"))
-    prompt = prompt_of(backend, 10, 7)
-    greedy = backend.step([row(0, prompt, 0, sampling=Sampling(logprobs=3))])[0]
-    assert (
-        greedy.logprobs is not None
-        and greedy.logprobs.top_ids[0] == greedy.token
-        and greedy.logprobs.chosen < 0
-    )
-    banned = Row(0, np.array(prompt, np.int32), 0, True, banned=(greedy.token,))
-    assert backend.step([banned])[0].token == greedy.logprobs.top_ids[1]
-
-
-# --- what it says of itself
+from tests.serving.backends.backend_steps import greedy_alone
+from tests.serving.backends.hf_folders import generated, onnx_folder, onnx_source
+from tests.serving.backends.onnx.engines import Make
 
 
 def test_memory_is_predicted_and_measured(make: Make) -> None:
@@ -208,9 +55,6 @@ def test_the_engine_process_imports_no_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", code, str(onnx_folder("llama-fp32"))], check=True, timeout=60
     )
-
-
-# --- what it refuses
 
 
 @pytest.mark.parametrize(
@@ -313,16 +157,12 @@ def test_which_file_is_loaded(tmp_path: Path) -> None:
     assert graph_file(tmp_path).name == "model.onnx"
 
 
-# --- the hub's layout
-
-
 @pytest.fixture(scope="module")
 def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository as the hub library keeps it: links into blobs, and under onnx/ a graph for each
     format, as transformers.js has them.
     """
     import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     source, root = onnx_folder("qwen3-growing"), tmp_path_factory.mktemp("hub")
@@ -413,57 +253,9 @@ def test_a_format_that_the_repository_lacks_is_named(hub_cache: Path) -> None:
     ]
 
 
-def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
-    for name in ("llama-fp32", "qwen3-growing"):
-        check_contradictions(make(onnx_folder(name)))
-
-
 def test_what_the_converter_wrote_is_in_the_details(make: Make) -> None:
     folder = onnx_folder("qwen3-int4")
     facts = json.loads((folder / "conversion.json").read_text())
     info = make(folder).info
     assert info.weight_format == "int4" and info.details["exporter"] == "genai"
     assert float(info.details["quality_kl_nats"]) == pytest.approx(facts["kl_nats"], rel=0.01)
-
-
-# --- rows and slots
-
-
-def test_a_short_hole_is_ridden_and_a_long_one_closed() -> None:
-    rows = RowMap(6, 100, rider_tokens=10.0)
-    rows.length = [20] * 6
-    assert rows.window([0, 1, 2]) == rows.window([0, 1, 2]) and rows.window([0, 1, 2]).riders == ()
-    for _ in range(3):  # rent 10 a step, against a price of 40
-        assert rows.window([0, 1, 3]).riders == (2,)
-    closing = rows.window([0, 1, 3])
-    assert (
-        closing.riders == () and closing.swaps == ((3, 2),) and (closing.lo, closing.hi) == (0, 3)
-    )
-
-
-def test_a_full_row_is_never_ridden() -> None:
-    rows = RowMap(3, 50, rider_tokens=0.0)
-    rows.length = [10, 50, 10]
-    window = rows.window([0, 2])
-    assert window.swaps and not window.riders
-
-
-@given(st.data())
-def test_rows_stay_a_permutation_and_windows_cover_their_slots(data: st.DataObject) -> None:
-    slots = data.draw(st.integers(1, 9))
-    rows = RowMap(slots, 40, data.draw(st.floats(0, 30)))
-    for _ in range(12):
-        for slot in range(slots):
-            rows.length[rows.row_of[slot]] = data.draw(st.integers(0, 40))
-        lengths = {slot: rows.length[rows.row_of[slot]] for slot in range(slots)}
-        members = data.draw(st.sets(st.integers(0, slots - 1), min_size=1))
-        window = rows.window(members)
-        for a, b in window.swaps:
-            rows.swap(a, b)
-        assert sorted(rows.row_of) == list(range(slots)) and all(
-            rows.row_of[rows.slot_of[row]] == row for row in range(slots)
-        )
-        assert {slot: rows.length[rows.row_of[slot]] for slot in range(slots)} == lengths
-        inside = set(range(window.lo, window.hi))
-        assert inside == {rows.row_of[slot] for slot in members} | set(window.riders)
-        assert all(rows.length[rider] < 40 for rider in window.riders)

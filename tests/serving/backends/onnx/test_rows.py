@@ -1,0 +1,48 @@
+"""Which row of the onnx KV cache holds which slot."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.backends.kv_slots import RowMap
+
+
+def test_a_short_hole_is_ridden_and_a_long_one_closed() -> None:
+    rows = RowMap(6, 100, rider_tokens=10.0)
+    rows.length = [20] * 6
+    assert rows.window([0, 1, 2]) == rows.window([0, 1, 2]) and rows.window([0, 1, 2]).riders == ()
+    for _ in range(3):  # rent 10 a step, against a price of 40
+        assert rows.window([0, 1, 3]).riders == (2,)
+    closing = rows.window([0, 1, 3])
+    assert (
+        closing.riders == () and closing.swaps == ((3, 2),) and (closing.lo, closing.hi) == (0, 3)
+    )
+
+
+def test_a_full_row_is_never_ridden() -> None:
+    rows = RowMap(3, 50, rider_tokens=0.0)
+    rows.length = [10, 50, 10]
+    window = rows.window([0, 2])
+    assert window.swaps and not window.riders
+
+
+@given(st.data())
+def test_rows_stay_a_permutation_and_windows_cover_their_slots(data: st.DataObject) -> None:
+    slots = data.draw(st.integers(1, 9))
+    rows = RowMap(slots, 40, data.draw(st.floats(0, 30)))
+    for _ in range(12):
+        for slot in range(slots):
+            rows.length[rows.row_of[slot]] = data.draw(st.integers(0, 40))
+        lengths = {slot: rows.length[rows.row_of[slot]] for slot in range(slots)}
+        members = data.draw(st.sets(st.integers(0, slots - 1), min_size=1))
+        window = rows.window(members)
+        for a, b in window.swaps:
+            rows.swap(a, b)
+        assert sorted(rows.row_of) == list(range(slots)) and all(
+            rows.row_of[rows.slot_of[row]] == row for row in range(slots)
+        )
+        assert {slot: rows.length[rows.row_of[slot]] for slot in range(slots)} == lengths
+        inside = set(range(window.lo, window.hi))
+        assert inside == {rows.row_of[slot] for slot in members} | set(window.riders)
+        assert all(rows.length[rider] < 40 for rider in window.riders)
