@@ -9,8 +9,8 @@ what is measured is the way of a request. Two tables:
   scaling    1, 2 and 4 replicas, each with as many streams as it has slots, all the time; the rate
              of output tokens, and its part of the rate of one replica times their number
   overhead   one stream at a time, on `crossover serve` and on one replica behind the front, in
-             turns: seconds of an answer of one token, and seconds a token of an engine whose steps
-             take no time
+             turns: seconds to the first token, and seconds a token, of an engine whose steps take
+             no time
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from tests.bench.closed_loop import Result, run
-from tests.scale.test_serve_on_ray import Endpoint, until
+from tests.scale.test_serve_on_ray import Endpoint
 from tests.serving.cli.test_serve import Server
+from tests.tools.waiting import wait_for
 
 SLOTS = 8
 STEP_SECONDS = 0.05
@@ -61,7 +62,7 @@ def on_ray(address: str, replicas: int, step_seconds: float) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name:
         options = ("--slots", str(SLOTS), "--option", f"step_seconds={step_seconds}")
         made = Endpoint(Path(name), "--replicas", str(replicas), *options, address=address)
-        until(lambda: len(made.replicas()) == replicas, 120)
+        wait_for(lambda: len(made.replicas()) == replicas, 120)
         yield made.url
         made.server.process.send_signal(signal.SIGTERM)
         made.server.process.wait(60)
@@ -90,7 +91,7 @@ def scaling(address: str, repeats: int) -> None:
         streams = replicas * SLOTS
         with on_ray(address, replicas, STEP_SECONDS) as url:
             asked = prompts(ROUNDS * streams)
-            found = [checked(run(url, asked, TOKENS, streams)) for _ in range(repeats)]
+            found = [checked(run(url, asked, TOKENS, streams, "fake")) for _ in range(repeats)]
         rates[replicas] = statistics.median(one.output_tokens_per_second for one in found)
         share = rates[replicas] / (replicas * rates[1])
         gap = 1e3 * statistics.median(one.itl_p99 for one in found)
@@ -98,9 +99,9 @@ def scaling(address: str, repeats: int) -> None:
 
 
 def of_one(url: str) -> tuple[float, float]:
-    """Seconds of an answer of one token (the median), and seconds a token of long ones."""
-    short = checked(run(url, prompts(ALONE), 1, 1))
-    long = checked(run(url, prompts(3), LONG_TOKENS, 1))
+    """Seconds to the first token (the median), and seconds a token of long answers."""
+    short = checked(run(url, prompts(ALONE), 2, 1, "fake"))
+    long = checked(run(url, prompts(3), LONG_TOKENS, 1, "fake"))
     return short.ttft_p50, 1 / long.output_tokens_per_second
 
 
@@ -109,12 +110,12 @@ def overhead(address: str, repeats: int) -> None:
         "crossover serve": lambda: alone(0.0),
         "front, one replica": lambda: on_ray(address, 1, 0.0),
     }
-    print("\nserver              answer of one token, ms  a token, us")
+    print("\nserver              first token, ms  a token, us")
     for _ in range(repeats):
         for name, way in ways.items():
             with way() as url:
                 request, token = of_one(url)
-            print(f"{name:18}  {1e3 * request:23.2f}  {1e6 * token:11.1f}", flush=True)
+            print(f"{name:18}  {1e3 * request:15.2f}  {1e6 * token:11.1f}", flush=True)
 
 
 def main() -> None:

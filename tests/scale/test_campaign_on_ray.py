@@ -14,7 +14,7 @@ from loadtests.records.run_folder import read_events
 from tests.end_to_end.test_campaign import FAKE, ROOT, only_folder
 from tests.loadtests.campaign.checks import check_folder
 from tests.scale.conftest import REASON, Nodes
-from tests.scale.test_serve_on_ray import until
+from tests.tools.waiting import wait_for
 
 pytest.importorskip("ray", reason=REASON)
 pytestmark = [pytest.mark.slow, pytest.mark.scale]
@@ -64,13 +64,13 @@ def test_a_lost_node_loses_its_cell_and_a_stopped_run_is_resumed(
 ) -> None:
     campaign = Campaign(tmp_path, nodes, monkeypatch)
     running = campaign.run()
-    until(lambda: nodes.workers(0, TASK) and nodes.workers(1, TASK))
+    wait_for(lambda: nodes.workers(0, TASK) and nodes.workers(1, TASK))
     nodes.kill(1)  # its cell is measured again on the other node
-    folder = until(lambda: only_folder(campaign.out))
-    until(lambda: finished(folder))
-    (lost,) = until(lambda: of_kind(read_events(folder).records, Interrupted))
+    folder = wait_for(lambda: only_folder(campaign.out))
+    wait_for(lambda: finished(folder))
+    (lost,) = wait_for(lambda: of_kind(read_events(folder).records, Interrupted))
     assert lost.cell is not None and "lost with node" in lost.reason
-    until(lambda: nodes.workers(0, TASK))
+    wait_for(lambda: nodes.workers(0, TASK))
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) == 2 and "campaign resume" in campaign.said
     first = finished(folder)

@@ -14,7 +14,8 @@ from tests.scale.conftest import REASON
 from tests.serving.fakes import ask, served, wait_until
 
 pytest.importorskip("ray", reason=REASON)
-pytestmark = pytest.mark.scale
+# Importing ray.serve uses what pydantic calls deprecated.
+pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def test_bodies_count_until_their_requests_are_answered() -> None:
