@@ -20,7 +20,8 @@ if ! has ""; then
 fi
 if has "VkLayerSettingEXT used;"; then exit 0; fi  # 1.3.272 or newer
 [[ ! -e $folder/usr/include/vulkan/vulkan_core.h ]] || exit 0
-if ! command -v apt-get >/dev/null; then
+mirror=$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m 1 'debian/*$' || true)
+if [[ -z $mirror ]]; then  # not Debian
   echo "vulkan: the headers of Vulkan here are older than 1.3.272; set VULKAN_SDK to newer ones"
   exit 3
 fi
@@ -28,7 +29,7 @@ echo "vulkan: the headers of Vulkan here are older than 1.3.272; taking those of
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
-echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main" > "$work/sources.list"
+echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" > "$work/sources.list"
 cd "$work"
 settings=(-qq -o "Dir::Etc::SourceList=$work/sources.list" -o Dir::Etc::SourceParts=- -o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache"
   -o APT::Sandbox::User="$(id -un)")
