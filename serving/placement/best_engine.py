@@ -282,5 +282,5 @@ def _key(
     """What a row of the table is found by."""
     return (
         *(spec.name, spec.parameters, one.backend, one.weight_format),
-        *(question.threads, question.request.slots, prompt_tokens),
+        *(question.threads, question.request.slots, prompt_tokens, question.request.kv_dtype),
     )

@@ -44,6 +44,7 @@ class EngineTimes(msgspec.Struct, frozen=True, kw_only=True):
     spent_seconds: float  # of the measurement, loading included
     unix_seconds: float
     waited_share: float = 0.0  # of the time, by the engine's thread that waited most for a core
+    kv_dtype: str = "auto"
 
     def step_seconds(self, streams: int) -> float:
         """Time of a decode step, linear between one row and all slots."""

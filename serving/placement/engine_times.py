@@ -84,6 +84,7 @@ def measured_times(
         **msgspec.structs.asdict(found),
         spent_seconds=round(time.monotonic() - began, 3),
         unix_seconds=time.time(),
+        kv_dtype=config.kv_dtype,
     )
 
 

@@ -78,7 +78,7 @@ def key(row: EngineTimes) -> tuple[object, ...]:
     """What was measured; the rest of a row is what came out."""
     return (
         *(row.model, row.parameters, row.backend, row.weight_format),
-        *(row.threads, row.slots, row.prompt_tokens),
+        *(row.threads, row.slots, row.prompt_tokens, row.kv_dtype),
     )
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from models.ladder import rung
 from serving.hardware.facts import hardware_facts
-from serving.placement.best_engine import Question, best_engine, choice_lines
+from serving.placement.best_engine import Question, best_engine, choice_lines, known_times
 from serving.placement.decision import NoPlacement, PlacementRequest
-from serving.placement.engine_choice import EngineChoice, EngineTimes, Work
+from serving.placement.engine_choice import EngineCandidate, EngineChoice, EngineTimes, Work
 from serving.placement.times_table import keep, machine_of, read_table, table_path
 
 FACTS = msgspec.structs.replace(
@@ -78,6 +78,17 @@ def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> 
     assert [path.name for path in cache.iterdir()] == [table_path(cache).name]
     lines = choice_lines(choice)
     assert len(lines) == 3 and "prompts 50 tokens/s" in lines[1] and "cannot" not in lines[2]
+
+
+def test_times_of_another_kv_type_are_not_used(cache: Path) -> None:
+    question = msgspec.structs.replace(asked(cache), may_measure=False)
+    request = msgspec.structs.replace(question.request, kv_dtype="fp32")
+    engine = EngineCandidate(backend="llama_cpp", weight_format="Q4_0")
+    found = [
+        known_times(one, engine, request.model, FACTS, print, lambda what, fraction: None)
+        for one in (question, msgspec.structs.replace(question, request=request))
+    ]
+    assert found[0] is not None and found[1] is None
 
 
 def test_a_bigger_model_is_judged_by_the_smallest_rung(cache: Path) -> None:
