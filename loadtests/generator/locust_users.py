@@ -24,6 +24,7 @@ import psutil
 from locust import User, events, runners, task
 from locust.env import Environment
 from locust.exception import StopUser
+from locust.rpc import Message
 from locust.runners import LocalRunner, MasterRunner, WorkerRunner
 
 from loadtests.errors import LoadError
@@ -128,7 +129,13 @@ class Roles:
             )
 
     def _be_master(self) -> None:
-        hooks = Hooks(self._tell, self._pass_on, self._finish, self._level_failed)
+        hooks = Hooks(
+            tell=self._tell,
+            pass_on=self._pass_on,
+            ended=self._finish,
+            failed=self._level_failed,
+            heartbeat=lambda client: Message("heartbeat", None, client).serialize(),
+        )
         if self.is_led:
             runners.HEARTBEAT_LIVENESS = PATIENT_HEARTBEATS
         self._master = Master(self._runner, hooks, runners.HEARTBEAT_LIVENESS)

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import gevent
 import msgspec
 import zmq
-from locust.rpc import Message
 
 from loadtests.errors import LoadError
 from loadtests.generator.connection import clock
@@ -52,6 +51,7 @@ class Hooks(NamedTuple):
     pass_on: Callable[[bytes], None]  # an encoded message of a worker
     ended: Callable[[Ended], None]
     failed: Callable[[str], None]
+    heartbeat: Callable[[str], bytes]  # Locust's message of that kind to a worker
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Master:
 
         Locust itself drops what reaches nobody, and sleeps after a send that raises.
         """
-        message = [client.encode(), Message("heartbeat", None, client).serialize()]
+        message = [client.encode(), self._hooks.heartbeat(client)]
         socket = self._runner.server.socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
