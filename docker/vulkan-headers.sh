@@ -20,6 +20,7 @@ if ! has ""; then
 fi
 if has "VkLayerSettingEXT used;"; then exit 0; fi  # 1.3.272 or newer
 [[ ! -e $folder/usr/include/vulkan/vulkan_core.h ]] || exit 0
+# shellcheck disable=SC2016  # the variable is apt-get's
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m 1 'debian/*$' || true)
 if [[ -z $mirror ]]; then  # not Debian
   echo "vulkan: the headers of Vulkan here are older than 1.3.272; set VULKAN_SDK to newer ones"
