@@ -111,13 +111,14 @@ class Evidence:
     def confirmed(self) -> float | None:
         """The highest rate that is confirmed, and is not above the interval, requests/s.
 
-        All that was asked below the middle of the capacity must reach the target together: of many
-        levels that are just too bad, one holds by chance.
+        Of many levels that are just too bad, one holds by chance: so the rate is not above the
+        middle of the capacity by all levels, and all that was asked below that reaches the target.
         """
         rate = confirmed_rate(self.levels, self.slo, self.clump, self._low)
-        if rate is None:
+        middle = self.belief.quantile(0.5)
+        if rate is None or (self.broken and rate > middle):
             return None
-        good, due = self._up_to(max(rate, self.belief.quantile(0.5)))
+        good, due = self._up_to(max(rate, middle))
         good, due = good + self.single_stream_counts[0], due + self.single_stream_counts[1]
         return rate if good >= self.slo.target * due else None
 

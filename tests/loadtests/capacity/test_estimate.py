@@ -67,6 +67,16 @@ def test_a_rate_that_ran_long_enough_and_held_is_confirmed():
     assert estimate(growing, SearchConfig(), NINE).held is None
 
 
+def test_a_level_above_the_middle_of_what_all_say_held_by_chance():
+    lucky = level(3.5, 352, 360, is_steady=True)
+    below = level(2.0, 80, 80, 40.0, is_steady=True)
+    broken = [level(3.55, 20, 420, is_steady=False), level(3.6, 50, 360)]
+    found = estimate([SINGLE_STREAM, below, lucky, *broken], SearchConfig(), NINE)
+    assert found.estimate < 3.5 < found.high
+    assert (found.status, found.held) == (CapacityStatus.ALONE_ONLY, None)
+    assert estimate([SINGLE_STREAM, below, lucky], SearchConfig(), NINE).held == 3.5
+
+
 def test_a_level_hides_an_overload_until_ttft_is_at_the_limit():
     patient = Slo("patient", 30.0, None, target=0.9)
     long = level(4.0, 400, 400, 100.0, warmup_seconds=20.0)
