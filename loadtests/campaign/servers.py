@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,15 +40,15 @@ from serving.registry.options import arguments
 Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
 
 
-class Server:
+class Server(ABC):
     """What the runner knows of whoever serves a cell; nothing is known of one that others run."""
 
     target: Target
     layout: Layout | None = None
     pid: int | None = None  # of a server that we started
 
-    def wait_ready(self, say: Say) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def wait_ready(self, say: Say) -> None: ...
 
     def ready(self, cell: str) -> CellReady:
         return CellReady(cell=cell, url=self.target.url)
