@@ -7,10 +7,10 @@
 
 A free slot goes to the owner with the fewest slots for its share, there to the request with the
 fewest, there to the oldest (`next_of`). A step holds decode rows first, one token each, then prompt
-tokens, oldest sequence first, up to a budget (serving.engine.prefill_budget; the backend's whole
-step where nobody decodes). When the KV pool is full, idle prefixes go first, then the youngest
-sequence returns to the queue with what it has generated. Prompt log-probabilities cost one step a
-token: each is a row that scores the next.
+tokens, by owner and there oldest first (serving.engine.prompt_turns), up to a budget
+(serving.engine.prefill_budget; the backend's whole step where nobody decodes). When the KV pool is
+full, idle prefixes go first, then the youngest sequence returns to the queue with what it has
+generated. Prompt log-probabilities cost one step a token: each is a row that scores the next.
 
 Knows token ids and numpy arrays; no tensors, sockets or HTTP.
 """
@@ -26,6 +26,7 @@ from serving.engine.detokenizer import StreamText
 from serving.engine.messages import Delta, FinishReason, StepStats, Submit
 from serving.engine.output import detail, end_delta, failed_delta, scores_delta, token_delta
 from serving.engine.prefill_budget import PREFILL_MULTIPLE, PrefillBudget
+from serving.engine.prompt_turns import PromptTurns
 from serving.engine.sequence import Kind, Sequence
 from serving.engine.slot_pool import SlotPool
 from serving.errors import EngineFailed, KvFull, NotNumbers, ServingError
@@ -63,6 +64,7 @@ class Scheduler:
         reuses = config.prefix_reuse and "prefix_reuse" in info.capabilities
         self._slots = SlotPool(backend, reuses)
         self._budget = PrefillBudget(config.prefill_tokens, config.step_seconds_target)
+        self._turns = PromptTurns()
         self._by_id: dict[int, Sequence] = {}
         self._cancelled: set[int] = set()
         self._serial = 0
@@ -149,7 +151,11 @@ class Scheduler:
         if rows and filling:
             budget = min(budget, self._budget.tokens(len(rows)))
         left = budget
-        for sequence in sorted(filling, key=lambda s: s.serial):
+        self._turns.begin(filling)
+        to_come = list(filling)
+        while to_come:
+            sequence = self._turns.next(to_come)
+            to_come.remove(sequence)
             count = min(sequence.pending, left)
             if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
                 break  # too little is left for a piece of another prompt
@@ -161,6 +167,7 @@ class Scheduler:
             if count <= 0:
                 break
             rows.append(sequence.row(count))
+            self._turns.gave(sequence, count)
             left -= count
         rows.sort(key=lambda row: row.slot)
         return rows, {sequence.slot for sequence in filling}
