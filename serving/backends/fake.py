@@ -73,7 +73,7 @@ class FakeOptions(msgspec.Struct, frozen=True):
     eos_token: int = 0
     eos_every: int | None = None  # draw `eos_token` where the hash is a multiple; None: never
     # load_oom, load_failed, backend_missing, unsupported;
-    # runtime_oom, engine_died, abort, exit, hang, nan (of the step's logits)
+    # runtime_oom, engine_died, abort, exit, hang, spin (a hang that computes), nan (of the logits)
     fail_cause: str | None = None
     fail_token: int | None = None  # a running failure strikes only where a row holds it
     fail_after_steps: int = 0  # when a running failure strikes
@@ -204,5 +204,7 @@ class FakeBackend:
                 pass
             case "hang":
                 time.sleep(3600)
+            case "spin":
+                _pass(3600.0, is_busy=True)
             case _:
                 raise EngineFailed("the fake backend was told to die")

@@ -34,11 +34,13 @@ from serving.engine.messages import (
     FromEngine,
     Ready,
     Step,
+    StepStats,
     ToEngine,
     decode_from_engine,
     frame,
 )
 from serving.errors import Cause
+from serving.supervisor.admission import Pace
 from serving.supervisor.engine_environment import environment
 from serving.supervisor.restart_policy import RecoveryLimits, is_hung
 
@@ -72,6 +74,8 @@ class EngineProcess:
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._heard_at = now  # any message
         self._step_at = now  # a finished step, or work for an idle engine
+        self._pace = Pace()  # of all tokens
+        self._prompt_pace = Pace()  # of prompts' tokens in the steps that had any
         self._busy_at = now  # it used CPU
         self._cpu: tuple[float, float] | None = None  # CPU seconds used, and when that was read
         self._died: Died | None = None  # its last word
@@ -176,12 +180,25 @@ class EngineProcess:
                 return f"no word from the loading engine for {silent:.0f} s"
             return None
         ages = now - self._step_at, now - self._busy_at
-        if self.sequences and is_hung(*ages, limits, device):
+        if self.sequences and is_hung(*ages, limits, device, self._longest_step_seconds()):
             return (
                 f"no step finished for {now - self._step_at:.1f} s "
                 f"with {len(self.sequences)} sequences in flight"
             )
         return None
+
+    def _longest_step_seconds(self) -> float | None:
+        """What a step full of prompt tokens takes at its pace so far."""
+        pace = self._prompt_pace.per_second or self._pace.per_second
+        return None if pace is None or self.ready is None else self.ready.info.step_tokens / pace
+
+    def _stepped(self, stats: StepStats) -> None:
+        self._step_at = self._heard_at
+        if stats.step_seconds <= 0:
+            return  # a word outside of a step
+        self._pace.worked(stats.prefill_tokens + stats.decode_rows, stats.step_seconds)
+        if stats.prefill_tokens:
+            self._prompt_pace.worked(stats.prefill_tokens, stats.step_seconds)
 
     def give_up(self, trouble: str) -> None:
         self.killed_for = trouble
@@ -259,7 +276,7 @@ class EngineProcess:
         self._heard_at = time.monotonic()
         match message:
             case Step():
-                self._step_at = self._heard_at
+                self._stepped(message.stats)
             case Ready():
                 self.ready = message
                 self.ready_at = self._heard_at

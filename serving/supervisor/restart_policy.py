@@ -53,10 +53,13 @@ class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     flips_per_hour: int = 4
     health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
     # No step for so long with work, CPU used or not: a process that waits for a GPU spins. On a CPU
-    # 512 prompt tokens of 32B take 400 s; an engine may leave layers of a GPU's model to it.
+    # 512 prompt tokens of 32B take 400 s; an engine may leave layers of a GPU's model to it. Once
+    # its pace is known, both are held to `slow_step` times their largest step at that pace.
     gpu_step_timeout_seconds: float = 30.0
     step_timeout_seconds: float = 300.0
     cpu_step_timeout_seconds: float = 1800.0
+    slow_step: float = 10.0
+    slow_step_least_seconds: float = 60.0
     # No word for so long from an engine that loads; one on a GPU alone tells of every layer.
     gpu_load_timeout_seconds: float = 120.0
     load_timeout_seconds: float = 1800.0
@@ -198,19 +201,27 @@ class Failback:
 
 
 def is_hung(
-    step_age_seconds: float, idle_seconds: float, limits: RecoveryLimits, device: str
+    step_age_seconds: float,
+    idle_seconds: float,
+    limits: RecoveryLimits,
+    device: str,
+    longest_seconds: float | None = None,
 ) -> bool:
     """True when an engine with work is to be given up: no step for long while it sleeps, or no step
     for very long.
 
     `step_age_seconds`: since the last step, or since work came. `idle_seconds`: without CPU use.
-    `device`: "cpu", "gpu", or "both" where layers may be left to the CPU.
+    `device`: "cpu", "gpu", or "both" where layers may be left to the CPU. `longest_seconds`: what
+    its largest step takes at its pace so far; None: not known.
     """
     most = {
         "cpu": limits.cpu_step_timeout_seconds,
         "gpu": limits.gpu_step_timeout_seconds,
         "both": limits.step_timeout_seconds,
     }[device]
+    if longest_seconds is not None and device != "gpu":
+        slow = max(limits.slow_step * longest_seconds, limits.slow_step_least_seconds)
+        most = min(slow, limits.cpu_step_timeout_seconds)
     if step_age_seconds > most:
         return True
     return min(step_age_seconds, idle_seconds) > limits.health_timeout_seconds

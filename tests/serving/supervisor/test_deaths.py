@@ -177,6 +177,35 @@ def test_every_cause_on_the_gpu_ends_on_the_cpu_with_no_unread_request_lost(
     run(scenario())
 
 
+def test_an_engine_that_computes_without_end_is_given_up_by_its_own_pace(
+    config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    """As one whose native call never returns: it uses the CPU, so that only its pace tells."""
+
+    async def scenario() -> None:
+        limits = msgspec.structs.replace(QUICK, slow_step_least_seconds=0.5)
+        one = config(
+            step_seconds=0.0,
+            prompt_token_seconds=0.0005,
+            fail_cause="spin",
+            fail_token=7,
+            fail_once_file=str(tmp_path / "once"),
+        )
+        async with running(one, limits=limits) as supervisor:
+            assert limits.cpu_step_timeout_seconds > 60
+            for first in (10, 20):  # 0.6 s of steps: a pace of 2,000 tokens a second
+                prompt = [first + n % 9 for n in range(600)]
+                await collect(supervisor.submit(GenerationRequest(prompt, 1)))
+            began = time.monotonic()
+            stuck = await collect(supervisor.submit(GenerationRequest([7], 4, ignore_eos=True)))
+            assert (stuck.tokens, stuck.finish) == (4, "length"), "it began again"
+            assert time.monotonic() - began < 30
+            died = next(event for event in supervisor.events if event.kind == "died")
+            assert died.cause == "health_timeout" and "no step finished" in died.message
+
+    run(scenario())
+
+
 def test_the_preferred_engine_comes_back_beside_the_one_that_serves(
     config: Callable[..., EngineConfig], tmp_path: Path
 ) -> None:

@@ -125,3 +125,23 @@ def test_a_child_that_works_on_a_long_step_is_not_hung_and_one_that_sleeps_is(
     step_age: float, idle: float, device: str, hung: bool
 ) -> None:
     assert is_hung(step_age, idle, LIMITS, device) is hung
+
+
+@pytest.mark.parametrize(
+    ("step_age", "longest", "device", "hung"),
+    [
+        (59.0, 0.7, "cpu", False),
+        (61.0, 0.7, "cpu", True),  # a small model: its largest step takes a second
+        (61.0, 0.7, "both", True),
+        (61.0, 51.2, "cpu", False),  # ten prompt tokens a second
+        (511.0, 51.2, "cpu", False),
+        (513.0, 51.2, "cpu", True),
+        (401.0, 51.2, "both", False),  # most layers are the CPU's
+        (1801.0, 1000.0, "cpu", True),
+        (31.0, 51.2, "gpu", True),
+    ],
+)
+def test_a_step_is_held_to_the_pace_that_the_engine_has_shown(
+    step_age: float, longest: float, device: str, hung: bool
+) -> None:
+    assert is_hung(step_age, 0.0, LIMITS, device, longest) is hung
