@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,24 @@ def test_formats_out_and_slo(small: Path, tmp_path: Path) -> None:
 def test_bad_options_are_one_sentence(small: Path, arguments: list[str], message: str) -> None:
     done = crossover("report", small, *arguments)
     assert isinstance(done.exception, ReportError) and message in str(done.exception)
+
+
+def test_a_strangers_run_does_not_say_where_its_report_is_written(
+    small: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(small, run, ignore=shutil.ignore_patterns("report"))
+    theirs = tmp_path / "somebody's"
+    theirs.mkdir()
+    (run / "report").symlink_to(theirs)
+    refused = crossover("report", run, "--format", "csv")
+    assert "report is a link; --out says where to write" in str(refused.exception)
+    assert not list(theirs.iterdir())
+    (run / "report").unlink()
+    (run / "report").mkdir()
+    (run / "report" / "cells.csv").symlink_to(theirs / "notes")
+    output_of(crossover("report", run, "--format", "csv"))
+    assert not list(theirs.iterdir()) and not (run / "report" / "cells.csv").is_symlink()
 
 
 @pytest.mark.parametrize("option", ["--machine", "--plan"])
