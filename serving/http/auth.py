@@ -68,6 +68,18 @@ def named_keys(text: str) -> tuple[Key, ...]:
     return tuple(Key(name, key, weight / total) for name, (key, weight) in found.items())
 
 
+def peer_of(scope: Scope) -> str:
+    """The address that a request comes from, of IPv6 the network of its first 64 bits, all of which
+    one client has; "" where there is none."""
+    address = (scope.get("client") or ("",))[0]
+    if ":" not in address:
+        return address
+    try:
+        return str(ipaddress.ip_interface(f"{address.partition('%')[0]}/64").network)
+    except ValueError:
+        return address
+
+
 def same_key(given: bytes, key: bytes) -> bool:
     """Compare in a time that does not depend on where the two differ."""
     return hmac.compare_digest(given, key)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from serving.engine.messages import Delta, FinishReason, Origin, TokenDetail
-from serving.http.auth import Key
+from serving.engine.messages import Delta, FinishReason, TokenDetail
 from serving.http.chat.parts import Splitter
 from serving.http.exchange import Exchange
 from serving.http.validation import ValidRequest
@@ -190,10 +189,9 @@ class Call(ABC):
         key, salt = exchange.key, request.cache_salt
         # Whoever shares a key could read another's prompt by the count of its cached tokens.
         self.cached_grain = SHARED_GRAIN if key is not None and not key.name and not salt else 1
-        who = key or Key("", b"")
-        origin = Origin(
-            who.name, who.share, 1 + secrets.randbits(62), "\0".join((who.name, salt or ""))
-        )
+        cache = "\0".join(("" if key is None else key.name, salt or ""))
+        request_id = 1 + secrets.randbits(62)
+        origin = msgspec.structs.replace(exchange.origin, request=request_id, cache=cache)
         generation = msgspec.structs.replace(valid.generation, origin=origin)
         self.valid = msgspec.structs.replace(valid, generation=generation)
         self.id = f"{self.prefix}-{exchange.serial}"

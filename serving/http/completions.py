@@ -36,7 +36,7 @@ async def completions(router: ModelRouter, exchange: Exchange) -> None:
     served_model = await exchange.acquire(router, request.model)
     facts = served_model.facts()
     valid = validate(request, facts, exchange.limits)
-    served_model.supervisor.check_room()  # before a long prompt is tokenised
+    served_model.supervisor.check_room(exchange.origin)  # before a long prompt is tokenised
     bos = request.add_special_tokens is not False
     prompts: list[Prompt] = []
     for given in prompts_of(request, facts, exchange.limits):

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from serving.http.auth import CLOSE, Key, header
+from serving.engine.messages import Origin
+from serving.http.auth import CLOSE, Key, header, peer_of
 from serving.http.limits import Limits
 from serving.http.wire.decoding import check_work, decode
 from serving.http.wire.errors import ApiError, try_again
@@ -104,6 +105,14 @@ class Exchange:
         self.choices: Sequence[Any] = ()
         self.trace_id: str | None = None
         self.ignored: set[str] = set()  # keys of the request that are not known
+
+    @property
+    def origin(self) -> Origin:
+        """Whose it is: the key's, or its address's where several people may have the key or none is
+        asked for. All who come through one proxy have one address."""
+        if self.key is None or not self.key.name:
+            return Origin(peer_of(self.scope))
+        return Origin(self.key.name, self.key.share)
 
     async def acquire(self, router: ModelRouter, model: str | None) -> ServedModel:
         """The model, held until the exchange ends and loaded where it may be."""

@@ -23,7 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from serving.errors import EngineState, Unavailable
 from serving.http import status
 from serving.http.app import ROUTES, openapi
-from serving.http.auth import header
+from serving.http.auth import header, peer_of
 from serving.http.exchange import ClientGone, Exchange
 from serving.http.wire.errors import ApiError, as_answer, try_again
 from serving.http.wire.openapi import Handler, Route
@@ -203,4 +203,5 @@ def _request(exchange: Exchange, body: bytes) -> Request:
     headers = [(name, value) for name in _PASSED_ON if (value := header(scope, name)) is not None]
     headers.append((b"x-request-id", exchange.request_id))
     key = None if exchange.key is None else exchange.key.name
-    return Request(scope["method"], scope["path"], scope["query_string"], headers, body, key)
+    line = scope["method"], scope["path"], scope["query_string"]
+    return Request(*line, headers, body, key, peer_of(scope))

@@ -40,7 +40,7 @@ REPLICA = b"x-crossover-replica"  # header of each answer: who gave it
 
 class Request(NamedTuple):
     """A request whose key and size the front has checked. `key`: the name of its key; None: the
-    server has none."""
+    server has none. `peer`: serving.http.auth.peer_of it."""
 
     method: str
     path: str
@@ -48,6 +48,7 @@ class Request(NamedTuple):
     headers: Headers
     body: bytes
     key: str | None
+    peer: str
 
 
 class Part(NamedTuple):
@@ -174,7 +175,7 @@ class _Call:
             "query_string": asked.query,
             "root_path": "",
             "headers": asked.headers,
-            "client": None,
+            "client": (asked.peer, 0),
             "server": None,
             PASSED_KEY: None if asked.key is None else Key(asked.key, b""),
         }

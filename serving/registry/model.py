@@ -17,7 +17,7 @@ import msgspec
 from models.errors import BadChat
 from models.tokenization.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.base import BackendInfo, EngineConfig
-from serving.engine.messages import Delta, GenerationRequest
+from serving.engine.messages import Delta, GenerationRequest, Origin
 from serving.errors import (
     ContextOverflow,
     EngineState,
@@ -79,7 +79,7 @@ class EngineLike(Served, Protocol):
 
     def submit(self, request: GenerationRequest) -> StreamLike: ...
 
-    def check_room(self) -> None: ...
+    def check_room(self, origin: Origin) -> None: ...
 
 
 class Keeper(Protocol):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 
 import msgspec
 
@@ -40,6 +41,7 @@ class Requests:
         self.ledger = Ledger(bounds, slots)
         self.failed = 0  # ended with an error of ours, ever
         self._streams: dict[int, Stream] = {}
+        self._owners: Counter[str] = Counter()  # how many are whose
         self._engines: dict[int, EngineProcess] = {}  # who has it; the others wait for an engine
         self._ids = itertools.count(1)
         self._suspects = Suspects()
@@ -47,11 +49,26 @@ class Requests:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def check_room(self, prompt_tokens: int, max_tokens: int) -> None:
+    def check_room(self, prompt_tokens: int, max_tokens: int, origin: Origin) -> None:
         """Raises Overloaded where a sequence of this size may not join now."""
+        if self._is_next(origin):
+            return
         refusal = self.ledger.refusal(prompt_tokens, max_tokens, time.monotonic())
         if refusal is not None:
             raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
+
+    def _is_next(self, origin: Origin) -> bool:
+        """Whether all slots are taken and this owner has less at work than its part of them: the
+        next free one is its own, whatever the others have queued. The parts are the slots' number
+        in all, so that the queue is longer than its bounds by no more than that."""
+        slots = self.ledger.slots
+        if len(self) < slots or self.ledger.bounds.ttft_seconds is not None:
+            return False
+        if origin.share < 1:
+            part = max(1, int(origin.share * slots))
+        else:  # of an owner that has no share of its own
+            part = slots // len(self._owners.keys() | {origin.owner})
+        return self._owners[origin.owner] < part
 
     def _check_share(self, origin: Origin) -> None:
         """Raises Overloaded where the owner's share of the queue is full."""
@@ -70,9 +87,10 @@ class Requests:
         now = time.monotonic()
         self._suspects.check(request, now)
         self._check_share(request.origin)
-        self.check_room(prompt_tokens, request.max_tokens)
+        self.check_room(prompt_tokens, request.max_tokens, request.origin)
         stream = Stream(next(self._ids), request, self.cancel, now)
         self._streams[stream.id] = stream
+        self._owners[request.origin.owner] += 1
         self._suspects.admitted(stream.id, request)
         if request.sampling.prompt_logprobs is None:
             self.ledger.admit(stream.id, prompt_tokens, request.max_tokens, now)
@@ -176,6 +194,10 @@ class Requests:
 
     def _end(self, delta: Delta) -> None:
         stream = self._streams.pop(delta.id)
+        owner = stream.request.origin.owner
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner]
         engine = self._engines.pop(delta.id, None)
         if engine is not None:
             engine.sequences.discard(delta.id)

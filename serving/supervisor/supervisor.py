@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 
 from serving.backends.base import EngineConfig
-from serving.engine.messages import GenerationRequest, Ready
+from serving.engine.messages import GenerationRequest, Origin, Ready
 from serving.errors import EngineFailed, EngineState, ServingError, Unavailable
 from serving.supervisor.engines import Engines, Role
 from serving.supervisor.status import EventKind
@@ -140,9 +140,9 @@ class Supervisor(Engines):
         self._requests.give(stream, self._current)
         return stream
 
-    def check_room(self) -> None:
+    def check_room(self, origin: Origin) -> None:
         """Raises Overloaded where not even the shortest sequence may join now."""
-        self._requests.check_room(1, 1)
+        self._requests.check_room(1, 1, origin)
 
     async def stop(self, drain: bool = True, timeout_seconds: float = 30.0) -> int:
         """End every engine; with `drain`, what is in flight may finish within the time limit.

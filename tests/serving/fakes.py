@@ -29,6 +29,7 @@ from serving.engine.messages import (
     Delta,
     FinishReason,
     GenerationRequest,
+    Origin,
     Ready,
     StepStats,
     TokenDetail,
@@ -202,7 +203,7 @@ class FakeSupervisor:
         self.cancelled.append(sequence)
         self.push(sequence, "", "cancelled", 0)
 
-    def check_room(self) -> None:
+    def check_room(self, origin: Origin) -> None:
         pass
 
 

@@ -57,7 +57,7 @@ async def prepared(
     template = served_model.tokenizer.chat_template or ""
     calls = format_of(request, template)
     valid = validate(request, facts, exchange.limits)
-    served_model.supervisor.check_room()  # before a long prompt is tokenised
+    served_model.supervisor.check_room(exchange.origin)  # before a long prompt is tokenised
     told = await chat_prompt(served_model, request, exchange.limits, facts.context_tokens)
     reasoning: Reasoning | None = None
     if not is_constrained(request):

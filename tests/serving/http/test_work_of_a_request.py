@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from serving.engine.messages import GenerationRequest
 from serving.errors import Overloaded
 from serving.http.app import app_of
-from serving.http.auth import PASSED_KEY, Key, named_keys
+from serving.http.auth import PASSED_KEY, Key, named_keys, only_key, peer_of
 from serving.http.completions import CompletionCall
 from serving.http.limits import Limits
 from serving.registry.model import LONGEST_TEXT
@@ -94,6 +95,33 @@ def test_whose_a_request_is_decides_its_share_and_its_cache() -> None:
     for wrong in ("", "ann", "ann k 0", "ann k nan", "ann k\nann l", "ann k\nbob k", "a b c d"):
         with pytest.raises(ValueError, match="line|no key"):
             named_keys(wrong)
+
+
+@pytest.mark.parametrize("key", [None, "shared"])
+def test_where_no_name_tells_clients_apart_their_addresses_do(key: str | None) -> None:
+    supervisor = FakeSupervisor()
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"" if key is None else b"Authorization: Bearer %s\r\n" % key.encode()
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    with served(app_of(app_on(supervisor).router, Limits(), only_key(key, "API"))) as port:
+        for address in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
+            source = (address, 0)
+            with socket.create_connection(("127.0.0.1", port), 5, source) as client:
+                client.sendall(head + body)
+                assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+    origins = [request.origin for request in supervisor.submitted]
+    assert [origin.owner for origin in origins] == ["127.0.0.1", "127.0.0.2", "127.0.0.1"]
+    assert {(origin.share, origin.cache) for origin in origins} == {(1.0, "\0")}
+
+
+def test_a_network_of_ipv6_is_one_client() -> None:
+    def peer(address: str | None) -> str:
+        return peer_of({"client": None if address is None else (address, 4711)})
+
+    assert peer("2001:db8:1:2:3::4") == peer("2001:db8:1:2::9") == "2001:db8:1:2::/64"
+    assert peer("fe80::1%eth0") == "fe80::/64" and peer("192.0.2.7") == "192.0.2.7"
+    assert peer(None) == ""
 
 
 @pytest.mark.parametrize("is_replica", [False, True])
