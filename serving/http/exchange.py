@@ -117,7 +117,8 @@ class Exchange:
     async def acquire(self, router: ModelRouter, model: str | None) -> ServedModel:
         """The model, held until the exchange ends and loaded where it may be."""
         served_model = self.look_at(router, model)
-        self.served_model, self.release = await router.acquire(served_model.served_name)
+        name, owner = served_model.served_name, self.origin.owner
+        self.served_model, self.release = await router.acquire(name, owner)
         return self.served_model
 
     def look_at(self, router: ModelRouter, model: str | None) -> ServedModel:

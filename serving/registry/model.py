@@ -2,7 +2,7 @@
 
 router = ModelRouter(ServerMetrics())
 router.add(ServedModel(supervisor, read_vocabulary(path), metrics))
-served_model, release = await router.acquire(name)     # loads the model where it may
+served_model, release = await router.acquire(name, owner)     # loads the model where it may
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EngineLike(Served, Protocol):
 class Keeper(Protocol):
     """Loads models on demand and unloads none in use: serving.registry.registry.Registry."""
 
-    async def hold(self, name: str) -> Callable[[], None]:
+    async def hold(self, name: str, asker: str) -> Callable[[], None]:
         """Wait until this model serves and hold it until the returned function is called."""
         ...
 
@@ -247,9 +247,9 @@ class ModelRouter:
             return self.keeper.states()
         return {name: served_model.supervisor.state for name, served_model in self.models.items()}
 
-    async def acquire(self, name: str) -> tuple[ServedModel, Callable[[], None] | None]:
-        """The model, held, and what lets go of it. Raises Unavailable."""
-        release = None if self.keeper is None else await self.keeper.hold(name)
+    async def acquire(self, name: str, asker: str) -> tuple[ServedModel, Callable[[], None] | None]:
+        """The model, held for a request of `asker`, and what lets go of it. Raises Unavailable."""
+        release = None if self.keeper is None else await self.keeper.hold(name, asker)
         return self.models[name], release  # a swap may have come between
 
     def _names(self) -> str:

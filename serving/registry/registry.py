@@ -3,13 +3,14 @@
     registry = Registry(router, machine, make_supervisor, RegistryLimits(memory_bytes=24 << 30), {})
     registry.add(prepare(ModelOptions(source="135m"), machine))
     await registry.start()                            # loads in order, returns at once
-    release = await registry.hold("smollm2-135m")     # a request: load on demand, keep loaded
+    release = await registry.hold("smollm2-135m", "ann")  # a request of hers: load, keep loaded
     await registry.swap("smollm2-135m", ModelOptions(source="360m"))
 
 Each model has one Supervisor. One model loads at a time: only then is it known what memory there
 is. When it is short, idle models are evicted, the least recently used first
 (serving.registry.eviction); a model in use never is, and a request that would need that is told to
-come back. A model that was unloaded for being idle, or for another one, is loaded again by the next
+come back; nor is one that was just loaded and that others than the asker use, for which a request
+waits. A model that was unloaded for being idle, or for another one, is loaded again by the next
 request; one that an administrator unloaded, by an administrator. A swap loads the new model beside
 the old one, which serves until the new one is ready: a swap that fails changes nothing.
 """
@@ -41,7 +42,7 @@ from serving.registry.model import ModelRouter, ServedModel, Vocabulary, read_vo
 from serving.registry.options import ModelOptions
 from serving.registry.prepare import Machine, Prepared, place, prepare
 from serving.registry.room import RegistryLimits, choose_room, placement_in
-from serving.registry.tenant import Tenant, idle_check_seconds
+from serving.registry.tenant import Tenant, first_stay, idle_check_seconds, next_room_seconds
 from serving.registry.text_work import TEXT_WORK
 from serving.supervisor.supervisor import Supervisor
 from serving.supervisor.tasks import Background
@@ -144,9 +145,9 @@ class Registry:
 
     # A request.
 
-    async def hold(self, name: str) -> Callable[[], None]:
+    async def hold(self, name: str, asker: str = "") -> Callable[[], None]:
         """Wait until this model serves, loading it where that is allowed, and keep it loaded until
-        the returned function is called. Raises Unavailable."""
+        the returned function is called. `asker`: whose request it is. Raises Unavailable."""
         until = time.monotonic() + self.limits.load_wait_seconds
         while True:
             tenant = self.tenants.get(name)
@@ -156,14 +157,15 @@ class Registry:
             # A request does not wait for the load at the server's start.
             demanded = tenant.prepared.model.load == "demand" or tenant.used_unix is not None
             if state == EngineState.unloaded or (state == EngineState.failed and tenant.retry_at):
-                self._check_may_load(tenant)
-                await self._until_loaded(tenant, self._load_soon(tenant), until)
+                tenant.check_may_load()
+                load = self._load_soon(tenant, asker=asker)
+                await self._until_loaded(tenant, load, until, asker)
             elif state == EngineState.loading and tenant.load is not None and demanded:
-                await self._until_loaded(tenant, tenant.load, until)
+                await self._until_loaded(tenant, tenant.load, until, asker)
             elif state == EngineState.draining and not self._stopping:
                 await self._until_drained(tenant, until)
             else:
-                return tenant.hold()  # or it says why not
+                return tenant.hold(asker)  # or it says why not
 
     async def _until_drained(self, tenant: Tenant, until: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -172,16 +174,10 @@ class Registry:
         if time.monotonic() >= until:
             raise Unavailable(f"the model {tenant.name!r} is being unloaded", 5.0, "unloaded")
 
-    def _check_may_load(self, tenant: Tenant) -> None:
-        if not tenant.on_demand:
-            text = f"the model {tenant.name!r} was unloaded by an administrator"
-            raise Unavailable(text, 30.0, "unloaded")
-        wait = tenant.retry_at - time.monotonic()
-        if tenant.load is None and wait > 0:
-            text = f"the model {tenant.name!r} did not load: {tenant.problem or 'no reason given'}"
-            raise Unavailable(text, wait, "load_failed")
-
-    async def _until_loaded(self, tenant: Tenant, load: asyncio.Task[None], until: float) -> None:
+    async def _until_loaded(
+        self, tenant: Tenant, load: asyncio.Task[None], until: float, asker: str
+    ) -> None:
+        tenant.asked_by(asker)
         tenant.used_unix = tenant.used_unix or time.time()
         done, _ = await asyncio.wait({load}, timeout=max(0.0, until - time.monotonic()))
         who = f"the model {tenant.name!r}"
@@ -193,17 +189,16 @@ class Registry:
             raise Unavailable(f"the load of {who} was given up", 5.0, "unloaded")
         problem = load.exception()
         if isinstance(problem, NoRoom):
+            others = self.tenants.values()
+            stay = first_stay(others, asker, self.limits.residence_seconds)
+            if stay is not None and time.monotonic() + stay < until:
+                await asyncio.sleep(stay)
+                return
             text = f"{who} cannot be loaded now: {problem}"
-            raise Unavailable(text, self._next_room_seconds(), "no_room")
+            raise Unavailable(text, stay or next_room_seconds(others), "no_room")
         if problem is not None:
             wait = max(1.0, tenant.retry_at - time.monotonic())
             raise Unavailable(f"{who} did not load: {problem}", wait, "load_failed")
-
-    def _next_room_seconds(self) -> float:
-        """Until a busy model may be idle: when the shortest queue is done, as far as is known."""
-        busy = [tenant.supervisor for tenant in self.tenants.values() if tenant.busy]
-        waits = [supervisor.predicted_wait_seconds() for supervisor in busy]
-        return max(1.0, min((wait for wait in waits if wait), default=5.0))
 
     # Loading.
 
@@ -214,18 +209,20 @@ class Registry:
         tenant.retry_at = 0.0
         await asyncio.shield(self._load_soon(tenant))
 
-    def _load_soon(self, tenant: Tenant, evict: bool = True) -> asyncio.Task[None]:
+    def _load_soon(
+        self, tenant: Tenant, evict: bool = True, asker: str | None = None
+    ) -> asyncio.Task[None]:
         if tenant.load is None:
+            tenant.load_begins(asker)
             tenant.load = self._background.keep(self._load(tenant, evict))
         return tenant.load
 
     async def _load(self, tenant: Tenant, evict: bool) -> None:
         supervisor = tenant.supervisor
         try:
+            tenant.doing = "looks for room"
             if self._turn.locked():
                 tenant.doing = "waits until another model is loaded"
-            else:
-                tenant.doing = "looks for room"
             async with self._turn:
                 if supervisor.state in (EngineState.ready, EngineState.restarting):
                     return
@@ -301,10 +298,13 @@ class Registry:
 
     def _residents(self, but: Tenant) -> tuple[list[Resident], int]:
         """Who is loaded, and the bytes of RAM they were promised and have not touched yet."""
+        seconds = self.limits.residence_seconds
         found = [
-            tenant.as_resident(tenant.busy or self.tenants.get(tenant.name) is not tenant)
-            for tenant in self.all()
-            if tenant is not but and tenant.supervisor.pids
+            one.as_resident(
+                self.tenants.get(one.name) is not one or one.stays_seconds(but.asker, seconds) > 0
+            )
+            for one in self.all()
+            if one is not but and one.supervisor.pids
         ]
         return [resident for resident, _ in found], sum(promised for _, promised in found)
 

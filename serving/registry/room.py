@@ -20,6 +20,7 @@ class RegistryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_loaded: int | None = None
     load_wait_seconds: float = 60.0  # that a request waits for its model
     drain_seconds: float = 60.0  # of an unload or swap
+    residence_seconds: float = 30.0  # of a loaded model that others than the next one's asker use
 
 
 class ChosenRoom(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from serving.errors import EngineState
+from serving.errors import EngineState, Unavailable
 from serving.hardware.memory import resident_bytes
 from serving.placement.decision import Attempt, Placement
 from serving.placement.plan import explain
@@ -38,6 +38,8 @@ class Tenant:
         self.used_at = self.loaded_at = time.monotonic()
         self.used_unix: float | None = None
         self.on_demand = True  # a request may load it
+        self.asker: str | None = None  # whose request its last load is for; None: nobody's
+        self._users: set[str] = set()  # who has asked for it since; two stand for any number
         self.doing: str | None = None  # what a load or swap is at, where no engine says it
         self.swapping_to: Tenant | None = None
         self.load: asyncio.Task[None] | None = None
@@ -81,8 +83,21 @@ class Tenant:
         self.used_at = time.monotonic()
         self.used_unix = time.time()
 
-    def hold(self) -> Callable[[], None]:
+    def asked_by(self, owner: str) -> None:
+        """A request of this owner uses it, or waits for it."""
+        if len(self._users) < 2:
+            self._users.add(owner)
+
+    def stays_seconds(self, asker: str | None, residence_seconds: float) -> float:
+        """How long it may not be evicted yet for a request of `asker` (None: an administrator's
+        load): for a while from its load, where others use it."""
+        if asker is None or self._users <= {asker} or self.supervisor.state != EngineState.ready:
+            return 0.0
+        return max(0.0, self.loaded_at + residence_seconds - time.monotonic())
+
+    def hold(self, owner: str) -> Callable[[], None]:
         """A request uses it from now on, until the returned function is called."""
+        self.asked_by(owner)
         self.holders += 1
         self.touch()
         held = True
@@ -95,6 +110,21 @@ class Tenant:
                 self.touch()
 
         return release
+
+    def check_may_load(self) -> None:
+        """Raises Unavailable where a request may not load it."""
+        if not self.on_demand:
+            text = f"the model {self.name!r} was unloaded by an administrator"
+            raise Unavailable(text, 30.0, "unloaded")
+        wait = self.retry_at - time.monotonic()
+        if self.load is None and wait > 0:
+            text = f"the model {self.name!r} did not load: {self.problem or 'no reason given'}"
+            raise Unavailable(text, wait, "load_failed")
+
+    def load_begins(self, asker: str | None) -> None:
+        """It is loaded for a request of `asker`, or for nobody's (None)."""
+        self.asker = asker
+        self._users.clear()
 
     def loaded(self) -> None:
         """A load has succeeded."""
@@ -147,8 +177,10 @@ class Tenant:
         """RSS of its engine processes now."""
         return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
 
-    def as_resident(self, busy: bool) -> tuple[Resident, int]:
-        """What its end would free, and the bytes of RAM it was promised and has not touched yet."""
+    def as_resident(self, stays: bool) -> tuple[Resident, int]:
+        """What its end would free, and the bytes of RAM it was promised and has not touched yet.
+
+        `stays`: it must not be evicted, busy or not."""
         takes: dict[str, int] = {}
         for attempt in self.attempts():
             takes[attempt.device] = takes.get(attempt.device, 0) + attempt.need_bytes
@@ -157,10 +189,23 @@ class Tenant:
             measured = self.measured_bytes
             promised = max(0, takes["cpu"] - measured)
             takes["cpu"] = max(takes["cpu"], measured)
-        return Resident(self.name, takes, self.used_at, busy), promised
+        return Resident(self.name, takes, self.used_at, stays or self.busy), promised
 
 
 def idle_check_seconds(tenants: Iterable[Tenant]) -> float:
     """How often to look for idle models: a fifth of the shortest limit, at most a second."""
     limits = (tenant.prepared.model.idle_unload_seconds for tenant in tenants)
     return min(1.0, *(limit / 5 for limit in limits if limit is not None), 1.0)
+
+
+def next_room_seconds(tenants: Iterable[Tenant]) -> float:
+    """Until a busy model may be idle: when the shortest queue is done, as far as is known."""
+    busy = [tenant.supervisor for tenant in tenants if tenant.busy]
+    waits = [supervisor.predicted_wait_seconds() for supervisor in busy]
+    return max(1.0, min((wait for wait in waits if wait), default=5.0))
+
+
+def first_stay(tenants: Iterable[Tenant], asker: str, residence_seconds: float) -> float | None:
+    """Seconds until the first that stays may be evicted; None where none stays."""
+    stays = (tenant.stays_seconds(asker, residence_seconds) for tenant in tenants)
+    return min((seconds for seconds in stays if seconds), default=None)

@@ -56,6 +56,41 @@ def test_the_idle_make_room_and_the_busy_never_go(limits: RegistryLimits) -> Non
     run(scenario())
 
 
+def test_a_model_that_others_use_stays_for_a_while_and_nobody_waits_for_himself() -> None:
+    """Requests for two models that do not fit together loaded and evicted without end."""
+    limits = RegistryLimits(most_loaded=1, residence_seconds=60.0, load_wait_seconds=20.0)
+
+    async def scenario() -> None:
+        async with fleet_of(model("a", "demand"), model("b", "demand"), limits=limits) as registry:
+            for name in ("a", "b", "a"):  # one client alone, as it likes
+                (await registry.hold(name, "ann"))()
+            problem = await refused(registry, "b", "bob")
+            assert problem.code == "no_room" and 50 < problem.retry_after_seconds <= 60
+            (await registry.hold("a", "bob"))()
+            for who in ("ann", "bob"):  # now both use a
+                assert (await refused(registry, "b", who)).code == "no_room"
+            assert started(registry, "a") == 2 and started(registry, "b") == 1
+            await registry.load("b")  # an administrator's word
+            assert registry.states() == {"a": "unloaded", "b": "ready"}
+            (await registry.hold("a", "bob"))()  # nobody has used b since
+
+    run(scenario())
+
+
+def test_a_request_waits_for_the_end_of_the_others_stay() -> None:
+    limits = RegistryLimits(most_loaded=1, residence_seconds=0.4)
+
+    async def scenario() -> None:
+        async with fleet_of(model("a", "demand"), model("b", "demand"), limits=limits) as registry:
+            (await registry.hold("a", "ann"))()
+            loaded_at = registry.tenants["a"].loaded_at
+            (await registry.hold("b", "bob"))()
+            assert registry.tenants["b"].loaded_at - loaded_at >= 0.4
+            assert registry.states() == {"a": "unloaded", "b": "ready"}
+
+    run(scenario())
+
+
 def test_a_sequence_in_flight_keeps_its_model_whoever_holds_it() -> None:
     async def scenario() -> None:
         async with fleet_of(
