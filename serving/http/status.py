@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import UNSET
 
 from serving.errors import ContextOverflow, EngineState
 from serving.http.exchange import Exchange
@@ -20,8 +21,10 @@ from serving.http.wire.responses import (
     Readiness,
     Tokenized,
 )
+from serving.http.wire.sse import encode, in_pieces
 from serving.metrics import CONTENT_TYPE
-from serving.registry.model import ModelRouter, ServedModel
+from serving.registry.model import INLINE_CHARACTERS, ModelRouter, ServedModel
+from serving.registry.text_work import TEXT_WORK
 
 
 async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
@@ -39,7 +42,19 @@ async def tokenize(router: ModelRouter, exchange: Exchange) -> None:
     if request.return_token_strs:
         shown = await served_model.shown(ids)
         found = msgspec.structs.replace(found, token_strs=shown)
-    await exchange.answer(found)
+    if len(ids) <= INLINE_CHARACTERS:
+        await exchange.answer(found)
+    else:
+        body = await TEXT_WORK.run(len(ids), _encoded, found)
+        await exchange.answer_bytes(body, b"application/json")
+
+
+def _encoded(found: Tokenized) -> bytes:
+    fields = msgspec.to_builtins(msgspec.structs.replace(found, tokens=[], token_strs=UNSET))
+    fields["tokens"] = in_pieces(found.tokens)
+    if found.token_strs is not UNSET:
+        fields["token_strs"] = in_pieces(found.token_strs)
+    return encode(fields)
 
 
 async def detokenize(router: ModelRouter, exchange: Exchange) -> None:

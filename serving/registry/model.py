@@ -30,8 +30,8 @@ from serving.metrics import Metrics, Served, ServerMetrics
 from serving.registry.text_work import TEXT_WORK
 
 INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
-LONGEST_TEXT = 1 << 20  # characters; more where the context is longer than usual
-CONTEXT_CHARACTERS = 8  # of a text, for each token of the context
+LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than usual
+CONTEXT_BYTES = 16  # of a text, for each token of the context
 _LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
 _NAMES_SHOWN = 8
 
@@ -162,9 +162,10 @@ class ServedModel:
             fewest = len(text) // self._longest
             if most is not None and fewest > most:
                 raise ContextOverflow(fewest, None, most, parameter, at_least=True)
-            longest = max(LONGEST_TEXT, CONTEXT_CHARACTERS * self.known_facts().context_tokens)
-            if len(text) > longest:
-                raise TextTooLong(f"{len(text)} characters; {longest} are allowed", parameter)
+            longest = max(LONGEST_TEXT, CONTEXT_BYTES * self.known_facts().context_tokens)
+            size = len(text) if text.isascii() else len(text.encode(errors="replace"))
+            if size > longest:
+                raise TextTooLong(f"{size} bytes; {longest} are allowed", parameter)
             ids = await TEXT_WORK.run(len(text), encode, text, parse_special=parse_special)
         else:
             ids = encode(text, parse_special=parse_special)

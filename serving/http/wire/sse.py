@@ -6,15 +6,23 @@ data = head + encode("hello") + tail          # one content event
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
+PIECE = 4096  # values that are encoded at once
 MARK = "\u0001text\u0001"
 
 encode = msgspec.json.Encoder().encode
 _MARK_JSON = encode(MARK)
+
+
+def in_pieces(values: Sequence[Any]) -> msgspec.Raw:
+    """A long list as JSON; for a thread beside the event loop, which a whole list would hold up."""
+    pieces = (encode(values[at : at + PIECE])[1:-1] for at in range(0, len(values), PIECE))
+    return msgspec.Raw(b"[%s]" % b",".join(pieces))
 
 
 def event(value: Any) -> bytes:

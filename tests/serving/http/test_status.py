@@ -69,6 +69,14 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     assert bytes(token for token in bare["tokens"] if token < 256) == b"user\nhi\n"
 
 
+def test_many_tokens_are_told_as_few_are(port: int) -> None:
+    for size in (1, 4096, 4097, 10_000):
+        for body in ({}, {"return_token_strs": True}):
+            found = ask(port, "POST", "/tokenize", {"prompt": "a" * size, **body}).json
+            texts = {"token_strs": ["a"] * size} if body else {}
+            assert found == {"tokens": [97] * size, "count": size, "max_model_len": 256, **texts}
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "x"}]}]
 )
