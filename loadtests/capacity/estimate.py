@@ -163,7 +163,7 @@ class Evidence:
             high=high,
             is_narrow=is_narrow,
             reason=self._reason(status),
-            confirmed_by=confirmation(self.levels, self.slo, self.confirmed),
+            confirmed_by=confirmation(self.levels, self.confirmed),
             starts=self._starts(),
         )
 

@@ -29,6 +29,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None  # asked, requests/s; None: single-stream
     due: int
     good: int
+    good_soon: int | None = None  # as Summary.good_soon: what counts where it is to confirm
     duration_seconds: float
     warmup_seconds: float = 0.0  # of load before the window
     runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... in order of due time
@@ -89,6 +90,7 @@ def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) 
         rate=summary.asked_rate,
         due=summary.counts.due,
         good=summary.counts.good,
+        good_soon=summary.good_soon,
         duration_seconds=summary.window.seconds,
         warmup_seconds=summary.window.start_seconds,
         runs=summary.counts.runs,

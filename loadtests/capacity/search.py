@@ -231,7 +231,7 @@ def _confirm(seen: Evidence, left_seconds: float) -> Measure | None:
     low = min(seen.belief.quantile(1 - config.confidence), max(seen.held) * 1.05)
     if not seen.broken:
         low = max(seen.held)
-    measured = candidates(seen.levels, slo)
+    measured = candidates(seen.levels)
     floor = config.min_rate
     if seen.is_surely_confirmed:
         floor = max(floor, 1.02 * (seen.confirmed or 0.0))

@@ -23,7 +23,7 @@ from loadtests.metrics.level_summary import (
     throughput_of,
 )
 from loadtests.metrics.level_warnings import Evidence, disturbed, level_warnings
-from loadtests.metrics.request_metrics import outcome, ttft_seconds
+from loadtests.metrics.request_metrics import is_good, outcome, ttft_seconds
 from loadtests.metrics.slo import Slo, Verdict, verdict
 from loadtests.metrics.stationarity import grows, in_flight_at_ends, is_steady
 from loadtests.metrics.worker_warnings import worker_warnings
@@ -64,6 +64,7 @@ def summarise(
     ]
     counts = counts_of(inside, slo, rate is None and is_one_at_a_time(inside))
     steady = None if rate is None else _is_steady(records, inside, window, slo)
+    shown = slo.shown_in(window.seconds)
     summary = Summary(
         window=window,
         slo=slo.name,
@@ -76,6 +77,7 @@ def summarise(
         backends=backends_of(inside),
         arrivals=arrivals_of(records, arrivals, rate, window),
         is_steady=steady,
+        good_soon=None if shown == slo else sum(is_good(one, shown) for one in inside),
     )
     warnings = level_warnings(Evidence(summary, inside, records, seen, slo))
     return msgspec.structs.replace(summary, warnings=warnings)

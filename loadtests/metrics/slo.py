@@ -23,6 +23,9 @@ from loadtests.metrics.wilson import wilson
 
 Verdict = Literal["holds", "fails", "unresolved"]
 
+TTFT_LIMITS = 30.0  # of which a level is long: an overload of 1/30 shows within it
+ROUNDING = 0.98  # of the time asked: a window ends with a request
+
 
 class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A latency SLO. None: no limit of that kind."""
@@ -49,6 +52,15 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         limits = (self.ttft_seconds, self.tpot_seconds)
         ttft, tpot = (None if limit is None else limit / factor for limit in limits)
         return msgspec.structs.replace(self, ttft_seconds=ttft, tpot_seconds=tpot)
+
+    def shown_in(self, seconds: float) -> Slo:
+        """With the longest TTFT limit at which a level of so many seconds shows an overload of
+        1/30: the SLO itself where the level is long for its own limit.
+        """
+        most = seconds / TTFT_LIMITS / ROUNDING
+        if self.ttft_seconds is None or self.ttft_seconds <= most:
+            return self
+        return msgspec.structs.replace(self, ttft_seconds=most)
 
 
 _MLPERF = "MLPerf Inference v5.1"

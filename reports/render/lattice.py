@@ -105,10 +105,12 @@ class Rejudged:
 
     def _judged(self, level: LevelNumbers, slo: Slo) -> Level:
         good = [is_good(one, slo) for one in level.answers]
+        shown = slo.shown_in(level.summary.window.seconds)
         return Level(
             rate=level.rate_per_second,
             due=len(good),
             good=sum(good),
+            good_soon=None if shown == slo else sum(is_good(one, shown) for one in level.answers),
             duration_seconds=level.summary.window.seconds,
             warmup_seconds=level.summary.window.start_seconds,
             runs=runs_of(good),

@@ -312,12 +312,15 @@ def measure(
         end = max(warm + 1e-3, min(end, cut))  # what is under way is followed until it is decided
         counted = counted[due[counted] < end]
     good = played.good[counted]
+    shown = world.slo.shown_in(end - warm).ttft_seconds
+    soon = good if shown is None else good & (played.ttft[counted] <= shown)
     disturbed = world.disturbed_at(at, at + end)
     last = float(played.ends[counted].max()) if len(counted) else end
     level = Level(
         rate=step.rate,
         due=len(counted),
         good=int(good.sum()),
+        good_soon=int(soon.sum()),
         duration_seconds=max(end - warm, 1e-3),
         warmup_seconds=warm,
         runs=runs_of(good.tolist()),

@@ -50,7 +50,7 @@ def test_levels_at_one_rate_count_together():
     one = level(2.0, 22, 22)
     assert confirmed_rate([one], NINE, CLUMP) is None
     assert confirmed_rate([one, one, one], NINE, CLUMP) == 2.0
-    assert candidates([one, one], NINE) == {2.0: (44, 44)}
+    assert candidates([one, one]) == {2.0: (44, 44)}
 
 
 def test_a_rate_above_the_interval_is_confirmed_only_where_no_lower_one_is():
@@ -62,6 +62,16 @@ def test_a_rate_above_the_interval_is_confirmed_only_where_no_lower_one_is():
 def test_a_rate_above_one_that_failed_is_not_confirmed():
     seen = [level(1.0, 100, 100), level(2.0, 60, 100), level(3.0, 100, 100)]
     assert confirmed_rate(seen, NINE, CLUMP) == 1.0
+
+
+def test_a_level_too_short_for_the_ttft_limit_is_judged_by_the_limit_it_is_long_for():
+    patient = Slo("patient", 5.0, None, target=0.9)
+    short = patient.shown_in(60.0).ttft_seconds
+    assert short == pytest.approx(60 / 30 / 0.98)
+    assert patient.shown_in(150.0) is patient and NINE.shown_in(60.0) is NINE
+    assert confirmed_rate([level(2.0, 120, 120, good_soon=119)], patient, CLUMP) == 2.0
+    assert confirmed_rate([level(2.0, 120, 120, good_soon=100)], patient, CLUMP) is None
+    assert confirmed_rate([level(2.0, 400, 400, seconds=150.0)], patient, CLUMP) == 2.0
 
 
 def test_slow_answers_make_a_level_longer():
