@@ -1,7 +1,8 @@
 """The charts of docs/accelerators.md, from a shipped run: `python -m tests.made_charts`.
 
 They are the report's own figures: `crossover report RUN --format svg` draws the same of any run.
-The run is the one that read memory fastest as it began, so the one that others disturbed least.
+The run is, among those of several models, the one that read memory fastest as it began: others
+disturbed it least.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHOWN = {
 
 
 def write_charts() -> None:
-    archive = max(SHIPPED.glob("*.tar.xz"), key=_bandwidth)
+    archive = max(SHIPPED.glob("*.tar.xz"), key=_models_and_bandwidth)
     with opened(archive) as folder:
         found = read([folder], Asked(formats=()))
     made = figures(found.run, found.crossover)
@@ -39,9 +40,11 @@ def write_charts() -> None:
         (CHARTS / name).write_text(f"<!-- {archive.name} -->{svg}\n", encoding="utf-8")
 
 
-def _bandwidth(archive: Path) -> float:
+def _models_and_bandwidth(archive: Path) -> tuple[bool, float]:
     with opened(archive) as folder:
-        return float(numbers_of(read_records(folder)).facts["bandwidth_bytes_per_second"])
+        run = numbers_of(read_records(folder))
+    is_of_several = len({cell.model for cell in run.cells}) > 1
+    return is_of_several, float(run.facts["bandwidth_bytes_per_second"])
 
 
 def _svg(figure: Figure) -> str:

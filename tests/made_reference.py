@@ -7,18 +7,23 @@ archives are read, and reports/reference/results.json, docs/results and docs/cha
 from __future__ import annotations
 
 import html
+import math
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from loadtests.capacity.words import in_short
+from loadtests.records.events import CapacityStatus
 from models import formatting
+from models.formatting import model_title
+from models.ladder import is_rung, rung
 from reports.reference.archive import anonymised, opened, write_archive
-from reports.reference.results import Result, results_of
+from reports.reference.results import Result, all_results_of
 from reports.render.page import page as report_page
 from reports.render.references import engine_of, machine_of
 from reports.run import read_records
@@ -31,31 +36,58 @@ PAGES = ROOT / "docs" / "results"
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Crossover: results</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
   content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <style>
-body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% } th { background: #f3f3f3 }
-td, th { border: 1px solid #bbb; padding: .4rem .6rem; text-align: left; vertical-align: top }
-label { margin-right: 1.5rem }
-small { color: #555 } [hidden] { display: none }
+:root { color-scheme: light; --paper: #fff; --ink: #1b2530; --muted: #5b6875; --line: #dfe5ea;
+  --wash: #f5f7f9; --link: #2a78b5; --holds: #0b7a5a }
+@media (prefers-color-scheme: dark) { :root { color-scheme: dark; --paper: #10181f; --ink: #e6ecf1;
+  --muted: #a3b1bd; --line: #2a3641; --wash: #18222b; --link: #5aa9e6; --holds: #35b58b } }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 80rem;
+  padding: 0 1rem; color: var(--ink); background: var(--paper) }
+p { max-width: 52em } a { color: var(--link) } small, .else { color: var(--muted) }
+table { border-collapse: collapse; width: 100% }
+td, th { border-bottom: 1px solid var(--line); padding: .35rem .6rem .35rem 0; text-align: left;
+  vertical-align: top }
+th { background: var(--wash) } th small { display: block; font-weight: 400 }
+td.n, th.n { text-align: right } .whole, td:last-child { white-space: nowrap }
+td b { color: var(--holds) } td small { display: block }
+tr.first td { border-top: 2px solid var(--muted) }
+.filters { display: flex; flex-wrap: wrap; gap: .5rem 1.2rem; max-width: none }
+label { display: flex; gap: .4rem; max-width: 100% } select { font: inherit; min-width: 0 }
+[hidden] { display: none !important }
+@media (max-width: 700px) {
+  thead { display: none } tr { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1rem;
+    padding: .6rem 0; border-bottom: 1px solid var(--line) }
+  td, td.n { border: 0; text-align: left; padding: .2rem 0 } td.dash { display: none }
+  td.wide { grid-column: 1 / -1 }
+  tr.first { border-top: 2px solid var(--muted) } tr.first td { border: 0 }
+  td[data-title]::before { content: attr(data-title); display: block; font-size: 12px;
+    color: var(--muted) }
+}
 </style></head><body>
 <h1>Results</h1>
-<p>What models on machines hold: the highest Poisson rate at which a run confirmed the promise, and
-the interval of the capacity. Each links to the run's report; the runs themselves are in
-<code>reports/reference</code>. Rates of different questions are not compared: each has a table of
-its own.</p>
-<p>FILTERS</p>
+<p>What models on machines hold. <b>Bold</b> is the highest Poisson rate of requests at which a run
+confirmed the promise of that column; the interval below it is where the limit of the next start of
+the server lies. <i>Alone only</i>: single requests keep the promise, no rate is confirmed.
+<i>At no rate</i>: not even single ones do. A dash: the run did not ask, and its levels do not tell.
+Each row is a run's, and links to its report; the runs themselves are in
+<code>reports/reference</code>.</p>
+<p class="filters">FILTERS</p>
 TABLES
 <p><small>Made by <code>python -m tests.made_reference</code>; works offline.</small></p>
 <script>
 const picks = [...document.querySelectorAll("select")];
 function show() {
-  for (const item of document.querySelectorAll("[data-model], [data-machine]"))
+  for (const item of document.querySelectorAll("tbody tr, [data-slo]"))
     item.hidden = picks.some(pick => pick.value && item.dataset[pick.name] !== undefined
       && item.dataset[pick.name] !== pick.value);
+  for (const part of document.querySelectorAll("section"))
+    part.hidden = !part.querySelector("tbody tr:not([hidden])");
 }
 picks.forEach(pick => pick.addEventListener("change", show));
+show();
 </script></body></html>
 """
 
@@ -71,7 +103,7 @@ def main(runs: Sequence[str]) -> None:
         name = path.name.removesuffix(".tar.xz")
         with opened(path) as folder:
             found = read([folder], Asked(formats=(), predicts=False))
-            results += results_of(found.run, name)
+            results += all_results_of(read_records(folder), name)
             (PAGES / name).mkdir(parents=True)
             run = msgspec.structs.replace(found.run, folder=f"runs/{name}")
             report = report_page(run, found.crossover, ())  # without charts: a twentieth in size
@@ -86,75 +118,123 @@ def encoded(results: Sequence[Result]) -> bytes:
 
 
 def page(results: Sequence[Result]) -> str:
-    """The results page: a table for each question, models by machines."""
-    questions: dict[str, list[Result]] = defaultdict(list)
+    """The results page: a table for each workload, models on machines by SLOs."""
+    workloads: dict[str, list[Result]] = defaultdict(list)
     for one in results:
-        questions[question_of(one)].append(one)
+        workloads[workload_of(one)].append(one)
     tables = "\n".join(
-        f"<h2>{html.escape(question)}</h2>\n{_table(own)}" for question, own in questions.items()
+        f"<section><h2>{html.escape(name)}</h2>\n{_table(own)}</section>"
+        for name, own in workloads.items()
     )
     filters = "".join(
-        _filter(name, values)
-        for name, values in (
-            ("model", (one.model for one in results)),
-            ("engine", (engine_of(one) for one in results)),
-            ("machine", (machine_of(one) for one in results)),
-        )
+        _filter(name, (parts[name] for one in results for parts in [_parts(one)]))
+        for name in ("model", "engine", "format", "slo", "machine")
     )
     return PAGE.replace("FILTERS", filters).replace("TABLES", tables)
 
 
-def question_of(one: Result) -> str:
-    """Workload and promise, for people."""
-    slo, load = one.slo, one.workload
+def workload_of(one: Result) -> str:
+    """The workload's lengths, for people."""
+    load = one.workload
     lengths = load.get("preset") or f"{load.get('prompt_tokens')}x{load.get('output_tokens')}"
     scale = load.get("scale") or 1.0
-    limits = [
-        f"{name} {formatting.seconds(slo[key])}"
-        for name, key in (("TTFT", "ttft_seconds"), ("TPOT", "tpot_seconds"))
-        if slo.get(key)
-    ]
-    times = f" x {scale:g}" if scale != 1.0 else ""
-    return f"{lengths}{times}: {', '.join(limits)} for {slo.get('target', 0.99):.0%} of requests"
+    return f"Lengths of {lengths}{f' x {scale:g}' if scale != 1.0 else ''}"
+
+
+def _parts(one: Result) -> dict[str, str]:
+    """What a row or a column is filtered by."""
+    return {
+        "model": model_title(one.model),
+        "engine": one.backend,
+        "format": one.weight_format,
+        "slo": str(one.slo["name"]),
+        "machine": machine_of(one),
+    }
 
 
 def _filter(name: str, values: Iterable[str]) -> str:
     options = "".join(f"<option>{html.escape(one)}</option>" for one in sorted(set(values)))
     options = f'<option value="">all</option>{options}'
-    return f'<label>{name} <select name="{name}">{options}</select></label>'
+    shown = "SLO" if name == "slo" else name
+    return f'<label>{shown} <select name="{name}">{options}</select></label>'
 
 
 def _table(results: Sequence[Result]) -> str:
-    machines = sorted({machine_of(one) for one in results})
-    models = dict.fromkeys(one.model for one in results)
-    lines = ["<table><tr><th>model</th>"]
-    lines += [f'<th data-machine="{html.escape(one)}">{html.escape(one)}</th>' for one in machines]
-    lines.append("</tr>")
-    for model in models:
-        lines.append(f'<tr data-model="{html.escape(model)}"><td>{html.escape(model)}</td>')
-        for machine in machines:
-            own = [one for one in results if (one.model, machine_of(one)) == (model, machine)]
-            cells = "".join(_result(one) for one in own)
-            lines.append(f'<td data-machine="{html.escape(machine)}">{cells}</td>')
-        lines.append("</tr>")
-    return "\n".join([*lines, "</table>"])
-
-
-def _result(one: Result) -> str:
-    words = in_short(one.capacity)
-    tpot = formatting.seconds(one.tpot_seconds)
-    tokens = one.output_tokens_per_second
-    most = f", most {tokens:.3g} output tokens/s" if tokens else ""
-    found, interval = one.capacity, ""
-    if found is not None and found.low is not None and found.high:
-        low, high = (formatting.significant(rate, 2) for rate in (found.low, found.high))
-        interval = f"capacity {low} to {high} requests/s, "
-    small = f"{interval}{engine_of(one)}, TPOT alone {tpot}{most}; {one.created}"
-    return (
-        f'<p data-engine="{html.escape(engine_of(one))}" data-model="{html.escape(one.model)}">'
-        f'<a href="{html.escape(one.run)}/index.html">{html.escape(words)}</a><br>'
-        f"<small>{html.escape(small)}</small></p>"
+    """A row for each cell of a run, a column for each SLO, tightest first."""
+    slos = {_limits(one): one for one in sorted(results, key=_tightest)}
+    rows: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
+    for one in sorted(results, key=_order):
+        rows[_order(one)].append(one)
+    heads = "".join(
+        f'<th data-slo="{_parts(one)["slo"]}">{_parts(one)["slo"]}<small>{limits}</small></th>'
+        for limits, one in slos.items()
     )
+    lines = [
+        f"<table><thead><tr><th>model</th><th>engine</th>{heads}<th class=n>TPOT alone</th>"
+        "<th class=n>most output tokens/s</th><th>machine</th><th>report</th></tr></thead><tbody>"
+    ]
+    model = ""
+    for own in rows.values():
+        lines.append(_row(own, slos, own[0].model != model))
+        model = own[0].model
+    return "\n".join([*lines, "</tbody></table>"])
+
+
+def _row(own: Sequence[Result], slos: Mapping[str, Result], is_first: bool) -> str:
+    """One cell of a run; `own` are its results by SLO."""
+    one, found = own[0], {_limits(result): result for result in own}
+    parts = {key: html.escape(text) for key, text in _parts(one).items()}
+    data = " ".join(f'data-{key}="{parts[key]}"' for key in parts if key != "slo")
+    tokens = one.output_tokens_per_second
+    most = formatting.significant(tokens, 3) if tokens else "–"
+    cells = [
+        f'<td class="whole">{parts["model"]}</td>',
+        f'<td class="whole">{html.escape(engine_of(one))}</td>',
+        *(
+            f'<td{"" if limits in found else " class=dash"} data-slo="{_parts(asked)["slo"]}" '
+            f'data-title="{_parts(asked)["slo"]}">{_found(found.get(limits))}</td>'
+            for limits, asked in slos.items()
+        ),
+        f'<td class="n" data-title="TPOT alone">{formatting.seconds(one.tpot_seconds)}</td>',
+        f'<td class="n" data-title="most output tokens/s">{most}</td>',
+        f'<td class="wide"><small>{parts["machine"]}</small></td>',
+        f'<td><a href="{html.escape(one.run)}/index.html">{one.created}</a></td>',
+    ]
+    return f"<tr{' class=first' if is_first else ''} {data}>{''.join(cells)}</tr>"
+
+
+def _found(one: Result | None) -> str:
+    capacity = one.capacity if one is not None else None
+    if capacity is None:
+        return '<span class="else">–</span>'
+    if not capacity.holds:
+        return f'<span class="else">{html.escape(in_short(capacity))}</span>'
+    least = "at least " if capacity.status is CapacityStatus.AT_LEAST else ""
+    shown = f"{least}<b>{formatting.rate(capacity.held)}</b>"
+    if capacity.low is None and capacity.high is None:
+        return shown
+    interval = formatting.rate_interval(capacity.low, capacity.high, capacity.held)
+    return f"{shown}<small>{html.escape(interval)}</small>"
+
+
+def _limits(one: Result) -> str:
+    """An SLO's limits and target, for people."""
+    limits = [
+        f"{name} {formatting.limit(one.slo[key])}"
+        for name, key in (("TTFT", "ttft_seconds"), ("TPOT", "tpot_seconds"))
+        if one.slo.get(key)
+    ]
+    return ", ".join([*limits, f"{one.slo.get('target', 0.99):.0%}"])
+
+
+def _tightest(one: Result) -> tuple[float, float]:
+    return one.slo.get("tpot_seconds") or math.inf, one.slo.get("ttft_seconds") or math.inf
+
+
+def _order(one: Result) -> tuple[Any, ...]:
+    """Smallest model first; then engines, machines and runs."""
+    size = rung(one.model).spec.parameters if is_rung(one.model) else math.inf
+    return size, one.model, engine_of(one), machine_of(one), one.run
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Results of other people's runs, shipped: one row for each model and machine.
+"""Results of other people's runs, shipped: one row for each cell of a run and each SLO.
 
     references()          # the rows of results.json
     beside(run)           # those with the model, SLO and workload of a run
@@ -14,11 +14,14 @@ from typing import Any
 
 import msgspec
 
+from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.records.comparability import cpu_words
-from loadtests.records.events import Capacity
+from loadtests.records.events import Capacity, CapacityStatus
+from loadtests.records.run_folder import RunRecords
 from loadtests.records.schema import RunManifest
 from reports.errors import ReportError
 from reports.numbers import CellNumbers, RunNumbers, middle
+from reports.run import numbers_of, slos_of
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,13 +55,37 @@ class References(msgspec.Struct, frozen=True):
     others: int
 
 
+QUESTIONS = ("interactive", "chat", "reading")  # presets that every shipped run is judged by too
+SAYING = (CapacityStatus.CONFIRMED, CapacityStatus.AT_LEAST, CapacityStatus.NONE)
 PACKAGES = {"llama_cpp": "llama-cpp-python", "onnx": "onnxruntime", "torch": "torch"}
 
 
 def results_of(run: RunNumbers, name: str) -> list[Result]:
-    """The cells of a run that were measured."""
-    manifest, facts = run.manifest, run.facts
-    return [_result(cell, manifest, facts, name) for cell in run.cells if cell.state == "measured"]
+    """The cells of a run that were measured, under the SLO that it is judged by."""
+    return [_result(cell, run, name) for cell in run.cells if cell.state == "measured"]
+
+
+def all_results_of(run: RunRecords, name: str) -> list[Result]:
+    """Under each SLO of the campaign; and under QUESTIONS with its target, where its levels answer
+    them: nobody searched for those.
+    """
+    asked = slos_of(run.manifest)
+    found = [one for slo in asked for one in results_of(numbers_of(run, slo), name)]
+    for slo in _questions(asked):
+        judged = results_of(numbers_of(run, slo), name)
+        found += [one for one in judged if one.capacity and one.capacity.status in SAYING]
+    return found
+
+
+def _questions(asked: list[Slo]) -> list[Slo]:
+    """QUESTIONS with the target of the first SLO asked; those that were asked are left out."""
+    first = asked[0]
+    presets = [
+        msgspec.structs.replace(SLO_PRESETS[name], target=first.target, confidence=first.confidence)
+        for name in QUESTIONS
+    ]
+    known = {_slo_key(msgspec.to_builtins(slo)) for slo in asked}
+    return [slo for slo in presets if _slo_key(msgspec.to_builtins(slo)) not in known]
 
 
 @cache
@@ -83,7 +110,8 @@ def beside(run: RunNumbers) -> References:
     return References(alike, len(others) - len(alike))
 
 
-def _result(cell: CellNumbers, manifest: RunManifest, facts: dict[str, Any], name: str) -> Result:
+def _result(cell: CellNumbers, run: RunNumbers, name: str) -> Result:
+    manifest, facts = run.manifest, run.facts
     alone = cell.single_stream
     times = None if alone is None else alone.summary.latencies
     tokens = [
@@ -104,7 +132,7 @@ def _result(cell: CellNumbers, manifest: RunManifest, facts: dict[str, Any], nam
         weight_format=cell.weight_format,
         backend=cell.backend,
         engine_version=manifest.versions.get(PACKAGES.get(cell.backend, "")),
-        slo=manifest.campaign["slo"],
+        slo=msgspec.to_builtins(run.slo),
         workload=_workload(manifest),
         capacity=cell.capacity,
         ttft_seconds=None if times is None else middle(times.ttft),
