@@ -244,6 +244,25 @@ def test_the_gpus_demo_is_the_demo_on_a_gpu() -> None:
         assert getattr(there.campaign, same) == getattr(here.campaign, same)
 
 
+def test_the_ladder_of_the_shipped_results_asks_the_same_of_every_model() -> None:
+    ladder = {path.stem: read_campaign(path) for path in DEMO.parent.glob("reference/*.toml")}
+    formats = {name: {cell.weight_format for cell in plan.cells} for name, plan in ladder.items()}
+    gguf = {"Q4_0", "Q4_K_M", "Q8_0"}
+    small = gguf | {"dynamic-int8", "bf16"}
+    assert formats == {"135m": small, "360m": small, "1b": gguf}
+    for name, plan in ladder.items():
+        assert plan.campaign.name == f"reference-{name}"
+        assert {cell.model.rpartition("-")[2] for cell in plan.cells} == {name}
+        assert [(slo.name, slo.target) for slo in plan.campaign.all_slos] == [
+            ("chat", 0.9),
+            ("interactive", 0.9),
+        ]
+        for same in ("slos", "workload", "server", "search", "seed"):
+            assert getattr(plan.campaign, same) == getattr(ladder["1b"].campaign, same), same
+        assert plan.campaign.workload == read_campaign(DEMO).campaign.workload
+    assert sum(plan.campaign.budget_seconds or 0.0 for plan in ladder.values()) <= 3600
+
+
 def test_workloads_and_slos_are_axes() -> None:
     plan = parse_campaign(
         'name = "x"\nmodels = ["135m", "360m"]\nslos = ["chat", { preset = "reading", target = 0.9 '
