@@ -1,0 +1,60 @@
+"""A manifest and records as a run folder has them, for tests of it."""
+
+from __future__ import annotations
+
+from loadtests.records.events import LevelFinished, LevelPurpose, LevelStarted
+from loadtests.records.schema import FORMAT_VERSION, RequestRecord, RunManifest
+
+MANIFEST_RECORD = RunManifest(
+    format_version=FORMAT_VERSION,
+    run_id="r",
+    created="2026-01-01T00:00:00Z",
+    crossover_version="0",
+    git_commit=None,
+    command=["x"],
+    campaign={},
+    campaign_text="",
+    cells=[],
+    server_facts={},
+    client_facts={},
+    versions={},
+    seed=1,
+)
+
+
+def record(level: str, index: int) -> RequestRecord:
+    return RequestRecord(
+        cell="c", level=level, index=index, due_seconds=float(index), content_seconds=[0.5, 0.75]
+    )
+
+
+def started(level: str) -> LevelStarted:
+    return LevelStarted(
+        unix_seconds=1.0,
+        cell="c",
+        level=level,
+        purpose=LevelPurpose.SEARCH,
+        rate_per_second=2.0,
+        concurrency=None,
+        arrivals={"kind": "poisson"},
+        warmup_seconds=1.0,
+        window_seconds=10.0,
+        seed=1,
+        attempt=1,
+        started_unix_seconds=1.0,
+    )
+
+
+def finished(level: str) -> LevelFinished:
+    return LevelFinished(
+        cell="c",
+        level=level,
+        due=2,
+        good=2,
+        failed=0,
+        window_due=2,
+        window_seconds=10.0,
+        spent_seconds=12.0,
+        verdict="holds",
+        is_valid=True,
+    )
