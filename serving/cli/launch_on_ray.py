@@ -95,6 +95,7 @@ async def _announce(
         return f"Ray Serve cannot be started: {problem}"
     told: dict[str, str] = {}
     while True:
+        front.find()
         now = FLEET.replicas
         if not now and not told and (why := await asyncio.to_thread(failure)) is not None:
             return why

@@ -12,7 +12,12 @@ from typing import Any
 
 from ray import serve
 from ray.serve.api import RunTarget
-from ray.serve.config import AutoscalingConfig, ProxyLocation, RequestRouterConfig
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    ProxyLocation,
+    RequestRouterConfig,
+)
 from ray.serve.schema import ApplicationStatus
 
 from serving.http.limits import Limits
@@ -34,21 +39,22 @@ def deploy(options: ServeOptions, limits: Limits, share: Share) -> Any:
     how_many: dict[str, Any] = {"num_replicas": most}
     if least < most:
         scaling = AutoscalingConfig(
-            min_replicas=least, max_replicas=most, target_ongoing_requests=options.slots
+            min_replicas=least,
+            max_replicas=most,
+            target_ongoing_requests=options.slots,
+            policy=AutoscalingPolicy(policy_function="serving.ray.scaling:wanted"),
         )
         how_many = {"autoscaling_config": scaling}
     deployment = serve.deployment(
         Replica,
         name=APPLICATION,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
-        # What waits, waits in the replica's own queue, which answers 429 where it is full.
-        max_ongoing_requests=options.slots + options.max_waiting,
         graceful_shutdown_timeout_s=options.drain_seconds,
         health_check_period_s=HEALTH_PERIOD_SECONDS,
         health_check_timeout_s=HEALTH_TIMEOUT_SECONDS,
         max_constructor_retry_count=CONSTRUCTOR_TRIES,
         request_router_config=RequestRouterConfig(
-            request_router_class="serving.ray.router:PrefixRouter"
+            request_router_class="serving.ray.router:NamedRouter"
         ),
         **how_many,
     )

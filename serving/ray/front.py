@@ -5,8 +5,9 @@
     front.opened(handle)
 
 Keys, limits and the log are those of a server without replicas: it is the same App with other
-handlers. A request of which the client has seen no byte is given to another replica where the one
-that had it is lost; a stream that broke ends with an error event.
+handlers. Ray says which replicas there are; requests go to them directly (serving.ray.lines), so
+the front knows how many each has. A request of which the client has seen no byte is given to
+another replica where the one that had it is lost; a stream that broke ends with an error event.
 """
 
 from __future__ import annotations
@@ -15,27 +16,33 @@ import asyncio
 import dataclasses
 import math
 import time
+from collections import Counter as Counts
+from contextlib import aclosing
 from typing import Any
 
 from prometheus_client import Counter, Gauge
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from serving.errors import EngineState, Unavailable
 from serving.http import status
 from serving.http.app import ROUTES, openapi
 from serving.http.auth import header, peer_of
 from serving.http.exchange import ClientGone, Exchange
-from serving.http.wire.errors import ApiError, as_answer, try_again
+from serving.http.wire.errors import as_answer, try_again
 from serving.http.wire.openapi import Handler, Route
 from serving.http.wire.responses import Readiness
 from serving.metrics import PREFIX
-from serving.ray.fleet import FLEET, Way
-from serving.ray.prefixes import blocks_of
-from serving.ray.replica import REPLICA, Part, Request
+from serving.ray.fleet import FLEET
+from serving.ray.frames import Address, Request, encode
+from serving.ray.lines import Lines, Lost
+from serving.ray.prefixes import PrefixTable, blocks_of
 from serving.registry.model import ModelRouter
+from serving.supervisor.tasks import Background
 
 TRIES = 3  # replicas that a request is given to: one that ends replicas shall not end them all
-PAUSE_SECONDS = 0.2  # before another try, until the router has noticed
+FIND_SECONDS = 5.0  # that a replica has to say where it is
+PAUSE_SECONDS = 0.2  # after which it is asked again
 LOOK_SECONDS = 0.02
 _REFUSALS = (429, 503)  # its queue is full, or its engine is being restarted
 _PASSED_ON = (b"content-type", b"accept")
@@ -52,10 +59,30 @@ class Front:
         self.is_stopping = False
         self._until = math.inf  # of a drain; time.monotonic()
         self._retries: Counter | None = None
+        self._lines = Lines()
+        self._table = PrefixTable()
+        self._loads: Counts[str] = Counts()  # replica -> requests that it has of us
+        self._asked: set[str] = set()  # replicas that are being asked where they are
+        self._background = Background("finding a replica")
 
     def opened(self, handle: Any) -> None:
         """The deployment is there: `handle` is its DeploymentHandle."""
-        self._handle = handle.options(method_name="answer", stream=True)
+        self._handle = handle.options(method_name="address")
+
+    def find(self) -> None:
+        """Ask replicas that are new, or were lost, where they are; returns at once."""
+        for name in FLEET.missing - self._asked:
+            self._asked.add(name)
+            self._background.keep(self._find(name))
+        self._lines.keep(set(FLEET.addresses.values()))
+
+    async def _find(self, name: str) -> None:
+        try:
+            FLEET.found(*await asyncio.wait_for(self._handle.remote(name), FIND_SECONDS))
+        except (RayError, RayServeException, TimeoutError):
+            await asyncio.sleep(PAUSE_SECONDS)
+        finally:
+            self._asked.discard(name)
 
     def count_in(self, router: ModelRouter) -> None:
         """Show replicas and retries in the metrics of this front."""
@@ -137,64 +164,63 @@ class Front:
                 self.in_flight -= 1
 
     async def _answered(self, exchange: Exchange, request: Request) -> None:
-        way = Way(blocks_of(request.body))
+        blocks = blocks_of(request.body)
+        asked = encode(request)
+        refused: set[str] = set()
         for number in range(TRIES):
-            await self._some_replica()
-            is_last = number + 1 == TRIES
-            parts = self._handle.remote(request, way)
+            name, address = await self._replica(blocks, refused)
+            is_final = number + 1 == TRIES or not FLEET.addresses.keys() - refused - {name}
+            self._loads[name] += 1
             try:
-                refused = await self._passed_on(exchange, parts, None if is_last else way)
-            except RayTaskError as problem:
-                raise ApiError(500, "the replica failed", code="internal_error") from problem
-            except RayError as problem:
+                if await self._passed_on(exchange, address, asked, is_final):
+                    return
+                refused.add(name)
+            except Lost as problem:
+                FLEET.lost(name)
                 if exchange.started:
                     text = "the replica that answered has ended"
                     raise try_again(503, text, "engine_failed", 1.0) from problem
-                if self._retries is not None and not is_last:
+                if self._retries is not None and number + 1 < TRIES:
                     self._retries.inc()
-                await asyncio.sleep(PAUSE_SECONDS * (number + 1))
-                continue
-            if refused is None:
-                return
-            way = way._replace(avoided=way.avoided | {refused})
+            finally:
+                self._loads[name] -= 1
         raise Unavailable(
             f"{TRIES} replicas ended while they had this request", 30.0, "engine_failed"
         )
 
-    async def _passed_on(self, exchange: Exchange, parts: Any, way: Way | None) -> str | None:
-        """Write what a replica answers, but a refusal where another one may not refuse: then its
-        name. None for `way`: there is no other try. Raises RayError where the answer is lost."""
-        part: Part
-        try:
+    async def _passed_on(
+        self, exchange: Exchange, address: Address, asked: bytes, is_final: bool
+    ) -> bool:
+        """Write what a replica answers. False: it refuses, and another one may not, which is not
+        looked at where this try `is_final`. Raises Lost."""
+        async with aclosing(self._lines.answer(address, asked)) as parts:
             async for part in parts:
                 if part.head is not None:
-                    code, headers = part.head
-                    name = dict(headers)[REPLICA].decode()
-                    is_refusal = code in _REFUSALS and part.is_last
-                    if is_refusal and way is not None and _others(way, name):
-                        return name
-                    await exchange.open_as(code, headers)
+                    if part.head.status in _REFUSALS and part.is_last and not is_final:
+                        return False
+                    await exchange.open_as(*part.head)
                 if part.is_last:
                     await exchange.close_stream(part.data)
-                    return None
-                await exchange.write(part.data)
-        except asyncio.CancelledError:
-            parts.cancel()
-            raise
-        raise RayError("the replica ended its answer early")
+                else:
+                    await exchange.write(part.data)
+        return True
+
+    async def _replica(self, blocks: tuple[bytes, ...], refused: set[str]) -> tuple[str, Address]:
+        """The one that the request is given to. Raises Unavailable."""
+        await self._some_replica()
+        addresses = FLEET.addresses
+        names = addresses.keys() - refused or addresses.keys()
+        name = self._table.choose(blocks, {name: self._loads[name] for name in names})
+        self._table.sent(blocks, name)
+        return name, addresses[name]
 
     async def _some_replica(self) -> None:
         """Returns when there is one. Raises Unavailable after `wait_seconds`."""
         until = time.monotonic() + self._wait_seconds
-        while self._handle is None or not FLEET.replicas:
+        while not FLEET.replicas:
             if self.is_stopping or time.monotonic() > until:
                 raise self._unavailable()
             await asyncio.sleep(LOOK_SECONDS)
-
-
-def _others(way: Way, name: str) -> set[str]:
-    """The replicas that have not refused the request yet."""
-    return FLEET.replicas.keys() - way.avoided - {name}
 
 
 def _request(exchange: Exchange, body: bytes) -> Request:

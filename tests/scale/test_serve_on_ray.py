@@ -126,6 +126,23 @@ def test_a_prompt_follows_its_prefix_and_load_goes_before_it(endpoint: Endpoint)
     assert len({headers["x-crossover-replica"] for _, headers, _ in answers}) == 2
 
 
+def test_streams_one_after_the_other_wait_in_no_queue(endpoint: Endpoint) -> None:
+    """As many as there are slots: one more on a replica would wait for the end of another."""
+    tokens = 20
+
+    def stream(number: int) -> list[float]:
+        seconds = []
+        for turn in range(4):
+            began = time.monotonic()
+            prompt = f"{number} of {turn}"
+            assert endpoint.complete(prompt, max_tokens=tokens, stream=True)[0] == 200
+            seconds.append(time.monotonic() - began)
+        return seconds
+
+    longest = max(second for one in together(stream, 8) for second in one)
+    assert longest < 1.7 * tokens * STEP_SECONDS
+
+
 def test_a_killed_replica_is_replaced_and_what_nobody_saw_is_given_again(
     endpoint: Endpoint, nodes: Nodes
 ) -> None:
