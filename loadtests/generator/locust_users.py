@@ -39,7 +39,7 @@ from loadtests.generator.messages import Ended, Failed, Order, Recorded, Started
 from loadtests.generator.option_values import plan_of_options
 from loadtests.generator.options import COMMAND_LINE_ONLY, add_options
 from loadtests.generator.request_factory import Share
-from loadtests.generator.workers.master import PATIENT_HEARTBEATS, Hooks, Master
+from loadtests.generator.workers.master import LOST_SECONDS, PATIENT_HEARTBEATS, Hooks, Master
 from loadtests.generator.workers.member import Member
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.lines import Appender
@@ -148,12 +148,18 @@ class Roles:
             gevent.spawn(self._await_own, psutil.Process().children())
 
     def _await_own(self, children: list[psutil.Process]) -> None:
-        """Locust waits for ever for a process of its own that has ended before it connects."""
+        """Locust waits for ever for a process of its own that has ended, or stands still (SIGSTOP),
+        before it connects."""
+        moved = dict.fromkeys(children, clock())
         while self._plan is None:
-            ended = [one for one in children if not one.is_running() or one.status() == "zombie"]
-            if ended:
-                self._tell(Failed("a process of it ended before the beginning of the level"))
-                return
+            for one in children:
+                status = one.status() if one.is_running() else psutil.STATUS_ZOMBIE
+                if status != psutil.STATUS_STOPPED:
+                    moved[one] = clock()
+                how = "ended" if status == psutil.STATUS_ZOMBIE else "stands still"
+                if how == "ended" or clock() - moved[one] > LOST_SECONDS:
+                    self._tell(Failed(f"a process of it {how} before the beginning of the level"))
+                    return
             gevent.sleep(0.5)
 
     def on_test_start(self, environment: Environment, **_: Any) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
+import gevent
 import msgspec
 import numpy as np
 
 from loadtests.errors import LoadError
+from loadtests.generator.connection import clock
 from loadtests.generator.endpoint import TargetFacts, body_of, count_tokens, path_of
 from loadtests.generator.http_client import Pool, post_bytes
 from loadtests.generator.load_plan import LoadPlan
@@ -23,6 +25,8 @@ from loadtests.workload.arrivals import Times, deal, due_times
 from loadtests.workload.prompts import PromptMaker
 
 DIGESTED = 256  # requests whose lengths are part of a level's digest
+SILENT_SECONDS = 0.2  # that making requests keeps all else of the process waiting
+T = TypeVar("T")
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -107,13 +111,21 @@ class RequestFactory:
         self._due = due
         asks = workloads.draw(plan.workload, len(due), plan.seed, due_seconds=due.tolist())
         if plan.workload.turns > 1:
-            mine = [ask for ask in asks if self._is_mine(ask)]
-            return [self._request(ask, float(due[ask.index])) for ask in mine]
-        indices, times = deal(due, self._share.index, self._share.workers)
-        return [
-            self._request(asks[index], at)
-            for index, at in zip(indices.tolist(), times.tolist(), strict=True)
-        ]
+            mine = [(ask, float(due[ask.index])) for ask in asks if self._is_mine(ask)]
+        else:
+            indices, times = deal(due, self._share.index, self._share.workers)
+            dealt = zip(indices.tolist(), times.tolist(), strict=True)
+            mine = [(asks[index], at) for index, at in dealt]
+        return [self._request(ask, at) for ask, at in self._heard(mine)]
+
+    def _heard(self, mine: Sequence[T]) -> Iterator[T]:
+        """All of them; now and then a worker's heartbeat may pass, or its master calls it lost."""
+        silent_since = clock()
+        for one in mine:
+            if self._share.workers > 1 and clock() - silent_since > SILENT_SECONDS:
+                gevent.sleep(0.001)
+                silent_since = clock()
+            yield one
 
     def next_session(self) -> list[Request]:
         """The turns of the next session of a closed level; without sessions, the next request."""

@@ -18,6 +18,7 @@ worker that is lost, before the level begins or in the middle of it, fails the l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,10 +38,10 @@ LEAD_SECONDS = 0.2  # between "begin" and t0: the message must have reached ever
 PING_SECONDS = 0.5
 FIRST_PINGS = 12
 FIRST_PING_SECONDS = 0.02
-LOST_SECONDS = 5.0  # without a word, once it is prepared
+LOST_SECONDS = 5.0  # without a word
 USERS_SECONDS = 30.0  # that Locust may take to share the users of a closed loop
 # Locust calls a worker missing that is silent for so many heartbeats, and ends the test where it
-# was the last. One that makes its prompts is silent, too: who is lost is decided here.
+# was the last. Who is lost is decided here.
 PATIENT_HEARTBEATS = 600
 
 
@@ -177,8 +178,7 @@ class Master:
             for worker in self._workers.values():
                 if worker.account is not None:
                     continue
-                is_silent = worker.draws is not None and clock() - worker.heard > LOST_SECONDS
-                if is_silent or not self._is_connected(worker.client):
+                if self._is_silent(worker) or not self._is_connected(worker.client):
                     when = "in the middle of" if self._has_begun else "before the beginning of"
                     self._forget(worker.client)
                     self._fail(f"{worker.in_words} was lost {when} the level")
@@ -186,6 +186,14 @@ class Master:
                 if worker.draws is not None:
                     self._ping(worker)
             gevent.sleep(PING_SECONDS)
+
+    def _is_silent(self, worker: _Worker) -> bool:
+        """By its answers to pings; before it gets any, by Locust's heartbeats, one a second."""
+        if worker.draws is not None:
+            return clock() - worker.heard > LOST_SECONDS
+        clients = self._runner.clients
+        beats = clients[worker.client].heartbeat if worker.client in clients else -math.inf
+        return bool(self._heartbeats - beats > LOST_SECONDS)
 
     def _ping(self, worker: _Worker) -> None:
         self._send("crossover_ping", worker, {"sent": clock()})

@@ -29,7 +29,7 @@ from loadtests.generator.endpoint import Target
 from loadtests.generator.http_client import connect, fetch, get_bytes
 from loadtests.generator.launcher import GeneratorProcess, Listening, worker
 from loadtests.generator.load_plan import LoadPlan
-from loadtests.generator.messages import Recorded
+from loadtests.generator.messages import Recorded, Workers
 from loadtests.generator.option_values import parse_arrivals, parse_place
 from loadtests.generator.options import check_machines, command_options
 from loadtests.generator.workers.member import allowed
@@ -220,6 +220,14 @@ def wait_for_workers(master: LoadGenerator, seconds: float, least: int | None = 
         _wait_for_workers(master, master.listening, seconds, progress, least)
 
 
+def wait_until_there(master: LoadGenerator, count: int) -> None:
+    until = time.monotonic() + 20
+    for message in master.told():
+        assert time.monotonic() < until
+        if isinstance(message, Workers) and len(message.names) == count:
+            return
+
+
 def next_record(master: LoadGenerator, plan: LoadPlan | None = None) -> RequestRecord:
     """Of `plan`, or of the level that runs."""
     if plan is not None:
@@ -254,6 +262,12 @@ def test_a_lost_worker_is_missed_at_once_and_the_others_send_the_next_level(
         assert "2 of 3 workers are there" in capsys.readouterr().err
 
         os.kill(second.pid, signal.SIGSTOP)  # it is there, and does not get ready
+        with pytest.raises(LevelInterrupted, match="was lost before the beginning of the level"):
+            next_record(master, opened)
+        os.kill(second.pid, signal.SIGCONT)
+        wait_until_there(master, 2)
+
+        os.kill(second.pid, signal.SIGSTOP)
         master.tell(closed)
         time.sleep(0.5)
         os.kill(second.pid, signal.SIGKILL)
@@ -275,16 +289,23 @@ def test_a_lost_worker_is_missed_at_once_and_the_others_send_the_next_level(
             wait_for_workers(master, 1.0, least=1)
 
 
-def test_a_process_that_ends_before_it_is_connected_is_missed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "how"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "stands still")]
+)
+def test_a_process_that_does_not_get_as_far_as_to_connect_is_missed(
+    sent: signal.Signals, how: str, tmp_path: Path
+) -> None:
     with LoadGenerator(GeneratorProcess(log=tmp_path / "log", processes=2)) as master:
         until = time.monotonic() + 30
         while not (own := psutil.Process(master.child.pid).children()):
             assert time.monotonic() < until
             time.sleep(0.01)
-        own[0].kill()
-        with pytest.raises(LevelInterrupted, match="a process of it ended before the beginning"):
+        own[0].send_signal(sent)
+        with pytest.raises(LevelInterrupted, match=f"a process of it {how} before the beginning"):
             for _ in master.told():
                 assert time.monotonic() < until
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own[0].kill()
 
 
 def test_a_killed_process_of_this_machine_is_replaced(
