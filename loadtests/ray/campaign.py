@@ -47,7 +47,8 @@ from serving.ray.connection import connect, disconnect, last_line, living_nodes
 _measure = ray.remote(max_calls=1)(measure_here)  # a process of its own for each cell
 TRIES = 2  # of a cell whose node is lost, on another one
 LOOK_SECONDS = 0.5
-FACTS_SECONDS = 30.0  # that a node gets to say what it is
+FACTS_SECONDS = 120.0  # that a node gets to say what it is: it starts a process, which is slow on
+# a busy machine, and a node that is left out measures nothing
 
 
 @dataclass
@@ -58,7 +59,8 @@ class Run:
     campaign: Campaign
     nodes: list[Node]
     waiting: list[Cell]
-    tries: dict[str, int] = field(default_factory=dict)  # cell key -> nodes that were lost with it
+    # Cell key -> nodes that were lost with it; twice where a process of the node died, and again.
+    lost: dict[str, list[str]] = field(default_factory=dict)
 
     def budget_of(self, cell: Cell) -> float | None:
         """Seconds of measuring for a cell, those that are spent included; None: the search's."""
@@ -256,11 +258,14 @@ class _Work:
         why = str(problem).strip().splitlines()[0]
         self._gave_up(run, cell, f"lost with node {node.name}: {why}")
         alive = {one["NodeID"] for one in living_nodes()}
-        if isinstance(problem, NodeDiedError | TaskUnschedulableError):
+        is_node = isinstance(problem, NodeDiedError | TaskUnschedulableError)
+        if is_node:
             alive.discard(node.key)  # Ray's table learns of it later
         run.nodes = [one for one in run.nodes if one.key in alive]
-        run.tries[cell.key] = run.tries.get(cell.key, 0) + 1
-        if run.tries[cell.key] < TRIES and any(fits(cell, one) for one in run.nodes):
+        lost = run.lost.setdefault(cell.key, [])
+        if not is_node or node.key not in lost:  # its process died first: one loss, told twice
+            lost.append(node.key)
+        if len(lost) < TRIES and any(fits(cell, one) for one in run.nodes):
             run.waiting.append(cell)
 
     def _gave_up(self, run: Run, cell: Cell, why: str) -> None:

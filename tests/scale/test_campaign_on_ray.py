@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from loadtests.campaign.campaign_file import read_campaign
+from loadtests.campaign.manifest import manifest_of
+from loadtests.campaign.progress import Progress
+from loadtests.ray.nodes import Node
 from loadtests.records.events import CellFinished, Interrupted, RunFinished, RunResumed, of_kind
-from loadtests.records.run_folder import read_events
+from loadtests.records.run_folder import RunFolder, read_events
+from serving.hardware.facts import hardware_facts
 from tests.end_to_end.test_campaign import FAKE, ROOT, only_folder
 from tests.loadtests.campaign.checks import check_folder
 from tests.scale.conftest import REASON, Nodes
 from tests.tools.waiting import wait_for
 
 pytest.importorskip("ray", reason=REASON)
-pytestmark = [pytest.mark.slow, pytest.mark.scale]
+pytestmark = [pytest.mark.slow, pytest.mark.scale, pytest.mark.timeout(600)]
 
 TASK = "ray::measure_here"
 LADDER = FAKE.replace('models = ["135m"]', 'models = ["135m", "360m", "1b"]').replace(
@@ -64,10 +69,10 @@ def test_a_lost_node_loses_its_cell_and_a_stopped_run_is_resumed(
 ) -> None:
     campaign = Campaign(tmp_path, nodes, monkeypatch)
     running = campaign.run()
-    wait_for(lambda: nodes.workers(0, TASK) and nodes.workers(1, TASK))
+    wait_for(lambda: nodes.workers(0, TASK) and nodes.workers(1, TASK), 200)
     nodes.kill(1)  # its cell is measured again on the other node
     folder = wait_for(lambda: only_folder(campaign.out))
-    wait_for(lambda: finished(folder))
+    wait_for(lambda: finished(folder), 120)
     (lost,) = wait_for(lambda: of_kind(read_events(folder).records, Interrupted))
     assert lost.cell is not None and "lost with node" in lost.reason
     wait_for(lambda: nodes.workers(0, TASK))
@@ -79,3 +84,30 @@ def test_a_lost_node_loses_its_cell_and_a_stopped_run_is_resumed(
     assert len(finished(folder)) == 3 and finished(folder)[: len(first)] == first
     assert of_kind(events, RunResumed) and of_kind(events, RunFinished)
     check_folder(folder)
+
+
+def test_a_node_whose_process_dies_first_is_lost_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says that the process is gone; the cell is given to the same node, which is gone, too."""
+    from ray.exceptions import NodeDiedError, WorkerCrashedError
+
+    from loadtests.ray import campaign
+
+    (tmp_path / "ladder.toml").write_text(LADDER)
+    plan = read_campaign(tmp_path / "ladder.toml")
+    nodes = [Node(key, "127.0.0.1", 1) for key in "ab"]
+    monkeypatch.setattr(campaign, "living_nodes", lambda: [{"NodeID": one.key} for one in nodes])
+    manifest = manifest_of(plan, "run", hardware_facts(), ())
+    cell = plan.cells[0]
+    with RunFolder.create(tmp_path / "run", manifest) as opened, Progress() as progress:
+        run = campaign.Run(opened, plan.campaign, nodes, [])
+        work = campaign._Work([run], progress, (), False)
+        work._lost(run, cell, nodes[1], WorkerCrashedError())
+        assert run.waiting == [cell] and run.nodes == nodes
+        run.waiting.clear()
+        work._lost(run, cell, nodes[1], NodeDiedError("it is gone"))
+        assert run.waiting == [cell] and run.nodes == nodes[:1]
+        run.waiting.clear()
+        work._lost(run, cell, nodes[0], WorkerCrashedError())
+        assert not run.waiting, "two nodes were lost with it"
