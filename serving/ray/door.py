@@ -35,6 +35,7 @@ from serving.supervisor.tasks import Background
 REPLICA = b"x-crossover-replica"  # header of each answer: who gave it
 TOKEN_SECONDS = 10.0  # that a connection has to show the token
 LOOK_SECONDS = 0.02
+BACKLOG = 1024  # connections that the front may open at once
 
 
 class Door:
@@ -52,7 +53,7 @@ class Door:
         """Listen on `host`, on a port that is free."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: _Connection(self), host, 0, ssl=server_tls()
+            lambda: _Connection(self), host, 0, ssl=server_tls(), backlog=BACKLOG
         )
         port: int = self._server.sockets[0].getsockname()[1]
         return Address(host, port, self.token)

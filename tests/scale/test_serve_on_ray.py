@@ -24,7 +24,7 @@ from tests.serving.cli.test_serve import Server
 from tests.tools.waiting import wait_for
 
 pytest.importorskip("ray", reason=REASON)
-pytestmark = [pytest.mark.slow, pytest.mark.scale]
+pytestmark = [pytest.mark.slow, pytest.mark.scale, pytest.mark.timeout(600)]
 
 TOKENS = 40
 STEP_SECONDS = 0.05
@@ -148,14 +148,15 @@ def test_a_killed_replica_is_replaced_and_what_nobody_saw_is_given_again(
 ) -> None:
     before = endpoint.replicas()
     whole = Later(lambda number: endpoint.complete(f"{number} whole"), 4)
+    time.sleep(TOKENS * STEP_SECONDS / 4)  # each replica has two before the streams come
     streams = Later(lambda number: endpoint.complete(f"{number} streamed", stream=True), 4)
-    time.sleep(TOKENS * STEP_SECONDS / 3)
+    time.sleep(TOKENS * STEP_SECONDS / 4)
     (victim,) = nodes.workers(1, REPLICA)
     victim.kill()
     assert [status for status, _, _ in whole.answers()] == [200] * 4
     ends = [body.split("data: ")[-1] for _, _, body in streams.answers()]
     errors = [json.loads(end)["error"] for end in ends if end != "[DONE]\n\n"]
-    assert errors and len(errors) < 4
+    assert len(errors) == 2
     assert {error["code"] for error in errors} == {"engine_failed"}
     after = wait_for(
         lambda: endpoint.replicas() if len(endpoint.replicas().keys() - before) else None
@@ -184,12 +185,7 @@ def test_a_cluster_of_its_own_is_closed_and_ends_with_the_server(tmp_path: Path)
     one = Endpoint(tmp_path, address=None)
     family = [psutil.Process(one.server.process.pid)]
     family += family[0].children(recursive=True)
-    ports = {
-        (process.name(), connection.laddr.ip, connection.laddr.port)
-        for process in family
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    ports = {port for process in family for port in listening(process)}
     assert ports and not [one for one in ports if one[1] not in LOOPBACK]
     (gcs,) = {port for name, _, port in ports if name == "gcs_server"}
     stranger = subprocess.run(
@@ -204,6 +200,16 @@ def test_a_cluster_of_its_own_is_closed_and_ends_with_the_server(tmp_path: Path)
     one.has_ended_well()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+
+
+def listening(process: psutil.Process) -> list[tuple[str, str, int]]:
+    """Its name with each address and port; [] for one that has ended: Ray ends those it needs no
+    more."""
+    try:
+        name, found = process.name(), process.net_connections("inet")
+    except psutil.NoSuchProcess:
+        return []
+    return [(name, *one.laddr) for one in found if one.status == psutil.CONN_LISTEN]
 
 
 class Later:
