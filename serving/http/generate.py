@@ -49,8 +49,14 @@ async def answer(call: Call, prompts: Sequence[Prompt]) -> None:
 
 
 def _check_size(call: Call, prompts: Sequence[Prompt]) -> None:
-    """Raises ApiError 400 where the whole answer might hold too many log-probabilities."""
-    sampling, most = call.valid.generation.sampling, call.exchange.limits.answer_logprobs
+    """Raises ApiError 400 where a whole answer would repeat too much of the prompts, or might hold
+    too many log-probabilities."""
+    sampling, limits = call.valid.generation.sampling, call.exchange.limits
+    most = limits.answer_logprobs
+    echoed = call.valid.choices * sum(len(prompt.text) for prompt in prompts)
+    if echoed > limits.echo_characters and not call.streamed:
+        text = f"{echoed} characters of prompts; {limits.echo_characters} are allowed"
+        raise invalid(f"echo: {text} without stream", "echo")
     if call.streamed or sampling.logprobs is None:
         return
     tokens = call.valid.choices * sum(prompt.max_tokens for prompt in prompts)

@@ -24,6 +24,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pipelined: int = 16  # requests that wait for the answer to an earlier one of their connection
     sequences: int = 128  # prompts * n of one request
     answer_logprobs: int = 200_000  # log-probabilities of an answer that is not streamed
+    echo_characters: int = 2 << 20  # of prompts, repeated in an answer that is not streamed
     messages: int = 4096
     stop_strings: int = 16
     stop_characters: int = 1024  # of one stop string

@@ -67,3 +67,11 @@ def test_the_tokens_of_a_long_text_do_not_hold_the_loop(port: int) -> None:
         found = ask(port, "POST", "/tokenize", body)
         assert found.status == 200 and found.json["count"] > 500_000
     assert hold.seconds <= MOST_SECONDS
+
+
+def test_prompts_that_answers_repeat_do_not_hold_the_loop(port: int) -> None:
+    asked = {"prompt": " " * 65_000, "echo": True, "max_tokens": 0}
+    with held(port) as hold:
+        assert len(complete(port, **asked, n=32).json["choices"]) == 32
+        assert complete(port, **asked, n=33).status == 400
+    assert hold.seconds <= MOST_SECONDS

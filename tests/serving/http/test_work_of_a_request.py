@@ -60,6 +60,17 @@ def test_a_whole_answer_holds_so_many_log_probabilities_and_is_put_into_words_in
         assert complete(port, max_tokens=100, n=4, logprobs=1, stream=True).status == 200
 
 
+def test_a_whole_answer_repeats_so_much_of_its_prompts_and_no_more() -> None:
+    """128 answers without a token repeated a megabyte each, at no work of the engine."""
+    echoed: dict[str, Any] = {"prompt": "x" * 100, "echo": True, "max_tokens": 0}
+    with served(app_on(FakeSupervisor(), limits=Limits(echo_characters=400))) as port:
+        assert len(complete(port, **echoed, n=4).json["choices"]) == 4
+        error = complete(port, **echoed, n=5).error
+        assert error["param"] == "echo" and "500 characters of prompts" in error["message"]
+        assert complete(port, **echoed, n=5, stream=True).status == 200
+        assert complete(port, **echoed | {"echo": False, "max_tokens": 1}, n=5).status == 200
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_request_has_as_many_sequences_at_work_as_there_are_slots(streamed: bool) -> None:
     class Counting(FakeSupervisor):
