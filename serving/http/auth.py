@@ -75,9 +75,15 @@ def peer_of(scope: Scope) -> str:
     if ":" not in address:
         return address
     try:
-        return str(ipaddress.ip_interface(f"{address.partition('%')[0]}/64").network)
+        given = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:
         return address
+    return str(given.ipv4_mapped or ipaddress.IPv6Network((given, 64), strict=False))
+
+
+def is_local(peer: str) -> bool:
+    """Whether a request with this `peer_of` comes from the machine itself, as far as is known."""
+    return not peer or peer.startswith("127.") or peer == "::/64"
 
 
 def same_key(given: bytes, key: bytes) -> bool:

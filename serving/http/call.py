@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from serving.engine.messages import Delta, FinishReason, TokenDetail
+from serving.http.auth import is_local
 from serving.http.chat.parts import Splitter
 from serving.http.exchange import Exchange
 from serving.http.validation import ValidRequest
@@ -187,8 +188,10 @@ class Call(ABC):
         self.exchange = exchange
         self.request = request
         key, salt = exchange.key, request.cache_salt
-        # Whoever shares a key could read another's prompt by the count of its cached tokens.
-        self.cached_grain = SHARED_GRAIN if key is not None and not key.name and not salt else 1
+        # Whoever shares a key could read another's prompt by the count of its cached tokens;
+        # without keys it is whoever reaches the port, where that is not the machine itself.
+        is_shared = not is_local(exchange.origin.owner) if key is None else not key.name
+        self.cached_grain = SHARED_GRAIN if is_shared and not salt else 1
         cache = "\0".join(("" if key is None else key.name, salt or ""))
         request_id = 1 + secrets.randbits(62)
         origin = msgspec.structs.replace(exchange.origin, request=request_id, cache=cache)

@@ -132,23 +132,33 @@ def test_a_network_of_ipv6_is_one_client() -> None:
 
     assert peer("2001:db8:1:2:3::4") == peer("2001:db8:1:2::9") == "2001:db8:1:2::/64"
     assert peer("fe80::1%eth0") == "fe80::/64" and peer("192.0.2.7") == "192.0.2.7"
+    assert peer("::ffff:192.0.2.7") == "192.0.2.7"
     assert peer(None) == ""
 
 
-@pytest.mark.parametrize("is_replica", [False, True])
-def test_a_key_that_several_may_have_is_not_told_exactly_what_was_cached(is_replica: bool) -> None:
-    """A guess of another's prompt would be confirmed token by token. A replica knows no key: its
-    front says that there was one.
-    """
+@pytest.mark.parametrize(
+    ("api_key", "scoped", "exactly"),
+    [
+        ("k", {}, False),
+        (None, {PASSED_KEY: Key("", b"")}, False),  # a replica knows no key, but its front has one
+        (None, {"client": ("192.0.2.1", 4711)}, False),
+        (None, {}, True),
+        (None, {"client": ("::1", 4711)}, True),
+    ],
+)
+def test_where_others_might_ask_it_is_not_told_exactly_what_was_cached(
+    api_key: str | None, scoped: dict[str, Any], exactly: bool
+) -> None:
+    """A guess of another's prompt would be confirmed token by token."""
     supervisor = FakeSupervisor(by_hand=True)
-    app = app_on(supervisor, api_key=None if is_replica else "k")
+    app = app_on(supervisor, api_key=api_key)
 
-    async def replica(scope: Any, receive: Any, send: Any) -> None:
-        await app({**scope, PASSED_KEY: Key("", b"")}, receive, send)
+    async def asked(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, **scoped}, receive, send)
 
     headers = {"Authorization": "Bearer k"}
-    with served(replica if is_replica else app) as port, ThreadPoolExecutor(1) as asking:
-        for number, (salt, told) in enumerate([(None, 64), ("mine", 100)], 1):
+    with served(asked) as port, ThreadPoolExecutor(1) as asking:
+        for number, (salt, told) in enumerate([(None, 100 if exactly else 64), ("mine", 100)], 1):
             answer = asking.submit(complete, port, headers=headers, cache_salt=salt)
             supervisor.push_soon(number, "x", "stop", cached_tokens=100)
             usage = answer.result().json["usage"]
