@@ -18,6 +18,7 @@ from serving.http.chat.tools import Format, calls_in
 from serving.http.wire.responses import ToolCall
 
 THINK, THOUGHT = "<think>", "</think>"
+MOST_BLANK = 1000  # characters before a reasoning; looked at again with each token
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 
 Reasoning = Literal["maybe", "open"]
@@ -130,12 +131,12 @@ class Splitter:
                 self._state = "opened"
                 self.has_reasoning = True
                 return True
-            if THINK.startswith(text):
+            if THINK.startswith(text) and len(self._held) <= MOST_BLANK:
                 return False
         else:
+            self._held = text
             if not text:
                 return False
-            self._held = text
         is_call = self._form.calls == "list" or (self._form.calls == "llama3" and text[:1] == "{")
         self._state = "whole" if is_call else "content"
         return True

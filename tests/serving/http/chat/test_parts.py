@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving.http.chat.parts import AnswerForm, Part, Splitter
+from serving.http.chat.parts import MOST_BLANK, AnswerForm, Part, Splitter
 
 NAMES = frozenset({"add", "now"})
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
@@ -88,3 +88,15 @@ def test_text_is_given_on_as_it_comes() -> None:
     assert splitter.push("b</thi") == [Part("reasoning", "b")]
     assert splitter.push("nk>c<") == [Part("content", "c")]
     assert splitter.push("d") == [Part("content", "<d")]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, AnswerForm("open", "hermes", NAMES)])
+@pytest.mark.parametrize("text", [" ", "\n", "\n </thi"])
+def test_an_answer_of_blanks_is_not_held_back_and_looked_at_again(
+    form: AnswerForm, text: str
+) -> None:
+    """Each push looked at all of it: of a megabyte, for seconds."""
+    splitter = Splitter(form)
+    for _ in range(50):
+        splitter.push(text * 100)
+    assert len(splitter._held) <= MOST_BLANK
