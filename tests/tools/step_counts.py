@@ -97,7 +97,7 @@ def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, 
     batch = StepBatch(model, rows, torch.arange(512, device=META))
     slots = list(range(7 if prompts else 8))
     one = np.ones(1, np.int32)
-    batch.add_decode([Row(slot, one, 20, wants_token=True) for slot in slots], rows.window(slots))
+    batch.add_decode([Row(slot, one, 20, wants_token=True) for slot in slots], slots)
     if prompts:
         piece = np.ones(40, np.int32)
         batch.add_prompt(Row(7, piece, 20, wants_token=True), piece, 20)

@@ -10,7 +10,7 @@ slots as fit beside the largest step, which is run once before the KV cache is m
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,13 +207,21 @@ class TorchBackend:
         pieces = [(row, *self._run_ahead(model, row)) for row in filling]
         batch = StepBatch(model, self._rows, self._columns)
         if decoding:
-            window = self._rows.window([row.slot for row in decoding])
-            for a, b in window.swaps:
-                self._swap(model, a, b)
-            batch.add_decode(decoding, window)
+            batch.add_decode(decoding, self._places(model, [row.slot for row in decoding]))
         for row, tokens, start in pieces:
             batch.add_prompt(row, tokens, start)
         return batch.run(self._logits), batch.wanted
+
+    def _places(self, model: SlotModel, slots: list[int]) -> Sequence[int]:
+        """The KV rows of a pass's decode rows: for plain attention side by side, with riders.
+        Packed attention needs none, and a rider may be the row of a prompt in the same pass: both
+        would be written to one place at once."""
+        if model.is_packed:
+            return sorted(self._rows.row_of[slot] for slot in slots)
+        window = self._rows.window(slots)
+        for a, b in window.swaps:
+            self._swap(model, a, b)
+        return range(window.lo, window.hi)
 
     def _run_ahead(self, model: SlotModel, row: Row) -> tuple[Tokens, int]:
         """All but the last chunk of a prompt row; returns the last chunk and where it starts."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from serving.backends.kv_slots import RowMap, Window
+from serving.backends.kv_slots import RowMap
 from serving.backends.torch.model import (
     DecodeSpan,
     PromptSpan,
@@ -30,25 +31,26 @@ class StepBatch:
         self._columns = columns  # arange(model.width) on the device
         self._ids: list[Any] = []
         self._positions: list[Any] = []
-        self._window: Window | None = None
+        self._decoding: Sequence[int] = ()  # KV rows
         self._prompts: list[tuple[int, int, int, int]] = []  # first, count, row, start
         self._count = 0
         self.wanted: list[Row] = []  # rows that want a token, in the logits' order
         self._at: list[int] = []  # where in the pass their last token is
 
-    def add_decode(self, rows: list[Row], window: Window) -> None:
-        """One token for each row of the window; riders compute a dummy. Add it first."""
-        lo, count = window.lo, window.hi - window.lo
-        length = np.array(self._rows.length[lo : window.hi], np.int64)
+    def add_decode(self, rows: list[Row], places: Sequence[int]) -> None:
+        """One token for each of the KV rows `places`, ascending; what is there of no row computes
+        a dummy. Add it first. Plain attention takes rows that lie side by side."""
+        count, index_of = len(places), {place: index for index, place in enumerate(places)}
+        length = np.array([self._rows.length[place] for place in places], np.int64)
         tokens = np.zeros(count, np.int64)
         for row in sorted(rows, key=lambda row: self._rows.row_of[row.slot]):
             place = self._rows.row_of[row.slot]
-            tokens[place - lo] = row.tokens[0]
+            tokens[index_of[place]] = row.tokens[0]
             self._rows.length[place] += 1
             if row.wants_token:
                 self.wanted.append(row)
-                self._at.append(place - lo)
-        self._window = window
+                self._at.append(index_of[place])
+        self._decoding = places
         self._ids.append(tokens)
         self._positions.append(length)
         self._count += count
@@ -85,13 +87,9 @@ class StepBatch:
 
     def _packed_arrays(self, positions: Any) -> list[Any]:
         """`at`, `starts_q`, `starts_k` and `held` of serving.backends.torch.packed.Packed."""
-        places: list[int] = []
-        counts: list[int] = []
-        held: list[int] = []
-        if self._window is not None:
-            places += range(self._window.lo, self._window.hi)
-            counts += [1] * len(places)
-            held += (positions[: len(places)] + 1).tolist()
+        places = list(self._decoding)
+        counts = [1] * len(places)
+        held: list[int] = (positions[: len(places)] + 1).tolist()
         for _, count, place, start in self._prompts:
             places.append(place)
             counts.append(count)
@@ -109,8 +107,8 @@ class StepBatch:
         """What plain attention is told."""
         model, columns = self._model, self._columns
         spans: Spans = []
-        if self._window is not None:
-            lo, hi = self._window.lo, self._window.hi
+        if self._decoding:
+            lo, hi = self._decoding[0], self._decoding[-1] + 1
             width = seen_width(int(self._positions[0].max()) + 1, model.width)
             allowed = columns[None, :width] <= positions[: hi - lo, None]
             mask = additive_mask(allowed, model.dtype)[:, None, None]

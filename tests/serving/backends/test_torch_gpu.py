@@ -126,14 +126,14 @@ def test_a_mixed_pass_is_one_call_that_says_where_every_row_is(
         return kernel(*given, **named)
 
     monkeypatch.setattr("serving.backends.torch.packed.flash_kernel", lambda: seen)
-    backend.step([row(0, [5], 9), row(1, [6], 20), row(3, prompt_of(backend, 7, 3), 0)])
+    backend.step([row(0, [5], 9), row(1, [6], 20), row(2, prompt_of(backend, 7, 3), 0)])
     assert len(calls) == TINY_LLAMA.layers
     query, key, value, starts_q, starts_k, most_q, most_k, _, causal, _, held = calls[0]
     width = 192  # 128 tokens of context, one spare, in grains of 64
-    assert key.shape == value.shape == (4 * width, 2, 16) and query.shape == (10, 4, 16)
-    assert starts_q.tolist() == [0, 1, 2, 3, 10] and causal
-    assert starts_k.tolist()[:4] == [width, 2 * width, 3 * width, 0], "row 2 rides along"
-    assert held.tolist() == [21, 1, 10, 7] and (most_q, most_k) == (7, 21)
+    assert key.shape == value.shape == (4 * width, 2, 16) and query.shape == (9, 4, 16)
+    assert starts_q.tolist() == [0, 1, 2, 9] and causal
+    assert starts_k.tolist()[:3] == [width, 3 * width, 2 * width], "the prompt's row rides not"
+    assert held.tolist() == [21, 10, 7] and (most_q, most_k) == (7, 21)
 
 
 def test_the_packed_turn_is_rope_to_the_bit() -> None:
