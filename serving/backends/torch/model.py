@@ -126,16 +126,7 @@ class SlotModel:
         `out`: where the logits go, [at least n, vocabulary].
         """
         x = functional.embedding(ids, self.weights.embedding).to(self.dtype)
-        if isinstance(step, Packed):
-            assert self._turns is not None, "a model with rows head by head takes spans"
-            turns = self._turns[positions][:, None]
-            for index, layer in enumerate(self.weights.layers):
-                self._attend_packed(index, layer, x, turns, step)
-                self._feed_forward(layer, x)
-        else:
-            cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
-            for index, layer in enumerate(self.weights.layers):
-                x = self._block(index, layer, x, positions, cos, sin, step)
+        x = self._through(x, positions, step)
         if wanted is not None:
             x = x.index_select(0, wanted)
         logits = self.weights.head(self._norm(x, self.weights.norm))
@@ -148,6 +139,20 @@ class SlotModel:
     def swap(self, a: int, b: int, held_a: int, held_b: int) -> None:
         """Exchange what two rows hold."""
         self.cache.swap(a, b, held_a, held_b)
+
+    def _through(self, x: Tensor, positions: Tensor, step: Spans | Packed) -> Tensor:
+        """x after all layers."""
+        if isinstance(step, Packed):
+            assert self._turns is not None, "a model with rows head by head takes spans"
+            turns = self._turns[positions][:, None]
+            for index, layer in enumerate(self.weights.layers):
+                self._attend_packed(index, layer, x, turns, step)
+                self._feed_forward(layer, x)
+        else:
+            cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+            for index, layer in enumerate(self.weights.layers):
+                x = self._block(index, layer, x, positions, cos, sin, step)
+        return x
 
     def _attend_packed(
         self, index: int, layer: Layer, x: Tensor, turns: Tensor, step: Packed
@@ -162,6 +167,7 @@ class SlotModel:
             shape, epsilon = (spec.head_dim,), spec.norm_epsilon
             source = functional.rms_norm(turned, shape, None, epsilon) * scales
         turn_into(turned, source, turns)
+        self.cache.write(index, heads, step.at)
         _add_product(x, layer.out, self.cache.attend(index, heads, step, self._scale))
 
     def _feed_forward(self, layer: Layer, x: Tensor) -> None:

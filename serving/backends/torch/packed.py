@@ -48,15 +48,18 @@ class PackedCache:
     def tensors(self) -> list[Tensor]:
         return self.layers
 
-    def attend(self, index: int, heads: Tensor, step: Packed, scale: float) -> Tensor:
-        """Write keys and values of a layer, then attend: [tokens, heads * head_dim].
+    def write(self, index: int, heads: Tensor, at: Tensor) -> None:
+        """Keys and values of a layer to their places.
 
         `heads`: [tokens, heads + 2 * kv_heads, head_dim], queries and keys turned.
         """
         kv_heads = self._spec.kv_heads
-        cache = self.layers[index]
         pairs = heads[:, -2 * kv_heads :].view(len(heads), 2, kv_heads, -1)
-        cache.index_copy_(0, step.at, pairs)
+        self.layers[index].index_copy_(0, at, pairs)
+
+    def attend(self, index: int, heads: Tensor, step: Packed, scale: float) -> Tensor:
+        """Attention of the queries of `heads` over what is written: [tokens, heads * head_dim]."""
+        kv_heads, cache = self._spec.kv_heads, self.layers[index]
         # Causal is aligned at the end: the last query of a piece sees all of its row's keys.
         out: Tensor = flash_kernel()(
             *(heads[:, : -2 * kv_heads], cache[:, 0], cache[:, 1]),
