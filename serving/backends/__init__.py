@@ -82,7 +82,9 @@ BACKENDS: dict[str, BackendSpec] = {
         },
         kv_dtype=_torch_kv,
         shares_kv=False,
-        options=("graphs", "device_sampling", "attention", "margin", "prefill_chunk"),
+        options=(
+            *("graphs", "device_sampling", "attention", "kernels", "margin", "prefill_chunk"),
+        ),
         kv_grain=64,
         kv_spare_tokens=1,
         package="torch",

@@ -9,6 +9,7 @@ are one kernel each, as torch has them for CUDA; elsewhere they are made of seve
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from models.ladder import rung
 from models.spec import ModelSpec
 from serving.backends.kv_slots import RowMap
+from serving.backends.torch.kernels.fused import FusedModel
 from serving.backends.torch.matrices import Dense
 from serving.backends.torch.model import HeadCache, SlotModel
 from serving.backends.torch.packed import PackedCache
@@ -86,12 +88,14 @@ class HostTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, HostTensors]:
+def traced(
+    name: str, *, packed: bool, prompts: bool = False, fused: bool = False
+) -> tuple[Kernels, HostTensors]:
     """A step of 8 decode rows of a rung's shape, cut to a few layers; with `prompts` the last row
-    is a piece of a prompt."""
+    is a piece of a prompt. `fused`: by the kernels in Triton, which are not run."""
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
     cache = (PackedCache if packed else HeadCache)(spec, 8, 512, torch.bfloat16, META)
-    model = SlotModel(spec, meta_weights(spec), cache)
+    model = (FusedModel if fused else SlotModel)(spec, meta_weights(spec), cache)
     rows = RowMap(8, 511, 0.0)
     rows.length = [20] * 8
     batch = StepBatch(model, rows, torch.arange(512, device=META))
@@ -115,10 +119,11 @@ def kernels_of_a_layer(kernels: Kernels) -> int:
 
 def meta_weights(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> Weights:
     """A model's weights without numbers."""
+    return made_weights(spec, lambda *shape: torch.empty(shape, dtype=dtype, device=META))
 
-    def tensor(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=META)
 
+def made_weights(spec: ModelSpec, tensor: Callable[..., Tensor]) -> Weights:
+    """A model's weights of tensors that `tensor` makes for a shape."""
     hidden, heads = spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     normed = spec.family == "qwen3"
     layers = [

@@ -289,6 +289,7 @@ class TorchBackend:
         details = {"torch": version, "compute_dtype": type_name, "kv_dtype": KV_NAMES[dtype]}
         if self._is_gpu:
             details["attention"] = "flash" if plan.uses_flash else "sdpa"
+            details["kernels"] = options.kernels
             details["prefill_chunk"] = str(self._chunk)
             details["graphs"] = str(options.graphs).lower()
             details["device_sampling"] = str(options.device_sampling).lower()

@@ -15,6 +15,7 @@ from models.spec import ModelSpec
 from serving.backends.base import EngineConfig, GpuLoad, MemoryParts
 from serving.backends.kv_slots import RowMap
 from serving.backends.torch.cuda_graphs import DecodeGraphs
+from serving.backends.torch.kernels.fused import FusedModel, load_kernels
 from serving.backends.torch.load_watch import LoadWatch
 from serving.backends.torch.model import HeadCache, SlotModel, cache_width
 from serving.backends.torch.need import (
@@ -23,12 +24,12 @@ from serving.backends.torch.need import (
     step_tokens,
     working_bytes,
 )
-from serving.backends.torch.packed import PackedCache
+from serving.backends.torch.packed import PackedCache, flash_trouble
 from serving.backends.torch.sampler import draw
 from serving.backends.torch.settings import TorchOptions, compute_bytes, uses_flash
 from serving.backends.torch.step_batch import StepBatch
 from serving.backends.torch.weights import Weights
-from serving.errors import OutOfMemory
+from serving.errors import OutOfMemory, Unsupported
 from serving.sampling.types import Row, Sampling
 
 Progress = Callable[[str, float | None], None]
@@ -48,6 +49,15 @@ class Plan:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+
+    def __post_init__(self) -> None:
+        """Raises Unsupported where kernels=triton is asked for in vain."""
+        if self.options.kernels == "plain":
+            return
+        load_kernels(self.device)
+        if not self.uses_flash:
+            why = flash_trouble(self.spec, self.dtype, self.device) or "option attention is sdpa"
+            raise Unsupported(f"option kernels is triton, which needs flash, and {why}", "kernels")
 
     @property
     def is_gpu(self) -> bool:
@@ -99,7 +109,8 @@ class Plan:
         width = cache_width(self.config.context_tokens)
         kind = PackedCache if self.uses_flash else HeadCache
         cache = kind(self.spec, rows, width, self.dtype, self.device)
-        return SlotModel(self.spec, weights, cache)
+        fuses = self.options.kernels == "triton"
+        return (FusedModel if fuses else SlotModel)(self.spec, weights, cache)
 
 
 class GpuStart:

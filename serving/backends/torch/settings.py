@@ -34,6 +34,8 @@ class TorchOptions(msgspec.Struct, frozen=True):
     # flash: torch's FlashAttention-2 over packed rows; sdpa: scaled_dot_product_attention.
     # auto: flash on GPUs that have it.
     attention: Literal["auto", "flash", "sdpa"] = "auto"
+    # triton: what lies between the products of a layer in kernels of our own; needs flash.
+    kernels: Literal["plain", "triton"] = "plain"
     margin: Annotated[float, msgspec.Meta(ge=0, le=0.9)] = GPU_MARGIN  # of free VRAM, kept free
     # Prompt tokens of a pass. None: 2048 on a GPU, 512 on the CPU.
     prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] | None = None

@@ -326,6 +326,13 @@ def test_a_layer_is_twelve_kernels(prompts: bool) -> None:
     assert plain.total > kernels.total
 
 
+@pytest.mark.parametrize("prompts", [False, True])
+def test_with_triton_a_layer_is_nine_kernels(prompts: bool) -> None:
+    kernels, host = traced("8b", packed=True, prompts=prompts, fused=True)
+    assert kernels_of_a_layer(kernels) == 9, kernels.calls
+    assert not kernels.blocking and not host.made
+
+
 def test_drawing_sends_its_parameters_in_one_copy() -> None:
     logits = torch.empty(len(SAMPLINGS), 32000, device=META)
     rows = [
