@@ -9,6 +9,7 @@
 #   tests    what is marked gpu: the tokens of transformers, memory refused
 #   micro    attention by kernel, kernels of one step, memory and time of a load
 #   floor    the share of the floor that memory bandwidth sets, 1B, 3B and 8B at 1, 8, 32 and 128 rows, with and without the flash kernels
+#   triton   the same with kernels=triton beside floor's, and the GPU's tests of it; not in the rehearsal: make test-triton is that
 #   peers    transformers' ContinuousBatching beside it, 1B and 8B
 #   faults   over HTTP: kill -9, memory taken by another process, a device-side assert: causes and times
 #
@@ -58,13 +59,22 @@ fi
 
 call() {
   case $1 in
-  tests) "$python" -m pytest tests/serving/backends/torch -m gpu -p no:cacheprovider -o filterwarnings=default ;;
+  tests)
+    "$python" -m pytest tests/serving/backends/torch -m gpu --ignore tests/serving/backends/torch/test_kernels.py -p no:cacheprovider \
+      -o filterwarnings=default
+    ;;
   micro) "$python" -m tests.bench.gpu_micro --device "$device" --model "$big" --rows "${rows[@]}" --contexts "${contexts[@]}" --json "$out/micro.json" ;;
   floor)
     for attention in auto sdpa; do
       "$python" -m tests.bench.torch_floor --device "$device" --attention "$attention" --models "${models[@]}" --rows "${rows[@]}" \
         --steps "$steps" --rounds "$rounds" --cores "${cores[@]}" --json "$out/floor-$attention.json"
     done
+    ;;
+  triton)
+    [[ $device == gpu ]] || return 0
+    "$python" -m pytest tests/serving/backends/torch/test_kernels.py -m "gpu or triton" -p no:cacheprovider -o filterwarnings=default
+    "$python" -m tests.bench.torch_floor --device gpu --kernels triton --models "${models[@]}" --rows "${rows[@]}" \
+      --steps "$steps" --rounds "$rounds" --cores "${cores[@]}" --json "$out/floor-triton.json"
     ;;
   peers)
     for model in "${peers[@]}"; do
@@ -74,7 +84,7 @@ call() {
     ;;
   faults) "$python" -m tests.bench.gpu_faults --device "$device" --model "$big" --json "$out/faults.json" ;;
   *)
-    echo "no call $1; there are tests micro floor peers faults" >&2
+    echo "no call $1; there are tests micro floor triton peers faults" >&2
     return 2
     ;;
   esac
@@ -84,7 +94,7 @@ if [[ ${1:-} == --only ]]; then  # this script, under the limit of one call
   call "$2"
   exit
 fi
-all=(tests micro floor peers faults)
+all=(tests micro floor triton peers faults)
 wanted=("$@")
 if [[ ${#wanted[@]} == 0 ]]; then
   for one in "${all[@]}"; do

@@ -31,6 +31,7 @@ from tests.tools.made_up_machines import made_up_machines, placed_on
 from tests.tools.step_counts import META, HostTensors, Kernels, kernels_of_a_layer, traced
 
 MOST_KERNELS = 12  # of a layer
+MOST_TRITON = 9
 MOST_OFF = 0.05  # of predicted graph memory
 
 
@@ -63,6 +64,10 @@ def readiness() -> Iterator[Line]:
                 (f"at most {MOST_KERNELS}", count <= MOST_KERNELS) if packed else ("", None)
             )
             yield Line(f"kernels a layer, {name}, {how}", str(count), wanted, is_good)
+        kernels, _ = traced(name, packed=True, fused=True)
+        count = kernels_of_a_layer(kernels)
+        wanted, is_good = f"at most {MOST_TRITON}", count <= MOST_TRITON
+        yield Line(f"kernels a layer, {name}, kernels=triton", str(count), wanted, is_good)
     copies = blocking_copies()
     found = ", ".join(copies) or "0"
     yield Line("blocking copies a step, draws of every kind", found, "0", not copies)
