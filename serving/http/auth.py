@@ -70,7 +70,7 @@ def named_keys(text: str) -> tuple[Key, ...]:
 
 def peer_of(scope: Scope) -> str:
     """The address that a request comes from, of IPv6 the network of its first 64 bits, all of which
-    one client has; "" where there is none."""
+    one client has, and for ::1 that of IPv4; "" where there is none."""
     address = (scope.get("client") or ("",))[0]
     if ":" not in address:
         return address
@@ -78,12 +78,14 @@ def peer_of(scope: Scope) -> str:
         given = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:
         return address
+    if given.is_loopback:
+        return "127.0.0.1"
     return str(given.ipv4_mapped or ipaddress.IPv6Network((given, 64), strict=False))
 
 
 def is_local(peer: str) -> bool:
     """Whether a request with this `peer_of` comes from the machine itself, as far as is known."""
-    return not peer or peer.startswith("127.") or peer == "::/64"
+    return not peer or peer.startswith("127.")
 
 
 def same_key(given: bytes, key: bytes) -> bool:

@@ -132,7 +132,7 @@ def test_a_network_of_ipv6_is_one_client() -> None:
 
     assert peer("2001:db8:1:2:3::4") == peer("2001:db8:1:2::9") == "2001:db8:1:2::/64"
     assert peer("fe80::1%eth0") == "fe80::/64" and peer("192.0.2.7") == "192.0.2.7"
-    assert peer("::ffff:192.0.2.7") == "192.0.2.7"
+    assert peer("::ffff:192.0.2.7") == "192.0.2.7" and peer("::1") == "127.0.0.1"
     assert peer(None) == ""
 
 
