@@ -202,6 +202,27 @@ def test_a_cluster_of_its_own_is_closed_and_ends_with_the_server(tmp_path: Path)
     assert not alive
 
 
+def test_load_brings_a_second_replica(tmp_path: Path) -> None:
+    """Ray sees no request of ours: replicas tell it how many they have."""
+    engine = ("--option", f"step_seconds={STEP_SECONDS}", "--slots", "1")
+    one = Endpoint(tmp_path, "--replicas", "1-2", *engine, address=None)
+    assert len(one.replicas()) == 1
+    is_enough = threading.Event()
+
+    def stream(number: int) -> None:
+        while not is_enough.is_set():
+            assert one.complete(f"{number} streamed", stream=True)[0] == 200
+
+    streams = Later(stream, 4)
+    try:
+        wait_for(lambda: len(one.replicas()) == 2, 120)
+    finally:
+        is_enough.set()
+    assert streams.answers() == [None] * 4
+    one.server.process.send_signal(signal.SIGTERM)
+    one.has_ended_well()
+
+
 def listening(process: psutil.Process) -> list[tuple[str, str, int]]:
     """Its name with each address and port; [] for one that has ended: Ray ends those it needs no
     more."""
