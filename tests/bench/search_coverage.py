@@ -28,7 +28,8 @@ import numpy as np
 
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.records.events import Capacity, CapacityStatus
-from tests.loadtests.capacity.known_worlds import search, worlds
+from tests.loadtests.capacity.known_worlds import worlds
+from tests.loadtests.capacity.searched import search
 
 AIMS = (0.0, 1 / 3, 0.5, 1.0, 1.57, 2.0, 3.0)  # 0: none
 SLOW = {"1B on a CPU": 16, "3B on a CPU": 16, "8B on a CPU": 32, "360M on a CPU": 4}

@@ -14,7 +14,8 @@ from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import Capacity, CapacityStatus
-from tests.loadtests.capacity.known_worlds import NINE, Played, World, search, worlds
+from tests.loadtests.capacity.known_worlds import NINE, Played, World, worlds
+from tests.loadtests.capacity.searched import search
 
 WORLDS = {world.name: world for world in worlds()}
 SLOTS = WORLDS["4 slots of 0.51 s"]
