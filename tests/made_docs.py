@@ -164,7 +164,7 @@ def plan_outputs(name: str) -> str:
     return f"$ crossover plan docs/plan-examples/{name}.toml\n{output.as_text(made, 150)}\n"
 
 
-PLANS = ("chat-on-a-laptop", "office-hours", "code-at-night", "70b")
+PLANS = ("chat-on-two-cores", "office-hours", "code-at-night", "70b")
 # Files that are made as a whole.
 WHOLE: dict[str, Callable[[], str]] = {
     "docs/report.schema.json": lambda: json.dumps(document.schema(), indent=1) + "\n",

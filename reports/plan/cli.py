@@ -45,7 +45,8 @@ class Options:
         typer.Option(help="Consider this device for rent, not the list; may be repeated."),
     ] = None
     run: Annotated[
-        list[Path] | None, typer.Option(help="A run folder of a machine of yours; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="A run folder of a machine of yours, or its archive; repeatable."),
     ] = None
     machine: Annotated[
         list[Path] | None, typer.Option(help="A file of `crossover calibrate`; may be repeated.")

@@ -64,7 +64,7 @@ class ForecastKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class MachineKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One machine: exactly one of run, file and device."""
 
-    run: str | None = None  # a run folder in which this machine's capacity was measured
+    run: str | None = None  # a run folder (or its archive) with this machine's measured capacity
     file: str | None = None  # a machine.json that `crossover calibrate` wrote
     device: str | None = None  # a name of `crossover hardware list`
     name: str | None = None  # what to call it; none: its own name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo, is_as_strict
 from loadtests.records.events import Calibrated, of_kind
+from loadtests.records.run_folder import RunRecords
 from loadtests.records.schema import RunManifest
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.prediction_error import error_scale, packaged_pairs
@@ -28,6 +30,7 @@ from reports.planning.calibrated import load_machine
 from reports.planning.hardware import Device, device_named, devices
 from reports.planning.machine_capacity import Serving, policy_of
 from reports.planning.machines import Machine, machine_of, step_law
+from reports.reference.archive import opened
 from reports.run import numbers_of, read_records
 
 # Half width of the 90 % band of ln(capacity) by simulation: the standard deviation over seeds is
@@ -61,10 +64,18 @@ def with_format(asked: Question) -> Question:
 
 def _run(path: str, asked: Question) -> RunNumbers:
     try:
-        return numbers_of(read_records(asked.folder / path))
+        return numbers_of(_records(asked.folder / path))
     except CrossoverError as problem:
         places = [number for number, one in enumerate(asked.keys.machines) if one.run == path]
         raise BadPlan(f"{problem} - at `$.machines[{places[0]}]`") from problem
+
+
+def _records(path: Path) -> RunRecords:
+    """Of a run folder, or of the archive of a run."""
+    if not path.is_file():
+        return read_records(path)
+    with opened(path) as folder:
+        return read_records(folder)
 
 
 def candidates_of(asked: Question) -> list[Candidate]:
@@ -249,7 +260,7 @@ def _of_run(keys: MachineKeys, asked: Question) -> Candidate:
     under the plan's; where both are the same, the plan's is the measured one.
     """
     assert keys.run is not None
-    records = read_records(asked.folder / keys.run)
+    records = _records(asked.folder / keys.run)
     run = numbers_of(records)
     wanted = asked.weight_format(is_gpu=False)
     cells = [

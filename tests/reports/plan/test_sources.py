@@ -19,9 +19,10 @@ from reports.plan.options import CERTAIN
 from reports.plan.sizing import Pool
 from reports.plan.sources import candidates_of, considered
 from reports.planning.predict import GPU_FIXED_BYTES, GPU_WEIGHT_SHARE
+from reports.reference.archive import anonymised, write_archive
 from reports.render.markdown import markdown
 from reports.render.page import page
-from reports.run import read_run
+from reports.run import read_records, read_run
 from reports.write import Asked, as_json, read
 from tests.loadtests.calibrate.machine_files import machine_file
 from tests.reports.example_run import RUNGS, SLO, SLOTS, write_example_run
@@ -155,6 +156,15 @@ def test_under_the_run_s_own_slo_and_workload_a_plan_has_the_measured_capacity(
 
 
 KEYS = ("ttft_seconds", "tpot_seconds", "target")
+
+
+def test_an_archive_of_a_run_says_what_its_folder_says(measured: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "shared.tar.xz"
+    write_archive(anonymised(read_records(measured)), packed)
+    runs = [{"run": str(path), "name": "here"} for path in (measured, packed)]
+    (folder, archive) = candidates_of(asked(Path(), machines=runs))
+    assert archive.kind == "measured" and archive.server is not None
+    assert (archive.factor, archive.errors) == (folder.factor, folder.errors)
 
 
 def test_a_model_that_was_not_measured_is_named(measured: Path) -> None:
