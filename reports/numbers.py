@@ -142,6 +142,7 @@ class CellNumbers(msgspec.Struct, frozen=True, kw_only=True):
     busy_slos: tuple[str, ...] = ()  # ... and which SLOs were not searched to the end
     observations: tuple[StepObservation, ...] = ()  # of its calibration
     law: StepLaw | None = None  # fitted on these; None: too few
+    speed: float | None = None  # of steps under load, over what that law says; None: not seen
     loads: tuple[float, ...] = ()  # seconds of each load of the model, in order
     fallbacks: tuple[Fallback, ...] = ()  # one of each level in which the engine changed
     not_sampled: dict[str, str] = {}  # what could not be read beside the load, and why

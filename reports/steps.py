@@ -10,7 +10,9 @@ from loadtests.errors import LoadError
 from loadtests.metrics.fallback import fallback_of
 from loadtests.records.events import Calibrated, CellReady, Event, of_kind
 from loadtests.records.schema import RequestRecord
+from loadtests.simulation.speed_under_load import usual_speed
 from loadtests.simulation.step_observations import observations_of
+from loadtests.simulation.step_replay import residuals_of
 from loadtests.simulation.step_time import StepLaw, StepObservation, fit
 from reports.numbers import CellNumbers
 
@@ -28,13 +30,17 @@ def with_steps(
         alone = [one.level for one in cell.levels if one.is_single_stream]
         seen = [one for level in alone for one in observations_of(requests[level], 1)]
     timed = tuple(one for one in seen if one.seconds > 0)
+    law = _law(timed)
+    loaded = [requests[one.level] for one in cell.levels if one.counts and one.rate_per_second]
+    speed = None if law is None else usual_speed(law, residuals_of(timed, law), loaded)
     changed = (fallback_of(level) for level in requests.values())
     ready = of_kind(events, CellReady)
     sampling = ready[-1].sampling if ready else None
     return msgspec.structs.replace(
         cell,
         observations=timed,
-        law=_law(timed),
+        law=law,
+        speed=speed,
         loads=tuple(one.load_seconds for one in ready if one.load_seconds is not None),
         fallbacks=tuple(one for one in changed if one is not None),
         not_sampled=sampling if isinstance(sampling, dict) else {},

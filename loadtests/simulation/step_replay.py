@@ -46,13 +46,13 @@ def residuals_of(observations: Iterable[StepObservation], law: StepLaw) -> Resid
     for one in observations:
         said = law.seconds(one.decode_rows, one.prefill_tokens, one.kv_tokens, one.passes)
         if said > 0:
-            kind = _kind(one.decode_rows, one.prefill_tokens)
+            kind = kind_of(one.decode_rows, one.prefill_tokens)
             found[kind].extend(seconds / said for seconds in one.steps or (one.seconds,))
     prompts, alone, together = found
     return Residuals(tuple(alone), tuple(together), tuple(prompts))
 
 
-def _kind(decode_rows: float, prefill_tokens: float) -> int:
+def kind_of(decode_rows: float, prefill_tokens: float) -> int:
     """Index into Residuals.kinds."""
     if prefill_tokens > 0:
         return 0
@@ -95,13 +95,13 @@ class ReplayedSteps(LawSteps):
         self._at = [0] * len(drawn)
 
     def step(self, rows: int, prompt_tokens: int, context: float, passes: int = 1) -> float:
-        kind = _kind(rows, prompt_tokens)
+        kind = kind_of(rows, prompt_tokens)
         at = self._at[kind]
         self._at[kind] = (at + 1) % DRAWN
         return self.law.seconds(rows, prompt_tokens, context, passes) * self._ratios[kind][at]
 
     def stretch(self, rows: int, context: float, steps: int) -> float:
-        kind = _kind(rows, 0)
+        kind = kind_of(rows, 0)
         sums, moments, at = self._sums[kind], self._moments[kind], self._at[kind]
         seconds = 0.0
         for count, first, growth in self.law.pieces(rows, context, steps):
@@ -113,10 +113,10 @@ class ReplayedSteps(LawSteps):
         return seconds
 
     def most(self, rows: int, steps: int) -> int:
-        return min(steps, DRAWN - self._at[_kind(rows, 0)])
+        return min(steps, DRAWN - self._at[kind_of(rows, 0)])
 
     def pass_by(self, rows: int, steps: int) -> None:
-        kind = _kind(rows, 0)
+        kind = kind_of(rows, 0)
         self._at[kind] = (self._at[kind] + steps) % DRAWN
 
 

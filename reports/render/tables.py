@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ from reports.sentences import bounds_words, title
 
 Record = dict[str, Any]
 T = TypeVar("T")
+
+SLOWER = 0.05  # of ln(speed): less is not said
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -104,12 +107,14 @@ def state_words(cell: CellNumbers) -> str:
 
 
 def predicted_cell(cell: CellNumbers) -> str:
-    """A prediction with its interval, and its ratio to what was measured."""
+    """A prediction with its interval, its ratio to what was measured, and one cause of that."""
     if cell.predicted is None:
         return "none"
-    ratio = ratio_words(cell.predicted, cell.capacity)
-    words = predicted_words(cell.predicted)
-    return f"{words}; {ratio}" if ratio else words
+    words = [predicted_words(cell.predicted), ratio_words(cell.predicted, cell.capacity)]
+    if cell.speed is not None and abs(math.log(cell.speed)) > SLOWER:
+        times = formatting.significant(1 / cell.speed)
+        words.append(f"steps under load took {times} x what its calibration saw")
+    return "; ".join(word for word in words if word)
 
 
 def _most_tokens(cell: CellNumbers) -> float | None:

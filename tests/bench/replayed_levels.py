@@ -1,21 +1,21 @@
 """Levels of a run, played by its own step law, beside what was measured: simulated over measured.
 
-    python -m tests.bench.replayed_levels tests/bench/runs/demo-*.tar.xz
+    python -m tests.bench.replayed_levels tests/bench/runs/demo-*.tar.xz FOLDER
 
 Each level at a rate is simulated with its own due times and lengths, by the law that today's code
-fits to the run's calibration, and by that law with one pass for all prompts of a step. Levels that
-ended early by a stranger on the machine are left out. Printed for each model: the median over its
-levels of simulated over measured TTFT and TPOT (p50, p90), and for each run the capacity that is
-predicted over the measured one, with its interval.
+fits to the run's calibration, and by that law at the speed that the levels' own steps had: what is
+left then is the simulation's. Levels that ended early by a stranger on the machine are left out.
+Printed for each run: the capacity that is predicted over the measured one, with its interval, and
+the speed of its levels (0.8: steps took 1.25 x what the calibration saw); for each model: the
+median over its levels of simulated over measured TTFT and TPOT (p50, p90).
 """
 
 from __future__ import annotations
 
 import sys
-import tarfile
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -26,21 +26,29 @@ from loadtests.records.run_folder import RunRecords, read_records
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Array, Pairs, Policy, simulate
 from loadtests.simulation.simulated_capacity import predict
+from loadtests.simulation.speed_under_load import speed_under_load, usual_speed
 from loadtests.simulation.step_observations import observations_of_burst
 from loadtests.simulation.step_replay import ReplayedSteps, Residuals, residuals_of
 from loadtests.simulation.step_time import StepLaw, StepObservation, fit
 from loadtests.workload.requests import Workload, draw
+from reports.reference.archive import opened
 from reports.run import slo_of
 
 REQUESTS = 20_000
 LEAST_REQUESTS = 20
 
 
-class Laws(msgspec.Struct):
-    """Today's law, and the same with one pass a step: each with its residuals."""
+BY_CALIBRATION = "by its calibration"
+BY_LEVELS = "at its levels' speed"
 
-    by_name: dict[str, tuple[StepLaw, Residuals]]
+
+class Laws(msgspec.Struct):
+    """Today's law of a calibration, and the same as slow as the levels' steps."""
+
+    by_name: dict[str, StepLaw]
+    residuals: Residuals
     policy: Policy
+    speeds: list[float]  # of each level
 
 
 def laws_of(run: RunRecords, cell: str) -> Laws | None:
@@ -57,9 +65,16 @@ def laws_of(run: RunRecords, cell: str) -> Laws | None:
         for one in observations_of_burst(bursts[first : first + policy.slots], first + 1)
         if one.passes > 1
     ]
-    alone = [one for one in seen if one.passes == 1]
-    fitted = {"a pass a prompt": [*alone, *together], "one pass": alone}
-    return Laws({k: (fit(v), residuals_of(v, fit(v))) for k, v in fitted.items()}, policy)
+    seen = [*(one for one in seen if one.passes == 1), *together]
+    law = fit(seen)
+    residuals = residuals_of(seen, law)
+    levels = list(levels_of(run, cell))
+    speeds = [speed_under_load(law, residuals, each) for each in levels]
+    usual = usual_speed(law, residuals, levels)
+    laws = {BY_CALIBRATION: law}
+    if usual is not None:
+        laws[BY_LEVELS] = law.slower(1 / usual)
+    return Laws(laws, residuals, policy, [speed for speed in speeds if speed is not None])
 
 
 def levels_of(run: RunRecords, cell: str) -> Iterator[list[RequestRecord]]:
@@ -87,7 +102,6 @@ def measured(level: Sequence[RequestRecord]) -> Array:
 
 
 def simulated(level: Sequence[RequestRecord], laws: Laws, name: str) -> Array:
-    law, residuals = laws.by_name[name]
     pairs: Pairs = np.array(
         [
             (
@@ -97,7 +111,7 @@ def simulated(level: Sequence[RequestRecord], laws: Laws, name: str) -> Array:
             for r in level
         ]
     )
-    steps = ReplayedSteps(law, residuals, 1)
+    steps = ReplayedSteps(laws.by_name[name], laws.residuals, 1)
     played = simulate(steps, laws.policy, [r.due_seconds for r in level], pairs)
     return quantiles(played.ttft_seconds, played.tpot_seconds)
 
@@ -110,19 +124,18 @@ def capacities(run: RunRecords, cell: str, laws: Laws) -> str:
     if not (found.estimate and found.low and found.high):
         return "not measured"
     parts = [f"measured {found.estimate:.2f} ({found.low:.2f}-{found.high:.2f})/s"]
-    for name, (law, residuals) in laws.by_name.items():
-        rate = predict(law, laws.policy, pairs, slo, seed=1, residuals=residuals).rate
+    for name, law in laws.by_name.items():
+        rate = predict(law, laws.policy, pairs, slo, seed=1, residuals=laws.residuals).rate
         parts.append(f"{name}: {rate:.2f}, {rate / found.estimate:.2f} x")
-    return "; ".join(parts)
+    speeds = ", ".join(f"{speed:.2f}" for speed in laws.speeds)
+    return "; ".join([*parts, f"levels' speeds {speeds}"])
 
 
 def main() -> None:
     ratios: dict[tuple[str, str], list[Array]] = defaultdict(list)
     for archive in map(Path, sys.argv[1:]):
-        with tempfile.TemporaryDirectory() as folder:
-            with tarfile.open(archive) as packed:
-                packed.extractall(folder, filter="data")
-            run = read_records(next(Path(folder).iterdir()))
+        with opened(archive) if archive.is_file() else nullcontext(archive) as folder:
+            run = read_records(folder)
         for cell in dict.fromkeys(one.cell for one in of_kind(run.events, Calibrated)):
             laws = laws_of(run, cell)
             if laws is None:
@@ -132,10 +145,10 @@ def main() -> None:
                 true = measured(level)
                 for name in laws.by_name:
                     ratios[cell, name].append(simulated(level, laws, name) / true)
-    print(f"\n{'simulated / measured, medians':38} levels TTFT p50   p90 TPOT p50   p90")
+    print(f"\n{'simulated / measured, medians':41} levels TTFT p50   p90 TPOT p50   p90")
     for (cell, name), each in ratios.items():
         shown = " ".join(f"{value:8.2f}" for value in np.median(each, axis=0))
-        print(f"{cell:20} {name:17} {len(each):6} {shown}")
+        print(f"{cell:20} {name:20} {len(each):6} {shown}")
 
 
 if __name__ == "__main__":

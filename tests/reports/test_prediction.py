@@ -63,6 +63,14 @@ def test_it_is_shown_with_its_interval_and_its_ratio_to_what_was_measured(run: R
     assert column["floor"] == cell.held and column["label"] == "0.15/s"
 
 
+def test_steps_that_were_slower_under_load_are_said_beside_the_ratio(run: RunNumbers) -> None:
+    cell = next(cell for cell in run.cells if cell.model == "llama-3.2-1b")
+    slow = predicted_cell(msgspec.structs.replace(cell, speed=0.8))
+    assert slow.endswith("; steps under load took 1.2 x what its calibration saw")
+    for speed in (0.97, None):
+        assert "under load" not in predicted_cell(msgspec.structs.replace(cell, speed=speed))
+
+
 def test_a_word_in_a_column_stands_beside_the_marks_of_its_levels(run: RunNumbers) -> None:
     rows = map_rows(run.cells)
 
