@@ -44,7 +44,7 @@ def test_every_packaged_pair_has_a_source_and_its_interval() -> None:
         assert one.source and one.ratio > 0, one.what
         if one.low is not None and one.high is not None:
             assert one.low < one.ratio < one.high, one.what
-    assert 0.1 < error_scale(packaged_pairs()) < 0.5
+    assert FLOOR <= error_scale(packaged_pairs()) < 0.5
 
 
 def test_the_scale_is_the_spread_of_the_predictions() -> None:
