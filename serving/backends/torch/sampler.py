@@ -86,7 +86,7 @@ def _draw_top_k(logits: Tensor, cuts: _Cuts, uniform: Tensor) -> tuple[Tensor, T
     weights = torch.where(is_kept, weights, 0.0)
     sums = weights.cumsum(-1)
     place = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
-    last = (weights > 0).sum(-1, keepdim=True) - 1
+    last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
     return ids.gather(1, torch.minimum(place, last))[:, 0], cuts.top_k[:, 0] <= ids.shape[1]
 
 
@@ -132,7 +132,7 @@ def _least_kept(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
     total = whole.exp_().masked_fill_(~is_above, 0.0).sum(-1, keepdim=True)
     weights = torch.where(scaled >= cuts.floor, scaled.exp(), 0.0)
     is_kept = (weights.cumsum(-1) - weights < cuts.top_p * total) & (scaled >= cuts.floor)
-    last = is_kept.sum(-1, keepdim=True) - 1
+    last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
     least = torch.where(
         cuts.top_p < 1,
         logits.gather(1, ids.gather(1, last)).double(),

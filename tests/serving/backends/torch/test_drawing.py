@@ -19,21 +19,19 @@ from tests.serving.backends.backend_steps import prompt_of, row
 from tests.serving.backends.hf_folders import hf_folder
 from tests.serving.backends.torch.engines import Make
 
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        Sampling(temperature=1.0),
-        Sampling(temperature=0.7, top_k=5),
-        Sampling(temperature=1.3, top_p=0.6),
-        Sampling(temperature=0.9, top_p=0.9, top_k=50),
-        Sampling(temperature=1.0, min_p=0.05),
-        Sampling(temperature=1.0, min_p=0.02, top_p=0.8),
-        Sampling(temperature=0.8, top_k=1),
-    ],
-    ids=str,
+KINDS = (
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=5),
+    Sampling(temperature=1.3, top_p=0.6),
+    Sampling(temperature=0.9, top_p=0.9, top_k=50),
+    Sampling(temperature=1.0, min_p=0.05),
+    Sampling(temperature=1.0, min_p=0.02, top_p=0.8),
+    Sampling(temperature=0.8, top_k=1),
 )
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=str)
 @pytest.mark.parametrize("vocabulary", [300, 6000])
 def test_the_device_draws_what_the_host_draws(sampling: Sampling, vocabulary: int) -> None:
     logits = np.random.default_rng(1).normal(0, 3, (64, vocabulary)).astype(np.float32)
@@ -64,6 +62,19 @@ def test_the_device_says_when_it_cannot_draw() -> None:
     assert not drawable(row(0, [1], 0, sampling=Sampling(logprobs=1)))
     assert not drawable(row(0, [1], 0, sampling=Sampling(presence_penalty=0.5)))
     assert not drawable(replace(row(0, [1], 0), banned=(3,)))
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=str)
+def test_a_row_that_is_no_number_harms_no_other(sampling: Sampling) -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (3, 6000)).astype(np.float32)
+    logits[1] = float("nan")
+    rows = [row(slot, [1], 3, sampling=sampling) for slot in range(3)]
+    tokens, good = draw(torch.from_numpy(logits), rows)
+    assert good.tolist() == [True, False, True]
+    assert tokens[[0, 2]].tolist() == [
+        one.token for one in sample(logits[[0, 2]], [rows[0], rows[2]])
+    ]
+    assert 0 <= tokens[1] < 6000, "the next step may have begun with it"
 
 
 def test_rows_that_the_device_cannot_draw_go_to_the_host(make: Make) -> None:
