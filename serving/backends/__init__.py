@@ -83,7 +83,8 @@ BACKENDS: dict[str, BackendSpec] = {
         kv_dtype=_torch_kv,
         shares_kv=False,
         options=(
-            *("graphs", "device_sampling", "attention", "kernels", "margin", "prefill_chunk"),
+            *("graphs", "device_sampling", "run_ahead", "attention", "kernels", "margin"),
+            "prefill_chunk",
         ),
         kv_grain=64,
         kv_spare_tokens=1,

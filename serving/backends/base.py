@@ -13,6 +13,11 @@ The contract (tests/serving/backends/backend_contract.py holds every backend to 
 A backend may also have
   - `rides(decoding, slot) -> bool`: whether one token of the prompt in `slot` is best computed with
     the decoding slots. The scheduler then makes that prompt's piece one token longer.
+  - `launch(rows, after) -> Launched | None`: starts a step and does not wait for it; None, with
+    nothing done, where it would have to. `after`: the step launched just before, or None where that
+    is read already or nobody wants its tokens. A row's only token may be DRAWN: what `after` draws
+    for that slot. Where a launched step finds that `step` has to draw a row's token, its `tokens`
+    has None there, and the row's last token comes again in a `step`.
   - `last_decode_seconds`: time of the last step's decode rows; None where prompts were among them.
 """
 
@@ -129,6 +134,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     check_memory: bool = True  # refuse what is predicted not to fit
     quality_kl_nats: float | None = None  # KL divergence to the float model, where measured
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
+
+
+class Launched(Protocol):
+    """A step that may still be under way."""
+
+    def tokens(self) -> list[Sampled | None]:
+        """Wait for it: what `step` would return, None for each row that `step` has to draw."""
+        ...
 
 
 class Backend(Protocol):

@@ -89,6 +89,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 NO_TOKEN = -1
+DRAWN = -2  # in Row.tokens: what the step before draws for this slot; nobody knows it yet
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ are one kernel each, as torch has them for CUDA; elsewhere they are made of seve
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +25,16 @@ from torch.utils._pytree import tree_leaves
 from models.ladder import rung
 from models.spec import ModelSpec
 from serving.backends.kv_slots import RowMap
+from serving.backends.torch.backend import TorchBackend
+from serving.backends.torch.cuda_graphs import DecodeGraphs
+from serving.backends.torch.gpu_start import KINDS_OF_DRAWS
 from serving.backends.torch.kernels.fused import FusedModel
 from serving.backends.torch.matrices import Dense
 from serving.backends.torch.model import HeadCache, SlotModel
 from serving.backends.torch.packed import PackedCache
 from serving.backends.torch.step_batch import StepBatch
 from serving.backends.torch.weights import Layer, Weights
-from serving.sampling.types import Row
+from serving.sampling.types import DRAWN, Row
 
 _ONE_KERNEL = (rms_norm, torch.rms_norm, scaled_dot_product_attention)
 LAYERS = 3  # that are traced; what is not of a layer comes at most twice
@@ -51,8 +55,9 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        to_host = name == "copy_" and (args[0].device.type, args[1].device.type) == ("cpu", "meta")
+        out = args[0] if to_host else func(*args, **kwargs)  # there are no numbers to fetch
         devices = {one.device.type for one in _tensors((args, kwargs, out))}
         if {"cpu", "meta"} <= devices and not _asks_to_go_on(args, kwargs):
             scalars = [one for one in _tensors(args) if one.device.type == "cpu" and not one.dim()]
@@ -109,6 +114,34 @@ def traced(
     kernels = Kernels()
     with HostTensors(kernels) as host, kernels:
         batch.run(out)
+    return kernels, host
+
+
+def launched(name: str, *, prompts: bool = False) -> tuple[Kernels, HostTensors]:
+    """A step that is launched while the tokens of the one before are still being drawn, draws of
+    every kind among them; with `prompts` beside a piece of a prompt."""
+    spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
+    backend = TorchBackend.__new__(TorchBackend)  # as it is after a load
+    model = SlotModel(spec, meta_weights(spec), PackedCache(spec, 8, 512, torch.bfloat16, META))
+    logits = torch.empty(8, spec.vocabulary, device=META)
+    backend._model, backend._logits, backend._device = model, logits, META
+    backend._rows = RowMap(8, 511, 0.0)
+    backend._rows.length = [20] * 8
+    backend._columns = torch.arange(512, device=META)
+    backend._graphs = DecodeGraphs(model, 8, logits, capture=False)
+    backend._chunk, backend._is_gpu, backend._runs_ahead = 256, False, True
+    one, drawn = np.ones(1, np.int32), np.array([DRAWN], np.int32)
+    kinds = [kind for _, kind in zip(range(7), itertools.cycle(KINDS_OF_DRAWS), strict=False)]
+    rows = [Row(slot, one, 20, True, kind) for slot, kind in enumerate(kinds)]
+    kernels = Kernels()
+    with kernels:
+        before = backend.launch(rows, None)
+    rows = [Row(slot, drawn, 21, True, kind) for slot, kind in enumerate(kinds)]
+    if prompts:
+        rows.append(Row(7, np.ones(40, np.int32), 20, wants_token=True))
+    kernels = Kernels()
+    with HostTensors(kernels) as host, kernels:
+        assert backend.launch(rows, before) is not None
     return kernels, host
 
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,10 +25,11 @@ from models.spec import ModelSpec
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.backends.kv_slots import RowMap, rider_tokens
 from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
+from serving.backends.torch.flight import Flight
 from serving.backends.torch.gpu_start import KINDS_OF_DRAWS, GpuStart, Plan, workspace_of
 from serving.backends.torch.matrices import compute_dtype, cpu_has_bf16
 from serving.backends.torch.model import SlotModel
-from serving.backends.torch.sampler import draw, drawable
+from serving.backends.torch.sampler import always_drawn, draw, drawable
 from serving.backends.torch.settings import (
     KV_NAMES,
     check_config,
@@ -43,10 +45,11 @@ from serving.backends.torch.transfer import send
 from serving.backends.torch.weights import load, predicted_bytes, stored_format
 from serving.errors import EngineFailed
 from serving.sampling.sampler import sample
-from serving.sampling.types import Row, Sampled, Tokens
+from serving.sampling.types import DRAWN, Row, Sampled, Tokens
 
 CAN = frozenset(CAPABILITIES)
 Progress = Callable[[str, float | None], None]
+Made = TypeVar("Made")
 
 
 class TorchBackend:
@@ -65,6 +68,7 @@ class TorchBackend:
         assert options.prefill_chunk is not None
         self._chunk = options.prefill_chunk
         self._device_sampling = bool(options.device_sampling)
+        self._runs_ahead = bool(options.run_ahead)
         self._threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         if not self._is_gpu:
             torch.set_num_threads(self._threads)
@@ -75,14 +79,12 @@ class TorchBackend:
         start = GpuStart(plan) if self._is_gpu else None
         if config.check_memory:
             check_memory(plan.least(predicted), config.device, options.margin)
-        slots = config.slots
         with memory_errors("loading the weights"), torch.inference_mode():
             weights = load(
                 *(folder, spec, weight_format, device, progress),
                 uplink=None if start is None else start.watch.uplink,
             )
-            if start is not None:
-                slots = start.slots_that_fit(weights)
+            slots = config.slots if start is None else start.slots_that_fit(weights)
             self._model: SlotModel | None = plan.new_model(weights, slots)
         # A full row has one more column for a dummy token (cache_width): every row can ride along.
         price = self._rider_price(spec, plan.token_bytes)
@@ -116,31 +118,46 @@ class TorchBackend:
     @torch.inference_mode()
     def step(self, rows: list[Row]) -> list[Sampled]:
         """See serving.backends.base.Backend.step."""
+        drawn = self._stepped(rows, lambda model: self._run_and_draw(model, rows))
+        return [drawn[row.slot] for row in rows if row.wants_token]
+
+    @torch.inference_mode()
+    def launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
+        """See `launch` in serving.backends.base."""
+        wanting = [row for row in rows if row.wants_token]
+        if not self._runs_ahead or not all(always_drawn(row) for row in wanting):
+            return None
+        drawn = None
+        if after is not None:
+            rows, drawn = after.numbered(rows), after.drawn
+        return self._stepped(rows, lambda model: self._launched(model, rows, drawn))
+
+    def _stepped(self, rows: list[Row], run: Callable[[SlotModel], Made]) -> Made:
+        """What `run` makes of a step. On a GPU a step that found no memory is tried once more, with
+        what the allocator had kept given back: a step writes the same entries again."""
         if self._model is None:
             raise EngineFailed("the backend is closed")
         for row in rows:
             self._rows.place_of(row)
-        with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
-            drawn = self._stepped(self._model, rows)
-        return [drawn[row.slot] for row in rows if row.wants_token]
-
-    def _stepped(self, model: SlotModel, rows: list[Row]) -> dict[int, Sampled]:
-        """What each slot drew. On a GPU a step that found no memory is tried once more, with what
-        the allocator had kept given back: a step writes the same entries again."""
         held = {row.slot: self._rows.length[self._rows.row_of[row.slot]] for row in rows}
-        try:
-            return self._run_and_draw(model, rows)
-        except RuntimeError as problem:
-            if not (self._is_gpu and is_shortage(problem)):
-                raise
-        torch.cuda.empty_cache()
-        for slot, length in held.items():
-            self._rows.length[self._rows.row_of[slot]] = length
-        return self._run_and_draw(model, rows)
+        with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
+            try:
+                return run(self._model)
+            except RuntimeError as problem:
+                if not (self._is_gpu and is_shortage(problem)):
+                    raise
+            torch.cuda.empty_cache()
+            for slot, length in held.items():
+                self._rows.length[self._rows.row_of[slot]] = length
+            return run(self._model)
 
     def _run_and_draw(self, model: SlotModel, rows: list[Row]) -> dict[int, Sampled]:
         logits, wanted = self._run(model, rows)
         return dict(zip([row.slot for row in wanted], self._draw(logits, wanted), strict=True))
+
+    def _launched(self, model: SlotModel, rows: list[Row], drawn: Tensor | None) -> Flight:
+        logits, wanted = self._run(model, rows, drawn)
+        return Flight(*draw(logits, wanted), wanted)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -161,18 +178,21 @@ class TorchBackend:
         if self._is_gpu:
             torch.cuda.empty_cache()
 
-    def _run(self, model: SlotModel, rows: list[Row]) -> tuple[Tensor, list[Row]]:
-        """Logits of the rows that want a token, and these rows in the logits' order."""
+    def _run(
+        self, model: SlotModel, rows: list[Row], drawn: Tensor | None = None
+    ) -> tuple[Tensor, list[Row]]:
+        """Logits of the rows that want a token, and these rows in the logits' order. `drawn`: see
+        serving.backends.torch.flight.known."""
         decoding = [row for row in rows if len(row.tokens) == 1]
         filling = [row for row in rows if len(row.tokens) > 1]
         for row in decoding:
             self._rows.length[self._rows.row_of[row.slot]] = row.start
         if decoding and not filling and self._graphs is not None:
-            return self._run_graph(self._graphs, model, decoding)
-        return self._run_eager(model, decoding, filling)
+            return self._run_graph(self._graphs, model, decoding, drawn)
+        return self._run_eager(model, decoding, filling, drawn)
 
     def _run_graph(
-        self, graphs: DecodeGraphs, model: SlotModel, rows: list[Row]
+        self, graphs: DecodeGraphs, model: SlotModel, rows: list[Row], drawn: Tensor | None
     ) -> tuple[Tensor, list[Row]]:
         places = [self._rows.row_of[row.slot] for row in rows]
         small = bucket_of(len(rows), graphs.batches)
@@ -191,7 +211,7 @@ class TorchBackend:
         at = [place for place, _ in wanted]
         host = _host([*ids, *self._rows.length[:batch], *at], self._device)
         longest = max(self._rows.length[place] for place in places) + 1
-        logits, at_device = graphs.run(host, batch, longest)
+        logits, at_device = graphs.run(host, batch, longest, drawn)
         for place in places:
             self._rows.length[place] += 1
         by_slot = {row.slot: row for row in rows}
@@ -201,7 +221,7 @@ class TorchBackend:
         return logits.index_select(0, at_device), asking
 
     def _run_eager(
-        self, model: SlotModel, decoding: list[Row], filling: list[Row]
+        self, model: SlotModel, decoding: list[Row], filling: list[Row], drawn: Tensor | None
     ) -> tuple[Tensor, list[Row]]:
         """One pass over everything, after passes for the beginnings of long prompts."""
         pieces = [(row, *self._run_ahead(model, row)) for row in filling]
@@ -210,7 +230,7 @@ class TorchBackend:
             batch.add_decode(decoding, self._places(model, [row.slot for row in decoding]))
         for row, tokens, start in pieces:
             batch.add_prompt(row, tokens, start)
-        return batch.run(self._logits), batch.wanted
+        return batch.run(self._logits, drawn), batch.wanted
 
     def _places(self, model: SlotModel, slots: list[int]) -> Sequence[int]:
         """The KV rows of a pass's decode rows: for plain attention side by side, with riders.
@@ -267,6 +287,10 @@ class TorchBackend:
         self._run_and_draw(self._model, [Row(0, prompt, 0, True)])
         for index, sampling in enumerate(KINDS_OF_DRAWS[: room - count]):
             self._run_and_draw(self._model, [Row(0, one, count + index, True, sampling)])
+        if self._runs_ahead and room > 1:
+            flight = self._launched(self._model, [Row(0, one, 0, True)], None)
+            rows = flight.numbered([Row(0, np.array([DRAWN], np.int32), 1, True)])
+            self._launched(self._model, rows, flight.drawn).tokens()
         last = slots - 1
         if last and room > count:
             rows = [Row(0, one, count, True), Row(last, np.zeros(2, np.int32), 0, True)]
@@ -293,6 +317,7 @@ class TorchBackend:
             details["prefill_chunk"] = str(self._chunk)
             details["graphs"] = str(options.graphs).lower()
             details["device_sampling"] = str(options.device_sampling).lower()
+            details["run_ahead"] = str(options.run_ahead).lower()
             hip, cuda = torch.version.hip, torch.version.cuda
             details["runtime"] = f"ROCm {hip}" if hip else f"CUDA {cuda}"
             return details

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from serving.backends.torch.flight import known
 from serving.backends.torch.model import DecodeSpan, SlotModel
 from serving.backends.torch.packed import Packed
 
@@ -77,15 +78,20 @@ class DecodeGraphs:
         if capture:
             self._capture_all(progress or (lambda what, fraction: None))
 
-    def run(self, host: Tensor, batch: int, longest: int) -> tuple[Tensor, Tensor]:
+    def run(
+        self, host: Tensor, batch: int, longest: int, drawn: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits float32 [batch, vocabulary] of one token in each of rows 0..batch-1, a bucket.
 
         `host`: int64 on the host: `batch` tokens, their positions, and up to `batch` more numbers,
         which come back on the device. `longest`: keys of the longest row. The next run overwrites
-        both results.
+        both results. `drawn`: see serving.backends.torch.flight.known.
         """
         width = bucket_of(longest, self.contexts)
         self._inputs[: len(host)].copy_(host, non_blocking=True)
+        if drawn is not None:
+            ids = self._inputs[:batch]
+            ids.copy_(known(ids, drawn))
         graph = self._captured.get((batch, width))
         if graph is None:
             self._step(batch, width)

@@ -27,6 +27,12 @@ def drawable(row: Row) -> bool:
     return not row.banned and sampling.logprobs is None and not sampling.needs_logits_work
 
 
+def always_drawn(row: Row) -> bool:
+    """Whether it is known beforehand that the host will not have to draw this row's token, unless
+    `draw` finds it no good."""
+    return drawable(row) and row.sampling.top_k <= MOST_CANDIDATES
+
+
 def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
     """Tokens int64 [n] and whether each is good, bool [n]; the host draws the others.
 

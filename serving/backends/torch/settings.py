@@ -31,6 +31,8 @@ class TorchOptions(msgspec.Struct, frozen=True):
 
     graphs: bool | None = None  # CUDA graphs
     device_sampling: bool | None = None  # draw on the device
+    # Launch a step before the tokens of the one before are read. Needs device_sampling.
+    run_ahead: bool | None = None
     # flash: torch's FlashAttention-2 over packed rows; sdpa: scaled_dot_product_attention.
     # auto: flash on GPUs that have it.
     attention: Literal["auto", "flash", "sdpa"] = "auto"
@@ -47,10 +49,14 @@ def check_options(given: dict[str, Any], device: str) -> TorchOptions:
     is_gpu = device == "gpu"
     if options.graphs and not is_gpu:
         raise Unsupported("option graphs is true, and graphs need device gpu", "graphs")
+    draws = is_gpu if options.device_sampling is None else options.device_sampling
+    if options.run_ahead and not draws:
+        raise Unsupported("option run_ahead is true, and it needs device_sampling", "run_ahead")
     return msgspec.structs.replace(
         options,
         graphs=is_gpu if options.graphs is None else options.graphs,
-        device_sampling=is_gpu if options.device_sampling is None else options.device_sampling,
+        device_sampling=draws,
+        run_ahead=is_gpu and draws if options.run_ahead is None else options.run_ahead,
         prefill_chunk=options.prefill_chunk or (GPU_PREFILL_CHUNK if is_gpu else CPU_PREFILL_CHUNK),
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from serving.backends.kv_slots import RowMap
+from serving.backends.torch.flight import known
 from serving.backends.torch.model import (
     DecodeSpan,
     PromptSpan,
@@ -67,8 +68,9 @@ class StepBatch:
             self.wanted.append(row)
             self._at.append(self._count - 1)
 
-    def run(self, out: Tensor | None = None) -> Tensor:
-        """Logits float32 [n, vocabulary] of `wanted`, in `out` where there is one."""
+    def run(self, out: Tensor | None = None, drawn: Tensor | None = None) -> Tensor:
+        """Logits float32 [n, vocabulary] of `wanted`, in `out` where there is one. `drawn`: see
+        serving.backends.torch.flight.known."""
         model = self._model
         arrays = [np.concatenate(self._ids), np.concatenate(self._positions)]
         arrays.append(np.array(self._at, np.int64))
@@ -83,6 +85,7 @@ class StepBatch:
         else:
             step = self._spans(positions)
         everything = len(self._at) == self._count
+        ids = known(ids, drawn)
         return model.forward(ids, positions, step, None if everything else at, out)
 
     def _packed_arrays(self, positions: Any) -> list[Any]:

@@ -29,6 +29,20 @@ def send(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     return unpacked(arrays, host.to(device, non_blocking=True))
 
 
+def fetch(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The tensor on the host, and what to wait for before it is read there; None: nothing."""
+    if tensor.device.type == "cpu":
+        return tensor, None
+    on_cuda = tensor.device.type == "cuda"
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_cuda)
+    host.copy_(tensor, non_blocking=True)
+    if not on_cuda:
+        return host, None
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return host, copied
+
+
 def packed_bytes(arrays: Sequence[Array]) -> int:
     """Bytes of the arrays one after the other."""
     return sum(_padded(array) for array in arrays)

@@ -236,7 +236,7 @@ def check_scheduled(
     alone. Returns the scheduler.
     """
     info = backend.info
-    scheduler = _scheduler(backend, prefill_tokens=prefill_tokens)
+    scheduler = scheduler_on(backend, prefill_tokens=prefill_tokens)
     random = np.random.default_rng(seed + 800)
     shared = prompt_of(backend, min(48, info.context_tokens // 2), seed + 801)
     asked: dict[int, tuple[list[int], int]] = {}
@@ -306,7 +306,7 @@ def check_prompt_scores(
 
     `logprobs_of(tokens)`: [tokens, vocabulary], row i the distribution after tokens 0..i.
     """
-    scheduler = _scheduler(backend)
+    scheduler = scheduler_on(backend)
     prompt = prompt_of(backend, 21, 40)
     scheduler.add(Submit(1, GenerationRequest(prompt_of(backend, 9, 41), 30)))
     # The second time, the prompt is in the KV already and must be scored all the same.
@@ -330,7 +330,7 @@ def check_prompt_scores(
 # --- what the checks are made of
 
 
-def _scheduler(backend: Backend, **settings: Any) -> Scheduler:
+def scheduler_on(backend: Backend, **settings: Any) -> Scheduler:
     """The real one; the text of a token is its id and a space."""
     info = backend.info
     sizes = {"slots": info.slots, "context_tokens": info.context_tokens}

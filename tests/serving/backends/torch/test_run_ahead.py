@@ -1,0 +1,145 @@
+"""Steps of the torch backend that are launched before the tokens of the one before are read: on the
+CPU, where a launch computes at once, and with a stand-in for CUDA's graphs. Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from serving.backends.torch.backend import TorchBackend
+from serving.backends.torch.flight import known
+from serving.engine.messages import GenerationRequest, Submit
+from serving.errors import Unsupported
+from serving.sampling.types import DRAWN, NO_TOKEN, Sampling
+from tests.serving.backends.backend_contract import check_scheduled, scheduler_on
+from tests.serving.backends.backend_steps import prompt_of, row
+from tests.serving.backends.hf_folders import generated, hf_folder
+from tests.serving.backends.torch.engines import Make
+from tests.tools.fake_cuda import FakeCuda, install_flash
+from tests.tools.step_counts import launched
+
+KINDS = (
+    *(Sampling(), Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=20)),
+    *(Sampling(temperature=1.2, top_p=0.7), Sampling(temperature=1.0, min_p=0.02)),
+    Sampling(logprobs=1),
+    Sampling(presence_penalty=0.4),
+)
+
+
+def answers(backend: TorchBackend, seed: int) -> tuple[dict[int, list[str]], list[int]]:
+    """Texts, ends and log-probabilities of a load made of the seed, and the rows of each launched
+    step that held tokens not known yet."""
+    rng, ahead, launch = random.Random(seed), [], backend.launch
+
+    def seen(rows: Any, after: Any) -> Any:
+        flight = launch(rows, after)
+        if flight is not None:
+            ahead.append(sum(row.tokens[0] == DRAWN for row in rows))
+        return flight
+
+    backend.launch = seen  # type: ignore[method-assign]
+    scheduler = scheduler_on(backend, prefill_tokens=24)
+    out: dict[int, list[str]] = {}
+    shared, number = prompt_of(backend, 30, seed), 0
+    while number < 24 or scheduler.busy:
+        for _ in range(rng.choice([0, 0, 1, 2]) if number < 24 else 0):
+            prompt = shared[: rng.choice([0, 30])] + prompt_of(backend, rng.randint(1, 40), number)
+            kind = rng.choice(KINDS)
+            sampling = Sampling(**{**_fields(kind), "seed": number})
+            asked = GenerationRequest(
+                *(prompt, rng.randint(1, 25), sampling),
+                stop=["7 "] if rng.random() < 0.3 else [],
+                min_tokens=rng.choice([0, 0, 0, 4]),
+            )
+            assert scheduler.add(Submit(number, asked)) is None
+            number += 1
+        for delta in scheduler.step():
+            details = "".join(f"{one.logprob:.3f} " for one in delta.details)
+            out.setdefault(delta.id, []).append(delta.text + details + str(delta.finish or ""))
+    del backend.launch
+    return {key: ["".join(parts)] for key, parts in out.items()}, ahead
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_are_those_of_steps_that_are_waited_for(make: Make, seed: int) -> None:
+    folder, options = hf_folder("tiny-llama"), {"device_sampling": True}
+    found, ahead = answers(make(folder, options=options | {"run_ahead": True}), seed)
+    expected, none = answers(make(folder, options=options), seed)
+    assert found == expected
+    assert sum(ahead) > 5 and not none
+
+
+@pytest.mark.parametrize("shape", ["tiny-llama3", "tiny-qwen3"])
+def test_so_they_are_in_graphs(make: Make, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    cuda = FakeCuda().install(monkeypatch)
+    install_flash(monkeypatch)
+    settings = {"device": "gpu", "weight_format": "fp32"}
+    found = []
+    for chosen in (None, False):
+        options = {"prefill_chunk": 16, "run_ahead": chosen}
+        backend = make(hf_folder(shape), options=options, **settings)
+        assert backend.info.details["run_ahead"] == str(chosen is None).lower()
+        found.append(answers(backend, 7))
+    torch.backends.cuda.enable_cudnn_sdp(was)
+    (mine, ahead), (theirs, none) = found
+    assert mine == theirs and sum(ahead) > 5 and not none
+    assert sum(graph.replays for graph in cuda.graphs) > 50
+
+
+def test_they_are_those_of_transformers(make: Make) -> None:
+    options = {"device_sampling": True, "run_ahead": True}
+    backend = make(hf_folder("tiny-qwen2"), options=options)
+    check_scheduled(backend, generated(hf_folder("tiny-qwen2")))
+
+
+def test_a_token_that_is_no_good_is_left_to_a_step(make: Make) -> None:
+    options = {"device_sampling": True, "run_ahead": True}
+    backend = make(hf_folder("tiny-llama"), options=options)
+    assert backend._model is not None
+    rows = [row(slot, prompt_of(backend, 9, slot), 0) for slot in range(3)]
+    flight = backend.launch(rows, None)
+    assert flight is not None
+    expected = [one.token for one in backend.step(rows)]
+    assert [one and one.token for one in flight.tokens()] == expected
+    with torch.inference_mode():
+        backend._model.weights.norm.fill_(float("nan"))
+    flight = backend.launch(rows, None)
+    assert flight is not None and flight.tokens() == [None] * 3
+    assert [one.token for one in backend.step(rows)] == [NO_TOKEN] * 3
+
+
+def test_ids_that_are_drawn_take_their_place() -> None:
+    ids, drawn = torch.tensor([5, -1, 9, -3, 0]), torch.tensor([70, 80, 90])
+    assert known(ids, drawn).tolist() == [5, 70, 9, 90, 0]
+    assert known(ids, None) is ids and known(ids, drawn[:0]) is ids
+
+
+def test_rows_that_the_host_draws_are_not_launched(make: Make) -> None:
+    options = {"device_sampling": True, "run_ahead": True}
+    backend = make(hf_folder("tiny-llama"), options=options)
+    for sampling in (*KINDS[-2:], Sampling(temperature=1.0, top_k=5000)):
+        assert backend.launch([row(0, [5, 6], 0, sampling=sampling)], None) is None
+    assert backend._rows.length == [0] * 5, "nothing is done"
+    off = make(hf_folder("tiny-llama"))
+    assert off.launch([row(0, [5, 6], 0)], None) is None, "the CPU gains nothing"
+
+
+def test_it_needs_tokens_that_are_drawn_on_the_device(make: Make) -> None:
+    with pytest.raises(Unsupported, match="run_ahead is true, and it needs device_sampling"):
+        make(hf_folder("tiny-llama"), options={"run_ahead": True})
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_launch_waits_for_no_copy(prompts: bool) -> None:
+    kernels, host = launched("1b", prompts=prompts)
+    assert not kernels.blocking and not host.made
+    assert kernels.calls["copy_"] > 0
+
+
+def _fields(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
