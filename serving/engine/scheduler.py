@@ -12,6 +12,12 @@ tokens, by owner and there oldest first (serving.engine.prompt_turns), up to a b
 full, idle prefixes go first, then the youngest sequence returns to the queue with what it has
 generated. Prompt log-probabilities cost one step a token: each is a row that scores the next.
 
+Where the backend can launch a step (see serving.backends.base), the next one is launched before the
+tokens of the one under way are read: the device has work while the host makes text. Its rows stand
+for tokens that are still being drawn; where one ends its sequence, what the next step draws for it
+is dropped. Where a row's token must be drawn on the host (grammars, log-probabilities, min_tokens)
+or the pool is full, each step is read before the next.
+
 Knows token ids and numpy arrays; no tensors, sockets or HTTP.
 """
 
@@ -21,8 +27,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 
-from serving.backends.base import Backend, EngineConfig
+from serving.backends.base import Backend, EngineConfig, Launched
 from serving.engine.detokenizer import StreamText
+from serving.engine.flight import Flight
 from serving.engine.messages import Delta, FinishReason, StepStats, Submit
 from serving.engine.output import detail, end_delta, failed_delta, scores_delta, token_delta
 from serving.engine.prefill_budget import PREFILL_MULTIPLE, PrefillBudget
@@ -70,6 +77,9 @@ class Scheduler:
         self._serial = 0
         self._with_deadline = 0
         self._broken = 0  # sequences ended by NaN since a token was drawn
+        self._flight: Flight | None = None  # the step under way
+        self._landed = 0.0  # when the last step's tokens were there
+        self._must_wait = False  # a token has to be drawn by `step`
         self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
     @property
@@ -112,6 +122,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         self._by_id.clear()
+        self._flight = None
 
     def stats(self) -> StepStats:
         """The state now, and what the last step cost."""
@@ -128,24 +139,23 @@ class Scheduler:
         self._admit(started)
         self._last_step = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
         if not self.running:
+            self._flight = None  # of sequences that were ended
             return deltas
-        rows, filling = self._schedule()
-        rows, sampled, backend_seconds = self._run(rows)
-        prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
-        decoding = sum(len(row.tokens) for row in rows) - prompt_tokens
-        told = getattr(self.backend, "last_decode_seconds", None)
-        self._budget.learn(decoding, prompt_tokens, backend_seconds, told)
-        self._postprocess(rows, sampled, deltas)
-        self._last_step.decode_rows = sum(len(row.tokens) == 1 for row in rows)
-        self._last_step.prefill_tokens = prompt_tokens
-        self._last_step.backend_seconds = backend_seconds
+        flight = self._flight or self._run()
+        self._flight = self._run_ahead(flight)
+        self._land(flight, deltas)
+        if not self.running:
+            self._flight = None
+        self._last_step.decode_rows = sum(len(row.tokens) == 1 for row in flight.rows)
+        self._last_step.prefill_tokens = flight.prompt_tokens
         self._last_step.step_seconds = self.clock() - started
         return deltas
 
     def _schedule(self) -> tuple[list[Row], set[int]]:
         """The rows of the next step in slot order, and the slots of those that are prefill."""
-        filling = [s for s in self.running.values() if s.kind is Kind.PREFILL]
-        rows = [s.row(1) for s in self.running.values() if s.kind is not Kind.PREFILL]
+        going_on = [s for s in self.running.values() if not s.draws_last]
+        filling = [s for s in going_on if s.kind is Kind.PREFILL]
+        rows = [s.row(1) for s in going_on if s.kind is not Kind.PREFILL]
         slots = [row.slot for row in rows]
         budget = self.info.step_tokens - len(rows)
         if rows and filling:
@@ -177,46 +187,110 @@ class Scheduler:
         rides = getattr(self.backend, "rides", None)
         return bool(rides is not None and slots and rides(slots, slot))
 
-    def _run(self, rows: list[Row]) -> tuple[list[Row], list[Sampled], float]:
-        """The backend's step: the rows that ran, what they drew, and the seconds it took."""
+    def _run(self) -> Flight:
+        """The next step: launched where the backend can, else done."""
+        rows, filling = self._schedule()
         while True:
             self._make_room(rows)
             rows = [row for row in rows if row.slot in self.running]  # some may have been preempted
             before = self.clock()
             try:
-                sampled = self.backend.step(rows)
-                return rows, sampled, self.clock() - before
+                launched = None if self._must_wait else self._launch(rows, None)
+                sampled = [] if launched is not None else self.backend.step(rows)
             except KvFull:
                 if not self._slots.drop_oldest() and not self._preempt_youngest():
                     raise
-
-    def _postprocess(self, rows: list[Row], sampled: list[Sampled], deltas: list[Delta]) -> None:
-        drawn = iter(sampled)
-        for row in rows:
-            sequence = self.running[row.slot]
-            sequence.computed += len(row.tokens)
-            if not row.wants_token:
-                continue
-            found = next(drawn)
-            if found.token == NO_TOKEN:
-                deltas.append(self._no_numbers(sequence))
-                continue
-            self._broken = 0
-            if row.target is not None:
-                assert found.logprobs is not None
-                sequence.scored += 1
-                sequence.scores.append(detail(row.target, found.logprobs))
-                if len(sequence.scores) >= SCORES_AT_ONCE:
-                    deltas.append(scores_delta(sequence))
-                continue
-            problem: ServingError | None = getattr(row.state, "error", None)  # of its grammar
-            if problem is None:
-                delta = token_delta(sequence, found, self.clock())
             else:
-                delta = failed_delta(sequence.id, problem, sequence.text.finish())
-            deltas.append(delta)
-            if delta.finish is not None:
-                self._release(sequence)
+                if launched is None:
+                    self._must_wait = False
+                return self._begun(rows, filling, before, launched, sampled)
+
+    def _run_ahead(self, flight: Flight) -> Flight | None:
+        """The step after one that may still be under way; None where that has to be read first."""
+        if flight.launched is None or self._must_wait:
+            return None
+        rows, filling = self._schedule()
+        if not rows or not self._has_room(rows):
+            return None
+        before = self.clock()
+        try:
+            launched = self._launch(rows, flight.launched)
+        except KvFull:
+            return None
+        if launched is None:
+            return None
+        return self._begun(rows, filling, before, launched, [])
+
+    def _launch(self, rows: list[Row], after: Launched | None) -> Launched | None:
+        launch = getattr(self.backend, "launch", None)
+        launched: Launched | None = launch(rows, after) if launch is not None else None
+        return launched
+
+    def _begun(
+        self,
+        rows: list[Row],
+        filling: set[int],
+        began: float,
+        launched: Launched | None,
+        sampled: list[Sampled],
+    ) -> Flight:
+        """What the backend was given: from now on these tokens count as computed."""
+        seconds = self.clock() - began
+        self._last_step.backend_seconds += seconds
+        sequences = [self.running[row.slot] for row in rows]
+        for row, sequence in zip(rows, sequences, strict=True):
+            sequence.computed += len(row.tokens)
+        prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
+        return Flight(rows, sequences, prompt_tokens, began, seconds, launched, sampled)
+
+    def _land(self, flight: Flight, deltas: list[Delta]) -> None:
+        """Read what a step drew, and give it to the sequences that still run."""
+        found: list[Sampled | None] = [*flight.sampled]
+        seconds = flight.seconds
+        if flight.launched is not None:
+            before = self.clock()
+            found = flight.launched.tokens()
+            now = self.clock()
+            self._last_step.backend_seconds += now - before
+            seconds = now - max(flight.began, self._landed)  # the device is done with one at a time
+            self._landed = now
+        told = getattr(self.backend, "last_decode_seconds", None)
+        self._budget.learn(flight.decoding, flight.prompt_tokens, seconds, told)
+        drawn = iter(found)
+        for row, sequence in zip(flight.rows, flight.sequences, strict=True):
+            one = next(drawn) if row.wants_token else None
+            is_stale = (
+                self.running.get(row.slot) is not sequence or sequence.computed < row.position
+            )
+            if is_stale or not row.wants_token:
+                continue
+            if one is None:
+                sequence.computed = row.position - 1
+                self._must_wait = True
+                continue
+            self._take(sequence, row, one, deltas)
+
+    def _take(self, sequence: Sequence, row: Row, found: Sampled, deltas: list[Delta]) -> None:
+        """What a row drew becomes its sequence's."""
+        if found.token == NO_TOKEN:
+            deltas.append(self._no_numbers(sequence))
+            return
+        self._broken = 0
+        if row.target is not None:
+            assert found.logprobs is not None
+            sequence.scored += 1
+            sequence.scores.append(detail(row.target, found.logprobs))
+            if len(sequence.scores) >= SCORES_AT_ONCE:
+                deltas.append(scores_delta(sequence))
+            return
+        problem: ServingError | None = getattr(row.state, "error", None)  # of its grammar
+        if problem is None:
+            delta = token_delta(sequence, found, self.clock())
+        else:
+            delta = failed_delta(sequence.id, problem, sequence.text.finish())
+        deltas.append(delta)
+        if delta.finish is not None:
+            self._release(sequence)
 
     def _no_numbers(self, sequence: Sequence) -> Delta:
         """End a sequence whose logits are NaN; its KV is worth nothing. Raises EngineFailed where
@@ -239,7 +313,7 @@ class Scheduler:
             ):
                 return  # it would only be preempted again
             self.waiting.remove(sequence)
-            computed = {slot: s.tokens[: s.computed] for slot, s in self.running.items()}
+            computed = {slot: s.held for slot, s in self.running.items()}
             found = self._slots.take(sequence.reusable, computed, sequence.origin.cache)
             sequence.slot, sequence.computed = found
             if sequence.scheduled is None:
@@ -250,12 +324,13 @@ class Scheduler:
     def _used(self) -> int:
         return sum(sequence.computed for sequence in self.running.values())
 
+    def _has_room(self, rows: list[Row]) -> bool:
+        new = sum(len(row.tokens) for row in rows if row.slot in self.running)
+        return self._used() + new + self._slots.idle_tokens <= self.info.kv_tokens
+
     def _make_room(self, rows: list[Row]) -> None:
         """Before the step, where the pool is known to be too small for it."""
-        while True:
-            new = sum(len(row.tokens) for row in rows if row.slot in self.running)
-            if self._used() + new + self._slots.idle_tokens <= self.info.kv_tokens:
-                return
+        while not self._has_room(rows):
             if not self._slots.drop_oldest() and not self._preempt_youngest():
                 return
 
@@ -274,8 +349,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
             del self.running[sequence.slot]
-            held = sequence.tokens[: sequence.computed]
-            self._slots.release(sequence.slot, held, self.clock())
+            self._slots.release(sequence.slot, sequence.held, self.clock())
         self._by_id.pop(sequence.id, None)
         self._with_deadline -= sequence.deadline is not None
 

@@ -8,7 +8,9 @@ import numpy as np
 
 from serving.engine.detokenizer import StreamText
 from serving.engine.messages import Submit, TokenDetail
-from serving.sampling.types import Row, Sampling, Tokens
+from serving.sampling.types import DRAWN, Row, Sampling, Tokens
+
+_DRAWN: Tokens = np.array([DRAWN], np.int32)
 
 
 class Kind(StrEnum):
@@ -46,7 +48,7 @@ class Sequence:
         self.scheduled: float | None = None
         self.first_token: float | None = None
         self.slot = -1
-        self.computed = 0  # tokens in the KV
+        self.computed = 0  # tokens in the KV, or to be there after the steps that were launched
         self.cached = 0  # of these, from another sequence
         self.state: object = None  # of its grammar
         self.scored = 0  # tokens of the prompt, from the second on
@@ -79,9 +81,20 @@ class Sequence:
     def _unscored(self) -> int:
         return 0 if self.scoring is None else self.prompt_length - 1 - self.scored
 
+    @property
+    def draws_last(self) -> bool:
+        """Whether the token that is being drawn is the last one, whatever it is."""
+        return self.computed == self.length == self.limit - 1
+
+    @property
+    def held(self) -> Tokens:
+        """The known tokens in the KV."""
+        return self.tokens[: min(self.computed, self.length)]
+
     def row(self, count: int) -> Row:
-        """The row that computes the next `count` tokens."""
+        """The row that computes the next `count` tokens, or the one that is being drawn."""
         end = self.computed + count
+        length = max(self.length, end)
         if self.kind is Kind.SCORE and self.scoring is not None:
             return Row(
                 slot=self.slot,
@@ -95,13 +108,13 @@ class Sequence:
             )
         return Row(
             slot=self.slot,
-            tokens=self.tokens[self.computed : end],
+            tokens=self.tokens[self.computed : end] if length == self.length else _DRAWN,
             start=self.computed,
-            wants_token=end == self.length,
+            wants_token=end == length,
             sampling=self.sampling,
-            history=self.tokens[: self.length] if self.sampling.has_penalties else None,
+            history=self.tokens[:length] if self.sampling.has_penalties else None,
             prompt_tokens=self.prompt_length,
-            banned=tuple(self.stop_ids) if self.length < self.min_length else (),
+            banned=tuple(self.stop_ids) if length < self.min_length else (),
             state=self.state,
             request=self.serial,
         )

@@ -1,0 +1,289 @@
+"""The scheduler on a backend that launches steps: the tokens of a step are read after the next one
+was launched. The backend is the fake one, whose tokens are a hash of all that a slot's KV holds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+
+from serving.backends.base import EngineConfig
+from serving.backends.fake import continuation
+from serving.engine.messages import Delta, Submit
+from serving.engine.scheduler import Scheduler
+from serving.errors import EngineFailed
+from serving.sampling.types import DRAWN, NO_TOKEN, Row, Sampled, Sampling
+from tests.serving.engine.schedules import (
+    TABLE,
+    VOCABULARY,
+    Recorder,
+    expected_text,
+    prompt_of,
+    request,
+    run,
+    text_of,
+)
+
+
+class Step:
+    """A launched step. It computes in its turn, as a device does, and its tokens are known to the
+    next one at once, to the host when it asks."""
+
+    def __init__(self, backend: Launching, drawn: list[Sampled], slots: list[int]) -> None:
+        self._backend = backend
+        self._drawn = drawn
+        self.by_slot = {slot: one.token for slot, one in zip(slots, drawn, strict=True)}
+
+    def tokens(self) -> list[Sampled | None]:
+        self._backend.unread.remove(self)
+        return [None if self._backend.is_no_good(one) else one for one in self._drawn]
+
+
+class Launching(Recorder):
+    """Launches steps of greedy and seeded rows. `no_good`: one in so many draws has to be made
+    again by a step that is waited for."""
+
+    def __init__(self, config: EngineConfig, no_good: int = 0) -> None:
+        super().__init__(config)
+        self.unread: WeakSet[Step] = WeakSet()  # and not forgotten
+        self.most_unread = 0
+        self.launched = 0
+        self.again = 0
+        self._no_good = no_good
+        self._random = random.Random(5)
+
+    def is_no_good(self, drawn: Sampled) -> bool:
+        found = drawn.token == NO_TOKEN or (
+            self._no_good > 0 and self._random.randrange(self._no_good) == 0
+        )
+        self.again += found
+        return found
+
+    def launch(self, rows: list[Row], after: Step | None) -> Step | None:
+        wanting = [row for row in rows if row.wants_token]
+        if any(
+            row.banned or row.sampling.logprobs is not None or row.sampling.needs_logits_work
+            for row in wanting
+        ):
+            return None
+        assert list(self.unread) == ([] if after is None else [after])
+        known = []
+        for row in rows:
+            if row.tokens[0] == DRAWN:
+                assert after is not None and len(row.tokens) == 1
+                row = replace(row, tokens=np.array([after.by_slot[row.slot]], np.int32))
+            known.append(row)
+        step = Step(self, super().step(known), [row.slot for row in wanting])
+        self.unread.add(step)
+        self.launched += 1
+        self.most_unread = max(self.most_unread, len(self.unread))
+        return step
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        assert not self.unread, "a step that is waited for while another is under way"
+        assert all(DRAWN not in row.tokens for row in rows)
+        return super().step(rows)
+
+
+def launching(
+    no_good: int = 0, clock: Callable[[], float] | None = None, **changes: Any
+) -> tuple[Scheduler, Launching]:
+    options = {"vocabulary": VOCABULARY, **changes.pop("options", {})}
+    settings: dict[str, Any] = {"slots": 4, "context_tokens": 256, **changes}
+    config = EngineConfig("fake", "", "fake", options=options, **settings)
+    backend = Launching(config, no_good)
+    more = {} if clock is None else {"clock": clock}
+    return Scheduler(backend, TABLE, frozenset({0}), config, **more), backend
+
+
+def waiting(**changes: Any) -> Scheduler:
+    """The same world without launched steps."""
+    scheduler, backend = launching(**changes)
+    backend.launch = lambda rows, after: None  # type: ignore[method-assign]
+    return scheduler
+
+
+def some_load(rng: random.Random) -> list[tuple[int, Submit]]:
+    """Requests of many kinds, and how many steps after the one before each comes."""
+    shared = prompt_of(rng, 60)
+    found = []
+    for number in range(30):
+        prompt = shared[: rng.choice([0, 30, 60])] + prompt_of(rng, rng.randint(1, 90))
+        sampling = rng.choice(
+            [
+                *[Sampling()] * 4,
+                *[Sampling(temperature=1.0, seed=number)] * 4,
+                Sampling(logprobs=2),
+                Sampling(presence_penalty=0.5),
+                Sampling(prompt_logprobs=1),
+            ]
+        )
+        more: dict[str, Any] = {"sampling": sampling}
+        if rng.random() < 0.2:
+            more["min_tokens"] = rng.randint(1, 9)
+        if rng.random() < 0.3:
+            more["stop"] = [f"t{rng.randrange(VOCABULARY)}"]
+        if rng.random() < 0.2:
+            more["ignore_eos"] = True
+        gap = rng.choice([0, 0, 1, 3, 9])
+        found.append((gap, request(number, prompt, rng.randint(1, 60), **more)))
+    return found
+
+
+def served(scheduler: Scheduler, load: list[tuple[int, Submit]]) -> dict[int, list[Delta]]:
+    out: dict[int, list[Delta]] = {}
+    for gap, submit in load:
+        for delta in [delta for _ in range(gap) for delta in scheduler.step()]:
+            out.setdefault(delta.id, []).append(delta)
+        assert scheduler.add(submit) is None
+    for number, deltas in run(scheduler).items():
+        out.setdefault(number, []).extend(deltas)
+    return out
+
+
+def answer(deltas: list[Delta]) -> tuple[Any, ...]:
+    details = [(one.token, one.logprob) for delta in deltas for one in delta.details]
+    scores = [(one.token, one.logprob) for delta in deltas for one in delta.prompt_details or []]
+    return (
+        *(text_of(deltas), deltas[-1].finish, sum(delta.tokens for delta in deltas)),
+        *(deltas[-1].error, details, scores),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"no_good": 7}, {"kv_tokens": 300, "no_good": 9}, {"prefill_tokens": 7}, {"slots": 1}],
+    ids=["plain", "no good", "small pool", "small pieces", "one slot"],
+)
+def test_answers_are_those_of_steps_that_are_waited_for(changes: dict[str, Any], seed: int) -> None:
+    """Greedy and seeded requests, log-probabilities, penalties, stop strings and end tokens,
+    joining and leaving.
+    """
+    changes = {"options": {"eos_every": 40}} | changes
+    load = some_load(random.Random(seed))
+    scheduler, backend = launching(**changes)
+    out = served(scheduler, load)
+    expected = served(waiting(**changes), load)
+    assert {number: answer(deltas) for number, deltas in out.items()} == {
+        number: answer(deltas) for number, deltas in expected.items()
+    }
+    assert backend.launched > 10 and backend.most_unread == 2
+    assert not backend.unread and not scheduler.running
+    if "no_good" in changes:
+        assert backend.again > 0
+    if "kv_tokens" in changes:
+        assert scheduler.preemptions > 0
+
+
+def test_a_step_is_launched_before_the_one_before_is_read() -> None:
+    scheduler, backend = launching()
+    prompt = [3, 4, 5]
+    scheduler.add(request(1, prompt, 6))
+    found = []
+    for _ in range(6):
+        found += scheduler.step()
+        assert len(backend.unread) == (len(found) < 6)
+    assert text_of(found) == expected_text(prompt, 6) and found[-1].finish == "length"
+    assert backend.launched == 6, "the limit is known beforehand: nothing is computed for nobody"
+    assert not scheduler.busy
+
+
+def test_an_end_token_drops_what_was_computed_behind_it() -> None:
+    prompt = [3, 4, 5]
+    truth = continuation(prompt, 20, VOCABULARY)
+    scheduler, backend = launching(slots=1)
+    scheduler.add(request(1, prompt, 20, stop_token_ids=[truth[4]]))
+    scheduler.add(request(2, [*prompt, *truth[:5], 9] * 3, 4))
+    out = run(scheduler)
+    assert text_of(out[1]) == expected_text(prompt, 4) and out[1][-1].finish == "stop"
+    assert sum(delta.tokens for delta in out[1]) == 5
+    assert text_of(out[2]) == expected_text([*prompt, *truth[:5], 9] * 3, 4)
+    assert backend.steps[5] == [(0, 7, 1)], "a row for the token after the end"
+
+
+@pytest.mark.parametrize("by", ["cancel", "deadline"])
+def test_a_sequence_that_is_ended_leaves_its_step_unread(by: str) -> None:
+    now = [0.0]
+    scheduler, _ = launching(slots=1, clock=lambda: now[0])
+    scheduler.add(request(1, [3] * 20, 100, deadline_seconds=5.0))
+    scheduler.add(request(2, [4] * 20, 3))
+    for _ in range(4):
+        scheduler.step()
+    if by == "cancel":
+        scheduler.cancel(1)
+    now[0] = 6.0 if by == "deadline" else 1.0
+    deltas = scheduler.step()
+    assert [(delta.id, delta.tokens, delta.finish) for delta in deltas] == [
+        (1, 0, {"cancel": "cancelled", "deadline": "deadline"}[by])
+    ]
+    assert text_of(run(scheduler)[2]) == expected_text([4] * 20, 3)
+
+
+def test_the_last_sequence_that_ends_leaves_nothing_under_way() -> None:
+    scheduler, backend = launching()
+    scheduler.add(request(1, [3] * 20, 100))
+    scheduler.step()
+    assert len(backend.unread) == 1
+    scheduler.cancel(1)
+    (ended,) = scheduler.step()
+    assert ended.finish == "cancelled" and not scheduler.busy and not backend.unread
+
+
+def test_logits_that_are_no_numbers_are_found_by_a_step_that_is_waited_for() -> None:
+    prompt = [3, 4, 5]
+    truth = continuation(prompt, 9, VOCABULARY)
+    scheduler, _ = launching(options={"fail_cause": "nan", "fail_token": truth[3]})
+    scheduler.add(request(1, prompt, 9))
+    scheduler.add(request(2, [9, 9], 9))
+    out = run(scheduler)
+    assert out[1][-1].finish == "error" and "NaN" in (out[1][-1].error or "")
+    assert sum(delta.tokens for delta in out[1]) == 4
+    if truth[3] not in continuation([9, 9], 9, VOCABULARY):
+        assert text_of(out[2]) == expected_text([9, 9], 9)
+
+
+def test_a_failure_of_a_launched_step_ends_the_engine() -> None:
+    scheduler, _ = launching(options={"fail_cause": "engine_died", "fail_after_steps": 5})
+    scheduler.add(request(1, [3, 4, 5], 20))
+    with pytest.raises(EngineFailed):
+        run(scheduler)
+
+
+def test_the_time_of_a_launched_step_is_what_passes_between_two_reads() -> None:
+    """The budget of prompt tokens is learnt from the device's time, not the launch's."""
+    now = [0.0]
+
+    class Slow(Launching):
+        """A device of 20 ms a step, 1 ms to launch one."""
+
+        free_at = 0.0
+
+        def launch(self, rows: list[Row], after: Step | None) -> Step | None:
+            now[0] += 0.001
+            self.free_at = max(self.free_at, now[0]) + 0.02
+            step = super().launch(rows, after)
+            assert step is not None
+            done, read = self.free_at, step.tokens
+
+            def tokens() -> list[Sampled | None]:
+                now[0] = max(now[0], done)
+                return read()
+
+            step.tokens = tokens  # type: ignore[method-assign]
+            return step
+
+    config = EngineConfig("fake", "", "fake", options={"vocabulary": VOCABULARY}, slots=2)
+    scheduler = Scheduler(Slow(config), TABLE, frozenset({0}), config, clock=lambda: now[0])
+    scheduler.add(request(1, [3, 4, 5], 30))
+    while scheduler.busy:
+        scheduler.step()
+        stats = scheduler.stats()
+        assert stats.backend_seconds == pytest.approx(stats.step_seconds)
+    assert scheduler._budget._decode_seconds[1] == pytest.approx(0.02, abs=0.001)
