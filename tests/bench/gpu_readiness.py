@@ -28,7 +28,7 @@ from serving.backends.torch.sampler import draw
 from serving.sampling.types import Row
 from tests.tools.fake_cuda import FakeCuda, install_flash
 from tests.tools.made_up_machines import made_up_machines, placed_on
-from tests.tools.step_counts import META, HostTensors, Kernels, kernels_of_a_layer, traced
+from tests.tools.step_counts import META, HostTensors, Kernels, kernels_of_a_layer, launched, traced
 
 MOST_KERNELS = 12  # of a layer
 MOST_TRITON = 9
@@ -71,6 +71,12 @@ def readiness() -> Iterator[Line]:
     copies = blocking_copies()
     found = ", ".join(copies) or "0"
     yield Line("blocking copies a step, draws of every kind", found, "0", not copies)
+    for prompts in (False, True):
+        kernels, host = launched("1b", prompts=prompts)
+        made = [*kernels.blocking, *host.made]
+        how = "with a prompt" if prompts else "of decode rows"
+        found = ", ".join(made) or "0"
+        yield Line(f"copies waited for, step ahead {how}", found, "0", not made)
     for slots in (4, 40, 128):
         predicted, held = graph_memory(slots)
         off = predicted / held - 1
