@@ -207,20 +207,20 @@ class Front:
 
     async def _replica(self, blocks: tuple[bytes, ...], refused: set[str]) -> tuple[str, Address]:
         """The one that the request is given to. Raises Unavailable."""
-        await self._some_replica()
-        addresses = FLEET.addresses
+        addresses = await self._some_replicas()
         names = addresses.keys() - refused or addresses.keys()
         name = self._table.choose(blocks, {name: self._loads[name] for name in names})
         self._table.sent(blocks, name)
         return name, addresses[name]
 
-    async def _some_replica(self) -> None:
-        """Returns when there is one. Raises Unavailable after `wait_seconds`."""
+    async def _some_replicas(self) -> dict[str, Address]:
+        """Those that take requests, once there are any. Raises Unavailable after `wait_seconds`."""
         until = time.monotonic() + self._wait_seconds
-        while not FLEET.replicas:
+        while not (addresses := FLEET.addresses):  # read once: Ray's thread may take the last away
             if self.is_stopping or time.monotonic() > until:
                 raise self._unavailable()
             await asyncio.sleep(LOOK_SECONDS)
+        return addresses
 
 
 def _request(exchange: Exchange, body: bytes) -> Request:

@@ -14,7 +14,8 @@ from serving.http.app import App
 from serving.http.limits import Limits
 from serving.metrics import ServerMetrics
 from serving.ray.door import REPLICA, Door
-from serving.ray.fleet import FLEET
+from serving.ray.fleet import FLEET, Fleet
+from serving.ray.frames import Address
 from serving.registry.model import ModelRouter
 from tests.scale.conftest import REASON
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served, wait_until
@@ -150,3 +151,31 @@ def test_what_a_lost_replica_had_goes_to_another_at_once(replicas: Replicas) -> 
         for sequence in range(1, 5):
             replicas.answer("a", sequence)
         assert asked.all() == [(200, "a")] * 4
+
+
+class Fleeting(Fleet):
+    """Ray's thread takes the last replica away whenever somebody has looked which there are."""
+
+    @property
+    def replicas(self) -> dict[str, str]:
+        found = super().replicas
+        self.now({})
+        return found
+
+
+def test_a_replica_that_goes_while_it_is_chosen_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from serving.errors import Unavailable
+    from serving.ray import front as module
+
+    fleet = Fleeting()
+    fleet.now({"a": "node"})
+    address = Address("127.0.0.1", 1, b"")
+    fleet.found("a", address)
+    monkeypatch.setattr(module, "FLEET", fleet)
+    front = module.Front("fake", wait_seconds=0.0)
+    assert asyncio.run(front._replica((), set())) == ("a", address)
+    assert fleet.replicas and not fleet.replicas
+    with pytest.raises(Unavailable):
+        asyncio.run(front._replica((), set()))
