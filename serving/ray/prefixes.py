@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 BLOCK_BYTES = 256  # of a body: some 60 tokens
 MOST_BLOCKS = 64  # 16 KiB: what agrees so far is decided by it
+MOST_BEFORE = 1 << 16  # bytes before the prompt: each quote in them is looked at
 MOST_REMEMBERED = 1 << 16  # blocks; a block takes some 200 bytes
 SLACK = 4  # requests: what half a prompt's prefill is worth waiting for
 
@@ -30,7 +31,7 @@ def blocks_of(body: bytes) -> tuple[bytes, ...]:
 
     The last, partial block counts too, so that a short prompt has one. () where there is no prompt.
     """
-    found = _PROMPT.search(body)
+    found = _PROMPT.search(body, 0, MOST_BEFORE)
     if found is None:
         return ()
     prompt = memoryview(body)[found.end() : found.end() + MOST_BLOCKS * BLOCK_BYTES]

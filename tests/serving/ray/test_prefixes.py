@@ -2,7 +2,7 @@
 
 import json
 
-from serving.ray.prefixes import BLOCK_BYTES, SLACK, PrefixTable, blocks_of
+from serving.ray.prefixes import BLOCK_BYTES, MOST_BEFORE, SLACK, PrefixTable, blocks_of
 
 
 def body(prompt: str, **others: object) -> bytes:
@@ -17,6 +17,13 @@ def test_bodies_share_the_blocks_of_what_they_share_of_the_prompt() -> None:
     assert blocks_of(b'{"tokens": [1, 2]}') == ()
     chat = json.dumps({"model": "m", "messages": [{"role": "user", "content": long}]})
     assert blocks_of(chat.encode())[0] != one[0]
+
+
+def test_a_body_is_not_looked_through_for_its_prompt() -> None:
+    """4 MiB of quotes would hold the event loop up for a tenth of a second."""
+    near, far = ({"user": '"' * (size // 2)} for size in (MOST_BEFORE - 100, MOST_BEFORE))
+    assert blocks_of(body("one", **near)) == blocks_of(body("one"))
+    assert blocks_of(body("one", **far)) == ()
 
 
 def test_a_prompt_follows_the_longest_part_that_a_replica_has_had() -> None:
