@@ -33,7 +33,7 @@ from serving.ray.sockets import server_tls, watch
 from serving.supervisor.tasks import Background
 
 REPLICA = b"x-crossover-replica"  # header of each answer: who gave it
-TOKEN_SECONDS = 10.0  # that a connection has to show the token
+TOKEN_SECONDS = 10.0  # that a connection has for its handshake, and then to show the token
 LOOK_SECONDS = 0.02
 BACKLOG = 1024  # connections that the front may open at once
 
@@ -52,8 +52,14 @@ class Door:
     async def open(self, host: str) -> Address:
         """Listen on `host`, on a port that is free."""
         loop = asyncio.get_running_loop()
+        tls = server_tls()
         self._server = await loop.create_server(
-            lambda: _Connection(self), host, 0, ssl=server_tls(), backlog=BACKLOG
+            lambda: _Connection(self),
+            host,
+            0,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else TOKEN_SECONDS,
+            backlog=BACKLOG,
         )
         port: int = self._server.sockets[0].getsockname()[1]
         return Address(host, port, self.token)

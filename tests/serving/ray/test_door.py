@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from serving.ray import door as door_module
 from serving.ray.door import REPLICA, Door
 from serving.ray.frames import TOKEN_BYTES, Address, Frame, Frames, Head, Request, encode, frame
 from serving.ray.lines import Lines, Lost
@@ -129,6 +130,29 @@ def test_a_stranger_is_not_answered() -> None:
     asyncio.run(act())
 
 
+async def is_cut_off(address: Address) -> bool:
+    """Whether a connection that says nothing is closed."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        return await asyncio.wait_for(reader.read(), 3) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        writer.close()
+
+
+def test_a_stranger_who_is_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "TOKEN_SECONDS", 0.1)
+
+    async def act() -> None:
+        async with opened(FakeSupervisor()) as (_, address, _):
+            assert await is_cut_off(address)
+
+    asyncio.run(act())
+
+
 def test_rays_certificates_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for name in ("ours", "theirs"):
@@ -162,5 +186,9 @@ def test_rays_certificates_are_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
             monkeypatch.delenv("RAY_USE_TLS")
             with pytest.raises(Lost):
                 await whole(lines, address, asked)
+        certificates("ours")
+        monkeypatch.setattr(door_module, "TOKEN_SECONDS", 0.5)
+        async with opened(FakeSupervisor()) as (_, address, _):
+            assert await is_cut_off(address), "who does not begin the handshake"
 
     asyncio.run(act())
