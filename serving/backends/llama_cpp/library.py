@@ -60,10 +60,12 @@ class LogTail:
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
             self._take
         )
+        self._last_word = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._abort)
 
     def install(self, llama: Any) -> None:
         """Make this the log of the process, which has only one."""
         llama.llama_log_set(self._callback, ctypes.c_void_p(0))
+        llama.llama_cpp._lib.ggml_set_abort_callback(self._last_word)
 
     def record(self) -> None:
         self.lines = []
@@ -78,8 +80,7 @@ class LogTail:
 
     def reason(self, fallback: str) -> str:
         """The last errors in llama.cpp's words, without paths; `fallback` where it said nothing."""
-        text = "; ".join(self.errors) or fallback
-        return re.sub(r"(?:/[^/\s'\"]+)+/", "", text)
+        return _without_folders("; ".join(self.errors) or fallback)
 
     def _take(self, level: int, text: bytes, _: Any) -> None:
         if level == _LOG_CONTINUED:
@@ -95,6 +96,20 @@ class LogTail:
             print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
         if self.recording:
             self.lines.append(line)
+
+    def _abort(self, message: bytes) -> None:
+        """Before llama.cpp ends the process: the reason, in place of a backtrace."""
+        line = _without_folders(message.decode("utf-8", "replace").strip())
+        if "pre-allocated tensor (cache_" in line:
+            line = (
+                "the device cannot work on a layer's KV cache of this size (its largest buffer) or "
+                f"type; fewer slots or a shorter context need less: {line}"
+            )
+        print(f"llama.cpp: {line}", file=sys.stderr, flush=True)
+
+
+def _without_folders(text: str) -> str:
+    return re.sub(r"(?:/[^/\s'\"]+)+/", "", text)
 
 
 LOG = LogTail()

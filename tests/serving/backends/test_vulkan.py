@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ from serving.backends.probing import probe_backend
 from serving.cli.doctor import examine, machine_rows
 from serving.errors import BackendUnavailable, OutOfMemory
 from serving.hardware.facts import hardware_facts
-from serving.hardware.gpu import find_gpus
-from serving.hardware.gpu_facts import VULKAN, GpuFacts
+from serving.hardware.gpu import find_gpus, run_probe
+from serving.hardware.gpu_facts import VULKAN, FoundGpus, GpuFacts
 from serving.hardware.vulkan import library
 from serving.placement.plan import has_room_again
 from serving.registry.options import ModelOptions
@@ -40,15 +42,26 @@ from tests.shapes import TINY_LLAMA3
 NOT_BUILT = "llama.cpp is not built with Vulkan here; make test-vulkan builds it"
 pytestmark = [pytest.mark.vulkan, pytest.mark.skipif(library() is None, reason=NOT_BUILT)]
 Make = Callable[..., LlamaCppBackend]
+BUFFERS = """
+import re, sys, msgspec
+from serving.backends.base import EngineConfig
+from serving.backends.llama_cpp.backend import LlamaCppBackend
+from serving.backends.llama_cpp.library import LOG
+config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
+LlamaCppBackend(config, lambda what, fraction: None)
+print(*sorted(set(re.findall(r"(Vulkan\\d+) +(?:model|KV) buffer", "\\n".join(LOG.lines)))))
+"""
 
 
 @pytest.fixture(scope="module")
 def device() -> GpuFacts:
+    told = run_probe("serving.hardware.vulkan:list_gpus", 60.0)
+    assert told.status == 0, told.reason
+    listed = msgspec.json.decode(told.output, type=FoundGpus)
+    if not listed.gpus:
+        pytest.skip(f"{listed.note}; of Mesa's software device: GGML_VK_VISIBLE_DEVICES=0")
     found = find_gpus()
-    mine = [gpu for gpu in found.gpus if gpu.vendor == VULKAN]
-    if not mine:
-        pytest.skip(f"{found.note}; of Mesa's software device: GGML_VK_VISIBLE_DEVICES=0")
-    return mine[0]
+    return next(gpu for gpu in found.gpus if gpu.vendor == VULKAN)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +140,46 @@ def test_what_the_device_has_no_room_for_is_out_of_memory(make: Make, tmp_path: 
             check_memory=False,
             options={"dry_run": False},
         )
+
+
+def test_of_two_devices_the_engine_uses_its_own(model: Path, device: GpuFacts) -> None:
+    config = EngineConfig(
+        *("llama_cpp", str(model), "m"),
+        device="gpu",
+        device_id="Vulkan1",
+        device_vendor=VULKAN,
+        slots=2,
+        context_tokens=256,
+        threads=1,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", BUFFERS, msgspec.json.encode(config).decode()],
+        env=os.environ | {"GGML_VK_VISIBLE_DEVICES": "0,0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["Vulkan1"], done.stderr
+
+
+def test_a_kv_cache_above_the_largest_buffer_is_a_failed_load_that_says_why(
+    model: Path, device: GpuFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp aborts; 4 MiB of keys of a layer, where a buffer may have 2."""
+    monkeypatch.setenv("GGML_VK_FORCE_MAX_BUFFER_SIZE", str(2 << 20))
+    options = ModelOptions(source=str(model), name="m", slots=32, context_tokens=2048)
+    prepared = prepare(options, Machine(), hardware_facts())
+    limits = RecoveryLimits(backoff_first_seconds=0.05, return_first_seconds=600.0)
+    supervisor = Supervisor(prepared.configs, limits=limits)
+    app = app_on(supervisor, tokenizer=load_tokenizer(prepared.tokenizer_path))
+    with served(app, supervisor=supervisor) as port:
+        wait_until(lambda: supervisor.state == "ready", 60)
+        assert complete(port, prompt=[7], max_tokens=2).headers["x-crossover-backend"] == (
+            "llama_cpp/cpu"
+        )
+        events = ask(port, "GET", "/v1/placement").json["events"]
+    why = [event["message"] for event in events if event["kind"] == "died"]
+    assert why and all("fewer slots or a shorter context need less" in text for text in why), events
 
 
 def test_a_device_that_is_gone_is_named(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,17 @@ def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     after_failure, after_load = done.stdout.splitlines()
     assert "x.gguf" in after_failure and after_load == "nothing"
+
+
+ABORT = """
+from serving.backends.llama_cpp.library import library
+text = b"pre-allocated tensor (cache_k_l0) in a buffer (Vulkan0) that cannot run the operation"
+library().llama_cpp._lib.ggml_abort(b"/x/y/ggml-backend.cpp", 941, text)
+"""
+
+
+def test_an_abort_says_its_reason_and_nothing_behind_it() -> None:
+    done = subprocess.run([sys.executable, "-c", ABORT], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.splitlines()[-1].startswith("llama.cpp: the device cannot work on a layer's")
+    assert done.stderr.strip().endswith("ggml-backend.cpp:941: " + ABORT.split('"')[1])
