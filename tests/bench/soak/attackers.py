@@ -4,8 +4,8 @@ NAME: only those whose name has it; `polite`: clients that behave and ask the mo
 
 Each attack begins every so many seconds, at a random moment of its period; `ATTACKS` states them.
 What they ask of the model is small (TOKENS_PER_SECOND), so that the edge is tried and not the
-model's speed. The process runs at nice 19, its session too. In the end it prints one line of JSON:
-attack -> what became of it -> how often.
+model's speed. They come from an address of their own, and run in a process and a session of their
+own at nice 19. In the end it prints one line of JSON: attack -> what became of it -> how often.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from serving.hardware.priority import lower_priority
 from tests.bench.pressure.wire import post, run
 
 HOST = "127.0.0.1"
+FROM = "127.0.0.2", 0  # another host than the normal traffic's, which the server tells apart by it
 FLOOD = 500  # connections at once; the server's limit is 4,096
 SLOW = 100  # sockets that send a header byte a second
 WAIT_SECONDS = 120.0  # for an answer
@@ -39,13 +40,14 @@ async def connected(port: int, receive_bytes: int = 0) -> socket.socket:
     one.setblocking(False)
     if receive_bytes:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    one.bind(FROM)
     await asyncio.get_running_loop().sock_connect(one, (HOST, port))
     return one
 
 
 async def status(port: int, data: bytes) -> str:
     """Send it on a connection of its own; the status of the answer, or how it failed."""
-    reader, writer = await asyncio.open_connection(HOST, port)
+    reader, writer = await asyncio.open_connection(HOST, port, local_addr=FROM)
     try:
         async with asyncio.timeout(WAIT_SECONDS):
             writer.write(data)
