@@ -54,6 +54,9 @@ from serving.sampling.grammar import Grammars, Matcher
 
 # Turns of threads: at the usual 5 ms a step beside a grammar's converter waited up to 50 ms.
 SWITCH_SECONDS = 0.0002
+# Below the step loop: beside a compiler of the same priority, on two cores that are both the
+# engine's, the p99 of a decode step was 74 to 99 ms; with it 27 to 31, without a compiler 25 to 28.
+COMPILER_NICE = 10
 CONFIG_VARIABLE = "CROSSOVER_ENGINE"
 SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
 _PR_SET_PDEATHSIG = 1
@@ -218,6 +221,8 @@ class Worker:
 
     def _compile_all(self) -> None:
         """The compiler's thread: of each request the matcher, or why there is none."""
+        if sys.platform == "linux":  # elsewhere it is the whole process's
+            os.nice(COMPILER_NICE)
         while True:
             submit = self._to_compile.get()
             if submit.id not in self._compiling:

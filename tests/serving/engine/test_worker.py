@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ from serving.engine.messages import (
     decode_from_engine,
     frame,
 )
-from serving.engine.worker import CONFIG_VARIABLE, SOCKET_VARIABLE
+from serving.engine.worker import COMPILER_NICE, CONFIG_VARIABLE, SOCKET_VARIABLE
 from serving.sampling.types import Sampling
 
 VOCABULARY = 8192
@@ -198,6 +199,18 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(
     assert finished[2] == ("length", None, None)
     why = "the JSON schema cannot be used: Invalid type: colour"
     assert finished[1] == ("refused", why, "response_format")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_a_grammar_is_compiled_below_the_step_loop(start: Callable[..., Child]) -> None:
+    child = start()
+    child.until(Ready)
+    child.send(Submit(1, GenerationRequest([5], 3, Sampling(grammar='root ::= "x"'))))
+    while not any(delta.finish for delta in child.until(Step).deltas):
+        pass
+    threads = Path(f"/proc/{child.process.pid}/task").glob("*/stat")
+    nice = {int(stat.read_text().rpartition(")")[2].split()[16]) for stat in threads}
+    assert nice == {os.nice(0), min(19, os.nice(0) + COMPILER_NICE)}
 
 
 def test_it_ends_when_the_parent_is_gone(start: Callable[..., Child]) -> None:
