@@ -120,7 +120,7 @@ async def serving(
     real = options.fallback == "llama_cpp"
     found = resolve(
         options.model if real else "fake",
-        backend=options.fallback,
+        kind="gguf" if real else "none",
         weight_format="Q4_0" if real else None,
     )
     tokenizer = load_tokenizer(found.tokenizer_path or found.path)

@@ -1,7 +1,7 @@
 """Connections that are many, slow, hostile or gone: does anybody else notice, and does everything
 that was handed out come back?
 
-    taskset -c 1 python -m tests.bench.pressure.connections [--part crowd] [--out FILE]
+    python -m tests.bench.pressure.connections [--part crowd] [--out FILE]
 
 Each part has a server of its own with the fake backend, engine on core 0, HTTP side and client on
 core 1:
@@ -40,6 +40,7 @@ from tests.bench.pressure.wire import (
     Server,
     held,
     mib,
+    on_cores,
     post,
     run,
     serving,
@@ -370,6 +371,7 @@ def measure(part: str, cores: tuple[str, str] = ("0", "1"), **sizes: Any) -> Fou
     with (
         tempfile.TemporaryDirectory() as folder,
         serving("fake", *common, *context, *arguments, folder=Path(folder)) as server,
+        on_cores(cores[1]),
     ):
         found = run(work(server, **sizes))
     print(f"{part}: {'kept' if found['kept'] else 'MISSED'}")

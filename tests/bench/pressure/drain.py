@@ -1,7 +1,7 @@
 """The end of a server under load: who is served to the end, who is turned away, and how long it
 takes.
 
-    taskset -c 1 python -m tests.bench.pressure.drain [--backend fake|llama_cpp] [--out FILE]
+    python -m tests.bench.pressure.drain [--backend fake|llama_cpp] [--out FILE]
 
   drain   SIGTERM while as much is in flight as there are slots, streams and whole answers, and 50
           kept connections lie idle. What was let in before must be complete; what is asked after
@@ -27,7 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.bench.pressure.wire import Client, Outcome, Server, post, run, serving
+from tests.bench.pressure.wire import Client, Outcome, Server, on_cores, post, run, serving
 
 Found = dict[str, Any]
 
@@ -162,6 +162,7 @@ def measure(
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(chosen[0], *chosen[1:], *common, folder=Path(folder)) as server,
+        on_cores(cores[1]),
     ):
         found = run(scenario(server, tokens, limit, what == "twice"))
         found["server said"] = server.log().splitlines()[-3:]

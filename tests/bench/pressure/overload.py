@@ -1,7 +1,7 @@
 """Overload: does the endpoint still do its work, and meet its SLO, when many times what it can do
 is asked of it?
 
-    taskset -c 1 python -m tests.bench.pressure.overload [--backend fake|llama_cpp] [--seconds 25]
+    python -m tests.bench.pressure.overload [--backend fake|llama_cpp] [--seconds 25]
     [--out FILE]
 
 Engine on core 0; HTTP side and this client on core 1, so what a rejection costs is paid by whoever
@@ -39,6 +39,7 @@ from tests.bench.pressure.wire import (
     Server,
     held,
     mib,
+    on_cores,
     post,
     run,
     serving,
@@ -319,10 +320,10 @@ def measure(
             "--ttft-slo",
             str(setup.slo_seconds),
         )
-        with serving(setup.model, *arguments, folder=folder) as server:
+        with serving(setup.model, *arguments, folder=folder) as server, on_cores(cores[1]):
             capacity, found, back = run(levels(server))
         arguments = (*common, "--slots", "1", "--max-waiting", "1", "--option", "step_seconds=0.2")
-        with serving("fake", *arguments, folder=folder) as server:
+        with serving("fake", *arguments, folder=folder) as server, on_cores(cores[1]):
             cost = run(refusal(server))
     if back is not None:
         print(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Coroutine, Iterator
@@ -27,6 +28,7 @@ import uvloop
 
 from loadtests.host.processes import Child
 from models.isolated import python_path
+from serving.hardware.cores import parse_cores
 
 T = TypeVar("T")
 _END_OF_CHUNKS = b"0\r\n\r\n"
@@ -76,6 +78,20 @@ def serving(
             raise RuntimeError(f"the server did not start: {child.log.read_text()}")
         about = json.loads(ready.read_text())
         yield Server(int(about["url"].rpartition(":")[2]), about["pid"], about["engine_pid"], child)
+
+
+@contextmanager
+def on_cores(cores: str) -> Iterator[None]:
+    """This process on some cores, as `--cores` names them, so that it disturbs no others.
+
+    For after the server's start, which would inherit it.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, parse_cores(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
