@@ -223,7 +223,11 @@ class Scheduler:
 
     def _launch(self, rows: list[Row], after: Launched | None) -> Launched | None:
         launch = getattr(self.backend, "launch", None)
-        launched: Launched | None = launch(rows, after) if launch is not None else None
+        if launch is None or any(
+            row.wants_token and self.running[row.slot].is_drawn_by_step for row in rows
+        ):
+            return None
+        launched: Launched | None = launch(rows, after)
         return launched
 
     def _begun(
@@ -265,7 +269,7 @@ class Scheduler:
             if is_stale or not row.wants_token:
                 continue
             if one is None:
-                sequence.computed = row.position - 1
+                sequence.missed(row.position - 1)
                 self._must_wait = True
                 continue
             self._take(sequence, row, one, deltas)

@@ -249,6 +249,14 @@ def test_logits_that_are_no_numbers_are_found_by_a_step_that_is_waited_for() -> 
         assert text_of(out[2]) == expected_text([9, 9], 9)
 
 
+def test_tokens_that_are_never_any_good_are_waited_for() -> None:
+    """Each would take three steps: of top-p over a flat distribution, say."""
+    scheduler, backend = launching(no_good=1)
+    scheduler.add(request(1, [3, 4, 5], 60))
+    assert text_of(run(scheduler)[1]) == expected_text([3, 4, 5], 60)
+    assert len(backend.steps) < 80
+
+
 def test_a_failure_of_a_launched_step_ends_the_engine() -> None:
     scheduler, _ = launching(options={"fail_cause": "engine_died", "fail_after_steps": 5})
     scheduler.add(request(1, [3, 4, 5], 20))
