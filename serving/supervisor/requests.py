@@ -59,8 +59,8 @@ class Requests:
 
     def _is_next(self, origin: Origin) -> bool:
         """Whether all slots are taken and this owner has less at work than its part of them: the
-        next free one is its own, whatever the others have queued. The parts are the slots' number
-        in all, so that the queue is longer than its bounds by no more than that."""
+        next free one is its own, whatever the others have queued. So the queue may be longer than
+        its bounds: with n owners by slots x (1 / 2 + ... + 1 / n) at most."""
         slots = self.ledger.slots
         if len(self) < slots or self.ledger.bounds.ttft_seconds is not None:
             return False
