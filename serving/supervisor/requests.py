@@ -152,12 +152,15 @@ class Requests:
 
         The others, and those that have been there MOST_ATTEMPTS times, end with finish "error".
         """
-        for sequence in sorted(engine.sequences):
+        there = sorted(engine.sequences)
+        guilty = [False] * len(there)
+        if not engine.asked_to_end:
+            requests = [self._streams[sequence].request for sequence in there]
+            guilty = self._suspects.died_with(requests, time.monotonic())
+        for sequence, is_guilty in zip(there, guilty, strict=True):
             stream = self._streams[sequence]
-            died = not engine.asked_to_end
-            guilty = died and self._suspects.died_with(stream.request, time.monotonic())
             tried = place is None or stream.places.count(place) >= MOST_ATTEMPTS
-            if stream.handed_over or tried or guilty:
+            if stream.handed_over or tried or is_guilty:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue
             engine.sequences.discard(sequence)

@@ -1,6 +1,6 @@
 """Requests that were with engines when those died: who of them is tried alone, and who is refused.
 
-    suspects.died_with(request, now)           # each sequence of an engine that died
+    suspects.died_with(requests, now)          # those that an engine had that died
     suspects.check(request, now)               # a new one; raises Unavailable
     suspects.admitted(id, request); suspects.showed(id); suspects.ended(id, naturally=True)
 
@@ -11,6 +11,7 @@ token, so that the next death tells who it was. Equal requests count as one, wha
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -71,10 +72,14 @@ class Suspects:
         if mark is not None and naturally:
             self._deaths.pop(mark, None)
 
-    def died_with(self, request: GenerationRequest, now: float) -> bool:
-        """The engine that had it died. True: it is not tried again; it was the one before its
-        first token."""
-        mark = self._mark(request, always=True)
+    def died_with(self, requests: Iterable[GenerationRequest], now: float) -> list[bool]:
+        """An engine died that had these. True for each that is not tried again: it was the one
+        before its first token, or was with too many. However many are equal, it is one death."""
+        marks = [self._mark(request, always=True) for request in requests]
+        guilty = {mark: self._died_with(mark, now) for mark in dict.fromkeys(marks)}
+        return [guilty[mark] for mark in marks]
+
+    def _died_with(self, mark: bytes, now: float) -> bool:
         before = self._deaths.pop(mark, _Deaths())
         count = before.engines + 1 if now - before.last < REFUSED_SECONDS else 1
         is_guilty = mark == self._alone or count >= REFUSED_DEATHS

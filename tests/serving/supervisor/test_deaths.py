@@ -16,7 +16,7 @@ from serving.engine.messages import GenerationRequest
 from serving.errors import EngineFailed, Unavailable
 from serving.sampling.types import Sampling
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.suspects import Suspects
+from serving.supervisor.suspects import REFUSED_DEATHS, Suspects
 from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -302,8 +302,7 @@ def test_those_that_were_there_when_engines_died_are_tried_one_at_a_time() -> No
     suspects = Suspects()
     killer, first, second = (GenerationRequest([token], 5) for token in (9, 1, 2))
     for now in (0.0, 1.0):
-        for request in (killer, first, second):
-            assert not suspects.died_with(request, now)
+        assert not any(suspects.died_with([killer, first, second], now))
     suspects.check(first, 2.0)
     suspects.admitted(1, first)
     suspects.check(first, 2.0)  # another answer to it
@@ -312,7 +311,7 @@ def test_those_that_were_there_when_engines_died_are_tried_one_at_a_time() -> No
     suspects.showed(1)
     suspects.check(killer, 2.0)
     suspects.admitted(2, killer)
-    assert suspects.died_with(killer, 3.0) and not suspects.died_with(first, 3.0)
+    assert suspects.died_with([killer, first], 3.0) == [True, False]
     suspects.ended(2, naturally=False)
     with pytest.raises(Unavailable, match="3 engines died"):
         suspects.check(killer, 600.0)
@@ -360,3 +359,11 @@ def test_a_listener_that_raises_keeps_no_engine_from_its_successor(
     said: list[dict[str, Any]] = []
     run(scenario())
     assert len(said) > 3 and "no space left" in str(said[0]["exception"])
+
+
+def test_equal_requests_with_one_engine_count_its_death_once() -> None:
+    suspects = Suspects()
+    popular = [GenerationRequest([5, 6, 7], 9) for _ in range(2 * REFUSED_DEATHS)]
+    assert suspects.died_with(popular, 1.0) == [False] * len(popular)
+    suspects.check(popular[0], 1.0)
+    assert not any(suspects.died_with(popular, 2.0)), "a suspect, and tried again"
