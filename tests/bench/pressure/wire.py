@@ -82,12 +82,12 @@ def serving(
 
 @contextmanager
 def on_cores(cores: str) -> Iterator[None]:
-    """This process on some cores, as `--cores` names them, so that it disturbs no others.
+    """This process on some cores, as `--cores` names them ("": all), so that it disturbs no others.
 
     For after the server's start, which would inherit it.
     """
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, parse_cores(cores))
+    os.sched_setaffinity(0, parse_cores(cores) or before)
     try:
         yield
     finally:
