@@ -177,7 +177,7 @@ class Scheduler:
             if count <= 0:
                 break
             rows.append(sequence.row(count))
-            self._turns.gave(sequence, count)
+            self._turns.planned(sequence, count)
             left -= count
         rows.sort(key=lambda row: row.slot)
         return rows, {sequence.slot for sequence in filling}
@@ -244,6 +244,8 @@ class Scheduler:
         sequences = [self.running[row.slot] for row in rows]
         for row, sequence in zip(rows, sequences, strict=True):
             sequence.computed += len(row.tokens)
+            if row.slot in filling:
+                self._turns.gave(sequence, len(row.tokens))
         prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
         return Flight(rows, sequences, prompt_tokens, began, seconds, launched, sampled)
 
