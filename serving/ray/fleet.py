@@ -33,6 +33,12 @@ class Fleet:
             self._addresses.pop(name, None)
 
     @property
+    def names(self) -> set[str]:
+        """All of Ray's replicas."""
+        with self._lock:
+            return set(self._nodes)
+
+    @property
     def missing(self) -> set[str]:
         """Replicas that have not been found."""
         with self._lock:

@@ -70,11 +70,13 @@ class Front:
         self._handle = handle.options(method_name="address")
 
     def find(self) -> None:
-        """Ask replicas that are new, or were lost, where they are; returns at once."""
+        """Ask replicas that are new, or were lost, where they are, and forget those that are gone;
+        returns at once."""
         for name in FLEET.missing - self._asked:
             self._asked.add(name)
             self._background.keep(self._find(name))
         self._lines.keep(set(FLEET.addresses.values()))
+        self._table.keep(FLEET.names)
 
     async def _find(self, name: str) -> None:
         try:
@@ -184,6 +186,8 @@ class Front:
                     self._retries.inc()
             finally:
                 self._loads[name] -= 1
+                if not self._loads[name]:
+                    del self._loads[name]
         raise Unavailable(
             f"{TRIES} replicas ended while they had this request", 30.0, "engine_failed"
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 BLOCK_BYTES = 256  # of a body: some 60 tokens
 MOST_BLOCKS = 64  # 16 KiB: what agrees so far is decided by it
@@ -73,3 +73,8 @@ class PrefixTable:
             self._had.move_to_end(block)
         while len(self._had) > self._most:
             self._had.popitem(last=False)
+
+    def keep(self, names: Set[str]) -> None:
+        """Forget when all others were asked; what they had is forgotten as it grows old."""
+        for name in self._turns.keys() - names:
+            del self._turns[name]

@@ -179,3 +179,34 @@ def test_a_replica_that_goes_while_it_is_chosen_is_no_error(
     assert fleet.replicas and not fleet.replicas
     with pytest.raises(Unavailable):
         asyncio.run(front._replica((), set()))
+
+
+def test_the_front_forgets_replicas_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from serving.ray import front as module
+
+    fleet = Fleet()
+    fleet.now({"a": "node"})
+    fleet.found("a", Address("127.0.0.1", 1, b""))
+    monkeypatch.setattr(module, "FLEET", fleet)
+    front = module.Front("fake", wait_seconds=0.0)
+    asyncio.run(front._replica((), set()))
+    front.find()
+    assert front._table._turns.keys() == {"a"}
+    fleet.now({})
+    front.find()
+    assert not front._table._turns
+
+
+def test_a_replica_without_requests_is_in_no_count(replicas: Replicas) -> None:
+    from serving.ray.front import Front
+
+    front = Front("fake", wait_seconds=2.0)
+    with served(App(ModelRouter(ServerMetrics()), Limits(), (), front.routes())) as port:
+        asked = Asked(port)
+        asked.more(2)
+        wait_until(lambda: replicas.asked == [1, 1])
+        assert front._loads == {"a": 1, "b": 1}
+        for name in "ab":
+            replicas.answer(name, 1)
+        asked.all()
+        wait_until(lambda: not front._loads.keys(), 5)

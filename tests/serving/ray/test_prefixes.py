@@ -54,3 +54,12 @@ def test_equal_replicas_take_turns_and_old_prefixes_are_forgotten() -> None:
         chosen.append(name)
     assert chosen == ["first", "second", "first", "second"]
     assert table.choose(("0",), {"first": 2, "second": 1}) == "second"  # "0" is forgotten
+
+
+def test_replicas_that_are_gone_are_forgotten() -> None:
+    table = PrefixTable()
+    for number in range(9):
+        table.sent((), f"replica {number}")
+    table.keep({"replica 7", "replica 8", "new"})
+    assert table._turns.keys() == {"replica 7", "replica 8"}
+    assert table.choose((), {"replica 7": 0, "replica 8": 0}) == "replica 7"
