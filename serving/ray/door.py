@@ -18,6 +18,7 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Message
 
 from serving.http.auth import PASSED_KEY, Key
+from serving.http.connections import room_for_connections
 from serving.ray.frames import (
     TOKEN_BYTES,
     Address,
@@ -36,6 +37,7 @@ REPLICA = b"x-crossover-replica"  # header of each answer: who gave it
 TOKEN_SECONDS = 10.0  # that a connection has for its handshake, and then to show the token
 LOOK_SECONDS = 0.02
 BACKLOG = 1024  # connections that the front may open at once
+MOST_SILENT = 2 * BACKLOG  # connections without the token, which the front shows at once
 
 
 class Door:
@@ -47,11 +49,14 @@ class Door:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.in_flight = 0
         self.connections: set[_Connection] = set()
+        self.silent: dict[_Connection, None] = {}  # have not shown the token; the oldest first
+        self.most_silent = MOST_SILENT
         self.background = Background("a request")
 
     async def open(self, host: str) -> Address:
         """Listen on `host`, on a port that is free."""
         loop = asyncio.get_running_loop()
+        self.most_silent = room_for_connections(2 * MOST_SILENT) // 2  # the rest is the front's
         tls = server_tls()
         self._server = await loop.create_server(
             lambda: _Connection(self),
@@ -73,6 +78,13 @@ class Door:
         for one in list(self.connections):
             one.transport.abort()
 
+    def cut_oldest(self) -> None:
+        """Of too many that have not shown the token: whoever has had the most time for it."""
+        if len(self.silent) > self.most_silent:
+            oldest = next(iter(self.silent))
+            del self.silent[oldest]
+            oldest.transport.abort()
+
     async def drained(self) -> None:
         """Returns when no request is in flight."""
         while self.in_flight:
@@ -93,6 +105,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._door.connections.add(self)
+        self._door.silent[self] = None
+        self._door.cut_oldest()
         watch(self.transport)
         loop = asyncio.get_running_loop()
         self._patience = loop.call_later(TOKEN_SECONDS, self.transport.abort)
@@ -108,6 +122,7 @@ class _Connection(asyncio.Protocol):
                 self.transport.abort()
                 return
             self._patience.cancel()
+            self._door.silent.pop(self, None)
         for one in self._frames.fed(data):
             if self._call is not None:  # the front waits for the end of an answer
                 self.transport.abort()
@@ -145,6 +160,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, problem: Exception | None) -> None:
         self._patience.cancel()
         self._door.connections.discard(self)
+        self._door.silent.pop(self, None)
         self._may_write.set()
         if self._call is not None:
             self._call.gone.set()

@@ -153,6 +153,29 @@ def test_a_stranger_who_is_silent_is_cut_off(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(act())
 
 
+def test_strangers_without_end_keep_the_front_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection costs a descriptor and some kilobytes, so those without the token are few."""
+    monkeypatch.setattr(door_module, "MOST_SILENT", 4)
+
+    async def act() -> None:
+        async with opened(FakeSupervisor()) as (door, address, lines):
+            strangers = []
+            for _ in range(20):
+                strangers.append(await asyncio.open_connection(address.host, address.port))
+                await asyncio.sleep(0)
+            await until(lambda: len(door.connections) == 4 == len(door.silent))
+            asked = request_for({"prompt": "x"})
+            assert (await whole(lines, address, asked))[0].status == 200
+            assert len(door.connections) == 4, "the front and the three that came last"
+            assert (await whole(lines, address, asked))[0].status == 200
+            for _, writer in strangers:
+                writer.transport.abort()
+            await until(lambda: not door.silent)
+            assert len(door.connections) == 1
+
+    asyncio.run(act())
+
+
 def test_rays_certificates_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for name in ("ours", "theirs"):
