@@ -325,12 +325,13 @@ def marked(
     levels: Sequence[LevelNumbers], found: journal.Capacity | None
 ) -> tuple[LevelNumbers, ...]:
     """The levels, those marked that confirm the capacity."""
-    held = found.held if found is not None else None
+    by = found.confirmed_by if found is not None else None
     return tuple(
         msgspec.structs.replace(
             one,
             confirms=one.rate_per_second is not None
-            and one.rate_per_second == held
+            and by is not None
+            and one.rate_per_second == by.asked_rate
             and one.counts
             and one.cut_short is None,
         )

@@ -4,7 +4,8 @@
 duration at the rate that is reported). A level confirms where it is valid, was not cut short, is
 steady, and is no shorter than `confirming_seconds`; levels at one rate count together. One that is
 too short for the TTFT limit alone is judged by the limit that it is long for: who answers within
-2 s under load for a minute does so within 5 s.
+2 s under load for a minute does so within 5 s. Arrivals are drawn: where fewer came than the rate
+asks for, the level confirms the rate at which they came.
 """
 
 from __future__ import annotations
@@ -71,7 +72,14 @@ def confirmation(levels: Sequence[Level], rate: float | None) -> Confirmation | 
         levels=len(own),
         seconds=sum(level.duration_seconds for level in own),
         requests=sum(level.due for level in own),
+        asked_rate=rate,
     )
+
+
+def offered_rate(by: Confirmation) -> float:
+    """What the levels confirm, requests/s: the rate asked for, or where fewer came, theirs."""
+    offered = by.requests / by.seconds
+    return offered if by.asked_rate is None else min(by.asked_rate, offered)
 
 
 def _long_and_steady(levels: Sequence[Level]) -> list[Level]:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loadtests.capacity.confirmation import confirmation, confirmed_rate
+from loadtests.capacity.confirmation import confirmation, confirmed_rate, offered_rate
 from loadtests.capacity.levels import Level, hidden_overload, pooled
 from loadtests.capacity.posterior import Observation, Posterior, posterior
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.clustering import clumping, dispersion
 from loadtests.metrics.slo import Slo, Verdict, verdict
-from loadtests.records.events import Capacity, CapacityStatus
+from loadtests.records.events import Capacity, CapacityStatus, Confirmation
 
 LEAST_SINGLE_STREAM = 20  # requests before "at no rate"
 LEAST_BAD = 5  # ... or so many bad ones
@@ -109,7 +109,7 @@ class Evidence:
 
     @functools.cached_property
     def confirmed(self) -> float | None:
-        """The highest rate that is confirmed, and is not above the interval, requests/s.
+        """The highest asked rate that is confirmed, and is not above the interval, requests/s.
 
         Of many levels that are just too bad, one holds by chance: so the rate is not above the
         middle of the capacity by all levels, and all that was asked below that reaches the target.
@@ -121,6 +121,15 @@ class Evidence:
         good, due = self._up_to(max(rate, middle))
         good, due = good + self.single_stream_counts[0], due + self.single_stream_counts[1]
         return rate if good >= self.slo.target * due else None
+
+    @functools.cached_property
+    def confirmed_by(self) -> Confirmation | None:
+        return confirmation(self.levels, self.confirmed)
+
+    @property
+    def offered(self) -> float | None:
+        """What was offered of the confirmed rate, requests/s: the capacity's `held`."""
+        return None if self.confirmed_by is None else offered_rate(self.confirmed_by)
 
     @property
     def is_surely_confirmed(self) -> bool:
@@ -157,13 +166,13 @@ class Evidence:
         )
         return Capacity(
             status=status,
-            held=self.confirmed,
+            held=self.offered,
             low=low,
             estimate=middle,
             high=high,
             is_narrow=is_narrow,
             reason=self._reason(status),
-            confirmed_by=confirmation(self.levels, self.confirmed),
+            confirmed_by=self.confirmed_by,
             starts=self._starts(),
         )
 
@@ -180,8 +189,8 @@ class Evidence:
         high = self.belief.bound(confidence) if self.broken else None
         if high is None and low is None:
             high = min((lv.rate for lv in self.loaded if lv.rate and self._fails(lv)), default=None)
-        if high is not None and self.confirmed is not None:
-            high = max(high, self.confirmed)
+        if high is not None and self.offered is not None:
+            high = max(high, self.offered)
         known = low is not None and high is not None
         return low, self.belief.quantile(0.5) if known else None, high
 

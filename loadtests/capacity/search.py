@@ -126,11 +126,11 @@ def warmup_seconds(window_seconds: float, levels: Sequence[Level]) -> float:
 
 
 def _is_done(seen: Evidence) -> bool:
-    found = seen.capacity
-    if found.held is None:
+    found, rate = seen.capacity, seen.confirmed
+    if rate is None:
         return False
-    at_limit = found.held >= 0.999 * seen.config.max_rate
-    return at_limit or (found.is_narrow and found.held >= CONFIRMED_ENOUGH * (found.low or 0.0))
+    at_limit = rate >= 0.999 * seen.config.max_rate
+    return at_limit or (found.is_narrow and rate >= CONFIRMED_ENOUGH * (found.low or 0.0))
 
 
 def _on_other_starts(

@@ -49,12 +49,14 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
     levels: int
     seconds: float
     requests: int
+    asked_rate: float | None = None  # requests/s that the levels asked for; None: not on record
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """The highest rate that meets the SLO, requests/s, by measured levels only.
 
-    `held` was run, long enough, and met the SLO; None: no rate did. low..high holds the capacity
+    `held` was run, long enough, and met the SLO; None: no rate did. It is the rate that was asked
+    for, or that of the requests that came where they were fewer. low..high holds the capacity
     that the next start of the server finds, each end at the search's confidence; None where no
     level bounds it. All four are 0.0 for `none`.
     """

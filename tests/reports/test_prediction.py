@@ -60,7 +60,7 @@ def test_it_is_shown_with_its_interval_and_its_ratio_to_what_was_measured(run: R
     column = columns[cell.key]
     shown = (column["predicted_low"], column["predicted"], column["predicted_high"])
     assert shown == (low, middle, high)
-    assert column["floor"] == cell.held and column["label"] == "0.15/s"
+    assert column["floor"] == cell.held and column["label"] == "0.13/s"
 
 
 def test_steps_that_were_slower_under_load_are_said_beside_the_ratio(run: RunNumbers) -> None:

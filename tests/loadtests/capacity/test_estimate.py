@@ -67,6 +67,19 @@ def test_a_rate_that_ran_long_enough_and_held_is_confirmed():
     assert estimate(growing, SearchConfig(), NINE).held is None
 
 
+def test_a_level_confirms_no_more_than_the_requests_that_came():
+    """Arrivals are drawn: 340 in a minute are no 6 requests/s."""
+    few = level(6.0, 340, 340, 60.0, is_steady=True)
+    found = estimate([SINGLE_STREAM, few], SearchConfig(), NINE)
+    assert (found.held, found.confirmed_by.asked_rate) == (340 / 60, 6.0)
+    many = level(6.0, 380, 380, 60.0, is_steady=True)
+    assert estimate([SINGLE_STREAM, many], SearchConfig(), NINE).held == 6.0
+    # Levels at one rate count together; the interval reaches up to what is confirmed.
+    broken = level(6.5, 200, 400, is_steady=True)
+    found = estimate([SINGLE_STREAM, few, many, few, broken], SearchConfig(), NINE)
+    assert found.held == 1060 / 180 and found.held <= found.high
+
+
 def test_a_level_above_the_middle_of_what_all_say_held_by_chance():
     lucky = level(3.5, 352, 360, is_steady=True)
     below = level(2.0, 80, 80, 40.0, is_steady=True)

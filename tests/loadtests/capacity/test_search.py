@@ -100,7 +100,7 @@ def test_a_hint_that_is_far_off_costs_a_few_levels(hint):
 def test_the_end_of_the_budget_is_kept_for_a_level_that_confirms():
     found, levels, elapsed = search(SLOTS, SearchConfig(budget_seconds=600.0), 2)
     assert found.capacity.status is CapacityStatus.CONFIRMED and elapsed <= 630.0
-    held = [one for one in levels if one.rate == found.capacity.held]
+    held = [one for one in levels if one.rate == found.capacity.confirmed_by.asked_rate]
     assert sum(one.duration_seconds for one in held) >= 59.0 and all(one.is_whole for one in held)
 
 
@@ -204,8 +204,9 @@ def test_a_server_that_is_never_full_holds_at_least_the_highest_rate():
     world = World("never full", NINE, play, 1.0, 2.0)
     found, levels, _ = search(world, SearchConfig(max_rate=40.0, budget_seconds=1200.0), 1)
     capacity = found.capacity
-    assert (capacity.status, capacity.held, capacity.high) == (CapacityStatus.AT_LEAST, 40.0, None)
-    assert levels[-1].rate == 40.0
+    assert (capacity.status, capacity.high) == (CapacityStatus.AT_LEAST, None)
+    assert levels[-1].rate == capacity.confirmed_by.asked_rate == 40.0
+    assert capacity.held == min(40.0, levels[-1].due / levels[-1].duration_seconds)
 
 
 def test_a_budget_that_is_gone_is_said_plainly():
