@@ -38,6 +38,7 @@ TOKEN_SECONDS = 10.0  # that a connection has for its handshake, and then to sho
 LOOK_SECONDS = 0.02
 BACKLOG = 1024  # connections that the front may open at once
 MOST_SILENT = 2 * BACKLOG  # connections without the token, which the front shows at once
+PIECE_BYTES = 256 << 10  # of an answer in one frame; the loop goes on between two
 
 
 class Door:
@@ -189,10 +190,18 @@ class _Call:
             headers: Headers = [*message["headers"], (REPLICA, self._connection.name)]
             self._head = frame(encode(Head(message["status"], headers)))
             return
+        body, at = message.get("body", b""), 0
+        while len(body) - at > PIECE_BYTES:
+            await self._write(frame(body[at : at + PIECE_BYTES]))
+            at += PIECE_BYTES
+            await asyncio.sleep(0)
         self.is_over = not message.get("more_body", False)
         if self.is_over:
             self.gone.set()
-        data = self._head + frame(message.get("body", b""), self.is_over)
+        await self._write(frame(body[at:], self.is_over))
+
+    async def _write(self, data: bytes) -> None:
+        data = self._head + data
         self._head = b""
         await self._connection.write(data, self.is_over)
 

@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from serving.ray import door as door_module
 from serving.ray.door import REPLICA, Door
@@ -113,6 +114,30 @@ def test_a_replica_that_goes_away_is_lost_before_and_within_its_answer() -> None
                 await anext(parts)
         with pytest.raises(Lost, match="111"):
             await whole(lines, address, asked)
+
+    asyncio.run(act())
+
+
+def test_a_large_answer_comes_in_pieces() -> None:
+    """In one frame 16 MiB held each side's event loop for 20 ms."""
+    body = bytes(range(256)) * (16 << 10)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def act() -> None:
+        door, lines = Door(app, b"a"), Lines()
+        address, found = await door.open("127.0.0.1"), []
+        for _ in range(2):
+            async with aclosing(lines.answer(address, request_for({}))) as parts:
+                found = [part async for part in parts]
+        assert found[0].head is not None and found[0].head.status == 200
+        assert b"".join(part.data for part in found) == body
+        assert max(len(part.data) for part in found) <= 2 * door_module.PIECE_BYTES
+        lines.keep(set())
+        door.close()
+        await asyncio.sleep(0.02)
 
     asyncio.run(act())
 
