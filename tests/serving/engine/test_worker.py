@@ -136,6 +136,23 @@ def test_stop_with_drain_finishes_what_is_in_flight(start: Callable[..., Child])
     assert child.process.wait(10) == 0
 
 
+def test_large_prompts_that_come_at_once_are_read_between_several_steps(
+    start: Callable[..., Child],
+) -> None:
+    child = start(slots=2, context_tokens=1 << 18)
+    child.until(Ready)
+    child.send(Submit(0, GenerationRequest([5], 1 << 17)))
+    child.until(Step)
+    prompt = [100_000] * 250_000
+    child.send(*(Submit(number, GenerationRequest(prompt, 1)) for number in range(1, 9)))
+    counts = [1]
+    while counts[-1] < 9:
+        stats = child.until(Step).stats
+        counts.append(stats.running + stats.waiting)
+    came = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+    assert max(came) <= 3 and sum(came) == 8
+
+
 def test_cancel_reaches_a_running_sequence(start: Callable[..., Child]) -> None:
     child = start(options={"step_seconds": 0.01})
     child.until(Ready)
