@@ -45,16 +45,29 @@ def _least_seconds(e2e_seconds: float | None) -> float:
 
 
 def verdicts(levels: Sequence[Level], slo: Slo, clump: float) -> dict[float, Verdict]:
-    """Rate -> verdict of the levels that may confirm it, on effective numbers."""
-    pooled = candidates(levels)
-    return {
-        rate: verdict(good, due, slo, dispersion((due - good + 0.5) / (due + 1), clump))
-        for rate, (good, due) in pooled.items()
-    }
+    """Rate -> verdict of the levels that may confirm it, on effective numbers.
+
+    A shorter limit than the SLO's is to confirm by: that it is missed is no failure.
+    """
+    found: dict[float, Verdict] = {}
+    for rate, (good, due) in candidates(levels).items():
+        found[rate] = _verdict(good, due, slo, clump)
+        if found[rate] == "fails":
+            own = sum(level.good for level in _long_and_steady(levels) if level.rate == rate)
+            is_failure = _verdict(own, due, slo, clump) == "fails"
+            found[rate] = "fails" if is_failure else "unresolved"
+    return found
+
+
+def _verdict(good: int, due: int, slo: Slo, clump: float) -> Verdict:
+    return verdict(good, due, slo, dispersion((due - good + 0.5) / (due + 1), clump))
 
 
 def candidates(levels: Sequence[Level]) -> dict[float, tuple[int, int]]:
-    """Rate -> (good, due) of the levels that are long and steady enough to confirm it."""
+    """Rate -> (good, due) of the levels that are long and steady enough to confirm it.
+
+    Good is what counts where they are to confirm.
+    """
     found: dict[float, tuple[int, int]] = {}
     for level in _long_and_steady(levels):
         good, due = found.get(level.rate or 0.0, (0, 0))

@@ -9,6 +9,7 @@ from loadtests.capacity.confirmation import (
     confirmed_rate,
     confirming_seconds,
     seconds_to_confirm,
+    verdicts,
 )
 from loadtests.capacity.levels import Level
 from loadtests.capacity.posterior import SLOPES, Observation, posterior, share_good
@@ -72,6 +73,18 @@ def test_a_level_too_short_for_the_ttft_limit_is_judged_by_the_limit_it_is_long_
     assert confirmed_rate([level(2.0, 120, 120, good_soon=119)], patient, CLUMP) == 2.0
     assert confirmed_rate([level(2.0, 120, 120, good_soon=100)], patient, CLUMP) is None
     assert confirmed_rate([level(2.0, 400, 400, seconds=150.0)], patient, CLUMP) == 2.0
+
+
+def test_a_shorter_limit_than_the_slos_confirms_and_fails_nothing():
+    """A short level that misses the limit it is long for says nothing against a higher rate."""
+    patient = Slo("patient", 5.0, None, target=0.9)
+    higher = level(3.0, 600, 600, seconds=200.0)
+    late = level(2.0, 120, 120, good_soon=60)
+    assert verdicts([late, higher], patient, CLUMP) == {2.0: "unresolved", 3.0: "holds"}
+    assert confirmed_rate([late, higher], patient, CLUMP) == 3.0
+    bad = level(2.0, 60, 120, good_soon=50)
+    assert verdicts([bad, higher], patient, CLUMP) == {2.0: "fails", 3.0: "holds"}
+    assert confirmed_rate([bad, higher], patient, CLUMP) is None
 
 
 def test_slow_answers_make_a_level_longer():
