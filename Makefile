@@ -22,6 +22,7 @@ CMAKE_OF_cuda = -DGGML_CUDA=on
 CMAKE_OF_rocm = -DGGML_HIP=on
 GPU_CMAKE = $(if $(GPU),$(or $(CMAKE_OF_$(GPU)),$(error GPU is $(GPU); there are vulkan, cuda, rocm)))
 LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
+LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 .PHONY: demo reference test scale-test test-vulkan test-triton llama clients lint types env bench images test-images lint-images docs release-check clean help
@@ -117,7 +118,7 @@ llama:
 	@$(if $(filter vulkan,$(GPU)),docker/vulkan-headers.sh .vulkan)
 	@echo "== llama.cpp for $(GPU) in $(VENV) (compiled the first time)"
 	@if [[ -d .vulkan/usr ]]; then export CMAKE_PREFIX_PATH=$${CMAKE_PREFIX_PATH:-$(CURDIR)/.vulkan/usr}; fi; \
-	CMAKE_ARGS="$(LLAMA_CMAKE)" $(BIN)/pip install --quiet --no-cache-dir $(PIP_FLAGS) -c constraints.txt llama-cpp-python
+	$(LLAMA_BUILD) $(BIN)/pip install --quiet --no-cache-dir $(PIP_FLAGS) -c constraints.txt llama-cpp-python
 
 env: $(STAMP)
 
@@ -134,7 +135,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	@$(if $(GPU),$(MAKE) --no-print-directory llama GPU=$(GPU) VENV=$(VENV))
-	@CMAKE_ARGS="$(LLAMA_CMAKE)" $(BIN)/pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[dev]' 2>&1 \
+	@$(LLAMA_BUILD) $(BIN)/pip install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[dev]' 2>&1 \
 	  | tee $(VENV)/install.log | sed -u -n -E 's/^(Collecting|Downloading) ([^ ]*).*/   \1 \2/p; /^ *Building wheel/p; /^ERROR/p'; \
 	  test "$${PIPESTATUS[0]}" = 0 || { echo "crossover: the installation failed; the end of $(VENV)/install.log:"; tail -n 25 $(VENV)/install.log; exit 1; }
 	@$(BIN)/python -c 'import llama_cpp, onnxruntime, torch, altair, crossover'

@@ -16,6 +16,7 @@ PEERS=$CACHE/peers
 SOURCE=$PEERS/llama_cpp_python-$VERSION
 BUILD=$PEERS/llama-server-$VERSION
 LOG=$PEERS/llama-server-$VERSION.log
+AMX=$(realpath "$(dirname "$0")/../../../docker/amx.h")
 
 mkdir -p "$PEERS"
 exec 9>"$PEERS/.llama-server.lock"
@@ -34,11 +35,11 @@ if [[ ! -e $SOURCE/vendor/llama.cpp/CMakeLists.txt ]]; then
     rm -rf "$SOURCE" && mv "$SOURCE.part" "$SOURCE"
 fi
 
-# GGML_NATIVE and Release are the wheel's own settings. No web page, no TLS, no download of either: the server is measured, not browsed.
+# GGML_NATIVE, Release and amx.h are the wheel's own settings. No web page, no TLS, no download of either: the server is measured, not browsed.
 GENERATOR=()
 command -v ninja >/dev/null && GENERATOR=(-G Ninja)
 {
-    nice -n 19 cmake -S "$SOURCE/vendor/llama.cpp" -B "$BUILD" "${GENERATOR[@]}" \
+    CXXFLAGS="-include \"$AMX\" ${CXXFLAGS:-}" nice -n 19 cmake -S "$SOURCE/vendor/llama.cpp" -B "$BUILD" "${GENERATOR[@]}" \
         -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=ON \
         -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
         -DLLAMA_BUILD_COMMON=ON -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON \
