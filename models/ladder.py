@@ -212,7 +212,6 @@ def fits(
     slots: int = 1,
     context_tokens: int = 2048,
     kv_dtype: str = "fp16",
-    overhead_bytes: int = OVERHEAD_BYTES,
     rungs: Iterable[Rung] = LADDER,
 ) -> list[Fit]:
     """For each rung, weights + KV cache + overhead against `memory_bytes`.
@@ -225,7 +224,7 @@ def fits(
             rung=one,
             weight_bytes=weight_bytes(one.spec, weight_format),
             kv_bytes=slots * context_tokens * one.spec.kv_bytes_per_token(kv_dtype),
-            overhead_bytes=overhead_bytes,
+            overhead_bytes=OVERHEAD_BYTES,
             memory_bytes=memory_bytes,
         )
         for one in rungs

@@ -28,7 +28,7 @@ def with_steps(
     seen = msgspec.convert(made[0].observations if made else [], list[StepObservation])
     if not seen:
         alone = [one.level for one in cell.levels if one.is_single_stream]
-        seen = [one for level in alone for one in observations_of(requests[level], 1)]
+        seen = [one for level in alone for one in observations_of(requests[level])]
     timed = tuple(one for one in seen if one.seconds > 0)
     law = _law(timed)
     loaded = [requests[one.level] for one in cell.levels if one.counts and one.rate_per_second]

@@ -50,16 +50,6 @@ MOST_PARAMETERS = 7
 MOST_COLUMNS = 100
 GOAL_PRODUCT_LINES = 27_500  # printed, not held
 
-# Heavy optional packages: their import may stand inside a function. Ours never may.
-DEFERRED_OUTSIDE = frozenset(
-    {
-        *("torch", "transformers", "llama_cpp", "onnx", "onnx_ir", "onnxruntime", "optimum"),
-        *("onnxruntime_genai", "gguf", "huggingface_hub", "tokenizers"),
-        *("safetensors", "llguidance", "pynvml", "opentelemetry", "uvicorn", "locust", "gevent"),
-        *("geventhttpclient", "altair", "vl_convert", "scipy", "typer", "rich", "pyarrow"),
-        "ray",
-    }
-)
 # Of our own modules, only these may be imported inside functions: the adapters of an optional
 # engine, and the verbs of the command line, which start quickly because they import nothing.
 # importer -> the modules it may import inside functions; "*": any, for verbs.

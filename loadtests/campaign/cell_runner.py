@@ -381,7 +381,7 @@ def _calibrate(run: _Run, config: SearchConfig) -> calibrate.Prediction | None:
         run.bench.recover()
         return None
     made = calibrate.prediction(
-        [*observations_of(state.single_stream, 1), *seen],
+        [*observations_of(state.single_stream), *seen],
         policy or Policy(slots=slots or calibrate.UNKNOWN_SLOTS, prefill_tokens=PREFILL_TOKENS),
         campaign.workload,
         campaign.arrivals,

@@ -2,7 +2,7 @@
 
 with Progress() as progress:
     progress.say("smollm2-135m Q4_0: ready in 1.2 s")
-    progress.tick("level 3: 0.8 requests/s", fraction=0.4, left_seconds=12)
+    progress.tick("level 3: 0.8 requests/s", fraction=0.4)
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TextIO
 from rich.console import Console
 from rich.status import Status
 
-from models import formatting
 from models.errors import printable
 
 PLAIN_EVERY_SECONDS = 10.0
@@ -44,15 +43,11 @@ class Progress:
         self._console.print(printable(text), style=style, markup=False)
         self._spoke = time.monotonic()
 
-    def tick(
-        self, what: str, *, fraction: float | None = None, left_seconds: float | None = None
-    ) -> None:
+    def tick(self, what: str, *, fraction: float | None = None) -> None:
         """How far the present thing is; may be called as often as one likes."""
         parts = [what]
         if fraction is not None:
             parts.append(f"{min(1.0, max(0.0, fraction)):.0%}")
-        if left_seconds is not None:
-            parts.append(f"about {formatting.duration(max(0.0, left_seconds))} left")
         line = printable(", ".join(parts))
         if self._console.is_terminal:
             if self._status is None:

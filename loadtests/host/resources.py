@@ -42,7 +42,6 @@ class Readings:
         local_server: bool = True,
         remote: Callable[[], RemoteSample | str] | None = None,
         gpu: Gpu | None = None,
-        rapl: Path = RAPL,
     ) -> None:
         """`local_server`: read GPU and watts too. `remote`: a sample, or why there is none."""
         self.level: str | None = None
@@ -51,7 +50,7 @@ class Readings:
         self._groups = {name: _Group(pids) for name, pids in groups.items()}
         self._interval = interval_seconds
         self._gpu = (gpu or Gpu()) if local_server else None
-        self._rapl = Rapl(rapl) if local_server else None
+        self._rapl = Rapl() if local_server else None
         self._steal = Steal()
         self._quota = Quota()
         self._remote = remote

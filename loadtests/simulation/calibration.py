@@ -101,7 +101,7 @@ def calibrate(
     No burst is begun that is expected to end after `seconds`. Slots None: no time to find out.
     """
     until = clock() + seconds
-    plan = _Plan(ask, clock, until, observations_of(single_stream, 1), _longest_prompt(workload))
+    plan = _Plan(ask, clock, until, observations_of(single_stream), _longest_prompt(workload))
     plan.sweep_prompts()
     if slots is None:
         slots = plan.find_slots()
@@ -141,7 +141,7 @@ class _Plan:
             waits = [o.seconds for o in self._alone if o.prefill_tokens >= length]
             expected = min(waits, default=self._fill_seconds * length) + 2 * self._expected(1)
             if self._clock() + expected < self._until:
-                self.found += observations_of(self._ask(Burst(length, (2,))), 1)
+                self.found += observations_of(self._ask(Burst(length, (2,))))
 
     def find_slots(self) -> int | None:
         """Streams that are served together, by bursts of 2, 4, 8 ...; None: no time to find out."""

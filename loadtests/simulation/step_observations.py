@@ -15,11 +15,9 @@ LEAST_STEPS = 3  # of each stream of a burst while the same streams decode
 STALL = 2.5  # times the mean step
 
 
-def observations_of(records: Sequence[RequestRecord], concurrency: int) -> list[StepObservation]:
-    """From a closed loop of `concurrency` streams.
-
-    Each answer times a decode step of `concurrency` rows at its mean context; a single stream
-    also a step with a whole prompt. More streams share steps with prompts: use short ones there.
+def observations_of(records: Sequence[RequestRecord]) -> list[StepObservation]:
+    """From single-stream requests: each answer times a step with a whole prompt, and a decode step
+    of one row at the answer's mean context.
     """
     found: list[StepObservation] = []
     for r in records:
@@ -27,10 +25,10 @@ def observations_of(records: Sequence[RequestRecord], concurrency: int) -> list[
             continue
         tpot = tpot_seconds(r)
         if tpot is not None and tpot > 0:
-            context = concurrency * (r.prompt_tokens + r.output_tokens / 2)
+            context = r.prompt_tokens + r.output_tokens / 2
             steps = _steps(r.content_seconds, _tokens_per_chunk(r)) or (tpot,)
-            found.append(StepObservation(concurrency, 0, context, typical_seconds(steps), steps))
-        if concurrency == 1 and r.first_content_seconds is not None and r.sent_seconds is not None:
+            found.append(StepObservation(1, 0, context, typical_seconds(steps), steps))
+        if r.first_content_seconds is not None and r.sent_seconds is not None:
             waited = r.first_content_seconds - r.sent_seconds
             if waited > 0:
                 computed = r.prompt_tokens - (r.cached_tokens or 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from loadtests.selftest.selftest import Report
@@ -10,9 +9,9 @@ from loadtests.terminal.level import wide_console
 from models import formatting
 
 
-def show_selftest(report: Report, console: Console | None = None) -> None:
+def show_selftest(report: Report) -> None:
     """Print the table of a self-test: what, truth, measured, error, limit, verdict."""
-    console = console or wide_console()
+    console = wide_console()
     table = Table(
         "what", "truth", "measured", "error", "limit", "verdict", box=None, pad_edge=False
     )

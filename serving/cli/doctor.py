@@ -60,14 +60,12 @@ class Diagnosis(msgspec.Struct, frozen=True):
     engine_times_note: str = ""  # why a table that is there is void
 
 
-def examine(
-    *, bandwidth: bool = False, cache: str | None = None, probe_timeout_seconds: float = 60.0
-) -> Diagnosis:
+def examine(*, bandwidth: bool = False, cache: str | None = None) -> Diagnosis:
     """Look at everything. Backends are imported in subprocesses: a broken one breaks nothing."""
     facts = hardware_facts(bandwidth=bandwidth)
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     with ThreadPoolExecutor(max_workers=max(1, min(3, int(facts.usable_cores)))) as pool:
-        probes = list(pool.map(lambda name: _probe(name, probe_timeout_seconds), probed()))
+        probes = list(pool.map(_probe, probed()))
     folder = cache_dir(cache)
     free = disk_free_bytes(folder)
     table, note = read_table(cache, facts)
@@ -86,12 +84,12 @@ def examine(
     )
 
 
-def _probe(name: str, timeout_seconds: float) -> BackendProbe:
+def _probe(name: str) -> BackendProbe:
     if name in missing_backends():
         return BackendProbe(
             name, False, problem=f"the package {spec_of(name).package} is not installed"
         )
-    return probe_backend(name, timeout_seconds)
+    return probe_backend(name)
 
 
 def advice(

@@ -21,7 +21,6 @@ class ProcessMemory(msgspec.Struct, frozen=True):
 
     rss_bytes: int
     pss_bytes: int | None = None  # None: the process is somebody else's
-    swap_bytes: int | None = None
 
 
 def process_memory(pid: int) -> ProcessMemory | None:
@@ -34,7 +33,7 @@ def process_memory(pid: int) -> ProcessMemory | None:
             return ProcessMemory(process.memory_info().rss)
     except psutil.NoSuchProcess:
         return None
-    return ProcessMemory(full.rss, full.pss, full.swap)
+    return ProcessMemory(full.rss, full.pss)
 
 
 Sample = tuple[list[tuple[str, int, ProcessMemory]], list[GpuMemory]]

@@ -149,7 +149,7 @@ def predicted(world: World, seed: int, seconds: float) -> dict[str, float | None
     seen, _ = calibration.calibrate(ask, alone, workload(), SLOTS, seconds, lambda: server.now)
     began = time.process_time()
     made = calibration.prediction(
-        [*observations_of(alone, 1), *seen], policy(), workload(), Poisson(), [slo_of(world)], seed
+        [*observations_of(alone), *seen], policy(), workload(), Poisson(), [slo_of(world)], seed
     )
     cpu = time.process_time() - began
     rate: Any = made.rates["chat"]

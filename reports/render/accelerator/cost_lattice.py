@@ -67,15 +67,3 @@ def _point(one: Comparison, prices: Sequence[float], held: float) -> dict[str, A
         "words": [cost_words(each) for each in moved],
         "even": [even_rows(each.soonest[1] if each.there else None) for each in moved],
     }
-
-
-def rate_words(one: Comparison, rate: float) -> str:
-    """`3 such machines for $0.35 an hour ($12.30 per 1M tokens); NVIDIA L4: 1 for ...`."""
-    parts = []
-    for place, side in enumerate((one.here, *one.there)):
-        cost, million = side.dollars(rate), side.dollars_per_million(rate, one.output_tokens)
-        count = side.machines(rate)
-        own = "1 such machine" if count == 1 else f"{count:,} such machines"
-        who = f"{side.name}: {count:,}" if place else own
-        parts.append(f"{who} for {dollars(cost)} an hour ({dollars(million)} per 1M tokens)")
-    return "; ".join(parts)

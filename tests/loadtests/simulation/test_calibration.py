@@ -70,7 +70,7 @@ def test_the_capacity_is_predicted_from_a_few_bursts(slots: int | None) -> None:
     seen, served = calibrate(engine, alone, WORKLOAD, slots, 1e9, lambda: engine.now)
     assert served == (slots or 8)
     policy = Policy(slots=served or 0)
-    made = prediction([*observations_of(alone, 1), *seen], policy, WORKLOAD, Poisson(), [CHAT], 1)
+    made = prediction([*observations_of(alone), *seen], policy, WORKLOAD, Poisson(), [CHAT], 1)
     pairs = np.array([(a.prompt_tokens, a.output_tokens) for a in draw(WORKLOAD, 40_000, 5)])
     truth = predict(LAW, policy, pairs, CHAT, seed=9).rate
     assert made.law is not None and made.reason == ""
@@ -86,12 +86,12 @@ def test_a_staircase_of_row_costs_is_found_step_by_step() -> None:
     workload = Workload(preset="chat", max_prompt_tokens=40, max_output_tokens=16)
     alone = single_stream(engine, workload, 8)
     seen, _ = calibrate(engine, alone, workload, 8, 10.0, lambda: engine.now)
-    law = fit([*observations_of(alone, 1), *seen])
+    law = fit([*observations_of(alone), *seen])
     for rows in (1, 2, 3, 4, 5, 6, 8):
         assert law.seconds(rows, 0, 0) == pytest.approx(STAIRS.seconds(rows, 0, 0), rel=0.02), rows
     costs = [law.rows_seconds(rows) for rows in np.linspace(0, 20, 81)]
     assert np.all(np.diff(costs) >= 0), "more rows never cost less"
-    friendly = fit([*observations_of(alone, 1), *(o for o in seen if o.decode_rows in (2, 4, 8))])
+    friendly = fit([*observations_of(alone), *(o for o in seen if o.decode_rows in (2, 4, 8))])
     assert friendly.seconds(3, 0, 0) < 0.85 * STAIRS.seconds(3, 0, 0)
 
 
@@ -117,7 +117,7 @@ def test_a_prediction_is_right_where_rows_are_a_staircase_and_steps_stall(
     alone = single_stream(engine, workload, 20)
     seen, _ = calibrate(engine, alone, workload, 8, 30.0, lambda: engine.now)
     made = prediction(
-        [*observations_of(alone, 1), *seen], Policy(slots=8), workload, Poisson(), [slo], 1
+        [*observations_of(alone), *seen], Policy(slots=8), workload, Poisson(), [slo], 1
     )
     pairs = np.array([(a.prompt_tokens, a.output_tokens) for a in draw(workload, 20_000, 1)])
     assert made.law is not None
@@ -140,7 +140,7 @@ def test_equal_lengths_get_a_sweep_of_prompts() -> None:
     assert (16, (2,)) in engine.asked, (
         "a second length, or the cost of a prompt token could not be told from the base"
     )
-    law = fit([*observations_of(alone, 1), *seen])
+    law = fit([*observations_of(alone), *seen])
     assert law.unseen == () and law.prompt_token_seconds == pytest.approx(
         LAW.prompt_token_seconds, rel=0.2
     )
@@ -209,7 +209,7 @@ def test_no_prediction_has_its_reason() -> None:
     made = prediction([], Policy(), WORKLOAD, Poisson(), [CHAT], 1)
     assert isinstance(made, Prediction) and made.law is None and "too few to fit" in made.reason
     engine = Engine(LAW, 4)
-    seen = observations_of(single_stream(engine, WORKLOAD), 1)
+    seen = observations_of(single_stream(engine, WORKLOAD))
     assert prediction(seen, Policy(), WORKLOAD, Poisson(), [SLO_PRESETS["batch"]], 1).rates == {}
 
 
@@ -230,11 +230,11 @@ def test_what_a_pass_for_each_prompt_costs_is_told_by_the_beginning_of_a_burst()
     seen, _ = calibrate(engine, alone, WORKLOAD, 8, 1e9, lambda: engine.now)
     first = next(one for one in seen if one.passes > 1)
     assert (first.passes, first.prefill_tokens, first.decode_rows) == (8, 128, 0)
-    law = fit([*observations_of(alone, 1), *seen])
+    law = fit([*observations_of(alone), *seen])
     assert law.pass_seconds == pytest.approx(CALLS.pass_seconds, rel=0.05)
     for counts in ((0, 288, 0, 8), (6, 36, 300, 2), (8, 0, 400, 1)):
         assert law.seconds(*counts) == pytest.approx(CALLS.seconds(*counts), rel=0.03), counts
-    blind = fit([one for one in [*observations_of(alone, 1), *seen] if one.passes == 1])
+    blind = fit([one for one in [*observations_of(alone), *seen] if one.passes == 1])
     assert blind.seconds(0, 288, 0, 8) < 0.95 * CALLS.seconds(0, 288, 0, 8)
 
 
@@ -242,5 +242,5 @@ def test_one_call_for_all_prompts_costs_no_pass() -> None:
     engine = Engine(LAW, 8)
     alone = single_stream(engine, WORKLOAD)
     seen, _ = calibrate(engine, alone, WORKLOAD, 8, 1e9, lambda: engine.now)
-    law = fit([*observations_of(alone, 1), *seen])
+    law = fit([*observations_of(alone), *seen])
     assert law.pass_seconds < 0.02 * law.base_seconds

@@ -3,7 +3,7 @@
 import pytest
 
 from loadtests.simulation.step_observations import observations_of
-from loadtests.simulation.step_time import fit
+from loadtests.simulation.step_time import StepObservation, fit
 from tests.loadtests.simulation.step_laws import LAWS
 from tests.tools.records import request
 
@@ -14,11 +14,9 @@ def test_calibration_can_be_seen_from_the_client():
     for i, prompt in enumerate((50, 200, 800)):
         ttft, gap = law.seconds(0, prompt, 0), law.seconds(1, 0, prompt + 16)
         records.append(request(i, 10.0 * i, ttft=ttft, gap=gap, tokens=32, prompt_tokens=prompt))
-    seen = observations_of(records, 1)
-    seen += observations_of(
-        [request(9, 0.0, ttft=1.0, gap=law.seconds(8, 0, 8 * 116), tokens=32, prompt_tokens=100)], 8
-    )
+    seen = observations_of(records)
+    seen.append(StepObservation(8, 0, 8 * 116, law.seconds(8, 0, 8 * 116)))
     found = fit(seen)
     assert found.seconds(8, 0, 8 * 116) == pytest.approx(law.seconds(8, 0, 8 * 116), rel=0.05)
     assert found.seconds(0, 400, 0) == pytest.approx(law.seconds(0, 400, 0), rel=0.05)
-    assert observations_of([request(output_tokens=None)], 1) == []
+    assert observations_of([request(output_tokens=None)]) == []

@@ -13,14 +13,13 @@ import pytest
 from loadtests.capacity.words import in_words
 from models import formatting
 from reports.accelerator.batching import batching_of
-from reports.accelerator.costs import comparisons_of, priced
+from reports.accelerator.costs import Comparison, comparisons_of, priced
 from reports.charts.figures import figures
 from reports.findings import crossover
 from reports.numbers import RunNumbers
 from reports.planning.machine_capacity import MachineCapacity
 from reports.render.accelerator.batch_lattice import contexts_of
-from reports.render.accelerator.cost_lattice import rate_words
-from reports.render.accelerator.money import cost_words
+from reports.render.accelerator.money import cost_words, dollars
 from reports.render.accelerator.speed import best_words
 from reports.render.lattice import at
 from reports.render.page import page
@@ -241,7 +240,19 @@ def test_at_every_price_and_rate_the_page_says_what_python_says(
         assert point["says"] == words
         at = [
             f"{title(one.cell)} at {formatting.rate(point['rate'])}: "
-            f"{rate_words(one, point['rate'])}."
+            f"{_rate_words(one, point['rate'])}."
             for one in moved
         ]
         assert point["at"] == " ".join(at)
+
+
+def _rate_words(one: Comparison, rate: float) -> str:
+    """`3 such machines for $0.35 an hour ($12.30 per 1M tokens); NVIDIA L4: 1 for ...`."""
+    parts = []
+    for place, side in enumerate((one.here, *one.there)):
+        cost, million = side.dollars(rate), side.dollars_per_million(rate, one.output_tokens)
+        count = side.machines(rate)
+        own = "1 such machine" if count == 1 else f"{count:,} such machines"
+        who = f"{side.name}: {count:,}" if place else own
+        parts.append(f"{who} for {dollars(cost)} an hour ({dollars(million)} per 1M tokens)")
+    return "; ".join(parts)
