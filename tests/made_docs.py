@@ -17,17 +17,18 @@ from typing import Any
 
 import msgspec
 
-from loadtests.terminal.template import key_table
 from reports.check import FUNCTIONS
-from reports.plan import example, output
+from reports.plan import output
 from reports.plan.file import read_plan
+from reports.plan.ranking import Plan
 from reports.plan.sources import planned
 from reports.prediction.predictor import predictor
-from reports.render import document
+from reports.render.document import Document
 from serving.backends import BACKENDS
 from serving.backends.base import CAPABILITIES
 from serving.http.wire.requests import ChatRequest, CompletionRequest
 from serving.http.wire.responses_api import ResponseRequest
+from tests.docs_of_structs import campaign_keys, plan_keys, schema_of
 from tests.house import PACKAGES, ROOMS
 
 ROOT = Path(__file__).parent.parent
@@ -151,8 +152,8 @@ def errors() -> list[str]:
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"rooms": rooms, "map": tree},
     "docs/api.md": {"engines": engines, "keys": keys},
-    "docs/campaign.md": {"keys": key_table},
-    "docs/plan.md": {"keys": example.key_table},
+    "docs/campaign.md": {"keys": campaign_keys},
+    "docs/plan.md": {"keys": plan_keys},
     "docs/report.md": {"functions": functions},
     "docs/prediction.md": {"errors": errors},
 }
@@ -167,8 +168,8 @@ def plan_outputs(name: str) -> str:
 PLANS = ("chat-on-two-cores", "office-hours", "code-at-night", "70b")
 # Files that are made as a whole.
 WHOLE: dict[str, Callable[[], str]] = {
-    "docs/report.schema.json": lambda: json.dumps(document.schema(), indent=1) + "\n",
-    "docs/plan.schema.json": lambda: json.dumps(output.schema(), indent=1) + "\n",
+    "docs/report.schema.json": lambda: json.dumps(schema_of(Document), indent=1) + "\n",
+    "docs/plan.schema.json": lambda: json.dumps(schema_of(Plan), indent=1) + "\n",
     **{f"docs/plan-examples/{name}.txt": partial(plan_outputs, name) for name in PLANS},
 }
 

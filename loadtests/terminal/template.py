@@ -19,7 +19,6 @@ from loadtests.campaign.campaign_keys import (
     CampaignFile,
     Hardware,
     Load,
-    OnDisturbance,
     OneCell,
     Server,
     SloSpec,
@@ -29,9 +28,7 @@ from loadtests.engines.command import Engine
 from loadtests.generator.endpoint import Target
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.length_tables import PRESETS
 from loadtests.workload.requests import Workload
-from serving.registry.options import Standby
 
 # Table of the file -> its struct, and the keys that init sets in it.
 SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
@@ -47,8 +44,6 @@ SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
 }
 LISTS = ("hardware", "cells", "engines")  # [[...]]
 ABSENT = ("target", "cells", "engines")  # a file has them only where it wants them
-# A type as the code writes it -> as the documentation does.
-TOML_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 STARTED = {"name": "my-campaign", "models": ["smollm2-135m"], "budget_seconds": 600.0}
 
 
@@ -131,57 +126,3 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(one) for one in value) + "]"
     return json.dumps(value)
-
-
-def key_table() -> list[str]:
-    """All keys as Markdown tables, for docs/campaign.md."""
-    out = _table("Top of the file", CampaignFile)
-    for name, (kind, _) in SECTIONS.items():
-        out += ["", *_table(f"[[{name}]]" if name in LISTS else f"[{name}]", kind)]
-    out += ["", "### [arrivals]", "", "| kind | what | keys |", "|---|---|---|"]
-    for one in get_args(Arrivals):
-        keys = "; ".join(f"`{key.name}`: {key.what}" for key in keys_of(one)) or "none"
-        what = inspect.cleandoc(one.__doc__ or "").split("\n")[0]
-        out.append(f"| `{one.__struct_config__.tag}` | {what} | {keys} |")
-    out += ["", "### Presets", "", "| SLO | TTFT, s | TPOT, s | target |", "|---|---|---|---|"]
-    for slo in SLO_PRESETS.values():
-        limits = [value or "none" for value in (slo.ttft_seconds, slo.tpot_seconds)]
-        out.append(f"| `{slo.name}` | {limits[0]} | {limits[1]} | {slo.target} |")
-    return [*out, "", f"Workloads: {', '.join(f'`{name}`' for name in PRESETS)}."]
-
-
-def _table(title: str, kind: type[msgspec.Struct]) -> list[str]:
-    out = [f"### {title}", "", "| key | type | default | what |", "|---|---|---|---|"]
-    for key in keys_of(kind):
-        default = "" if key.default is None else f"`{toml_value(key.default)}`"
-        if key.name in (*SECTIONS, "arrivals") and kind is CampaignFile:
-            default = "see below"
-        elif key.is_required:
-            default = "required"
-        out.append(f"| `{key.name}` | {toml_type(key.type)} | {default} | {key.what} |")
-    return out
-
-
-def toml_type(annotation: str) -> str:
-    """`list[str | SloSpec]` -> `array of string or table`; what is optional is left out."""
-    return _toml_type(ast.parse(annotation, mode="eval").body)
-
-
-def _toml_type(node: ast.expr) -> str:
-    match node:
-        case ast.BinOp(left=left, right=ast.Constant(value=None)):
-            return _toml_type(left)
-        case ast.BinOp(left=left, right=right):
-            return f"{_toml_type(left)} or {_toml_type(right)}"
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=values)):
-            return " or ".join(f"`{toml_value(ast.literal_eval(value))}`" for value in values)
-        case ast.Subscript(value=ast.Name(id="list"), slice=inner):
-            return f"array of {_toml_type(inner)}"
-        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[inner, _])):
-            return f"array of {_toml_type(inner)}"
-        case ast.Name(id="Standby" | "OnDisturbance" as name):
-            choices = get_args(Standby if name == "Standby" else OnDisturbance)
-            return " or ".join(f"`{toml_value(value)}`" for value in choices)
-        case ast.Name(id=name):
-            return TOML_TYPES.get(name, "table")
-    return "table"

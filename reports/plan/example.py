@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from loadtests.campaign.campaign_keys import SloSpec
-from loadtests.terminal.template import Key, keys_of, toml_type, toml_value
+from loadtests.terminal.template import Key, keys_of, toml_value
 from loadtests.workload.requests import Workload
 from reports.plan.file import ForecastKeys, MachineKeys, PlanFile
 
@@ -45,28 +45,3 @@ def _line(key: Key, values: dict[str, Any], is_off: bool = False) -> str:
     text = "" if value is None else toml_value(value)
     off = "# " if is_off or value is None else ""
     return f"{off}{key.name} = {text}  # {key.what}".replace("=   #", "=  #")
-
-
-def key_table() -> list[str]:
-    """All keys as Markdown tables, for docs/plan.md."""
-    out = _table("Top of the file", PlanFile)
-    for name in ("forecast", "machines"):
-        title = f"[[{name}]]" if name == "machines" else f"[{name}]"
-        out += ["", *_table(title, SECTIONS[name][0])]
-    return out
-
-
-def _table(title: str, kind: type[msgspec.Struct]) -> list[str]:
-    out = [f"### {title}", "", "| key | type | default | what |", "|---|---|---|---|"]
-    for key in keys_of(kind):
-        default = "" if key.default is None else f"`{toml_value(key.default)}`"
-        if key.name in TABLES:
-            default = "see below"
-        elif key.is_required:
-            default = "required"
-        out.append(f"| `{key.name}` | {_type(key.type)} | {default} | {key.what} |")
-    return out
-
-
-def _type(annotation: str) -> str:
-    return toml_type(annotation.replace("Price", "float | list[float]"))

@@ -55,12 +55,6 @@ def as_json(plan: Plan) -> str:
     return msgspec.json.format(msgspec.json.encode(rounded), indent=1).decode()
 
 
-def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a plan of this version."""
-    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return draft | msgspec.json.schema(Plan)
-
-
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(one) for name, one in value.items()}

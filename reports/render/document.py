@@ -136,12 +136,6 @@ def encoded(made: Document) -> bytes:
     return msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
 
 
-def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a Document of this version."""
-    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return draft | msgspec.json.schema(Document)
-
-
 def _cell(cell: CellNumbers, run: RunNumbers) -> Cell:
     names = (
         *("key", "model", "parameters", "weight_format", "backend", "device", "slots"),

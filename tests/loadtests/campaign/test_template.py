@@ -18,9 +18,9 @@ from loadtests.terminal.template import (
     arrival_kinds,
     campaign_template,
     keys_of,
-    toml_type,
 )
 from loadtests.workload.arrivals import Arrivals
+from tests.docs_of_structs import toml_type
 
 MINIMAL = f"""
 name = "{STARTED["name"]}"

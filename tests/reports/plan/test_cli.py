@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from crossover import app, main
-from reports.plan.output import schema
-from reports.plan.ranking import VERSION
+from reports.plan.ranking import VERSION, Plan
+from tests.docs_of_structs import schema_of
 
 PLAN = """
 model = "1b"
@@ -40,7 +40,7 @@ def test_the_first_line_is_the_answer(file: Path) -> None:
 def test_json_is_as_its_schema_says(file: Path) -> None:
     said = CliRunner().invoke(app, ["plan", str(file), "--json", "--rate", "2"])
     found = json.loads(said.stdout)
-    jsonschema.validate(found, schema())
+    jsonschema.validate(found, schema_of(Plan))
     assert (found["kind"], found["version"]) == ("crossover-plan", VERSION)
     assert found["sentence"].startswith("Rent 1 x NVIDIA L4") and found["notes"]
     assert found["demand"]["peak_rate"] == 2.0

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from reports.errors import ReportError
-from reports.plan.example import example, key_table
+from reports.plan.example import example
 from reports.plan.file import BadPlan, question, read_plan
+from tests.docs_of_structs import plan_keys
 
 BASE = 'model = "8b"\nrequests = 500\n[forecast]\npeak_rate = 0.5\n'
 
@@ -16,7 +17,7 @@ def test_the_example_parses_and_names_every_key_of_the_docs() -> None:
     asked = question(tomllib.loads(example()))
     assert asked.spec.name == "llama-3.1-8b" and asked.slo.target == 0.95
     assert asked.forecast.loads[0].rate == pytest.approx(0.5)
-    keys = [row.split("`")[1] for row in key_table() if row.startswith("| `")]
+    keys = [row.split("`")[1] for row in plan_keys() if row.startswith("| `")]
     missing = [key for key in keys if f"{key} =" not in example() and f"[{key}]" not in example()]
     assert missing == [] or missing == ["machines"]
 

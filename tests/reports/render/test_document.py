@@ -14,6 +14,7 @@ from reports.plan.output import as_json
 from reports.planning.machine_capacity import MachineCapacity
 from reports.render import document
 from reports.sentences import headline
+from tests.docs_of_structs import schema_of
 from tests.reports.plan.test_ranking import machines, plan
 from tests.reports.plan.worlds import office
 
@@ -25,9 +26,9 @@ def made(run: RunNumbers, found: Crossover) -> dict[str, object]:
 
 
 def test_it_keeps_its_schema(made: dict[str, object]) -> None:
-    jsonschema.Draft202012Validator(document.schema()).validate(made)
+    jsonschema.Draft202012Validator(schema_of(document.Document)).validate(made)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(document.schema()).validate(made | {"cells": 1})
+        jsonschema.Draft202012Validator(schema_of(document.Document)).validate(made | {"cells": 1})
 
 
 def test_numbers_are_those_of_the_run(
@@ -58,7 +59,7 @@ def test_it_has_the_plan_and_the_machines_that_were_predicted(
     held = msgspec.structs.replace(found, capacities={key: (none, card)})
     own = plan(office(1.0), machines())
     told = json.loads(document.encoded(document.document(run, held, own)))
-    jsonschema.Draft202012Validator(document.schema()).validate(told)
+    jsonschema.Draft202012Validator(schema_of(document.Document)).validate(told)
     assert [one["reason"] for one in told["predicted_machines"]] == ["too little memory", ""]
     last = told["predicted_machines"][1]
     assert (last["cell"], last["machine"], last["devices"]) == (key, "NVIDIA L4", 2)
