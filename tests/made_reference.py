@@ -18,21 +18,25 @@ from typing import Any
 import msgspec
 
 from loadtests.capacity.words import in_short
+from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.records.events import CapacityStatus
+from loadtests.records.run_folder import RunRecords
 from models import formatting
 from models.formatting import model_title
 from models.ladder import is_rung, rung
 from reports.reference.archive import anonymised, opened, write_archive
-from reports.reference.results import Result, all_results_of
+from reports.reference.results import Result, results_of, slo_key
 from reports.render.page import page as report_page
 from reports.render.references import engine_of, machine_of
-from reports.run import read_records
+from reports.run import numbers_of, read_records, slos_of
 from reports.write import Asked, read
 from tests.made_charts import write_charts
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ROOT / "reports" / "reference"
 PAGES = ROOT / "docs" / "results"
+QUESTIONS = ("interactive", "chat", "reading")  # presets that every shipped run is judged by too
+SAYING = (CapacityStatus.CONFIRMED, CapacityStatus.AT_LEAST, CapacityStatus.NONE)
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Crossover: results</title>
@@ -111,6 +115,29 @@ def main(runs: Sequence[str]) -> None:
     (SHIPPED / "results.json").write_bytes(encoded(results))
     (PAGES / "index.html").write_text(page(results))
     write_charts()
+
+
+def all_results_of(run: RunRecords, name: str) -> list[Result]:
+    """Under each SLO of the campaign; and under QUESTIONS with its target, where its levels answer
+    them: nobody searched for those.
+    """
+    asked = slos_of(run.manifest)
+    found = [one for slo in asked for one in results_of(numbers_of(run, slo), name)]
+    for slo in _questions(asked):
+        judged = results_of(numbers_of(run, slo), name)
+        found += [one for one in judged if one.capacity and one.capacity.status in SAYING]
+    return found
+
+
+def _questions(asked: list[Slo]) -> list[Slo]:
+    """QUESTIONS with the target of the first SLO asked; those that were asked are left out."""
+    first = asked[0]
+    presets = [
+        msgspec.structs.replace(SLO_PRESETS[name], target=first.target, confidence=first.confidence)
+        for name in QUESTIONS
+    ]
+    known = {slo_key(msgspec.to_builtins(slo)) for slo in asked}
+    return [slo for slo in presets if slo_key(msgspec.to_builtins(slo)) not in known]
 
 
 def encoded(results: Sequence[Result]) -> bytes:

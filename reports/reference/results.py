@@ -14,14 +14,11 @@ from typing import Any
 
 import msgspec
 
-from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.records.comparability import cpu_words
-from loadtests.records.events import Capacity, CapacityStatus
-from loadtests.records.run_folder import RunRecords
+from loadtests.records.events import Capacity
 from loadtests.records.schema import RunManifest
 from reports.errors import ReportError
 from reports.numbers import CellNumbers, RunNumbers, middle
-from reports.run import numbers_of, slos_of
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,37 +52,12 @@ class References(msgspec.Struct, frozen=True):
     others: int
 
 
-QUESTIONS = ("interactive", "chat", "reading")  # presets that every shipped run is judged by too
-SAYING = (CapacityStatus.CONFIRMED, CapacityStatus.AT_LEAST, CapacityStatus.NONE)
 PACKAGES = {"llama_cpp": "llama-cpp-python", "onnx": "onnxruntime", "torch": "torch"}
 
 
 def results_of(run: RunNumbers, name: str) -> list[Result]:
     """The cells of a run that were measured, under the SLO that it is judged by."""
     return [_result(cell, run, name) for cell in run.cells if cell.state == "measured"]
-
-
-def all_results_of(run: RunRecords, name: str) -> list[Result]:
-    """Under each SLO of the campaign; and under QUESTIONS with its target, where its levels answer
-    them: nobody searched for those.
-    """
-    asked = slos_of(run.manifest)
-    found = [one for slo in asked for one in results_of(numbers_of(run, slo), name)]
-    for slo in _questions(asked):
-        judged = results_of(numbers_of(run, slo), name)
-        found += [one for one in judged if one.capacity and one.capacity.status in SAYING]
-    return found
-
-
-def _questions(asked: list[Slo]) -> list[Slo]:
-    """QUESTIONS with the target of the first SLO asked; those that were asked are left out."""
-    first = asked[0]
-    presets = [
-        msgspec.structs.replace(SLO_PRESETS[name], target=first.target, confidence=first.confidence)
-        for name in QUESTIONS
-    ]
-    known = {_slo_key(msgspec.to_builtins(slo)) for slo in asked}
-    return [slo for slo in presets if _slo_key(msgspec.to_builtins(slo)) not in known]
 
 
 @cache
@@ -105,7 +77,7 @@ def beside(run: RunNumbers) -> References:
     workload = _defined(_workload(run.manifest))
     others = [one for one in references() if one.model in models]
     alike = [
-        one for one in others if _slo_key(one.slo) == slo and _defined(one.workload) == workload
+        one for one in others if slo_key(one.slo) == slo and _defined(one.workload) == workload
     ]
     return References(alike, len(others) - len(alike))
 
@@ -142,7 +114,7 @@ def _result(cell: CellNumbers, run: RunNumbers, name: str) -> Result:
     )
 
 
-def _slo_key(slo: dict[str, Any]) -> tuple[Any, ...]:
+def slo_key(slo: dict[str, Any]) -> tuple[Any, ...]:
     return slo.get("ttft_seconds"), slo.get("tpot_seconds"), slo.get("target")
 
 

@@ -12,18 +12,11 @@ import pytest
 from models.formatting import model_title
 from reports.errors import ReportError
 from reports.reference.archive import FILES, opened
-from reports.reference.results import (
-    QUESTIONS,
-    SAYING,
-    all_results_of,
-    beside,
-    references,
-    results_of,
-)
+from reports.reference.results import beside, references, results_of
 from reports.render.references import engine_of, others_in_words, reference_table
 from reports.run import numbers_of, read_records, read_run, slo_of
 from reports.write import Asked, read, write
-from tests.made_reference import PAGES, SHIPPED, page
+from tests.made_reference import PAGES, QUESTIONS, SAYING, SHIPPED, all_results_of, page
 from tests.reports.example_run import RUNGS, write_example_run
 
 
