@@ -3,9 +3,9 @@
 "Holds up to X" is said of such a rate only (as MLPerf's Server scenario asks a run of a minimum
 duration at the rate that is reported). A level confirms where it is valid, was not cut short, is
 steady, and is no shorter than `confirming_seconds`; levels at one rate count together. One that is
-too short for the TTFT limit alone is judged by the limit that it is long for: who answers within
-2 s under load for a minute does so within 5 s. Arrivals are drawn: where fewer came than the rate
-asks for, the level confirms the rate at which they came.
+too short for the TTFT limit alone is judged by the limit that it is long for, requests and trend:
+who answers within 2 s under load for a minute, and goes on to, does so within 5 s. Arrivals are
+drawn: where fewer came than the rate asks for, the level confirms the rate at which they came.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def _long_and_steady(levels: Sequence[Level]) -> list[Level]:
         and level.is_valid
         and level.is_whole
         and level.is_steady
+        and not level.grows_soon
         and level.duration_seconds >= least
     ]
 

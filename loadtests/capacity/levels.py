@@ -30,6 +30,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     due: int
     good: int
     good_soon: int | None = None  # as Summary.good_soon: what counts where it is to confirm
+    grows_soon: bool = False  # as Summary.grows_soon
     duration_seconds: float
     warmup_seconds: float = 0.0  # of load before the window
     runs: tuple[int, ...] = ()  # lengths of runs of good, bad, good, ... in order of due time
@@ -91,6 +92,7 @@ def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) 
         due=summary.counts.due,
         good=summary.counts.good,
         good_soon=summary.good_soon,
+        grows_soon=summary.grows_soon,
         duration_seconds=summary.window.seconds,
         warmup_seconds=summary.window.start_seconds,
         runs=summary.counts.runs,

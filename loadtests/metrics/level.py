@@ -78,6 +78,9 @@ def summarise(
         arrivals=arrivals_of(records, arrivals, rate, window),
         is_steady=steady,
         good_soon=None if shown == slo else sum(is_good(one, shown) for one in inside),
+        grows_soon=rate is not None
+        and shown != slo
+        and _is_steady(records, inside, window, shown) is False,
     )
     warnings = level_warnings(Evidence(summary, inside, records, seen, slo))
     return msgspec.structs.replace(summary, warnings=warnings)

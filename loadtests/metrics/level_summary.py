@@ -117,6 +117,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     backends: dict[str, int]  # backend -> requests
     is_steady: bool | None = None  # False: a queue grew over the window; None: too few requests
     good_soon: int | None = None  # by slo.shown_in(window); None: that is the SLO itself
+    grows_soon: bool = False  # by that limit TTFT grows too fast: it confirms nothing
     arrivals: ArrivalCheck | None = None  # None: closed loop, a ramp, or not known
     warnings: tuple[NamedWarning, ...] = ()
 

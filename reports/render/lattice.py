@@ -111,6 +111,7 @@ class Rejudged:
             due=len(good),
             good=sum(good),
             good_soon=None if shown == slo else sum(is_good(one, shown) for one in level.answers),
+            grows_soon=shown != slo and self._is_steady(level, shown.ttft_seconds) is False,
             duration_seconds=level.summary.window.seconds,
             warmup_seconds=level.summary.window.start_seconds,
             runs=runs_of(good),

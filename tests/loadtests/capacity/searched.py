@@ -43,8 +43,9 @@ def measure(
         end = max(warm + 1e-3, min(end, cut))  # what is under way is followed until it is decided
         counted = counted[due[counted] < end]
     good = played.good[counted]
-    shown = world.slo.shown_in(end - warm).ttft_seconds
-    soon = good if shown is None else good & (played.ttft[counted] <= shown)
+    shown = world.slo.shown_in(end - warm)
+    limit = shown.ttft_seconds
+    soon = good if limit is None else good & (played.ttft[counted] <= limit)
     disturbed = world.disturbed_at(at, at + end)
     last = float(played.ends[counted].max()) if len(counted) else end
     level = Level(
@@ -52,6 +53,7 @@ def measure(
         due=len(counted),
         good=int(good.sum()),
         good_soon=int(soon.sum()),
+        grows_soon=shown != world.slo and _is_steady(played, counted, warm, end, shown) is False,
         duration_seconds=max(end - warm, 1e-3),
         warmup_seconds=warm,
         runs=runs_of(good.tolist()),

@@ -39,6 +39,7 @@ def test_a_confirming_level_is_long_for_its_limits_and_its_answers():
         {"is_whole": False},
         {"is_steady": False},
         {"is_steady": None},
+        {"grows_soon": True},
         {"seconds": 50.0},
     ],
 )

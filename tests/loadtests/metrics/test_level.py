@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtests.capacity.confirmation import confirmed_rate
+from loadtests.capacity.levels import level_of
 from loadtests.metrics.level import summarise
 from loadtests.metrics.level_summary import (
     Counts,
@@ -328,3 +330,15 @@ def test_one_more_failed_request_never_helps(records, due):
     assert after.counts.good == before.counts.good
     assert after.counts.attainment <= (before.counts.attainment or 0.0)
     assert after.verdict != "holds" or before.verdict == "holds"
+
+
+def test_a_short_level_is_steady_by_the_limit_that_it_is_to_confirm_by():
+    """TTFT grows by 1.8 s in a minute: at 3 % above saturation, that breaks any limit in time."""
+    patient = Slo("patient", 30.0, None, target=0.9)
+    growing = [request(i, due=0.5 * i, ttft=0.1 + 0.015 * i) for i in range(120)]
+    level = summarise(growing, [], Window(0.0, 60.0), patient, rate=2.0)
+    assert level.good_soon == level.counts.good == 120 and level.is_steady is True
+    assert level.grows_soon and confirmed_rate([level_of(level)], patient, 1.0) is None
+    flat = [request(i, due=0.5 * i) for i in range(120)]
+    level = summarise(flat, [], Window(0.0, 60.0), patient, rate=2.0)
+    assert not level.grows_soon and confirmed_rate([level_of(level)], patient, 1.0) == 2.0
