@@ -8,7 +8,7 @@ python3 docker/requirements.py "$@" > /tmp/requirements.txt
 wheels=
 pin=$(grep '^llama-cpp-python==' /tmp/requirements.txt || true)
 if [ -n "$pin" ]; then
-  key=$(printf '%s\n' "$pin" "$CMAKE_ARGS" "$CPU_VARIANTS" "$(uname -m)" "$(c++ --version)" | sha256sum | cut -c 1-16)
+  key=$(printf '%s\n' "$pin" "$CMAKE_ARGS" "$CPU_VARIANTS" "$(uname -m)" "$(c++ --version)" "$(cat docker/amx.h)" | sha256sum | cut -c 1-16)
   wheels=/root/.cache/pip/llama-cpp/$key
   if ! ls "$wheels"/*.whl > /dev/null 2>&1; then
     made=$(mktemp -d)
@@ -21,7 +21,7 @@ if [ -n "$pin" ]; then
       done
       sed -i -E "/ggml_add_cpu_backend_variant\(/{/\(($(echo "$CPU_VARIANTS" | tr ' ' '|'))[ )]/!d}" "$list"
     fi
-    CMAKE_ARGS="-DLLAVA_BUILD=OFF $CMAKE_ARGS" "$pip" wheel --no-deps --wheel-dir "$made/wheel" "$made"
+    CXXFLAGS="-include $PWD/docker/amx.h" CMAKE_ARGS="-DLLAVA_BUILD=OFF $CMAKE_ARGS" "$pip" wheel --no-deps --wheel-dir "$made/wheel" "$made"
     mkdir -p "$wheels"
     cp "$made"/wheel/*.whl "$wheels"/
     rm -rf "$made"
