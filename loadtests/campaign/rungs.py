@@ -108,10 +108,11 @@ def forecasts(
 def around_the_limit(found: Sequence[RungForecast]) -> list[RungForecast]:
     """For each of RATES the nearest rung that keeps the SLO alone, and the first that is too slow.
 
-    `found`: smallest rung first. Rungs between 1 and TOO_SLOW of the limit tell least: none.
+    `found`: smallest rung first. Rungs between 1 and TOO_SLOW of the limit tell least: none, but
+    the smallest where no rung keeps the SLO.
     """
     keep = [one for one in found if one.of_limit < 1]
-    chosen = []
+    chosen = [] if keep else [*found[:1]]
     for rate in RATES:
         apart = [abs(np.log(one.requests_per_second / rate)) for one in keep]
         if apart:

@@ -69,6 +69,8 @@ def plan_of(cache: Path, more: str = "") -> Plan:
 @pytest.mark.parametrize(
     ("speed", "gib", "chosen"),
     [
+        (0.01, 24, ["smollm2-135m"]),  # plainly too slow
+        (0.045, 24, ["smollm2-135m", "smollm2-360m"]),  # a little too slow, by the forecast
         (0.1, 24, ["smollm2-135m", "llama-3.2-1b"]),
         (0.5, 24, ["smollm2-135m", "smollm2-360m", "llama-3.2-1b", "llama-3.2-3b"]),
         (1.0, 24, ["smollm2-135m", "smollm2-360m", "llama-3.2-3b", "llama-3.1-8b"]),
