@@ -5,7 +5,8 @@
 A step ends where chunks of several streams come together, and has lasted since the chunks before
 it, where all that had one then and were not done have another now: the engine did not rest. Prompt
 tokens count where their request has its first chunk. Pieces of a long prompt are in steps before
-that one, so single steps may be off; their sums are not.
+that one, so single steps may be off; their sums are not. Where chunks carry several tokens there
+are several steps between them, and no speed is told.
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ from loadtests.simulation.step_replay import Residuals, kind_of
 from loadtests.simulation.step_time import StepLaw, StepObservation
 
 LEAST_STEPS = 50  # fewer say little
+MOST_TOKENS = 1.05  # a chunk, on average: with more, chunks are not steps
 Chunk = tuple[float, int, RequestRecord]  # when, its number, of which request
 
 
 def speed_under_load(
     law: StepLaw, residuals: Residuals, records: Sequence[RequestRecord]
 ) -> float | None:
-    """Seconds by the law and its residuals over seconds seen; None for too few steps."""
+    """Seconds by the law and its residuals over seconds seen; None for too few steps, and where
+    chunks are not steps.
+    """
+    counted = [r for r in records if r.output_tokens is not None]
+    chunks = sum(len(r.content_seconds) for r in counted)
+    if sum(r.output_tokens or 0 for r in counted if r.content_seconds) > MOST_TOKENS * chunks:
+        return None
     usual = [float(np.mean(kind)) for kind in residuals.kinds]
     said = seen = 0.0
     steps = 0

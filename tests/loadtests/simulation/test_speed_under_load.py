@@ -46,6 +46,18 @@ def test_the_law_is_asked_for_its_usual_step_with_stalls() -> None:
     assert speed_under_load(LAW, stalling, played(300, 1.2)) == pytest.approx(1.0, rel=0.01)
 
 
+def test_chunks_of_several_tokens_are_not_steps() -> None:
+    """Three tokens a chunk looked like an engine at 0.59 of its speed."""
+    whole = played(300)
+    threes = [
+        msgspec.structs.replace(r, content_seconds=r.content_seconds[2::3], first_chunk_tokens=3)
+        for r in whole
+    ]
+    assert speed_under_load(LAW, Residuals(), threes) is None
+    few = [*threes[:2], *whole[2:]]  # a character of three tokens now and then
+    assert speed_under_load(LAW, Residuals(), few) == pytest.approx(1.0, rel=0.05)
+
+
 def test_an_engine_that_rests_is_not_slow() -> None:
     one, other = (request(i, 0.0, tokens=2, prompt_tokens=5) for i in range(2))
     one = msgspec.structs.replace(one, content_seconds=[1.0, 1.02])
