@@ -25,7 +25,7 @@ LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
 LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo reference test scale-test test-vulkan test-triton llama clients lint types env bench images test-images lint-images docs release-check clean help
+.PHONY: demo reference test scale-test test-vulkan test-triton llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
