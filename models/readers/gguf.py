@@ -59,10 +59,6 @@ class GgufHeader(msgspec.Struct, frozen=True):
     tensors: dict[str, TensorEntry]
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(tensor.bytes for tensor in self.tensors.values())
-
-    @property
     def weight_format(self) -> str:
         """llama.cpp's name of the file's mixture ("Q4_K_M"), or the type that most bytes have."""
         number = self.metadata.get("general.file_type")

@@ -67,7 +67,6 @@ class ChatTemplate:
             raise BadChat(
                 f"the chat template has {len(source)} characters, more than {MAX_TEMPLATE}"
             )
-        self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _Leashed().from_string(source)

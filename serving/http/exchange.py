@@ -130,18 +130,13 @@ class Exchange:
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
         """The body as its type. Raises ApiError (400, 408, 413, 415, 429, 503), ClientGone."""
         with self.bodies.held() as hold:
-            body = await self._body(hold)
+            body = await self.read_bytes(hold)
             if len(body) <= SMALL_BYTES:
                 return self._decode(decoder, body)
             if len(body) <= INLINE_BYTES and not self.limits.ignore_unknown_fields:
                 return self._large(decoder, body)
             # Several calls that last some milliseconds: the loop goes on between them.
             return await TEXT_WORK.run(len(body), self._large, decoder, body)
-
-    async def read_bytes(self, hold: Callable[[int], None]) -> bytes:
-        """The body as it came, for whoever passes it on. `hold`: of `bodies.held`, for as long as
-        the body is kept. Raises as `read` does."""
-        return await self._body(hold)
 
     def _large(self, decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         check_work(body, self.limits.body_work)
@@ -151,8 +146,9 @@ class Exchange:
         lenient = self.limits.ignore_unknown_fields
         return decode(decoder, body, self.ignored if lenient else None)
 
-    async def _body(self, hold: Callable[[int], None]) -> bytes:
-        """The whole body. ClientGone where it is cut off."""
+    async def read_bytes(self, hold: Callable[[int], None]) -> bytes:
+        """The body as it came. `hold`: of `bodies.held`, for as long as the body is kept. Raises as
+        `read` does."""
         self._check_type()
         most = self.limits.body_for(self.scope["app"].router.slot_tokens)
         length = header(self.scope, b"content-length")

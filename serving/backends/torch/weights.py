@@ -36,6 +36,7 @@ from serving.backends.torch.matrices import (
 from serving.backends.torch.transfer import Uplink
 
 _IGNORED = ("rotary_emb.inv_freq",)  # written by old versions of transformers, computed here
+_INT4_GROUP = 32  # weights with a scale of their own: models/convert/torch.py
 
 
 @dataclass(slots=True)
@@ -186,7 +187,7 @@ def resident_bytes(weights: Weights) -> int:
     return sum(found.values())
 
 
-def predicted_bytes(spec: ModelSpec, weight_format: str, group: int = 32) -> int:
+def predicted_bytes(spec: ModelSpec, weight_format: str) -> int:
     """What `resident_bytes` will be; the embedding and vectors of packed formats are bf16."""
     if weight_format in DTYPES:
         return spec.parameters * DTYPES[weight_format].itemsize
@@ -202,7 +203,7 @@ def predicted_bytes(spec: ModelSpec, weight_format: str, group: int = 32) -> int
         return spec.matrix_parameters + 12 * outputs + 2 * embedding + 4 * vectors
     if weight_format == "int8":
         return spec.matrix_parameters + 2 * (outputs + embedding + vectors)
-    return int(spec.matrix_parameters * (0.5 + 4 / group)) + 2 * (embedding + vectors)
+    return int(spec.matrix_parameters * (0.5 + 4 / _INT4_GROUP)) + 2 * (embedding + vectors)
 
 
 class _Loader:
