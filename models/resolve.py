@@ -13,7 +13,6 @@ code is read: no pickles, no remote code.
 from __future__ import annotations
 
 import re
-import shutil
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +34,7 @@ from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedMo
 from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
 from models.isolated import run_python
 from models.ladder import LADDER, is_rung, rung
+from models.machine import disk_free_bytes
 from models.manifest import Manifest, Progress, read_manifest, verify
 from models.readers.config import read_spec
 from models.readers.gguf import read_header
@@ -374,9 +374,7 @@ def _checked_commit(hub: _HubId, wanted: list[str]) -> str | None:
         )
     )
     folder = Path(constants.HF_HUB_CACHE)
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = disk_free_bytes(folder)
     if need and free < need + SPARE_DISK_BYTES:
         raise ModelError(
             f"fetching {hub.name} needs {need} bytes of disk, {str(folder)!r} has {free} free; "

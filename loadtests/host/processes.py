@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from models.isolated import start_python
-from serving.hardware.cores import SHARED_CORES
+from serving.hardware.cores import SHARED_CORES, physical_of
 
 PARENT_BOUND = Path(__file__).with_name("parent_bound.py")
 
@@ -80,14 +80,9 @@ def divide_cores(
 
 def _physical_cores(usable: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The usable logical cores, grouped by the physical core they belong to."""
-    groups: dict[str, list[int]] = {}
-    for core in sorted(usable):
-        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        try:
-            key = path.read_text().strip()
-        except OSError:
-            key = str(core)
-        groups.setdefault(key, []).append(core)
+    groups: dict[int, list[int]] = {}
+    for core, physical in physical_of(sorted(usable)).items():
+        groups.setdefault(physical, []).append(core)
     return [tuple(group) for group in groups.values()]
 
 

@@ -15,13 +15,14 @@ from datetime import datetime
 import msgspec
 
 from models import formatting
+from models.machine import disk_free_bytes
 from models.resolve import cache_dir
 from serving.backends import BACKENDS, missing_backends, probed, spec_of
 from serving.backends.probing import probe_backend
 from serving.backends.spec import BackendProbe, BackendSpec
 from serving.errors import Cause
 from serving.hardware.cores import cores_text, physical_of, split_cores
-from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
+from serving.hardware.facts import HardwareFacts, hardware_facts
 from serving.hardware.gpu import render_nodes
 from serving.hardware.gpu_facts import VULKAN
 from serving.placement.best_engine import times_words

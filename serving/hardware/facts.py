@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -131,13 +130,6 @@ def allowed_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
-
-
-def disk_free_bytes(path: Path) -> int:
-    """Free bytes of the file system that holds `path`, which need not exist yet."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def _physical_cores(cpuinfo: str) -> int | None:

@@ -11,10 +11,16 @@ import numpy as np
 import psutil
 import pytest
 
-from models.machine import available_bytes, cgroup_cores, cgroup_memory_left, total_bytes
+from models.machine import (
+    available_bytes,
+    cgroup_cores,
+    cgroup_memory_left,
+    disk_free_bytes,
+    total_bytes,
+)
 from serving.hardware.arithmetic import gemm_rate
 from serving.hardware.bandwidth import read_bandwidth
-from serving.hardware.facts import HardwareFacts, disk_free_bytes, hardware_facts
+from serving.hardware.facts import HardwareFacts, hardware_facts
 from serving.hardware.memory import (
     anonymous_bytes,
     peak_resident_bytes,
