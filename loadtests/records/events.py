@@ -268,7 +268,7 @@ class LevelFinished(Event, frozen=True, kw_only=True):
     verdict: str
     is_valid: bool
     warnings: list[str] = []
-    # loadtests.workload.arrivals.ArrivalCheck; None: closed loop
+    # loadtests.workload.goodness_of_fit.ArrivalCheck; None: closed loop
     arrivals: dict[str, Any] | None = None
     disturbance: Disturbance | None = None  # None: it was not watched
     # of the whole level, warm-up and drain included; None: the server does not say

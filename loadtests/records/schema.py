@@ -142,7 +142,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 
     `clock_*`: seconds, and None where it has the master's own clock. `offset`: by how much its date
     and time of day are ahead; `moved`: by how much it ran away from the master's during the level;
-    `uncertainty`: how wrong its stamps may be at most.
+    `clock_uncertainty_seconds`: how wrong its stamps may be at most.
     """
 
     worker: int  # as in RequestRecord

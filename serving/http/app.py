@@ -117,11 +117,11 @@ class _Endpoint:
     """A handler as the ASGI application that Starlette's Route takes without wrapping it."""
 
     def __init__(self, router: ModelRouter, handler: Handler) -> None:
-        self._desk = router
+        self._models = router
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(self._desk, scope["exchange"])
+        await self._handler(self._models, scope["exchange"])
 
 
 class App:

@@ -33,7 +33,6 @@ rates = st.floats(0.05, 2000.0)
 days = st.sampled_from(list(DAYS))
 limits = st.tuples(st.floats(0.1, 8.0), st.floats(0.02, 0.4), st.floats(0.5, 0.98))
 less = st.one_of(st.floats(0.2, 1.0), st.floats(0.97, 1.0))  # slight changes are told by luck
-growths = st.one_of(st.floats(1.0, 20.0), st.floats(1.0, 1.1))
 tightenings = st.tuples(less, less, st.one_of(st.floats(0.0, 0.9), st.floats(0.0, 0.03)))
 
 
