@@ -51,7 +51,7 @@ def single_level(
     slo: Slo,
     out: Path | None,
     progress: Progress,
-    spare: GeneratorProcess | None = None,
+    spare: GeneratorProcess,
 ) -> tuple[Measured, Path | None]:
     """Measure it; what came out, and the run's folder below `out` where that is given.
 
@@ -65,8 +65,7 @@ def single_level(
         else:
             kept_nowhere = tempfile.TemporaryDirectory(prefix="crossover-load-")
             folder = Path(stack.enter_context(kept_nowhere))
-        is_here = spare is not None and spare.listening is None
-        settings = _campaign(plan, slo, spare.processes if spare is not None and is_here else 1)
+        settings = _campaign(plan, slo, spare.processes if spare.listening is None else 1)
         cell = Cell(
             key="load",
             model=facts.model,
@@ -83,11 +82,11 @@ def single_level(
             run.event(CellReady(cell=cell.key, url=plan.target.url, target=told))
             site = Site(run, cell, settings, External(plan.target), facts, pool, progress)
             site.metrics = metrics_of(plan.target, facts)
-            if spare is not None and spare.listening is not None:
+            if spare.listening is not None:
                 site.master = LoadGenerator(spare)
                 stack.callback(site.master.close)
                 _wait_for_workers(site.master, spare.listening, JOIN_SECONDS, progress)
-            elif spare is not None:
+            else:
                 site.spare = spare
                 site.processes = spare.processes
             sampler = Sampler(cell.key, site.keep_sample, metrics=scraped(plan.target))
