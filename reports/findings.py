@@ -117,7 +117,7 @@ def crossover(
     """The findings of one run.
 
     `asked_rate`: the requests/s that are needed, where known. `capacities`: what GPUs would hold
-    (gpu_list.gpu_capacities); None: not predicted.
+    (reports.elsewhere.gpu_capacities); None: not predicted.
     """
     stand = standing(run.cells)
     wanting = [cell for cell in run.cells if _is_lost(cell) or _too_slow(cell, asked_rate)]

@@ -1,7 +1,7 @@
 """An engine of others that runs: started on given cores, waited for, asked for its version, ended.
 
     running = StartedEngine(engine, argv, cores, log)
-    running.wait_ready(url, say, 600)       # raises ServerFailed, ServerLost
+    running.wait_ready(url, say, 600, check)  # raises ServerFailed, ServerLost
     told_version(url)
     running.stop()
 

@@ -1,7 +1,7 @@
 """How many servers a rate takes: simulated once a server, then read off for any rate.
 
     server = Server(law, policy, pairs, shape)
-    pool = Pool(server, slo)
+    pool = Pool(server, slo, Errors())
     pool.least(rate=12.0)           # replicas
 
 By construction, whatever chance does in the simulation: more rate never takes fewer replicas, a

@@ -1,6 +1,6 @@
 """The route table, and the ASGI application around it.
 
-    app = App(router, limits, api_key=b"...")
+    app = app_of(router, limits, api_key="...")
     uvicorn.run(app, **server_options(limits))    # serving.http.connections
 
 Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's body.
