@@ -42,7 +42,6 @@ class FallbackPoint(msgspec.Struct, frozen=True):
 class Fallback(msgspec.Struct, frozen=True, kw_only=True):
     """One change of the engine within a level; seconds since the level began."""
 
-    level: str
     lost: str  # the backend that gave the first answers
     took_over: str
     lost_seconds: float  # due time of the first request that felt it
@@ -73,7 +72,6 @@ def fallback_of(records: Sequence[RequestRecord]) -> Fallback | None:
     for one in ordered:
         parts[part_of(one)].append(one)
     return Fallback(
-        level=ordered[0].level,
         lost=first,
         took_over=other.backend or "",
         lost_seconds=lost,

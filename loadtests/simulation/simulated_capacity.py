@@ -54,7 +54,6 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
     sensitivity: float = 1.0  # by how many percent it falls if all steps are 1 % slower
     single_stream_share: float
     requests: int  # simulated per rate
-    unseen: tuple[str, ...]  # what the law could not know (StepLaw.unseen)
 
 
 class _Server:
@@ -145,9 +144,7 @@ def predict(
     process = Poisson() if arrivals is None else arrivals
     server = _Server(law, policy, pairs, residuals, process, seed)
     alone = server.single_stream_share(slo)
-    found = SimulatedCapacity(
-        rate=0.0, single_stream_share=alone, requests=len(pairs), unseen=law.unseen
-    )
+    found = SimulatedCapacity(rate=0.0, single_stream_share=alone, requests=len(pairs))
     if alone < slo.target:
         return found
     top = server.saturated_rate()

@@ -20,7 +20,6 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
     cell: CellNumbers
     name: PhaseName
-    rows: int  # decoding; 0: a prompt
     tokens: float  # of a step
     count: int  # observations
     tokens_per_second: float
@@ -96,7 +95,6 @@ def _phase(
     yield Phase(
         cell=cell,
         name=name,
-        rows=rows,
         tokens=typical,
         count=len(seen),
         tokens_per_second=middle,

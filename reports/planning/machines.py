@@ -52,7 +52,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-def machine_of(device: Device, owned: bool = False) -> Machine:
+def machine_of(device: Device) -> Machine:
     """A device of the list, which nobody has measured."""
     return Machine(
         name=device.name,
@@ -62,7 +62,6 @@ def machine_of(device: Device, owned: bool = False) -> Machine:
         dollars_per_hour=device.dollars_per_hour,
         price_source=device.price_source or "",
         price_date=device.price_date or "",
-        owned=owned,
     )
 
 
