@@ -93,7 +93,7 @@ def wrong(engine: Engine) -> Iterator[tuple[str, str]]:
     for key in ("command", "version"):
         text = getattr(engine, key)
         if text is not None:
-            yield from ((key, what) for what in _wrong_words(key, text))
+            yield from ((key, what) for what in _wrong_words(text))
     if "port" not in places(engine.command):
         yield "command", "it has no {port}: the runner chooses a free one"
     for name in sorted(places(engine.command) - {*FILLED}):
@@ -126,7 +126,7 @@ _SECRET = (
 )
 
 
-def _wrong_words(key: str, text: str) -> Iterator[str]:
+def _wrong_words(text: str) -> Iterator[str]:
     try:
         words = shlex.split(text)
     except ValueError as problem:

@@ -22,6 +22,12 @@ COLUMNS = (
     *("option", "known by", "holds, each", "$ a month", "$ a 1M output tokens", "kWh a month"),
     *("J an output token", "suffices"),
 )
+KINDS = (
+    "Intervals are 90 %, of speed and price together; $ a month is the cost of what suffices "
+    "with 90 % certainty. kWh is between the power for the time of the work at full load and "
+    "for all hours, an estimate by rated power where nothing was measured. A machine that "
+    "needs minutes to start is to be rented that much earlier."
+)
 
 
 def sentence(plan: Plan) -> str:
@@ -170,7 +176,7 @@ def notes(plan: Plan) -> list[str]:
         *map(_changed, plan.changes),
         *_measures(plan),
         *_offers(plan),
-        *_kinds(plan),
+        KINDS,
     ]
 
 
@@ -256,15 +262,6 @@ def _offers(plan: Plan) -> Iterator[str]:
             f"By bandwidth a rented CPU wins here: a dollar an hour rents {ours:.0f} GB/s of "
             f"{cpu.machine}, and {theirs:.0f} GB/s of {other.machine}."
         )
-
-
-def _kinds(plan: Plan) -> Iterator[str]:
-    yield (
-        "Intervals are 90 %, of speed and price together; $ a month is the cost of what suffices "
-        "with 90 % certainty. kWh is between the power for the time of the work at full load and "
-        "for all hours, an estimate by rated power where nothing was measured. A machine that "
-        "needs minutes to start is to be rented that much earlier."
-    )
 
 
 # ---------------------------------------------------------------- numbers

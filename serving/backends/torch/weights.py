@@ -146,7 +146,7 @@ def load(
     layers = []
     for index in range(spec.layers):
         progress("loading weights", index / spec.layers)
-        layers.append(loader.layer(f"model.layers.{index}.", spec))
+        layers.append(loader.layer(f"model.layers.{index}."))
     embedding = loader.matrix("model.embed_tokens.weight")
     head: Linear = loader.wrap(embedding, None)
     if not spec.tied or packed:
@@ -267,7 +267,7 @@ class _Loader:
         parts = [self.matrix(f"{module}.weight") for module in modules]
         return self.wrap(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
-    def layer(self, prefix: str, spec: ModelSpec) -> Layer:
+    def layer(self, prefix: str) -> Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return Layer(
             qkv=self.linear([attention + "q_proj", attention + "k_proj", attention + "v_proj"]),
