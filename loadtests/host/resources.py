@@ -10,6 +10,7 @@ ran between two samples is missed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,14 +18,13 @@ from typing import Any
 
 import psutil
 
+from loadtests.host.disturbance import clock_hertz, throttled_seconds
 from loadtests.host.gpu import Gpu
 from loadtests.records.schema import ProcessSample, RemoteSample, ResourceSample
 
 PSS_EVERY = 10  # samples: the kernel walks all pages for it
 ENGINE_MODULE = "serving.engine.worker"
 RAPL = Path("/sys/class/powercap")
-CPUFREQ = Path("/sys/devices/system/cpu/cpufreq")
-CGROUP = Path("/sys/fs/cgroup")
 
 Pids = Callable[[], list[int]]
 Clock = Callable[[], float]
@@ -94,7 +94,7 @@ class Readings:
             available_bytes=memory.available,
             swap_used_bytes=swap.used,
             cpu_watts=self._rapl.read() if self._rapl is not None else None,
-            cpu_clock_hertz=clock_hertz(),
+            cpu_clock_hertz=clock_hertz(range(os.cpu_count() or 1)),
             steal_share=self._steal.read(),
             quota_share=self._quota.read(),
             remote=remote,
@@ -265,17 +265,18 @@ class Steal:
         return seconds.get("steal"), sum(seconds.values()) - guest
 
 
-class Quota:
-    """The share of time in which the CPU quota of this control group held it back (cpu.stat)."""
+def _throttled() -> float | None:
+    return throttled_seconds(os.getpid())
 
-    def __init__(self, root: Path = CGROUP, clock: Clock = time.monotonic) -> None:
+
+class Quota:
+    """The share of time in which a CPU quota of this process's control groups held cores back."""
+
+    def __init__(
+        self, throttled: Callable[[], float | None] = _throttled, clock: Clock = time.monotonic
+    ) -> None:
+        self._throttled = throttled
         self._clock = clock
-        # Version 2 counts microseconds in one hierarchy, version 1 nanoseconds in one of its own.
-        files = [
-            (root / "cpu.stat", "throttled_usec", 1e-6),
-            (root / "cpu" / "cpu.stat", "throttled_time", 1e-9),
-        ]
-        self._file = next(((path, key, unit) for path, key, unit in files if path.is_file()), None)
         self._before = self._seconds()
 
     def read(self) -> float | None:
@@ -287,22 +288,5 @@ class Quota:
         return round((self._before[1] - before[1]) / (self._before[0] - before[0]), 4)
 
     def _seconds(self) -> tuple[float, float] | None:
-        if self._file is None:
-            return None
-        path, key, unit = self._file
-        try:
-            found = dict(line.split() for line in path.read_text().splitlines())
-            return self._clock(), int(found[key]) * unit
-        except (OSError, ValueError, KeyError):
-            return None
-
-
-def clock_hertz(root: Path = CPUFREQ) -> float | None:
-    """Mean clock of the cores now; None where the kernel does not say (most virtual machines)."""
-    found = []
-    for path in root.glob("policy*/scaling_cur_freq"):
-        try:
-            found.append(int(path.read_text()) * 1e3)
-        except (OSError, ValueError):
-            continue
-    return sum(found) / len(found) if found else None
+        throttled = self._throttled()
+        return None if throttled is None else (self._clock(), throttled)
