@@ -29,9 +29,7 @@ CHUNK_BYTES = 8 << 20
 # files: what an earlier one left in the cache is made again.
 _CONVERTERS = {"gguf": "convert 1", "hf": "convert_torch", "onnx": "convert_onnx 2"}
 
-Progress = Callable[
-    [str, float | None], None
-]  # (what, fraction 0..1 or None where it is not known)
+Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 
 
 class FileFacts(msgspec.Struct, frozen=True):

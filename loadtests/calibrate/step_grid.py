@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import IO
 
@@ -24,6 +24,7 @@ from loadtests.calibrate.machine_file import Step
 from loadtests.host.disturbance import CoreWatch
 from loadtests.records.schema import CoresSample
 from models.isolated import Ran, start_python
+from models.manifest import Progress
 from serving.backends.base import Backend, EngineConfig
 from serving.placement.engine_times import MeasuringFailed
 from serving.placement.timed_steps import Clock, TimedSteps, in_child
@@ -34,8 +35,6 @@ LIMIT_SECONDS = 600.0
 LEAST_STEPS, MOST_STEPS = 3, 24  # at each number of rows
 PIECE_TOKENS = 256  # of a prompt that only fills a context
 WARM_UP_TOKENS = 16
-
-Progress = Callable[[str, float | None], None]
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):

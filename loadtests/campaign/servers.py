@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_planning import engine_values
 from loadtests.campaign.cells import Cell
 from loadtests.engines.command import HOST, argv
-from loadtests.engines.started import StartedEngine, free_port, version_of
+from loadtests.engines.started import Say, StartedEngine, free_port, version_of
 from loadtests.errors import OverMemory, ServerFailed, ServerLost, TargetUnusable
 from loadtests.generator.endpoint import Target
 from loadtests.generator.http_client import connect, fetch, get_bytes
@@ -36,8 +36,6 @@ from models.errors import ModelError
 from models.resolve import resolve
 from serving.hardware.cores import cores_text
 from serving.registry.options import arguments
-
-Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
 
 
 class Server(ABC):

@@ -38,7 +38,7 @@ VERSIONS = (
 ASK_SECONDS = 5.0
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/dxg")
 
-Say = Callable[[str, float | None], None]
+Say = Callable[[str, float | None], None]  # what, fraction 0..1 or None
 
 
 class StartedEngine:

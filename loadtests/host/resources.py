@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from loadtests.host.disturbance import clock_hertz, throttled_seconds
+from loadtests.host.disturbance import Pids, clock_hertz, throttled_seconds
 from loadtests.host.gpu import Gpu
 from loadtests.records.schema import ProcessSample, RemoteSample, ResourceSample
 
@@ -26,7 +26,6 @@ PSS_EVERY = 10  # samples: the kernel walks all pages for it
 ENGINE_MODULE = "serving.engine.worker"
 RAPL = Path("/sys/class/powercap")
 
-Pids = Callable[[], list[int]]
 Clock = Callable[[], float]
 
 

@@ -15,8 +15,8 @@ from typing import IO
 
 import msgspec
 
-from loadtests.host.disturbance import CoreWatch
-from loadtests.host.resources import Pids, Readings, api_pids, engine_pids, family
+from loadtests.host.disturbance import CoreWatch, Pids
+from loadtests.host.resources import Readings, api_pids, engine_pids, family
 from loadtests.host.sampler import Change, Line, Settings
 from loadtests.host.server_metrics import Remote
 from loadtests.records.schema import CoresSample, RemoteSample

@@ -17,6 +17,7 @@ import msgspec
 from models.errors import CrossoverError
 from models.formatting import duration, requests, share, significant, size
 from models.ladder import LADDER
+from models.manifest import Progress
 from models.resolve import is_made, resolve
 from models.spec import ModelSpec
 from serving.backends import BACKENDS, missing_backends, weights_of
@@ -64,7 +65,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Say = Callable[[str], None]
-Progress = Callable[[str, float | None], None]
 
 
 def best_engine(

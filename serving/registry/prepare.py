@@ -14,7 +14,7 @@ import msgspec
 
 from models.isolated import run_aside
 from models.ladder import is_rung, rung
-from models.manifest import read_manifest
+from models.manifest import Progress, read_manifest
 from models.readers.onnx import graphs
 from models.resolve import resolve
 from models.spec import ModelSpec
@@ -32,7 +32,6 @@ from serving.placement.plan import narrowed, plan
 from serving.placement.policy import Policy
 from serving.registry.options import ModelOptions
 
-Progress = Callable[[str, float | None], None]  # what is under way, and its fraction 0..1 or None
 # Nobody says what a server will be asked: the mean lengths of the workload chat, all slots busy.
 USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0
 # Options that an engine's configuration takes as they are.

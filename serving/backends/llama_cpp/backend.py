@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from models.machine import cpu_name
+from models.manifest import Progress
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.backends.kv_slots import FLOPS_PER_THREAD
 from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, calls_of, dummies, rides
@@ -35,7 +36,7 @@ from serving.backends.llama_cpp.library import (
     devices_said,
     flash_attention_said,
 )
-from serving.backends.llama_cpp.loading import Loader, Progress, is_memory
+from serving.backends.llama_cpp.loading import Loader, is_memory
 from serving.backends.llama_cpp.options import LlamaOptions, kv_dtype_of
 from serving.backends.options import parse_options
 from serving.errors import EngineFailed, KvFull, OutOfMemory

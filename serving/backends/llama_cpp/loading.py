@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formatting import size
+from models.manifest import Progress
 from models.readers.gguf import read_header
 from serving.backends.base import EngineConfig, MemoryParts
 from serving.backends.llama_cpp.library import (
@@ -27,8 +27,6 @@ from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
 from serving.hardware.facts import allowed_cores
 from serving.hardware.gpu_facts import VULKAN
 from serving.hardware.memory import refuse_shortage
-
-Progress = Callable[[str, float | None], None]
 
 
 def bytes_in_ram(file: Path) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.manifest import read_manifest, verify
+from models.manifest import Progress, read_manifest, verify
 from models.readers.config import read_spec
 from models.spec import ModelSpec
 from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
@@ -48,7 +48,6 @@ from serving.sampling.sampler import sample
 from serving.sampling.types import DRAWN, Row, Sampled, Tokens
 
 CAN = frozenset(CAPABILITIES)
-Progress = Callable[[str, float | None], None]
 Made = TypeVar("Made")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models.formatting import size
+from models.manifest import Progress
 from models.spec import ModelSpec
 from serving.backends.base import EngineConfig, GpuLoad, MemoryParts
 from serving.backends.kv_slots import RowMap
@@ -32,7 +32,6 @@ from serving.backends.torch.weights import Weights
 from serving.errors import OutOfMemory, Unsupported
 from serving.sampling.types import Row, Sampling
 
-Progress = Callable[[str, float | None], None]
 _TOP_P = Sampling(temperature=1.0, top_p=0.9)  # takes most memory of all draws
 KINDS_OF_DRAWS = (
     *(Sampling(), Sampling(temperature=1.0), _TOP_P),
