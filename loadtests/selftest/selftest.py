@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.progress import Progress
@@ -236,19 +237,9 @@ def arrivals(bench: Bench) -> list[Row]:
                 arrivals=Poisson(),
             )
         arrived = np.sort(np.array([entry["arrived"] for entry in loaded.log.values()]))
-        rows.append(
-            lag_row(
-                f"Poisson, {processes} load generator{'s' if processes > 1 else ''}",
-                loaded.records,
-                0.002,
-            )
-        )
-        rows += arrival_rows(
-            f"Poisson, {processes} load generator{'s' if processes > 1 else ''}",
-            arrived,
-            ARRIVAL_RATE,
-            ARRIVAL_SECONDS,
-        )
+        world = f"Poisson, {processes} load generator{'s' if processes > 1 else ''}"
+        rows.append(lag_row(world, loaded.records, 0.002))
+        rows += arrival_rows(world, arrived, ARRIVAL_RATE, ARRIVAL_SECONDS)
     return rows
 
 
@@ -297,7 +288,7 @@ PARTS: dict[str, tuple[Callable[[Bench], list[Row]], str]] = {
 def run_selftest(progress: Progress, parts: list[str] | None = None) -> Report:
     """All parts, or those named. Raises LoadError where a part cannot run at all."""
     began = time.monotonic()
-    ticks, mine = _machine_ticks(), _own_seconds()
+    before, mine = _machine_seconds(), _own_seconds()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as folder:
         bench = Bench(Path(folder), progress)
@@ -310,32 +301,25 @@ def run_selftest(progress: Progress, parts: list[str] | None = None) -> Report:
                 f"  {len(found) - failed} of {len(found)} pass", style=None if not failed else "red"
             )
             rows += found
-    return Report(rows=rows, host=_host(ticks, mine), seconds=time.monotonic() - began)
+    return Report(rows=rows, host=_host(before, mine), seconds=time.monotonic() - began)
 
 
-def _host(ticks: tuple[float, float, float] | None, mine: float) -> Host:
-    now = _machine_ticks()
-    if ticks is None or now is None or now[0] <= ticks[0]:
+def _host(before: tuple[float, float, float], mine: float) -> Host:
+    now = _machine_seconds()
+    whole = now[0] - before[0]
+    if whole <= 0:
         return Host(steal=None, others=None)
-    whole = now[0] - ticks[0]
-    hertz = os.sysconf("SC_CLK_TCK")
     return Host(
-        steal=(now[2] - ticks[2]) / whole,
-        others=max(0.0, (now[1] - ticks[1]) - (_own_seconds() - mine) * hertz) / whole,
+        steal=(now[2] - before[2]) / whole,
+        others=max(0.0, (now[1] - before[1]) - (_own_seconds() - mine)) / whole,
     )
 
 
-def _machine_ticks() -> tuple[float, float, float] | None:
-    """All, busy and stolen clock ticks of all cores since the machine started."""
-    try:
-        with open("/proc/stat") as file:
-            user, nice, system, idle, wait, irq, soft, steal = (
-                float(v) for v in file.readline().split()[1:9]
-            )
-    except (OSError, ValueError):
-        return None
-    busy = user + nice + system + irq + soft
-    return busy + idle + wait + steal, busy, steal
+def _machine_seconds() -> tuple[float, float, float]:
+    """All, busy and stolen time of all cores since the machine started."""
+    found = psutil.cpu_times()
+    busy = found.user + found.nice + found.system + found.irq + found.softirq
+    return busy + found.idle + found.iowait + found.steal, busy, found.steal
 
 
 def _own_seconds() -> float:
