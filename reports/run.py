@@ -343,16 +343,18 @@ def estimate_of(
     levels: Sequence[LevelNumbers], seen: Sequence[Level], slo: Slo, config: SearchConfig
 ) -> journal.Capacity | None:
     """`seen` are those of `levels` that count, as the search sees them."""
-    if not any(one.rate_per_second or one.is_single_stream for one in levels):
+    told = [one for one in levels if one.rate_per_second or one.is_single_stream]
+    if not told:
         return None
-    return estimate(seen, config, slo)
+    found = estimate(seen, config, slo)
+    return msgspec.structs.replace(found, left_out=len(told) - len(seen))
 
 
 def counting(levels: Sequence[LevelNumbers], slo: Slo, slos: Sequence[Slo]) -> list[LevelNumbers]:
     """The levels that say something about `slo`; `slos` are those of the campaign.
 
     One that was cut short fails by an SLO of the campaign, so by every stricter one; of a looser
-    one it says nothing.
+    one it says nothing, and the capacity says how many were left out.
     """
     is_known = any(is_as_strict(slo, one) for one in slos)
     return [

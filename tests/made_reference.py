@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.capacity.words import in_short
+from loadtests.capacity.words import in_short, left_out_words
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.records.events import CapacityStatus
 from loadtests.records.run_folder import RunRecords
@@ -238,10 +238,11 @@ def _found(one: Result | None) -> str:
         return f'<span class="else">{html.escape(in_short(capacity))}</span>'
     least = "at least " if capacity.status is CapacityStatus.AT_LEAST else ""
     shown = f"{least}<b>{formatting.rate(capacity.held)}</b>"
-    if capacity.low is None and capacity.high is None:
-        return shown
-    interval = formatting.rate_interval(capacity.low, capacity.high, capacity.held)
-    return f"{shown}<small>{html.escape(interval)}</small>"
+    if capacity.low is not None or capacity.high is not None:
+        interval = formatting.rate_interval(capacity.low, capacity.high, capacity.held)
+        shown += f"<small>{html.escape(interval)}</small>"
+    left_out = left_out_words(capacity)
+    return f"{shown}<small>{left_out}</small>" if left_out else shown
 
 
 def _limits(one: Result) -> str:

@@ -25,7 +25,7 @@ def in_words(found: Capacity | None) -> str:
     """The capacity with what it rests on; None: not measured."""
     if found is None:
         return formatting.NOT_MEASURED
-    parts = [part for part in (_ground(found), _by_levels(found)) if part]
+    parts = [part for part in (_ground(found), _by_levels(found), left_out_words(found)) if part]
     match found.status:
         case CapacityStatus.CONFIRMED | CapacityStatus.AT_LEAST:
             return f"{in_short(found)} ({'; '.join(parts)})"
@@ -59,6 +59,14 @@ def confirmed_words(by: Confirmation | None) -> str:
         f"confirmed: {levels} of {formatting.seconds(by.seconds)}, "
         f"{formatting.count(by.requests)} requests"
     )
+
+
+def left_out_words(found: Capacity) -> str:
+    """What an SLO that nobody searched for was not judged by; "" for any other."""
+    if not found.left_out:
+        return ""
+    levels = "1 level is" if found.left_out == 1 else f"{found.left_out} levels are"
+    return f"{levels} not counted, cut short under another SLO"
 
 
 def _ground(found: Capacity) -> str:

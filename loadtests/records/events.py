@@ -70,6 +70,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     confirmed_by: Confirmation | None = None  # None where `held` is none, or not on record
     starts: int | None = None  # of the server, that the levels ran on; None: not on record
+    left_out: int = 0  # levels cut short under another SLO, which say nothing of this one
 
     @property
     def holds(self) -> bool:

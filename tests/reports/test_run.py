@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadtests.capacity.words import in_words
 from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.events import CapacityStatus
@@ -149,6 +150,8 @@ def test_a_level_that_was_cut_short_says_nothing_of_a_looser_slo(tmp_path: Path)
         slo = msgspec.structs.replace(SLO, **limits)
         (cell,) = read_run(folder, slo).cells
         assert cell.capacity is not None
+        is_left_out = "1 level is not counted" in in_words(cell.capacity)
+        assert is_left_out is (cell.capacity.left_out == 1) is (cell.capacity.high is None)
         return cell.capacity.high
 
     assert whole.cells[0].capacity is not None

@@ -106,6 +106,8 @@ def test_levels_that_were_cut_short_are_left_out_for_looser_limits(tmp_path: Pat
         assert slo.ttft_seconds is not None and slo.tpot_seconds is not None
         is_looser = slo.ttft_seconds > 2.0 or slo.tpot_seconds > 0.1
         assert (level["verdicts"][index] == "-") is is_looser
+        capacity = at(run.cells[0], slo, run.manifest).capacity
+        assert capacity is not None and capacity.left_out == is_looser
 
 
 def test_sliders_end_where_answers_were_not_waited_for(tmp_path: Path) -> None:
