@@ -24,20 +24,23 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "models": (
         "serving.cli.plan:app",
-        "The ladder of models: list them, make weights, plan the memory that they take.",
+        "The models of the ladder, 135M to 70B: list them, make weights, plan their memory.",
     ),
     "serve": (
         "serving.cli.serve:serve",
         "Serve models over an OpenAI-compatible HTTP endpoint.",
     ),
-    "load": ("loadtests.cli:load", "Send one level of load to a URL and say what came back."),
+    "load": (
+        "loadtests.cli:load",
+        "Send load at one rate to an endpoint: TTFT, TPOT, and whether the SLO is met.",
+    ),
     "campaign": (
         "loadtests.cli:campaign",
-        "Find the rate that each model sustains: init, run, resume, repeat, show.",
+        "Find the highest rate at which each model meets the SLO: init, run, resume, repeat, show.",
     ),
     "compare": (
         "loadtests.compare_cli:comparison",
-        "Say where runs are faster or slower than others, by more than runs differ by themselves.",
+        "Say whether runs are faster or slower than others, beyond what repeated runs differ by.",
     ),
     "selftest": (
         "loadtests.cli:selftest",
@@ -45,11 +48,11 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "calibrate": (
         "loadtests.calibrate.cli:app",
-        "Measure this machine in a minute, into a file that plans and reports take as a device.",
+        "Measure this machine in a minute, into a file for `plan` and `report`.",
     ),
     "hardware": (
         "reports.planning.hardware_cli:app",
-        "The devices of plans and reports, with datasheets and prices: list, add, update.",
+        "The devices that `plan` and `report` know, with datasheets and prices: list, add, update.",
     ),
     "plan": (
         "reports.plan.cli:plan",
@@ -57,9 +60,9 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "share": (
         "reports.reference.cli:share",
-        "Make an archive of a run without names, to give away; what it holds is shown first.",
+        "Make an anonymous archive of a run, to give away; what it holds is shown first.",
     ),
-    "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown and CSV."),
+    "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown, CSV or JSON."),
 }
 
 
@@ -94,8 +97,10 @@ app = typer.Typer(
     cls=_Verbs,
     no_args_is_help=True,
     add_completion=False,
-    help="Crossover measures the request rate at which this CPU no longer meets a latency target "
-    "for LLM inference, names the GPU that would take over, and serves models on either.",
+    help="Crossover finds the highest request rate at which this CPU meets a latency target (SLO) "
+    "for LLM inference, predicts which GPU would take over, and serves models on either.",
+    epilog="Begin with: crossover doctor, then crossover serve 135m and crossover load. "
+    "To find the limit: crossover campaign run, then crossover report.",
 )
 
 

@@ -28,16 +28,16 @@ Trust = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="An environment variable, or a backend by module:Class, that the campaign names and "
-        "may use. It may be a stranger's: without this it is refused. May be given several times.",
+        help="Allow an environment variable, or a backend by module:Class, that the campaign "
+        "names; any other is refused, since the file may be a stranger's. Repeatable.",
     ),
 ]
 Commands = Annotated[
     bool,
     typer.Option(
         "--allow-commands",
-        help="Run the commands that the campaign names, which may be a stranger's: --dry-run shows "
-        "them.",
+        help="Allow the commands of [[engines]]. The file may be a stranger's: --dry-run shows "
+        "them first.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="The folder in which run folders are made.")]
@@ -47,11 +47,11 @@ campaign = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure a ladder of models: the highest load at which each meets the SLO. "
+    help="Find the highest request rate at which each model meets the SLO. "
     "A run can be killed at any moment and resumed.",
     epilog="A campaign file:\n\nname = 'mine'\n\nmodels = ['135m', '1b']\n\n"
-    "budget_seconds = 600\n\nslo = 'chat'\n\ncrossover campaign init prints one with every key, "
-    "its default and a comment.",
+    "budget_seconds = 600\n\nslo = 'chat'\n\ncrossover campaign init prints one with every key "
+    "and a comment.",
 )
 
 
@@ -140,7 +140,7 @@ def resume_campaign(
 
 @campaign.command("init")
 def init_campaign() -> None:
-    """Print a campaign file with every key, its default and a comment.
+    """Print a campaign file to edit: every key with a value and a comment.
 
     crossover campaign init > mine.toml
     """
@@ -157,7 +157,7 @@ def repeat_campaign(
     times: Annotated[int, typer.Option(min=1, help="How many times each is measured.")] = 1,
     new_seeds: Annotated[
         bool,
-        typer.Option("--new-seeds", help="Draw arrivals, lengths and prompts anew each time."),
+        typer.Option("--new-seeds", help="Draw other arrivals, lengths and prompts each time."),
     ] = False,
     held: Annotated[
         float | None,
@@ -173,7 +173,7 @@ def repeat_campaign(
     """Measure the levels of runs again in new folders: same cells, rates, durations and seeds.
 
     Such runs differ by the machine alone. Several are measured in turns (A B A B), so that a drift
-    of the machine is none between them.
+    of the machine meets all alike.
     """
     from loadtests.campaign.campaign_file import Plan, check_trust
     from loadtests.campaign.progress import Progress

@@ -42,14 +42,15 @@ class Options:
     ] = None
     png: Annotated[bool, typer.Option("--png", help="Write every chart as PNG too.")] = False
     rate: Annotated[
-        float | None, _limit("The requests/s that you need: drawn into the map and answered.")
+        float | None,
+        _limit("The requests/s that you need: drawn into the map, and the headline answers them."),
     ] = None
     slo: Annotated[str | None, _limit(f"Judge by another SLO than the run's: {PRESETS}.")] = None
-    ttft: Annotated[float | None, _limit("Another limit for the first token, in seconds.")] = None
-    tpot: Annotated[float | None, _limit("Another limit for the time per token, in seconds.")] = (
-        None
-    )
-    target: Annotated[float | None, _limit("Another share of good requests, 0 to 1.")] = None
+    ttft: Annotated[float | None, _limit("Another limit of TTFT, in seconds.")] = None
+    tpot: Annotated[float | None, _limit("Another limit of TPOT, in seconds.")] = None
+    target: Annotated[
+        float | None, _limit("Another share of requests that must be good, 0 to 1.")
+    ] = None
     machine: Annotated[
         list[Path] | None,
         _limit("A file of `crossover calibrate`: what that machine would hold; may be repeated."),
@@ -64,7 +65,8 @@ class Options:
         ),
     ] = False
     separate: Annotated[
-        bool, typer.Option("--separate", help="A report for each run, for machines that differ.")
+        bool,
+        typer.Option("--separate", help="A report for each run: runs of machines that differ."),
     ] = False
     as_json: Annotated[
         bool,
@@ -85,7 +87,13 @@ class Options:
 
 @taking(Options)
 def report(options: Options) -> None:
-    """Turn runs into one HTML page, Markdown, CSV and more, computed from their records."""
+    """Turn runs into one HTML page, Markdown, CSV and more, computed from their records.
+
+    \b
+    crossover report runs/ID                    # runs/ID/report/index.html
+    crossover report runs/ID --rate 0.5         # and whether 0.5 requests/s are held
+    crossover report runs/ID --check 'capacity("1b") >= 0.5'    # for CI: exit status 0 or 1
+    """
     if options.rate is not None and not options.rate > 0:
         raise ReportError(f"--rate must be above 0 requests/s, got {options.rate}")
     if len({folder.resolve() for folder in options.runs}) < len(options.runs):

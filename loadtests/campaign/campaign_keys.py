@@ -31,12 +31,12 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """How the server of each cell is started: options of `crossover serve` of the same names."""
 
     policy: str = "auto"  # auto, gpu-only or cpu-only
-    slots: int = 16  # requests served at a time
+    slots: int = 16  # sequences that run at the same time
     context_tokens: int = 2048  # most tokens of one request, prompt and answer
     kv_tokens: int | None = None  # KV cache of all requests together; none: slots x context_tokens
     kv_dtype: str = "auto"  # number type of the KV cache; auto: the backend's own
-    prefill_tokens: int | None = None  # most prompt tokens of a step
-    step_seconds: float | None = None  # target time of a step with prompt tokens
+    prefill_tokens: int | None = None  # most prompt tokens of a step; none: that of `serve`, 256
+    step_seconds: float | None = None  # target of a step with prompt tokens; none: 0.3
     prefix_reuse: bool = True  # keep the KV cache of prompts that begin alike
     check_memory: bool = True  # refuse what does not fit
     standby: Standby = "cold"  # warm: the fallback engine is kept loaded beside the one that serves
@@ -48,7 +48,7 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends the load."""
 
-    workers: int = 1  # processes of this machine that share it
+    workers: int = 1  # processes of this machine that share the load
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,8 +68,8 @@ class SloSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     preset: str | None = None  # chat, interactive, reading, batch, ...; none: the limits below
     name: str | None = None  # needed where two would have the same
-    ttft_seconds: float | None = None  # most time to the first token
-    tpot_seconds: float | None = None  # most time per output token
+    ttft_seconds: float | None = None  # limit of the time to first token
+    tpot_seconds: float | None = None  # limit of the time per output token
     target: float | None = None  # share of requests that must be good, 0..1
     confidence: float | None = None  # confidence of a verdict, 0.5..1
 
@@ -86,23 +86,23 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The file as it is written."""
 
     name: str  # name of the run folder
-    models: list[str] = []  # x formats x backends x ...: cells; auto: rungs around the limit
-    formats: list[str] = []  # empty: the default of each backend
+    models: list[str] = []  # rungs, files, folders, hub ids; auto: four rungs around the limit
+    formats: list[str] = []  # each model in each of them; empty: the default of each backend
     backends: list[str] = msgspec.field(
         default_factory=lambda: ["llama_cpp"]
-    )  # engines; best: tries the CPU's for seconds, takes the one that serves most requests
+    )  # llama_cpp, onnx, torch; best: tries them for seconds, takes the one that serves most
     hardware: list[Hardware] = msgspec.field(
         default_factory=lambda: [Hardware()]
     )  # budgets: how much of this machine a cell may use
-    cells: list[OneCell] = []  # further cells, one by one
+    cells: list[OneCell] = []  # single combinations, beside models x formats x backends
     engines: list[Engine] = []  # engines of others, beside backends; only with --allow-commands
     target: Target | None = None  # an endpoint that runs already, in place of models
     server: Server = Server()  # how the server of each cell is started
     load: Load = Load()  # who sends the load
-    workload: Workload | None = None  # what is asked; none: the preset chat
+    workload: Workload | None = None  # lengths of prompts and answers; none: the preset chat
     workloads: dict[str, Workload] = {}  # several, by name, in place of workload
     arrivals: Arrivals = Poisson()  # when requests are due
-    slo: str | SloSpec | None = None  # what a good request is; none: the preset chat
+    slo: str | SloSpec | None = None  # limits that a good request keeps; none: the preset chat
     slos: list[str | SloSpec] = []  # several, in place of slo: each level is judged by all
     search: SearchConfig = SearchConfig()  # the search for the capacity
     budget_seconds: float | None = (
@@ -111,9 +111,9 @@ class CampaignFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seed: int = 1  # seed of prompts and arrivals
     sample_seconds: float = 1.0  # time between two samples of CPU and memory
     disturbance: OnDisturbance = (
-        "wait"  # disturbed levels are repeated once the machine is quiet; ignore: they count
+        "wait"  # disturbed levels are repeated on the quiet machine; ignore: they count
     )
-    wait_seconds: float = 300.0  # most that a cell loses to that, besides its budget; 0: no waiting
+    wait_seconds: float = 300.0  # most that a cell waits for quiet, besides its budget; 0: none
 
 
 def explain(problem: msgspec.ValidationError) -> str:

@@ -18,20 +18,20 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     min_rate: float = 0.0001  # lowest rate tried, requests per second
     max_rate: float = 1000.0  # highest rate tried, requests per second
-    precision: float = 0.10  # half the width of the interval over the estimate: 0.10 is +- 10 %
+    precision: float = 0.10  # the search ends when the interval is this narrow: 0.10 is +- 10 %
     level_seconds_min: float = 20.0  # shortest level
-    level_seconds_max: float = 120.0  # longest level, but where it confirms or a model is slow
+    level_seconds_max: float = 120.0  # longest level; one that confirms, or is slow, may be longer
     level_requests_min: int = 30  # a level is made longer until it expects this many requests
-    budget_seconds: float = 600.0  # for all levels, with warm-up and draining
+    budget_seconds: float = 600.0  # of a cell, where the campaign has no budget_seconds
     start_rate: float | None = (
         None  # where to look first; none: predicted by calibration and simulation
     )
-    calibration_seconds: float = 60.0  # limit, besides an eighth of the budget; 0: no calibration
+    calibration_seconds: float = 60.0  # most, and at most an eighth of the budget; 0: none
     rates: tuple[float, ...] = ()  # rates to measure in this order, without a search
     rate_seconds: tuple[float, ...] = ()  # duration of each of `rates`; empty: as in a search
     single_stream_requests: int = 20  # requests sent one at a time to the idle server
     single_stream_seconds: float = 120.0  # after this no further single-stream request is begun
-    batching_gain: float = 2.0  # first rate without a prediction: so many times one stream's
+    batching_gain: float = 2.0  # without a prediction the first rate is this times one stream's
     confidence: float = 0.95  # confidence of each side of the interval
     starts: int = 3  # server starts that a search is spread over; 1 with given rates or a target
     confirming_share: float = 0.35  # share of the budget kept for the level that confirms

@@ -28,8 +28,8 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     workload: Annotated[
         str,
         Meta(
-            description="Lengths: chat, code, sharegpt, summarise; chat*0.1:512:64: a tenth of "
-            "chat's, prompts up to 512 and answers up to 64 tokens; 256x64: every request the same."
+            description="Lengths: chat, code, sharegpt, summarise; chat:512:64: prompts of at most "
+            "512 and answers of at most 64 tokens; chat*0.1: a tenth as long; 256x64: all the same."
         ),
     ] = "chat:1024:256"
     arrivals: Annotated[
@@ -37,12 +37,16 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="poisson, constant, gamma:cv=2, on_off:on_seconds=5:off_seconds=15 ..."),
     ] = "poisson"
     slo: Annotated[
-        str, Meta(description="chat, interactive, reading, batch ...: what a good request is.")
+        str,
+        Meta(
+            description="A preset: chat (TTFT 2 s, TPOT 0.1 s), interactive (0.5, 0.03), reading "
+            "(5, 0.2), batch (none) ... Limits of your own: [slo] of a campaign.",
+        ),
     ] = "chat"
     model: Annotated[
         str | None, Meta(description="Model name. Default: the first that the endpoint lists.")
     ] = None
-    api: Annotated[str, Meta(description="completions or chat.")] = "completions"
+    api: Annotated[str, Meta(description="The route: completions or chat.")] = "completions"
     api_key_env: Annotated[
         str | None, Meta(description="Environment variable that holds the API key.")
     ] = None
@@ -61,16 +65,19 @@ class CommandOptions(LoadOptions, frozen=True, kw_only=True):
             "(closed loop).",
         ),
     ] = None
-    duration: Annotated[Positive, Meta(description="Seconds that count.")] = 30.0
+    duration: Annotated[
+        Positive,
+        Meta(description="Seconds of load; all count. Then answers have 60 s more to end."),
+    ] = 30.0
     target: Annotated[
         Share | None,
         Meta(
-            description="Share of good requests that the SLO asks for. Default: the preset's.",
+            description="Share of requests that must be good. Default: the preset's, 0.99.",
         ),
     ] = None
     out: Annotated[
         Path | None,
-        Meta(description="Keep the run in a folder below this one; else nothing is kept."),
+        Meta(description="Keep the records in a new run folder in this one. Default: none kept."),
     ] = None
     workers: Annotated[
         Count | None,

@@ -95,7 +95,8 @@ def campaign_template() -> str:
     """The file. It parses; a key without a value is commented out."""
     tables = (*SECTIONS, "arrivals", "workloads")
     top = [key for key in keys_of(CampaignFile) if key.name not in tables]
-    out = ["# A campaign: crossover campaign run FILE. Every key with its default."]
+    out = ["# A campaign: crossover campaign run FILE. Every key; name, models, budget_seconds"]
+    out += ["# and the caps of [workload] are examples, the other values are the defaults."]
     out += [_line(key, STARTED, is_off=key.name == "slos") for key in top]
     kinds = ", ".join(arrival_kinds())
     out += ["", "[arrivals]  # when requests are due", f'kind = "poisson"  # {kinds}']

@@ -38,7 +38,8 @@ class Options:
     model: Annotated[str | None, typer.Option(help="A rung of the ladder, e.g. 8b.")] = None
     rate: Annotated[float | None, typer.Option(help=RATE)] = None
     slo: Annotated[
-        str | None, typer.Option(help="A preset: chat, interactive, reading, batch, ...")
+        str | None,
+        typer.Option(help="A preset: chat, interactive, reading, ... Default: the file's, else chat."),
     ] = None
     device: Annotated[
         list[str] | None,

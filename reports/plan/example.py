@@ -26,7 +26,8 @@ TABLES = (*SECTIONS, "arrivals", "prices")
 def example() -> str:
     """The file. It parses; a key without a value is commented out."""
     top = [key for key in keys_of(PlanFile) if key.name not in TABLES]
-    out = ["# A plan: crossover plan FILE. Every key with its default."]
+    out = ["# A plan: crossover plan FILE. Every key; name, model, [forecast], slo.target and"]
+    out += ["# [[machines]] are examples, the other values are the defaults."]
     out += [_line(key, STARTED) for key in top]
     what = {key.name: key.what for key in keys_of(PlanFile)}
     for name, (kind, values) in SECTIONS.items():

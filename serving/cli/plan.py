@@ -64,7 +64,7 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         option(
             *("", "Rungs, GGUF files or folders (default: the whole ladder).", ""),
-            metavar="NAME",
+            metavar="NAME...",
             is_argument=True,
         ),
     ] = ()

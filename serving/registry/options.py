@@ -73,7 +73,11 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     backend: Annotated[
         str | None,
-        option(ENGINE, "llama_cpp, onnx, torch, fake or package.module:Class. Default: by device."),
+        option(
+            ENGINE,
+            "llama_cpp, onnx, torch, fake or package.module:Class. Default: on a GPU the one that "
+            "fits, on a CPU the quickest (--calibration).",
+        ),
     ] = None
     weight_format: Annotated[
         str | None,
@@ -85,18 +89,23 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         bool,
         option(
             ENGINE,
-            "Where no backend is named and several could serve on the CPU, measure them for "
-            "seconds, once a machine, and take the best.",
+            "Without --backend, where several have weights for the CPU: measure them for seconds, "
+            "once a machine, and take the quickest.",
         ),
     ] = True
     policy: Annotated[
-        Policy, option(MACHINE, "auto: the GPU where the model fits, else the CPU.")
+        Policy,
+        option(
+            MACHINE,
+            "auto: the GPU where the model fits, else the CPU; gpu-only: an error, not the CPU.",
+        ),
     ] = Policy.auto
     threads: Annotated[
-        Count | None, option(MACHINE, "Engine threads. Default: one per physical core it has.")
+        Count | None, option(MACHINE, "Engine threads. Default: one per physical core of --cores.")
     ] = None
     cores: Annotated[
-        str, option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all of up to 8.")
+        str,
+        option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all of up to 8, else all but 1-2."),
     ] = ""
     slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
     context_tokens: Annotated[
@@ -132,7 +141,13 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = True
     options: Annotated[
         dict[str, Any],
-        option(ENGINE, "An engine's own option; torch.KEY: of that one.", "option", "KEY=VALUE"),
+        option(
+            ENGINE,
+            "An option of the backend, e.g. mlock=true; torch.KEY: of that backend alone. A wrong "
+            "KEY is refused with those that there are.",
+            "option",
+            "KEY=VALUE",
+        ),
     ] = {}
     check_memory: Annotated[
         bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
@@ -142,7 +157,9 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "cold"
     idle_unload_seconds: Annotated[
         PositiveSeconds | None,
-        option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
+        option(
+            SEVERAL, "Unload a model that had no request for so long.", "idle-unload", "SECONDS"
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -179,9 +196,9 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         tuple[str, ...],
         option(
             "",
-            "A rung (135m, 360m, 1b, 3b, ...), a GGUF file, a model folder, or a hub name. "
-            "Several: all in one server.",
-            metavar="MODEL",
+            "A rung (135m, 360m, 1b, 3b, ...: random weights), a GGUF file, a model folder, or a "
+            "hub id. Several: all in one server.",
+            metavar="MODEL...",
             is_argument=True,
         ),
     ] = ()
@@ -294,13 +311,15 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 30.0
     ttft_slo_seconds: Annotated[
         PositiveSeconds | None,
-        option(QUEUE, "Promised seconds to the first token; beyond it 429.", "ttft-slo"),
+        option(
+            QUEUE, "TTFT limit in seconds: who is predicted to miss it gets 429.", "ttft-slo"
+        ),
     ] = None
     health_timeout_seconds: Annotated[
         Annotated[float, Meta(ge=1)],
         option(
             QUEUE,
-            "Seconds without a step until a sleeping engine counts as hung.",
+            "Seconds without a step until an engine that uses no CPU counts as hung.",
             "health-timeout",
         ),
     ] = 30.0
