@@ -39,7 +39,7 @@ class Options:
     rate: Annotated[float | None, typer.Option(help=RATE)] = None
     slo: Annotated[
         str | None,
-        typer.Option(help="A preset: chat, interactive, reading, ... Default: the file's, else chat."),
+        typer.Option(help="A preset: chat, interactive, reading, ... Default: the file's or chat."),
     ] = None
     device: Annotated[
         list[str] | None,

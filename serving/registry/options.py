@@ -105,7 +105,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = None
     cores: Annotated[
         str,
-        option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all of up to 8, else all but 1-2."),
+        option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all, of over 8 all but 1-2."),
     ] = ""
     slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
     context_tokens: Annotated[
@@ -311,9 +311,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 30.0
     ttft_slo_seconds: Annotated[
         PositiveSeconds | None,
-        option(
-            QUEUE, "TTFT limit in seconds: who is predicted to miss it gets 429.", "ttft-slo"
-        ),
+        option(QUEUE, "TTFT limit in seconds: who is predicted to miss it gets 429.", "ttft-slo"),
     ] = None
     health_timeout_seconds: Annotated[
         Annotated[float, Meta(ge=1)],
