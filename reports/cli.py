@@ -43,9 +43,7 @@ class Options:
     png: Annotated[bool, typer.Option("--png", help="Write every chart as PNG too.")] = False
     rate: Annotated[
         float | None,
-        _limit(
-            "The requests/s that you need: drawn into the map; a sentence says whether they hold."
-        ),
+        _limit("The requests/s that you need: drawn into the map and judged in a sentence."),
     ] = None
     slo: Annotated[str | None, _limit(f"Judge by another SLO than the run's: {PRESETS}.")] = None
     ttft: Annotated[float | None, _limit("Another limit of TTFT, in seconds.")] = None

@@ -73,11 +73,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     backend: Annotated[
         str | None,
-        option(
-            ENGINE,
-            "llama_cpp, onnx, torch, fake or package.module:Class. Default: on a GPU the one that "
-            "fits, on a CPU the quickest (--calibration).",
-        ),
+        option(ENGINE, "llama_cpp, onnx, torch, fake or package.module:Class. Default: by device."),
     ] = None
     weight_format: Annotated[
         str | None,
@@ -94,18 +90,13 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = True
     policy: Annotated[
-        Policy,
-        option(
-            MACHINE,
-            "auto: the GPU where the model fits, else the CPU; gpu-only: an error, not the CPU.",
-        ),
+        Policy, option(MACHINE, "auto: the GPU where the model fits, else the CPU.")
     ] = Policy.auto
     threads: Annotated[
         Count | None, option(MACHINE, "Engine threads. Default: one per physical core of --cores.")
     ] = None
     cores: Annotated[
-        str,
-        option(MACHINE, "Cores of the engine, e.g. 0-3. Default: all, of over 8 all but 1-2."),
+        str, option(MACHINE, "Engine's cores, e.g. 0-3. Default: all; of over 8 all but 1-2.")
     ] = ""
     slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
     context_tokens: Annotated[
@@ -141,13 +132,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = True
     options: Annotated[
         dict[str, Any],
-        option(
-            ENGINE,
-            "An option of the backend, e.g. mlock=true; torch.KEY: of that backend alone. A wrong "
-            "KEY is refused with those that there are.",
-            "option",
-            "KEY=VALUE",
-        ),
+        option(ENGINE, "A backend's option: mlock=true, torch.KEY=VALUE.", "option", "KEY=VALUE"),
     ] = {}
     check_memory: Annotated[
         bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
@@ -157,9 +142,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "cold"
     idle_unload_seconds: Annotated[
         PositiveSeconds | None,
-        option(
-            SEVERAL, "Unload a model that had no request for so long.", "idle-unload", "SECONDS"
-        ),
+        option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
     ] = None
 
     def __post_init__(self) -> None:
