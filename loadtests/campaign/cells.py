@@ -15,6 +15,7 @@ from models.errors import CrossoverError
 from models.formats import DEFAULT_FORMATS
 from models.ladder import is_rung, rung
 from serving.backends import weights_of
+from serving.errors import BackendUnavailable
 from serving.placement.best_engine import BEST
 
 
@@ -135,6 +136,9 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
         model = one.model if is_elsewhere and not known else rung(one.model).spec.name
         is_best = one.backend == BEST
         kind, weight_format = ("none", "") if is_best else weights_of(one.backend, one.format)
+    except BackendUnavailable as problem:
+        others = "vLLM, llama-server and others are [[engines]] tables, docs/engines-of-others.md"
+        raise BadCampaign(f"{problem}; {others} - at `$.backends`") from problem
     except CrossoverError as problem:
         raise BadCampaign(f"{problem} - at `$.models`, `$.formats` or `$.backends`") from problem
     name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace(

@@ -168,6 +168,10 @@ def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
             'name = "x"\nmodels = ["135m"]\nbackends = ["llama"]',
             "unknown backend 'llama'; known: llama_cpp",
         ),
+        (
+            'name = "x"\nmodels = ["135m"]\nbackends = ["vllm"]',
+            r"vLLM, llama-server and others are \[\[engines\]\] tables.* - at `\$.backends`",
+        ),
         ('name = "x"\nmodels = ["135m"]\nformats = ["Q9"]', "no weight format 'Q9'; it has"),
         (
             'name = "x"\nmodels = ["135m", "smollm2-135m"]',
