@@ -41,7 +41,7 @@ def show_plan(plan: Plan) -> None:
         cells = "rungs that some 20 s of measuring choose"
     typer.echo(
         f"{settings.name}: {cells}; "
-        f"SLO {slo.name} ({_limits(slo)}) for {slo.target:.4g} of requests"
+        f"SLO {slo.name} ({_limits(slo)}) for {100 * slo.target:.4g} % of requests"
     )
     workloads = settings.workloads or {"workload": settings.workload}
     for name, workload in workloads.items():
@@ -83,8 +83,8 @@ def _show_cell(cell: Cell, settings: Campaign, facts: HardwareFacts, seconds: fl
     place = cell.url
     if layout is not None:
         place = (
-            f"engine on {cores_text(layout.engine)}, API {cores_text(layout.api)}, "
-            f"client {cores_text(layout.client)}"
+            f"cores: engine {cores_text(layout.engine)}, HTTP {cores_text(layout.api)}, "
+            f"load generator {cores_text(layout.client)}"
         )
     typer.echo(f"  {cell.key}: at most {formatting.duration(seconds)}; {place}")
     if cell.engine:

@@ -19,7 +19,8 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> Non
     done = CliRunner().invoke(campaign, ["run", str(file), "--dry-run", "--out", out])
     assert done.exit_code == 0, done.output
     for part in (
-        "smollm2-135m-Q4_0-llama_cpp: at most 1 min 30 s; engine on",
+        "for 99 % of requests",
+        "smollm2-135m-Q4_0-llama_cpp: at most 1 min 30 s; cores: engine",
         "skipped, needs",
         "workload: chat lengths x 0.1, answers of at most 64 tokens",
         "the budget is 4 GiB",
