@@ -35,7 +35,7 @@ def fp32_rate(threads: int, seconds: float) -> tuple[float, str]:
 
 def main(seconds: float) -> None:
     """The child: the rate, and the library's name."""
-    config = np.show_config(mode="dicts") or {}
+    config = np.show_config(mode="dicts")
     blas = config.get("Build Dependencies", {}).get("blas", {}).get("name", "BLAS")
     print(gemm_rate(seconds), f"numpy {np.__version__}, {blas}")
 
