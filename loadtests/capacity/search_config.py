@@ -22,7 +22,7 @@ class SearchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     level_seconds_min: float = 20.0  # shortest level
     level_seconds_max: float = 120.0  # longest level; one that confirms, or is slow, may be longer
     level_requests_min: int = 30  # a level is made longer until it expects this many requests
-    budget_seconds: float = 600.0  # of a cell, where the campaign has no budget_seconds
+    budget_seconds: float = 600.0  # measuring time a cell, unless the campaign has the key
     start_rate: float | None = (
         None  # where to look first; none: predicted by calibration and simulation
     )
