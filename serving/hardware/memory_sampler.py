@@ -56,7 +56,8 @@ class MemorySampler:
         self, engines: Mapping[int, str], patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
         """Read both now, or join the read under way. `engines`: pid -> model. Never raises."""
-        if self._thread is None or not self._thread.is_alive():
+        told = self._reading is not None and self._reading.done()  # its thread may not have ended
+        if told or self._thread is None or not self._thread.is_alive():
             self._reading = self._begin(engines)
         answer: Sample = ([], [])
         if self._reading is not None:

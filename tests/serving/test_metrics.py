@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -244,6 +245,27 @@ def test_two_scrapes_at_once_are_both_told() -> None:
         assert found == [["m"], ["m"]]
 
     asyncio.run(scenario())
+
+
+def test_a_scrape_reads_anew_while_the_thread_that_told_the_last_one_ends() -> None:
+    """It was told what the last one was, and an event loop of its own got a ValueError."""
+    release = threading.Event()
+
+    class Loop(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(self, *args: Any, **kwargs: Any) -> asyncio.Handle:
+            handle = super().call_soon_threadsafe(*args, **kwargs)
+            if threading.current_thread().name == "memory-sampler":
+                release.wait(20)
+            return handle
+
+    sampler, found = MemorySampler(), []
+    for models in (["one", "two"], ["three"]):
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            for model in models:
+                runner.run(sampler.sample({os.getpid(): model}))
+                found += [name for name, _, _ in sampler.engines]
+    release.set()
+    assert found == ["one", "two", "three"]
 
 
 def test_a_driver_that_hangs_costs_a_scrape_its_patience_once_and_never_blocks_the_loop(
