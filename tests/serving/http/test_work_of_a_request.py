@@ -174,7 +174,7 @@ def test_a_slow_template_is_rendered_beside_the_loop() -> None:
             threads.append(threading.current_thread().name)
             return super().render_chat(*given, **more)
 
-    slow = "{% for i in range(99) %}{% if ('x' * 200000)|upper == i %}{% endif %}{% endfor %}"
+    slow = "{% for i in range(999) %}{% if ('x' * 200000)|upper == i %}{% endif %}{% endfor %}"
     tokenizer = Watched(template=f"{{% if messages|length > 1 %}}{slow}{{% endif %}}Hi")
     with served(app_on(FakeSupervisor(), tokenizer=tokenizer)) as port:
         assert chat(port).status == 200 and len(set(threads)) == len(threads) == 1
