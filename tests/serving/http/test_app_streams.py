@@ -55,9 +55,9 @@ def read_all(client: socket.socket) -> bytes:
     return found
 
 
-def read_until(client: socket.socket, mark: bytes) -> bytes:
+def read_until(client: socket.socket, mark: bytes, times: int = 1) -> bytes:
     found = b""
-    while mark not in found:
+    while found.count(mark) < times:
         data = client.recv(65536)
         assert data, f"closed before {mark!r}: {found!r}"
         found += data
