@@ -27,7 +27,7 @@ from loadtests.workload.requests import draw
 from models import formatting
 from models.errors import CrossoverError
 from models.formats import DEFAULT_FORMATS, weight_bytes
-from models.ladder import OVERHEAD_BYTES, is_rung, rung
+from models.ladder import is_rung, rung
 from models.resolve import resolve
 from serving.backends import BACKENDS
 from serving.errors import Cause, ServingError
@@ -63,12 +63,12 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
     if limit is not None:
         sizes = Sizes(spec, server.slots, context, kv_tokens, server.kv_dtype, isa=facts.isa)
         taken = forecast(sizes, cell.backend, "cpu", cell.weight_format)
-        weights, kv = taken.weight_bytes, taken.kv_bytes
-        need = weights + kv + OVERHEAD_BYTES
+        weights, kv, overhead = taken.weight_bytes, taken.kv_bytes, taken.overhead_bytes
+        need = weights + kv + overhead
         if need > limit * 2**30:
             parts = (
                 f"weights {formatting.size(weights)}, KV of {kv_tokens} tokens "
-                f"{formatting.size(kv)}, overhead {formatting.size(OVERHEAD_BYTES)}"
+                f"{formatting.size(kv)}, overhead {formatting.size(overhead)}"
             )
             reason = f"needs {formatting.size(need)} ({parts}) and the budget is {limit:g} GiB"
             return WhyNot(SkipCause.MEMORY, reason)
