@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
+from serving.backends.llama_cpp.extra_buffers import planned_extra_bytes
 from serving.backends.spec import MIB, UNKNOWN_OVERHEAD, BackendSpec, KvRequest, Overhead
 from serving.backends.torch import need as torch_need
 from serving.errors import BackendUnavailable, Unsupported
@@ -44,6 +45,7 @@ BACKENDS: dict[str, BackendSpec] = {
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
         },
+        extra_bytes=planned_extra_bytes,
         options=(
             *("flash_attention", "kv_unified", "mmap", "mlock", "repack", "step_tokens"),
             *("ubatch_tokens", "prefill_threads", "wait_policy", "gpu_layers", "dry_run"),

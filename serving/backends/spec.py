@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 
 import msgspec
@@ -68,6 +68,8 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     default_format: str = ""  # "": the kind's
     also_reads: tuple[str, ...] = ()  # formats of files that others made
     cpu_formats: tuple[str, ...] = ()  # formats that only the CPU computes with
+    # On the CPU: (model, weight format, CPU flags) -> bytes that it holds beyond the weights' own.
+    extra_bytes: Callable[[ModelSpec, str, Collection[str]], int] | None = None
     kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
     kv_grain: int = 1  # KV rows are whole multiples of so many tokens
     kv_spare_tokens: int = 0  # that a KV row has beyond the context

@@ -52,7 +52,9 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
         # Each slot has a row of its own.
         tokens = sizes.slots * spec.kv_row_tokens(sizes.context_tokens)
     kv_bytes = tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0
-    overhead = overhead_bytes(backend, device, weight_format, weights, model, sizes.slots)
+    overhead = overhead_bytes(
+        backend, device, weight_format, weights, model, sizes.slots, sizes.isa
+    )
     return Forecast(weights, kv_bytes, kv_dtype, overhead)
 
 
@@ -73,11 +75,20 @@ def default_context(most: int, kv_shares: Callable[[int], Mapping[str, float]]) 
 
 
 def overhead_bytes(
-    backend: str, device: str, weight_format: str, weight_bytes: int, model: ModelSpec, slots: int
+    backend: str,
+    device: str,
+    weight_format: str,
+    weight_bytes: int,
+    model: ModelSpec,
+    slots: int,
+    isa: Collection[str] = (),
 ) -> int:
-    """Bytes of everything but weights and KV cache."""
-    overhead = spec_of(backend).overhead_on(device)
-    return overhead.total_bytes(model, weight_format, weight_bytes, slots)
+    """Bytes of everything but weights and KV cache. `isa`: CPU flags."""
+    spec = spec_of(backend)
+    total = spec.overhead_on(device).total_bytes(model, weight_format, weight_bytes, slots)
+    if device == "cpu" and spec.extra_bytes is not None:
+        total += spec.extra_bytes(model, weight_format, isa)
+    return total
 
 
 def _nominal_bytes(model: ModelSpec, weight_format: str) -> int:

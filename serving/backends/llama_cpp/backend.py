@@ -30,11 +30,13 @@ from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, Memor
 from serving.backends.kv_slots import FLOPS_PER_THREAD
 from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, calls_of, dummies, rides
 from serving.backends.llama_cpp.buffers import Batch, LogitsView
+from serving.backends.llama_cpp.extra_buffers import AMX, REPACK
 from serving.backends.llama_cpp.library import (
     LOG,
     build_details,
     devices_said,
     flash_attention_said,
+    model_buffers,
 )
 from serving.backends.llama_cpp.loading import Loader, is_memory
 from serving.backends.llama_cpp.options import LlamaOptions, kv_dtype_of
@@ -215,7 +217,7 @@ class LlamaCppBackend:
             "kv_dtype": kv_dtype_of(config),
             "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
             "ubatch_tokens": str(llama.llama_n_ubatch(self._context)),
-            "repack": "yes" if any("REPACK model buffer" in line for line in LOG.lines) else "no",
+            "repack": "no" if model_buffers(LOG.lines).isdisjoint((AMX, REPACK)) else "yes",
             "model_file_type": ftype,
             "model_bytes": str(llama.llama_model_size(model)),
             "parameters": str(llama.llama_model_n_params(model)),

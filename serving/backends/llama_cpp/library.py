@@ -246,6 +246,12 @@ def memory_parts(lines: list[str], device: str = "cpu") -> MemoryParts:
     return MemoryParts(together("model"), together("KV", "RS"), together("compute", "output"))
 
 
+def model_buffers(lines: list[str]) -> set[str]:
+    """Names of the buffers that hold weights, after a load or a dry run."""
+    found = (match for line in lines if (match := _BUFFER.search(line)))
+    return {match.group(1) for match in found if match.group(2) == "model"}
+
+
 def _is_on_gpu(buffer: str) -> bool:
     return not buffer.startswith(_HOST_BUFFERS) and not buffer.endswith("_Host")
 

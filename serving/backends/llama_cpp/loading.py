@@ -9,9 +9,11 @@ from typing import Any
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formatting import size
+from models.machine import cpu_flags
 from models.manifest import Progress
 from models.readers.gguf import read_header
 from serving.backends.base import EngineConfig, MemoryParts
+from serving.backends.llama_cpp.extra_buffers import AMX, REPACK, Weight, extra_bytes
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
     KV_TYPES,
@@ -21,6 +23,7 @@ from serving.backends.llama_cpp.library import (
     dry_run_parts,
     library,
     memory_parts,
+    model_buffers,
 )
 from serving.backends.llama_cpp.options import LlamaOptions, check_config, kv_dtype_of
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
@@ -75,7 +78,7 @@ class Loader:
         finally:
             llama.llama_model_free(model)
         lines = LOG.stop()
-        parts = dry_run_parts(lines, weight_bytes + self._copied_bytes(), config.device)
+        parts = dry_run_parts(lines, weight_bytes + self._extra_bytes(lines), config.device)
         if config.device == "cpu" and config.check_memory:
             name = Path(config.model_path).name
             refuse_shortage(parts.total_bytes or 0, f"weights and KV cache of {name}")
@@ -106,18 +109,16 @@ class Loader:
             self.llama.llama_model_free(model)
             raise
 
-    def _copied_bytes(self) -> int:
-        """What loading a mapped file adds: 4-bit matrices are repacked into a copy."""
-        is_copied = self.options.repack and self.options.is_mapped(self.config)
-        if self.config.device != "cpu" or not is_copied:
+    def _extra_bytes(self, lines: list[str]) -> int:
+        """What the weights take beyond the file; the lines of the dry run name the buffers."""
+        buffers = model_buffers(lines)
+        if self.config.device != "cpu" or buffers.isdisjoint((AMX, REPACK)):
             return 0
-        return sum(
-            tensor.bytes
-            for name, tensor in read_header(Path(self.config.model_path)).tensors.items()
-            if name.startswith("blk.")
-            and len(tensor.shape) == 2
-            and tensor.type in ("Q4_0", "Q4_K")
-        )
+        tensors = read_header(Path(self.config.model_path)).tensors
+        weights = [
+            Weight(name, one.shape, one.type, one.bytes, one.start) for name, one in tensors.items()
+        ]
+        return extra_bytes(weights, buffers, cpu_flags(), self.options.is_mapped(self.config))
 
     def _model(self, progress: Progress) -> Any:
         llama = self.llama

@@ -32,7 +32,7 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     # Q4_0, and repacked weights are there once, not twice (90 instead of 150 MB).
     mmap: bool | None = None
     mlock: bool = False  # keep the weights from being swapped out
-    repack: bool = True  # rearrange quantised weights for this CPU's instructions
+    repack: bool = True  # rearrange weights for this CPU's instructions
     step_tokens: Count = 512  # most tokens of a step (n_batch)
     ubatch_tokens: Count = 512  # most tokens of a pass over the weights (n_ubatch)
     prefill_threads: Count | None = None  # of steps of more than one token; None: as decoding

@@ -337,6 +337,16 @@ def test_the_kv_cache_is_planned_as_the_backend_stores_it(
             planned(SMALL, machine(isa=isa), kv_dtype="q8_0", **settings)
 
 
+def test_a_tied_embedding_is_planned_twice_on_a_cpu_with_amx() -> None:
+    amx = ("avx2", "avx512f", "avx512_vnni", "amx_int8")
+    settings: dict[str, Any] = {"backend": "llama_cpp", "weight_format": "F16"}
+    with_amx = planned(SMALL, machine(isa=amx), **settings).attempts[0]
+    without = planned(SMALL, machine(isa=amx[:-1]), **settings).attempts[0]
+    assert with_amx.weight_bytes == without.weight_bytes
+    embedding = 2 * SMALL.vocabulary * SMALL.hidden
+    assert with_amx.overhead_bytes - without.overhead_bytes == embedding
+
+
 def test_a_gpu_holds_the_kv_cache_in_the_weights_type() -> None:
     assert planned(SMALL, with_gpu(), backend="torch").attempts[0].kv_dtype == "bf16"
 
