@@ -39,10 +39,12 @@ LONG_TOKENS = 1000
 ALONE = 60  # requests one after the other
 
 
+DRAW = np.random.default_rng(1)
+
+
 def prompts(count: int) -> list[str]:
-    """Prompts that have nothing in common, so that load alone decides."""
-    draw = np.random.default_rng(1)
-    return [" ".join(map(str, draw.integers(0, 10**6, 16))) for _ in range(count)]
+    """Prompts that have nothing in common with any before them, so that load alone decides."""
+    return [" ".join(map(str, DRAW.integers(0, 10**6, 16))) for _ in range(count)]
 
 
 @contextmanager
@@ -90,8 +92,8 @@ def scaling(address: str, repeats: int) -> None:
     for replicas in REPLICAS:
         streams = replicas * SLOTS
         with on_ray(address, replicas, STEP_SECONDS) as url:
-            asked = prompts(ROUNDS * streams)
-            found = [checked(run(url, asked, TOKENS, streams, "fake")) for _ in range(repeats)]
+            asked = [prompts(ROUNDS * streams) for _ in range(repeats)]
+            found = [checked(run(url, each, TOKENS, streams, "fake")) for each in asked]
         rates[replicas] = statistics.median(one.output_tokens_per_second for one in found)
         share = rates[replicas] / (replicas * rates[1])
         gap = 1e3 * statistics.median(one.itl_p99 for one in found)
