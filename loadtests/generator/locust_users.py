@@ -163,7 +163,9 @@ class Roles:
             gevent.sleep(0.5)
 
     def on_test_start(self, environment: Environment, **_: Any) -> None:
-        if isinstance(self._runner, WorkerRunner):
+        # None: a worker whose first users came with the answer to "ready", before its on_init. The
+        # master sends them so to one that joins while others have users.
+        if environment.runner is None or isinstance(environment.runner, WorkerRunner):
             return
         if self.channel is not None:
             if not self._is_obeying:

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import zmq
 
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.single_level import _wait_for_workers
@@ -306,6 +307,37 @@ def test_a_process_that_does_not_get_as_far_as_to_connect_is_missed(
                 assert time.monotonic() < until
         with contextlib.suppress(psutil.NoSuchProcess):
             own[0].kill()
+
+
+def test_a_worker_that_joins_while_others_have_users_is_there(tmp_path: Path) -> None:
+    """Locust's master gives it users in the same breath as the answer to "ready"."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as master:
+        master.linger = 0
+        port = master.bind_to_random_port("tcp://127.0.0.1")
+
+        def receive() -> tuple[bytes, str]:
+            assert master.poll(20_000), "the worker says no more"
+            client, message = master.recv_multipart()
+            return client, msgspec.msgpack.decode(message)[0]
+
+        users = {
+            "timestamp": time.time(),
+            "user_classes_count": {"Traffic": 1},
+            "host": None,
+            "stop_timeout": 0.0,
+            "parsed_options": {},
+        }
+        with worker("127.0.0.1", port, msgspec.json.encode(Target(url="http://mine"))) as joined:
+            client, kind = receive()
+            assert kind == "client_ready"
+            for name, data in (("ack", {"index": 0}), ("spawn", users)):
+                master.send_multipart([client, msgspec.msgpack.encode((name, data, None))])
+            while receive()[1] != "spawning_complete":
+                pass
+            for _ in range(2):
+                while receive()[1] != "heartbeat":
+                    pass
+            assert joined.poll() is None
 
 
 def test_a_killed_process_of_this_machine_is_replaced(
