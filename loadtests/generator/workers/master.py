@@ -39,6 +39,8 @@ PING_SECONDS = 0.5
 FIRST_PINGS = 12
 FIRST_PING_SECONDS = 0.02
 LOST_SECONDS = 5.0  # without a word
+# After which a worker is told again to prepare: one that has just joined may not listen yet.
+PREPARE_SECONDS = 2.0
 USERS_SECONDS = 30.0  # that Locust may take to share the users of a closed loop
 # Locust calls a worker missing that is silent for so many heartbeats, and ends the test where it
 # was the last. Who is lost is decided here.
@@ -225,9 +227,14 @@ class Master:
                 self._fail(f"{problem}")
             return
         text = msgspec.json.encode(plan).decode()
-        for worker in self._workers.values() if self._is_running and level == self._level else ():
-            data = {"plan": text, "index": worker.index, "workers": len(self._workers)}
-            self._send("crossover_prepare", worker, data)
+        while self._is_running and level == self._level:
+            waited_for = [worker for worker in self._workers.values() if worker.draws is None]
+            for worker in waited_for:
+                data = {"plan": text, "index": worker.index, "workers": len(self._workers)}
+                self._send("crossover_prepare", worker, data)
+            if not waited_for:
+                return
+            gevent.sleep(PREPARE_SECONDS)
 
     def _share_users(self, level: int, plan: LoadPlan) -> None:
         """Users of a closed loop: all are on workers that are there. Raises LoadError."""

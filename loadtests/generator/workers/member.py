@@ -66,6 +66,8 @@ class Member:
         self._runner.send_message(name, data | {"level": level})
 
     def _prepare(self, data: dict[str, Any]) -> None:
+        if data["level"] == self._level:  # told again
+            return
         level = self._level = data["level"]
         if (failed := self._dispatcher) is not None:  # of a level that failed elsewhere
             failed.stop(is_decided=True)

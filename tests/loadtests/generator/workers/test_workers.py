@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,6 +48,7 @@ from tests.loadtests.campaign.checks import check_folder
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[4]
 LOAD = "--workload 16x8 --rate 60".split()
+PING = {"sent": 0.0, "level": 1}
 
 
 class Cluster:
@@ -334,10 +336,50 @@ def test_a_worker_that_joins_while_others_have_users_is_there(tmp_path: Path) ->
                 master.send_multipart([client, msgspec.msgpack.encode((name, data, None))])
             while receive()[1] != "spawning_complete":
                 pass
-            for _ in range(2):
-                while receive()[1] != "heartbeat":
-                    pass
+            plan = LoadPlan(
+                target=Target(url="http://mine"),
+                workload=Workload(prompt_tokens=16, output_tokens=8),
+                rate_per_second=1.0,
+                window_seconds=1.0,
+            )
+            text = msgspec.json.encode(plan).decode()
+            told = {"plan": text, "index": 0, "workers": 1, "level": 1}
+            for name, data in (*[("crossover_prepare", told)] * 2, ("crossover_ping", PING)):
+                master.send_multipart([client, msgspec.msgpack.encode((name, data, None))])
+            said = []
+            while said.count("heartbeat") < 2:
+                said.append(receive()[1])
+            # Told twice to prepare, it answers once: that http://mine cannot be reached.
+            assert said.count("crossover_failed") == said.count("crossover_pong") == 1, said
             assert joined.poll() is None
+
+
+def test_a_worker_that_missed_what_it_was_to_prepare_is_told_again(
+    truth_server: Start, cluster: Cluster
+) -> None:
+    """One that has just joined does not listen yet to more than Locust's own messages."""
+    started = cluster.master(truth_server(ttft=0.02, case="masters-url"), 1, "--duration", "3")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as joined:
+        joined.linger = 0
+        joined.identity = b"here_1"
+        joined.connect(f"tcp://{cluster.place}")
+
+        def send(kind: str, data: object) -> None:
+            joined.send(msgspec.msgpack.encode((kind, data, "here_1")))
+
+        def next_plan() -> dict[str, Any]:
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                assert started.poll() is None, cluster.said(0)
+                if joined.poll(500):
+                    kind, data, _ = msgspec.msgpack.decode(joined.recv())
+                    if kind == "crossover_prepare":
+                        return dict(data)
+                send("heartbeat", {"state": "ready", "current_cpu_usage": 0})
+            raise AssertionError("the master tells nothing to prepare")
+
+        send("client_ready", -1)  # of any version
+        assert next_plan() == next_plan()
 
 
 def test_a_killed_process_of_this_machine_is_replaced(
