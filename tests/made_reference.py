@@ -73,8 +73,8 @@ label { display: flex; gap: .4rem; max-width: 100% } select { font: inherit; min
 </style></head><body>
 <h1>Results</h1>
 <p>What models on machines hold. <b>Bold</b> is the highest Poisson rate of requests at which a run
-confirmed the promise of that column; the interval below it is where the limit of the next start of
-the server lies. <i>Alone only</i>: single requests keep the promise, no rate is confirmed.
+met the SLO of that column; the interval below it is where the limit of the next start of the
+server lies. <i>Alone only</i>: single-stream requests meet the SLO, no rate is confirmed.
 <i>At no rate</i>: not even single ones do. A dash: the run did not ask, and its levels do not tell.
 Each row is a run's, and links to its report; the runs themselves are in
 <code>reports/reference</code>.</p>
