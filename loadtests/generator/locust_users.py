@@ -145,13 +145,18 @@ class Roles:
             )
         if self.is_led:
             gevent.spawn(self._master.tell_who_is_there)
-            gevent.spawn(self._await_own, psutil.Process().children())
+            forked = self._environment.parsed_options.processes or 0
+            gevent.spawn(self._await_own, psutil.Process().children(), forked)
 
-    def _await_own(self, children: list[psutil.Process]) -> None:
+    def _await_own(self, children: list[psutil.Process], forked: int) -> None:
         """Locust waits for ever for a process of its own that has ended, or stands still (SIGSTOP),
-        before it connects."""
+        before it connects. `forked`: how many it has started; gevent reaps one that ends, which is
+        no child any more."""
         moved = dict.fromkeys(children, clock())
         while self._plan is None:
+            if len(children) < forked:
+                self._tell(Failed("a process of it ended before the beginning of the level"))
+                return
             for one in children:
                 status = one.status() if one.is_running() else psutil.STATUS_ZOMBIE
                 if status != psutil.STATUS_STOPPED:
