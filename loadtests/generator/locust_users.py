@@ -152,11 +152,11 @@ class Roles:
         """Locust waits for ever for a process of its own that has ended, or stands still (SIGSTOP),
         before it connects. `forked`: how many it has started; gevent reaps one that ends, which is
         no child any more."""
+        if len(children) < forked:
+            self._tell(Failed("a process of it ended before the beginning of the level"))
+            return
         moved = dict.fromkeys(children, clock())
         while self._plan is None:
-            if len(children) < forked:
-                self._tell(Failed("a process of it ended before the beginning of the level"))
-                return
             for one in children:
                 status = one.status() if one.is_running() else psutil.STATUS_ZOMBIE
                 if status != psutil.STATUS_STOPPED:
