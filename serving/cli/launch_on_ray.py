@@ -49,7 +49,7 @@ def launch_on_ray(options: ServeOptions) -> int:
         stack.callback(withdraw)
         share = share_of(nodes, options)
         narrator.say(f"{share.words}, on {len(nodes)} node{'' if len(nodes) == 1 else 's'}")
-        front = Front(model.name or model.source, options.load_wait_seconds)
+        front = Front(model.name or model.source, options.load_wait_seconds, options.slots)
         router = ModelRouter(ServerMetrics())
         narrator.on_lost = router.metrics.lost_lines.inc
         front.count_in(router)

@@ -1,6 +1,6 @@
 """The front of a fleet of replicas: HTTP here, answers from them.
 
-    front = Front(name, wait_seconds=60)
+    front = Front(name, wait_seconds=60, slots=16)
     app = App(ModelRouter(ServerMetrics()), limits, keys, front.routes())
     front.opened(handle)
 
@@ -49,9 +49,10 @@ _PASSED_ON = (b"content-type", b"accept")
 
 
 class Front:
-    """`name`: of the model. `wait_seconds`: that a request waits while there is no replica."""
+    """`name`: of the model. `wait_seconds`: that a request waits while there is no replica.
+    `slots`: of each replica."""
 
-    def __init__(self, name: str, wait_seconds: float) -> None:
+    def __init__(self, name: str, wait_seconds: float, slots: int) -> None:
         self._name = name
         self._wait_seconds = wait_seconds
         self._handle: Any = None
@@ -60,7 +61,7 @@ class Front:
         self._until = math.inf  # of a drain; time.monotonic()
         self._retries: Counter | None = None
         self._lines = Lines()
-        self._table = PrefixTable()
+        self._table = PrefixTable(slots)
         self._loads: Counts[str] = Counts()  # replica -> requests that it has of us
         self._asked: set[str] = set()  # replicas that are being asked where they are
         self._background = Background("finding a replica")

@@ -1,12 +1,13 @@
 """Which replica a request goes to, by load and by prefix. Pure, but for what it remembers.
 
-    table = PrefixTable()
+    table = PrefixTable(slots=16)
     name = table.choose(blocks_of(body), {"a": 3, "b": 0})
     table.sent(blocks, name)
 
 A replica keeps the KV cache of prompts that it has served (serving.engine.slot_pool), so a prompt
 that begins as an earlier one is answered sooner where that one went. It goes elsewhere where that
-replica has SLACK requests more than the one with the fewest.
+replica has SLACK requests more than the one with the fewest, or has no free slot and another has:
+there the prompt would wait for the end of an answer.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def blocks_of(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixTable:
-    """Which replica had which beginnings last; the oldest are forgotten."""
+    """Which replica had which beginnings last; the oldest are forgotten. `slots`: of a replica."""
 
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+    def __init__(self, slots: int, most: int = MOST_REMEMBERED) -> None:
+        self._slots = slots
         self._most = most
         self._had: OrderedDict[bytes, str] = OrderedDict()
         self._turns: dict[str, int] = {}  # replica -> number of the last request it was sent
@@ -58,9 +60,10 @@ class PrefixTable:
         busy, of several the one that was asked longest ago.
         """
         fewest = min(loads.values())
+        most = fewest + SLACK if fewest >= self._slots else min(fewest + SLACK, self._slots - 1)
         for block in reversed(blocks):
             name = self._had.get(block, "")
-            if name in loads and loads[name] <= fewest + SLACK:
+            if name in loads and loads[name] <= most:
                 return name
         return min(loads, key=lambda name: (loads[name], self._turns.get(name, 0)))
 

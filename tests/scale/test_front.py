@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("ignore::Deprecation
 def front_port(limits: Limits, wait_seconds: float = 2.0) -> Iterator[int]:
     from serving.ray.front import Front
 
-    front = Front("fake", wait_seconds=wait_seconds)
+    front = Front("fake", wait_seconds=wait_seconds, slots=16)
     with served(App(ModelRouter(ServerMetrics()), limits, (), front.routes())) as port:
         yield port
 
@@ -38,7 +38,7 @@ def test_bodies_count_until_their_requests_are_answered() -> None:
     """4,096 requests of 4 MiB that wait for a replica would be 16 GiB."""
     from serving.ray.front import Front
 
-    front = Front("fake", wait_seconds=2.0)
+    front = Front("fake", wait_seconds=2.0, slots=16)
     limits = Limits(body_bytes=1 << 20, bodies_bytes=1 << 20)
     body = b'{"prompt": "' + b"x" * 700_000 + b'"}'
     first: list[str | None] = []
@@ -174,7 +174,7 @@ def test_a_replica_that_goes_while_it_is_chosen_is_no_error(
     address = Address("127.0.0.1", 1, b"")
     fleet.found("a", address)
     monkeypatch.setattr(module, "FLEET", fleet)
-    front = module.Front("fake", wait_seconds=0.0)
+    front = module.Front("fake", wait_seconds=0.0, slots=16)
     assert asyncio.run(front._replica((), set())) == ("a", address)
     assert fleet.replicas and not fleet.replicas
     with pytest.raises(Unavailable):
@@ -188,7 +188,7 @@ def test_the_front_forgets_replicas_that_are_gone(monkeypatch: pytest.MonkeyPatc
     fleet.now({"a": "node"})
     fleet.found("a", Address("127.0.0.1", 1, b""))
     monkeypatch.setattr(module, "FLEET", fleet)
-    front = module.Front("fake", wait_seconds=0.0)
+    front = module.Front("fake", wait_seconds=0.0, slots=16)
     asyncio.run(front._replica((), set()))
     front.find()
     assert front._table._turns.keys() == {"a"}
@@ -200,7 +200,7 @@ def test_the_front_forgets_replicas_that_are_gone(monkeypatch: pytest.MonkeyPatc
 def test_a_replica_without_requests_is_in_no_count(replicas: Replicas) -> None:
     from serving.ray.front import Front
 
-    front = Front("fake", wait_seconds=2.0)
+    front = Front("fake", wait_seconds=2.0, slots=16)
     with served(App(ModelRouter(ServerMetrics()), Limits(), (), front.routes())) as port:
         asked = Asked(port)
         asked.more(2)

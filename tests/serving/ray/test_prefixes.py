@@ -27,7 +27,7 @@ def test_a_body_is_not_looked_through_for_its_prompt() -> None:
 
 
 def test_a_prompt_follows_the_longest_part_that_a_replica_has_had() -> None:
-    table = PrefixTable()
+    table = PrefixTable(slots=16)
     table.sent(("a", "b", "c"), "first")
     table.sent(("a", "x"), "second")
     loads = {"first": 1, "second": 0, "third": 0}
@@ -38,15 +38,26 @@ def test_a_prompt_follows_the_longest_part_that_a_replica_has_had() -> None:
 
 
 def test_load_goes_before_prefix() -> None:
-    table = PrefixTable()
+    table = PrefixTable(slots=16)
     table.sent(("a",), "first")
     assert table.choose(("a",), {"first": SLACK, "second": 0}) == "first"
     assert table.choose(("a",), {"first": SLACK + 1, "second": 0}) == "second"
     assert table.choose(("a",), {"second": 3}) == "second"  # the first is gone
 
 
+def test_a_free_slot_goes_before_prefix() -> None:
+    """A request that waits for a slot waits for the end of an answer."""
+    table = PrefixTable(slots=2)
+    table.sent(("a",), "first")
+    assert table.choose(("a",), {"first": 1, "second": 0}) == "first"
+    assert table.choose(("a",), {"first": 2, "second": 1}) == "second"
+    assert table.choose(("a",), {"first": 2, "second": 2}) == "first"  # it waits anyhow
+    assert table.choose(("a",), {"first": 2 + SLACK, "second": 2}) == "first"
+    assert table.choose(("a",), {"first": 3 + SLACK, "second": 2}) == "second"
+
+
 def test_equal_replicas_take_turns_and_old_prefixes_are_forgotten() -> None:
-    table = PrefixTable(most=2)
+    table = PrefixTable(slots=16, most=2)
     chosen = []
     for number in range(4):
         name = table.choose((f"{number}",), {"first": 0, "second": 0})
@@ -57,7 +68,7 @@ def test_equal_replicas_take_turns_and_old_prefixes_are_forgotten() -> None:
 
 
 def test_replicas_that_are_gone_are_forgotten() -> None:
-    table = PrefixTable()
+    table = PrefixTable(slots=16)
     for number in range(9):
         table.sent((), f"replica {number}")
     table.keep({"replica 7", "replica 8", "new"})
