@@ -231,7 +231,7 @@ def _one_slo(run: _Run, slo: Slo, budget_seconds: float, until_seconds: float) -
 
 
 def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
-    """One level, measured again where the machine was disturbed.
+    """One level, measured again where it was disturbed, save where it counts all the same.
 
     Raises LevelFailed, PatienceUsedUp.
     """
@@ -240,7 +240,7 @@ def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
         _wait_for_probe(run, campaign)
         measured = _undisturbed_or_not(run, step, campaign)
         found = measured.disturbance
-        if found is None or not found.is_disturbed or found.counts:
+        if found is None or not found.is_disturbed or found.counts or measured.level.is_valid:
             return measured
         run.progress.say(f"  {measured.in_words}", style="yellow")
         _settle(run, measured)

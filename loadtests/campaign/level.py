@@ -22,7 +22,7 @@ import msgspec
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.level_tally import Cut, LevelTally
 from loadtests.campaign.site import START_SECONDS, Guard, Site
-from loadtests.capacity.levels import Ending, Level, judge
+from loadtests.capacity.levels import Ending, Level, holds_disturbed, judge
 from loadtests.capacity.search import Measure
 from loadtests.errors import BurstDisturbed, LevelInterrupted
 from loadtests.generator.channel import LoadGenerator
@@ -125,7 +125,7 @@ def _ask_one_by_one(site: Site, step: Measure, plan: LoadPlan, factory: RequestF
         site.check()
         lasted = clock() - origin
         left = min(step.duration_seconds - lasted, lasted / len(records) * (wanted - len(records)))
-        cut_short = tally.verdict() or site.lost(left)
+        cut_short = tally.verdict() or site.lost(left, tally.may_hold)
         site.progress.tick(
             f"{plan.cell}: single-stream requests, {len(records)} of {wanted}",
             fraction=len(records) / wanted,
@@ -203,7 +203,7 @@ def _watch(site: Site, plan: LoadPlan, t0: float, generator: LoadGenerator) -> _
             case None:
                 guard.check(tally)
         now = time.monotonic() - t0
-        if cut.may_stop(now) or cut.stop(guard.lost(), now):
+        if cut.may_stop(now) or cut.stop(guard.lost(tally), now):
             generator.tell(Stop())
     raise AssertionError("told() ends by an exception")
 
@@ -263,6 +263,7 @@ def _finish(site: Site, started: LevelStarted, found: _Records, spent_seconds: f
         disturbance=taken,
         engine_time=site.engine_time_of_level(),
         workers=found.workers,
+        held=holds_disturbed(found.records, samples, started, site.campaign.all_slos, ending),
     )
     site.run.finish(LevelRecords(started, finished, list(found.records), samples))
     return Measured(

@@ -66,6 +66,14 @@ class LevelTally:
     def good(self) -> int:
         return self.counted - len(self._bad[0])
 
+    @property
+    def may_hold(self) -> bool:
+        """Of what has ended, as many are good as an SLO asks for."""
+        return any(
+            self.counted - len(bad) >= slo.target * self.counted
+            for slo, bad in zip(self._slos, self._bad, strict=True)
+        )
+
     def add(self, record: RequestRecord) -> None:
         """A request has ended."""
         self.ended += 1

@@ -120,8 +120,10 @@ class CellState:
         ]
 
     def levels(self, slo: Slo) -> list[Level]:
-        """The finished levels in order, as the search for one SLO sees them."""
-        return [self._level(one, slo) for one in self.finished]
+        """The finished levels in order, as the search for one SLO sees them: disturbed ones where
+        they count."""
+        seen = [(one, self._level(one, slo)) for one in self.finished]
+        return [level for one, level in seen if level.is_valid or not one.finished.is_disturbed]
 
     def _level(self, one: LevelRecords, slo: Slo) -> Level:
         if (one.name, slo) not in self._judged:

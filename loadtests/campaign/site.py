@@ -113,13 +113,13 @@ class Site:
             counts=self.campaign.disturbance == "ignore",
         )
 
-    def lost(self, left_seconds: float) -> str | None:
+    def lost(self, left_seconds: float, may_hold: bool) -> str | None:
         """Who has disturbed the running level beyond repair, `left_seconds` before its end."""
         is_watched = self.campaign.disturbance == "wait" and self.server.pid is not None
         if not is_watched or self._looked_at == len(self.sampler.cores):
             return None
         self._looked_at = len(self.sampler.cores)
-        if not is_lost(self.sampler.cores, left_seconds):
+        if not is_lost(self.sampler.cores, left_seconds, may_hold):
             return None
         found = self.disturbance()
         return in_words(found) if found is not None else None
@@ -186,14 +186,15 @@ class Guard:
             fraction=min(1.0, now / end),
         )
 
-    def lost(self) -> str | None:
-        """Why the level will be disturbed however quiet the rest of it is; None while it may not.
+    def lost(self, tally: LevelTally) -> str | None:
+        """Why the level will not count however quiet the rest of it is; None while it may.
 
         Not asked during warm-up: a level of no length says nothing.
         """
         now = time.monotonic() - self._t0
         end = self._plan.duration_seconds
-        return self._site.lost(end - now) if self._plan.warmup_seconds < now < end else None
+        is_in_window = self._plan.warmup_seconds < now < end
+        return self._site.lost(end - now, tally.may_hold) if is_in_window else None
 
 
 def quick_seconds(site: Site, output_tokens: int = 2) -> float | None:

@@ -85,6 +85,20 @@ def judge(
     return summary, level_of(summary, ending.cut_short is None, started.start)
 
 
+def holds_disturbed(
+    records: Sequence[RequestRecord],
+    samples: Sequence[ResourceSample],
+    started: LevelStarted,
+    slos: Sequence[Slo],
+    ending: Ending,
+) -> bool:
+    """Whether a level was disturbed, and counts under one of the SLOs all the same."""
+    found = ending.disturbance
+    if found is None or not found.is_disturbed or found.counts:
+        return False
+    return any(judge(records, samples, started, slo, ending)[1].is_valid for slo in slos)
+
+
 def level_of(summary: Summary, is_whole: bool = True, start: int | None = None) -> Level:
     """A level without an asked rate is a single-stream one."""
     return Level(

@@ -17,6 +17,9 @@ reading, the one that waited longest, and `work` the CPU time of the busiest: en
 step, so one late thread delays all. S is the cores' busy time less that of all our processes, so
 it includes processes that lived too briefly to be seen or that a container hides.
 
+What is taken only ever makes answers later. So a level of which little was taken (is_slight), and
+that meets an SLO all the same, counts for that SLO: on a quiet machine it is no worse.
+
 Steal that is the same all the time is no disturbance: it is the machine that there is. It can only
 be told under load, as nothing is stolen from an idle core.
 """
@@ -35,6 +38,9 @@ from loadtests.records.schema import CoresSample, Disturbance, Probe, Stranger
 from models import formatting
 
 MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
+# More, and it counts for nothing: its rate may be so far below the capacity that the upper end of
+# an interval is too low.
+MOST_TAKEN_OF_HELD = 0.1
 LEAST_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
 LEAST_TAKEN_SECONDS = (
     0.0002  # a turn: waking a thread, and an idle virtual core, costs 20 to 100 us
@@ -121,7 +127,9 @@ def _totals(parts: Sequence[CoresSample], subject: Subject) -> Disturbance:
     )
 
 
-def is_too_much(found: Disturbance, quiet_seconds: float = 0.0) -> bool:
+def is_too_much(
+    found: Disturbance, quiet_seconds: float = 0.0, most_share: float = MOST_TAKEN_SHARE
+) -> bool:
     """Whether too much was taken, also if the engine computes undisturbed for `quiet_seconds`."""
     if found.taken_seconds is None or found.work_seconds is None:
         return False
@@ -129,22 +137,28 @@ def is_too_much(found: Disturbance, quiet_seconds: float = 0.0) -> bool:
     if found.steady_steal_share is not None:
         taken -= found.steal_seconds or 0.0
     return taken > max(
-        MOST_TAKEN_SHARE * (found.work_seconds + taken + quiet_seconds),
+        most_share * (found.work_seconds + taken + quiet_seconds),
         LEAST_TAKEN_SHARE * (found.seconds + quiet_seconds),
         LEAST_TAKEN_SECONDS * (found.turns or 0),
     )
 
 
-def is_lost(parts: Sequence[CoresSample], left_seconds: float) -> bool:
-    """Whether a running level will be disturbed even if all that is left of it is quiet.
+def is_slight(found: Disturbance) -> bool:
+    """Whether a disturbed level counts where it meets the SLO all the same."""
+    return not is_too_much(found, most_share=MOST_TAKEN_OF_HELD) and not is_slow(found.probe)
 
-    Steal that may turn out to be steady has no say before that can be told.
+
+def is_lost(parts: Sequence[CoresSample], left_seconds: float, may_hold: bool) -> bool:
+    """Whether a running level will count for nothing even if all that is left of it is quiet.
+
+    `may_hold`: it meets an SLO so far. Steal that may turn out to be steady has no say before that can be told.
     """
     found = disturbance_of(parts, "engine")
     if found is not None and (found.work_seconds or 0.0) < STEADY_PARTS * STEADY_SECONDS:
         parts = [msgspec.structs.replace(part, steal_seconds=0.0) for part in parts]
         found = disturbance_of(parts, "engine")
-    return found is not None and is_too_much(found, left_seconds)
+    most = MOST_TAKEN_OF_HELD if may_hold else MOST_TAKEN_SHARE
+    return found is not None and is_too_much(found, left_seconds, most)
 
 
 def is_steady_steal(parts: Sequence[CoresSample]) -> bool:
@@ -251,7 +265,7 @@ def who(found: Disturbance) -> str:
         steal = 0.0
     seconds = max(found.seconds, 1e-9)
     if steal > max(quota, found.by_strangers_seconds or 0.0):
-        return f"the hypervisor ({steal / seconds:.2f} cores)"
+        return f"the hypervisor ({_cores(steal / seconds)})"
     if quota > (found.by_strangers_seconds or 0.0):
         return f"the CPU quota ({quota / seconds:.0%} of the time)"
     return who_of(found.strangers, found.strangers_seconds or 0.0, seconds)
@@ -270,11 +284,16 @@ def who_of(strangers: Sequence[Stranger], all_seconds: float, seconds: float) ->
     """The busiest stranger, if it had most of what all strangers had in `seconds`, else all."""
     cores = all_seconds / seconds
     if not strangers:
-        return f"processes that cannot be seen ({cores:.1f} cores)"
+        return f"processes that cannot be seen ({_cores(cores)})"
     first = strangers[0]
     own = first.cpu_seconds / seconds
-    words = f"`{first.name}` (pid {first.pid}, {own:.1f} cores)"
-    return words if own > 0.7 * cores else f"{words} and others ({cores:.1f} cores in all)"
+    words = f"`{first.name}` (pid {first.pid}, {_cores(own)})"
+    return words if own > 0.7 * cores else f"{words} and others ({_cores(cores)} in all)"
+
+
+def _cores(cores: float) -> str:
+    """ "1.4 cores"; "0.02 cores"."""
+    return f"{formatting.significant(cores, 1) if 0 < cores < 0.1 else f'{cores:.1f}'} cores"
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

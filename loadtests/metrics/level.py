@@ -90,7 +90,7 @@ def with_facts(
     summary: Summary, found: Disturbance | None, workers: Sequence[WorkerFacts], slo: Slo
 ) -> Summary:
     """The summary of a level with what LevelFinished says of its disturbance and its workers."""
-    warning = disturbed(found)
+    warning = disturbed(found, summary.verdict)
     added = (*(() if warning is None else (warning,)), *worker_warnings(workers, slo))
     return msgspec.structs.replace(summary, warnings=(*summary.warnings, *added))
 

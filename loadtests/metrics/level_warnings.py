@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from loadtests.metrics.disturbance import in_words, steadily_in_words
+from loadtests.metrics.disturbance import in_words, is_slight, steadily_in_words
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.request_metrics import outcome, send_lag_seconds
-from loadtests.metrics.slo import Slo, requests_to_hold
+from loadtests.metrics.slo import Slo, Verdict, requests_to_hold
 from loadtests.metrics.stationarity import grows, in_flight_at_ends
 from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample
 from models import formatting
@@ -343,8 +343,9 @@ WARNINGS: tuple[Callable[[Evidence], NamedWarning | None], ...] = (
 )
 
 
-def disturbed(found: Disturbance | None) -> NamedWarning | None:
-    """Serious, unless the campaign takes the machine as it is. Steady steal is of the machine."""
+def disturbed(found: Disturbance | None, word: Verdict) -> NamedWarning | None:
+    """Serious, unless the level holds all the same, or the campaign takes the machine as it is.
+    Steady steal is of the machine."""
     if found is None:
         return None
     if not found.is_disturbed:
@@ -355,6 +356,13 @@ def disturbed(found: Disturbance | None) -> NamedWarning | None:
             WARNING,
             steadily_in_words(found.steady_steal_share),
             "for the capacity of the whole cores use a host that is not shared",
+        )
+    if word == "holds" and is_slight(found) and not found.counts:
+        return NamedWarning(
+            "Disturbed",
+            WARNING,
+            f"{in_words(found)}; the level holds all the same, so it counts",
+            "the latencies are not the server's: for those measure on a quiet machine",
         )
     return NamedWarning(
         "Disturbed",

@@ -275,12 +275,18 @@ class LevelFinished(Event, frozen=True, kw_only=True):
     # of the whole level, warm-up and drain included; None: the server does not say
     engine_time: EngineTime | None = None
     workers: list[WorkerFacts] = []  # of several load generators
+    held: bool = False  # disturbed, and yet it counts under an SLO that it meets
+
+    @property
+    def is_disturbed(self) -> bool:
+        """And the campaign does not take the machine as it is."""
+        found = self.disturbance
+        return found is not None and found.is_disturbed and not found.counts
 
     @property
     def is_set_aside(self) -> bool:
-        """Disturbed, and to be measured again: the search does not see it."""
-        found = self.disturbance
-        return found is not None and found.is_disturbed and not found.counts
+        """Disturbed, and to be measured again: no search sees it."""
+        return self.is_disturbed and not self.held
 
 
 class LevelAbandoned(Event, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.runner import World, resume, run
-from loadtests.capacity.levels import Ending, judge
+from loadtests.capacity.levels import Ending, holds_disturbed, judge
 from loadtests.errors import BurstDisturbed, LevelInterrupted
 from loadtests.metrics.disturbance import disturbance_of, in_words
 from loadtests.records.events import CellReady, Event, LevelFinished, LevelPurpose, LevelStarted
@@ -57,8 +57,9 @@ class Simulated:
     fate: Callable[[CellState, Level], None] = lambda state, level: None
     opening: Callable[[CellState], None] = lambda state: None  # may raise, as a server does
     recovering: Callable[[CellState], None] = lambda state: None
-    # From when to when a process has half of the engine's core, and how long a probe takes.
+    # From when to when a process has `hog_share` of the engine's core, and how long a probe takes.
     hog: tuple[float, float] = (0.0, 0.0)
+    hog_share: float = 0.5
     probing: Callable[[float], Probe | None] = lambda now: None
     now: float = 0.0
     opened: list[str] = field(default_factory=list)  # keys of cells
@@ -88,7 +89,7 @@ class Simulated:
 
     def cores(self, start: float, end: float) -> CoresSample:
         """The engine's core from `start` to `end`."""
-        lost = 0.5 * max(0.0, min(end, self.hog[1]) - max(start, self.hog[0]))
+        lost = self.hog_share * max(0.0, min(end, self.hog[1]) - max(start, self.hog[0]))
         return CoresSample(
             seconds=end - start,
             busy_seconds=end - start - lost,
@@ -193,6 +194,7 @@ class Bench:
             is_valid=summary.is_valid,
             warnings=[warning.code for warning in summary.warnings],
             disturbance=found,
+            held=holds_disturbed(records, [], started, level.campaign.all_slos, ending),
         )
         run.finish(LevelRecords(started, finished, records, []))
         late = sum((record.ended_seconds or 0.0) > seconds for record in records)

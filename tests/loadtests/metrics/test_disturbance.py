@@ -13,6 +13,7 @@ from loadtests.metrics.disturbance import (
     disturbance_of,
     in_words,
     is_lost,
+    is_slight,
     is_quiet,
     is_slow,
     is_steady_steal,
@@ -116,7 +117,7 @@ def test_a_steal_that_is_always_the_same_is_the_machine_that_there_is() -> None:
         found = disturbance_of(stolen(shares), "engine")
         assert found is not None and not found.is_disturbed
         assert found.steady_steal_share == pytest.approx(0.06, abs=0.005)
-        assert not is_lost(stolen(shares)[:2], 0.0), "too early to tell"
+        assert not is_lost(stolen(shares)[:2], 0.0, may_hold=False), "too early to tell"
         warning = disturbed(found)
         assert warning is not None and warning.code == "SteadySteal" and not warning.is_serious
         assert warning.text == (
@@ -131,7 +132,7 @@ def test_a_steal_that_is_always_the_same_is_the_machine_that_there_is() -> None:
 def test_a_steal_that_comes_and_goes_is_a_disturbance(shares: list[float]) -> None:
     found = disturbance_of(stolen(shares), "engine")
     assert found is not None and found.is_disturbed and found.steady_steal_share is None
-    assert is_lost(stolen(shares), 0.0)
+    assert is_lost(stolen(shares), 0.0, may_hold=False)
     warning = disturbed(found)
     assert warning is not None and warning.code == "Disturbed" and warning.is_serious
 
@@ -167,6 +168,18 @@ def test_what_cannot_be_read_is_none() -> None:
     assert without_steal is not None and without_steal.is_disturbed
 
 
+def test_a_level_that_may_hold_is_lost_where_a_tenth_is_taken() -> None:
+    some = part(work_seconds=0.94, stalled_seconds=0.06, strangers_seconds=0.06)
+    much = part(work_seconds=0.88, stalled_seconds=0.12, strangers_seconds=0.12)
+    for parts, is_slightly in (([some], True), ([much], False)):
+        found = disturbance_of(parts, "engine")
+        assert found is not None and found.is_disturbed and is_slight(found) is is_slightly
+        assert is_lost(parts, 0.0, may_hold=False)
+        assert is_lost(parts, 0.0, may_hold=True) is not is_slightly
+    slow = disturbance_of([some], "engine", probe=Probe(0.3, 0.2))
+    assert slow is not None and not is_slight(slow), "nobody knows how much a slow probe tells of"
+
+
 @pytest.mark.parametrize(
     ("disturbed", "left_seconds", "is_over"), [(1, 0.0, True), (1, 60.0, False), (4, 60.0, True)]
 )
@@ -174,8 +187,8 @@ def test_a_running_level_is_lost_once_nothing_can_save_it(
     disturbed: int, left_seconds: float, is_over: bool
 ) -> None:
     busy = part(work_seconds=0.4, stalled_seconds=0.6, strangers_seconds=0.6)
-    assert is_lost([busy] * disturbed, left_seconds) is is_over
-    assert not is_lost([], left_seconds)
+    assert is_lost([busy] * disturbed, left_seconds, may_hold=False) is is_over
+    assert not is_lost([], left_seconds, may_hold=False)
 
 
 @pytest.mark.parametrize(
