@@ -131,11 +131,7 @@ def _cell(
         summary, level = judged(one, slo)
         if start.rate_per_second is not None or start.concurrency == 1:
             seen.append(level)
-        if (
-            one.finished.cut_short is not None
-            or one.finished.is_disturbed
-            or not summary.is_valid
-        ):
+        if one.finished.cut_short is not None or one.finished.is_disturbed or not summary.is_valid:
             left_out += 1
         else:
             measured.append(values_of(_load(start), start.seed, summary))

@@ -151,7 +151,8 @@ def is_slight(found: Disturbance) -> bool:
 def is_lost(parts: Sequence[CoresSample], left_seconds: float, may_hold: bool) -> bool:
     """Whether a running level will count for nothing even if all that is left of it is quiet.
 
-    `may_hold`: it meets an SLO so far. Steal that may turn out to be steady has no say before that can be told.
+    `may_hold`: it meets an SLO so far. Steal that may turn out to be steady has no say before
+    that can be told.
     """
     found = disturbance_of(parts, "engine")
     if found is not None and (found.work_seconds or 0.0) < STEADY_PARTS * STEADY_SECONDS:
@@ -265,7 +266,7 @@ def who(found: Disturbance) -> str:
         steal = 0.0
     seconds = max(found.seconds, 1e-9)
     if steal > max(quota, found.by_strangers_seconds or 0.0):
-        return f"the hypervisor ({_cores(steal / seconds)})"
+        return f"the hypervisor ({steal / seconds:.2f} cores)"
     if quota > (found.by_strangers_seconds or 0.0):
         return f"the CPU quota ({quota / seconds:.0%} of the time)"
     return who_of(found.strangers, found.strangers_seconds or 0.0, seconds)

@@ -13,8 +13,8 @@ from loadtests.metrics.disturbance import (
     disturbance_of,
     in_words,
     is_lost,
-    is_slight,
     is_quiet,
+    is_slight,
     is_slow,
     is_steady_steal,
     who,
@@ -118,7 +118,7 @@ def test_a_steal_that_is_always_the_same_is_the_machine_that_there_is() -> None:
         assert found is not None and not found.is_disturbed
         assert found.steady_steal_share == pytest.approx(0.06, abs=0.005)
         assert not is_lost(stolen(shares)[:2], 0.0, may_hold=False), "too early to tell"
-        warning = disturbed(found)
+        warning = disturbed(found, "unresolved")
         assert warning is not None and warning.code == "SteadySteal" and not warning.is_serious
         assert warning.text == (
             "the host takes 6% of this machine's time steadily; "
@@ -133,7 +133,7 @@ def test_a_steal_that_comes_and_goes_is_a_disturbance(shares: list[float]) -> No
     found = disturbance_of(stolen(shares), "engine")
     assert found is not None and found.is_disturbed and found.steady_steal_share is None
     assert is_lost(stolen(shares), 0.0, may_hold=False)
-    warning = disturbed(found)
+    warning = disturbed(found, "unresolved")
     assert warning is not None and warning.code == "Disturbed" and warning.is_serious
 
 
