@@ -5,7 +5,7 @@ crossover models make 135m 1b --format Q4_K_M
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from models import resolve as hub
 from models.cache import Wish, delete_synthetic
-from models.cli import CACHE, LISTED_FORMATS
+from models.cli import CACHE
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.ladder import fits, is_rung, rung
-from models.machine import total_bytes
-
-KINDS = {"llama_cpp": "gguf", "torch": "hf", "onnx": "onnx", "fake": "none"}  # of --backend
+from models.formats import FORMATS
+from models.ladder import LADDER, is_rung, rung
+from models.machine import cpu_flags, total_bytes
+from serving.backends import backend_for, weights_of
+from serving.backends.spec import AUTO
+from serving.placement.memory import LEAST_CONTEXT, Sizes, forecast
 
 _NAMES = typer.Argument(None, metavar="[NAME]...", help="Rungs, local folders or hub ids.")
 
@@ -49,11 +51,9 @@ def make(
     ),
 ) -> None:
     """Make weights in the cache or check them; damaged synthetic ones are made again."""
-    if backend not in KINDS:
-        raise UnsupportedModel(f"unknown backend {backend!r}; known: {', '.join(KINDS)}")
-    kind = KINDS[backend]
-    if weight_format in KINDS.values():
-        kind, weight_format = str(weight_format), None
+    kind, _ = weights_of(backend)
+    if weight_format in FORMATS:
+        kind, weight_format = weight_format, None
     if exporter == "optimum" and kind == "onnx" and weight_format is None:
         weight_format = "fp32"  # optimum exports floats; quantised ones are asked for by name
     chosen = hub.weight_format_of(kind, weight_format)
@@ -62,8 +62,7 @@ def make(
         raise UnsupportedModel(f"--exporter {exporter} is for --backend onnx, not for {kind} files")
     if everything == bool(names):
         raise UnknownModel("name the models to make, or give --all; not both")
-    fitting = fits(total_bytes(), chosen or LISTED_FORMATS[0])
-    wanted = names or [fit.rung.spec.name for fit in fitting if fit.fits]
+    wanted = names or fitting(kind, chosen, total_bytes(), cpu_flags())
     resolve = partial(
         hub.resolve, kind=kind, weight_format=weight_format, cache=root, exporter=exporter
     )
@@ -78,6 +77,19 @@ def make(
                 typer.echo(f"{problem}; making it again", err=True)
                 found = resolve(name, progress=progress)
         typer.echo(_made(found))
+
+
+def fitting(
+    kind: str, weight_format: str, memory_bytes: int, isa: Collection[str] = ()
+) -> list[str]:
+    """The rungs that fit in so much memory of a CPU with these flags, each with one slot."""
+    found = []
+    for one in LADDER:
+        sizes = Sizes(one.spec, 1, LEAST_CONTEXT, LEAST_CONTEXT, AUTO, isa=isa)
+        need = forecast(sizes, backend_for(kind), "cpu", weight_format)
+        if need.total_bytes <= memory_bytes:
+            found.append(one.spec.name)
+    return found
 
 
 def _made(found: hub.ResolvedModel) -> str:

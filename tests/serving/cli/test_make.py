@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.ladder import LADDER
+from serving.cli.make import fitting
 
 Ran = subprocess.CompletedProcess[str]
 
@@ -71,3 +72,13 @@ def test_bad_input_is_one_sentence_and_status_2(
     assert done.returncode == 2
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_all_that_fits_is_what_placement_says_of_the_backend() -> None:
+    small = ["smollm2-135m", "smollm2-360m", "qwen2.5-0.5b"]
+    assert fitting("gguf", "Q4_0", 900 << 20) == small
+    assert "llama-3.1-8b" in fitting("gguf", "F16", 20 << 30)
+    assert "llama-3.1-8b" not in fitting("hf", "bf16", 20 << 30)  # torch takes a third more
+    amx = ("avx2", "avx512_vnni", "amx_int8")  # a tied embedding is held twice
+    assert "llama-3.2-3b" in fitting("gguf", "F16", 7 << 30)
+    assert "llama-3.2-3b" not in fitting("gguf", "F16", 7 << 30, amx)
