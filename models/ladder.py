@@ -2,8 +2,6 @@
 
     >>> rung("1b").spec.name
     'llama-3.2-1b'
-    >>> [fit.rung.spec.name for fit in fits(2**30, "Q4_0") if fit.fits]
-    ['smollm2-135m', 'smollm2-360m', 'qwen2.5-0.5b']
 
 Shapes are those of the published config.json; `published_parameters` is the model card's total, and
 a test compares both. Weights are never fetched: `models.synthetic.write` makes random ones, which
@@ -12,19 +10,12 @@ take as long to read and to multiply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from models.errors import UnknownModel
-from models.formats import weight_bytes
 from models.spec import ModelSpec, RopeScaling
-
-# What a serving process takes beside weights and KV: interpreter, libraries, activations of one
-# step. Measured 150-350 MB for llama.cpp and onnxruntime on CPUs; a round upper figure, so that
-# "fits" is kept.
-OVERHEAD_BYTES = 400 << 20
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -34,24 +25,6 @@ class Rung(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...]
     published_parameters: int
     source: str  # where shape and count were published
-
-
-class Fit(msgspec.Struct, frozen=True):
-    """The memory one rung takes and whether it fits. All sizes in bytes."""
-
-    rung: Rung
-    weight_bytes: int
-    kv_bytes: int
-    overhead_bytes: int
-    memory_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.total_bytes <= self.memory_bytes
 
 
 _LLAMA3_ROPE: dict[str, Any] = {
@@ -203,29 +176,3 @@ def rung(name: str) -> Rung:
         known = ", ".join(" or ".join((one.spec.name, *one.aliases)) for one in LADDER)
         raise UnknownModel(f"{name!r} is no rung of the ladder; there are {known}")
     return _BY_NAME[name.lower()]
-
-
-def fits(
-    memory_bytes: int,
-    weight_format: str = "Q4_0",
-    *,
-    slots: int = 1,
-    context_tokens: int = 2048,
-    kv_dtype: str = "fp16",
-    rungs: Iterable[Rung] = LADDER,
-) -> list[Fit]:
-    """For each rung, weights + KV cache + overhead against `memory_bytes`.
-
-    KV cache: `slots` x `context_tokens` x `ModelSpec.kv_bytes_per_token`. Raises KeyError for an
-    unknown format or dtype.
-    """
-    return [
-        Fit(
-            rung=one,
-            weight_bytes=weight_bytes(one.spec, weight_format),
-            kv_bytes=slots * context_tokens * one.spec.kv_bytes_per_token(kv_dtype),
-            overhead_bytes=OVERHEAD_BYTES,
-            memory_bytes=memory_bytes,
-        )
-        for one in rungs
-    ]

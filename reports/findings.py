@@ -191,7 +191,7 @@ def ladder(run: RunNumbers) -> Iterator[Rung]:
     specs |= {cell.spec.name: cell.spec for cell in by_model.values() if cell.spec is not None}
     for spec in sorted(specs.values(), key=lambda spec: spec.parameters):
         cell = by_model.get(spec.name)
-        memory = cell.memory if cell is not None else predict.memory_here(spec, usual)
+        memory = cell.memory if cell is not None else predict.memory_here(spec, usual, run.facts)
         total = memory.predicted_bytes
         fits = None if total is None or usable is None else total <= usable
         if cell is not None or total is not None:

@@ -144,7 +144,7 @@ def _cells(run: RunRecords, slo: Slo) -> Iterator[CellNumbers]:
         found = _cell(run.manifest.run_id, cell, events[key], tuple(levels[key]))
         found = _with_capacity(found, run.manifest, events[key], slo)
         found = with_steps(found, events[key], requests[key])
-        yield _with_memory(found, events[key], samples[key])
+        yield _with_memory(found, run.manifest.server_facts, events[key], samples[key])
 
 
 def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
@@ -365,10 +365,14 @@ def counting(levels: Sequence[LevelNumbers], slo: Slo, slos: Sequence[Slo]) -> l
 
 
 def _with_memory(
-    cell: CellNumbers, events: Sequence[Event], samples: Sequence[ResourceSample]
+    cell: CellNumbers,
+    facts: Mapping[str, Any],
+    events: Sequence[Event],
+    samples: Sequence[ResourceSample],
 ) -> CellNumbers:
-    """Predicted from the shape; peaks from the samples; what holds what as the engine counts."""
-    predicted = MemoryNumbers() if cell.spec is None else memory_here(cell.spec, cell)
+    """Predicted from the shape and the machine; peaks from the samples; what holds what as the
+    engine counts."""
+    predicted = MemoryNumbers() if cell.spec is None else memory_here(cell.spec, cell, facts)
     info = _ready(events).info
     measured = info.measured or {}
     engines = [sample.engine for sample in samples if sample.engine is not None]

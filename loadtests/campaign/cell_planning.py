@@ -64,7 +64,7 @@ def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | No
         sizes = Sizes(spec, server.slots, context, kv_tokens, server.kv_dtype, isa=facts.isa)
         taken = forecast(sizes, cell.backend, "cpu", cell.weight_format)
         weights, kv, overhead = taken.weight_bytes, taken.kv_bytes, taken.overhead_bytes
-        need = weights + kv + overhead
+        need = taken.total_bytes
         if need > limit * 2**30:
             parts = (
                 f"weights {formatting.size(weights)}, KV of {kv_tokens} tokens "

@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 
 from loadtests.campaign.campaign_file import Campaign, Plan, parse_campaign
-from loadtests.campaign.cell_planning import question_of
+from loadtests.campaign.cell_planning import question_of, why_not
 from loadtests.campaign.cells import Cell
 from loadtests.campaign.progress import Progress
 from loadtests.errors import BadCampaign
+from loadtests.records.events import SkipCause
 from loadtests.workload.requests import draw
 from models.formatting import requests, share
-from models.ladder import fits, rung
+from models.ladder import rung
 from serving.backends import missing_backends
 from serving.hardware.facts import HardwareFacts
 from serving.placement.best_engine import BEST, USUAL, known_times
@@ -68,7 +69,7 @@ def with_rungs(
         if found is None:
             return plan
         times.append(found)
-    chosen = around_the_limit(forecasts(times, campaign, facts.usable_memory_bytes))
+    chosen = around_the_limit(forecasts(times, campaign, facts))
     measured = " and ".join(MEASURED)
     progress.say(f"models auto: {len(chosen)} rungs, by the step times of {measured}")
     for one in chosen:
@@ -79,7 +80,7 @@ def with_rungs(
 
 
 def forecasts(
-    times: Sequence[EngineTimes], campaign: Campaign, memory_bytes: int
+    times: Sequence[EngineTimes], campaign: Campaign, facts: HardwareFacts
 ) -> list[RungForecast]:
     """Of the rungs that fit in memory, smallest first."""
     slo, server = campaign.slo, campaign.server
@@ -87,21 +88,19 @@ def forecasts(
     lengths = np.array([(ask.prompt_tokens, ask.output_tokens) for ask in asks], float)
     prompts, outputs = lengths.mean(axis=0)
     work = Work(float(prompts), float(outputs), server.slots)
+    on_cpu = msgspec.structs.replace(server, policy="cpu-only", check_memory=True)
+    campaign = msgspec.structs.replace(campaign, server=on_cpu)
     found = []
-    for fit in fits(
-        memory_bytes,
-        FORMAT,
-        slots=server.slots,
-        context_tokens=server.context_tokens,
-        rungs=[rung(name) for name in STEPS],
-    ):
-        if not fit.fits:
+    for name in STEPS:
+        cell = Cell(key=name, model=name, weight_format=FORMAT, backend=BACKEND)
+        refusal = why_not(cell, campaign, facts)
+        if refusal is not None and refusal.cause is SkipCause.MEMORY:
             continue
-        on = _on_the_line(times, fit.rung.spec.matrix_parameters)
+        on = _on_the_line(times, rung(name).spec.matrix_parameters)
         ttft = lengths[:, 0] / on.prompt_tokens_per_second / (slo.ttft_seconds or np.inf)
         tpot = on.decode_seconds / (slo.tpot_seconds or np.inf)
         of_limit = float(np.quantile(np.maximum(ttft, tpot), slo.target))
-        found.append(RungForecast(fit.rung.spec.name, of_limit, requests_per_second(on, work)))
+        found.append(RungForecast(name, of_limit, requests_per_second(on, work)))
     return found
 
 

@@ -5,6 +5,9 @@ Everything in here is **predicted**. Sizes are bytes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from models.formats import weight_bytes
@@ -35,27 +38,29 @@ class Need(msgspec.Struct, frozen=True):
         return self.weight_bytes + self.kv_bytes + self.overhead_bytes
 
 
-def memory_here(spec: ModelSpec, cell: CellNumbers) -> MemoryNumbers:
+def memory_here(spec: ModelSpec, cell: CellNumbers, facts: Mapping[str, Any]) -> MemoryNumbers:
     """What a model takes with a cell's format, KV cache and engine, as placement predicts it.
 
+    `facts` are those of the machine that serves, without CPU flags where they are not known.
     All None where the format, the KV cache or the machine of an endpoint is not known.
     """
     device = cell.device or ("cpu" if cell.url is None else None)
     if cell.kv_tokens is None or device is None:
         return MemoryNumbers()
+    isa = frozenset(facts.get("isa") or ())
     try:
         weights = weight_bytes(spec, cell.weight_format)
-        kv = cell.kv_tokens * spec.kv_bytes_per_token(cell.kv_held or _held(cell, device))
+        kv = cell.kv_tokens * spec.kv_bytes_per_token(cell.kv_held or _held(cell, device, isa))
     except (KeyError, BackendUnavailable):
         return MemoryNumbers()
     engine = (cell.backend, device, cell.weight_format)
-    overhead = overhead_bytes(*engine, weights, spec, cell.slots or 1)
+    overhead = overhead_bytes(*engine, weights, spec, cell.slots or 1, isa)
     return MemoryNumbers(weight_bytes=weights, kv_bytes=kv, overhead_bytes=overhead)
 
 
-def _held(cell: CellNumbers, device: str) -> str:
+def _held(cell: CellNumbers, device: str, isa: frozenset[str]) -> str:
     """The KV type of an engine that was never asked: a cell that was skipped."""
-    request = KvRequest(cell.kv_dtype, cell.weight_format, device, frozenset())
+    request = KvRequest(cell.kv_dtype, cell.weight_format, device, isa)
     return spec_of(cell.backend).kv_dtype(request)
 
 

@@ -29,6 +29,7 @@ from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends import BACKENDS, missing_backends
 from serving.backends.spec import AUTO
 from serving.bounds import Count
+from serving.cli.make import make
 from serving.cli.parameters import command_of
 from serving.hardware.facts import HardwareFacts, hardware_facts
 from serving.hardware.gpu_facts import GpuFacts
@@ -113,6 +114,7 @@ def plan_models(options: PlanOptions) -> None:
         typer.echo("\n".join([words, *_table(one.formats), *_verdict(one)]))
 
 
+app.command("make")(make)
 app.command("plan")(command_of(PlanOptions, plan_models))
 
 

@@ -120,7 +120,6 @@ class Sequence:
                 sampling=self.scoring,
                 state=self.state,
                 target=int(self.tokens[end]),
-                request=self.serial,
             )
         return Row(
             slot=self.slot,
@@ -132,5 +131,4 @@ class Sequence:
             prompt_tokens=self.prompt_length,
             banned=tuple(self.stop_ids) if length < self.min_length else (),
             state=self.state,
-            request=self.serial,
         )

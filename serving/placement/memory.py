@@ -23,6 +23,10 @@ class Forecast(msgspec.Struct, frozen=True):
     kv_dtype: str  # as the backend stores it
     overhead_bytes: int
 
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
 
 class Sizes(msgspec.Struct, frozen=True):
     """What decides the memory of an engine beside its backend."""

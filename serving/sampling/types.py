@@ -72,7 +72,6 @@ class Row:
     banned: tuple[int, ...] = ()  # ids that must not be drawn in this step (min_tokens)
     state: Any = None  # the sampler's state of the request (its grammar matcher)
     target: int | None = None  # the known next token: it is scored and nothing is drawn
-    request: int = 0  # serial number of the request
 
     @property
     def position(self) -> int:

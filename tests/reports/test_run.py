@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,13 +13,14 @@ from loadtests.metrics.named_warning import NamedWarning, Severity
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.records.events import CapacityStatus
 from loadtests.records.schema import RequestRecord
+from models.ladder import rung
 from reports.errors import BadRun
 from reports.findings import crossover
 from reports.numbers import RunNumbers
 from reports.run import read_run
 from reports.sentences import headline
-from tests.reports.example_run import RUNGS, SLO, write_example_run
-from tests.reports.small_runs import SMALL, read_small
+from tests.reports.example_run import FACTS, RUNGS, SLO, write_example_run
+from tests.reports.small_runs import SMALL, change_manifest, read_small
 
 
 def test_no_level_finished(tmp_path: Path) -> None:
@@ -90,6 +92,36 @@ def test_skipped_cell_keeps_its_reason(run: RunNumbers) -> None:
     cell = next(cell for cell in run.cells if cell.model == "qwen2.5-14b")
     assert cell.state == "skipped" and "needs 14 GiB" in cell.reason and cell.levels == ()
     assert cell.memory.measured_peak_bytes is None and cell.memory.predicted_bytes is not None
+
+
+def test_memory_is_predicted_for_the_cpu_that_was_measured(tmp_path: Path) -> None:
+    """AMX keeps a tied embedding twice: of the cell, and of the rungs above it."""
+
+    def overheads(name: str, facts: dict[str, Any]) -> dict[str, int | None]:
+        run = read_small(tmp_path / name, facts=facts)
+        return {one.spec.name: one.memory.overhead_bytes for one in crossover(run).rungs}
+
+    plain = overheads("plain", FACTS)
+    with_amx = overheads("amx", FACTS | {"isa": ["avx2", "avx512_vnni", "amx_int8"]})
+    assert overheads("unknown", {}) == plain
+    for name in ("smollm2-135m", "llama-3.2-1b"):
+        spec = rung(name).spec
+        twice = (with_amx[name] or 0) - (plain[name] or 0)
+        assert twice > spec.vocabulary * spec.hidden / 2
+
+
+def test_a_skipped_cells_kv_cache_is_that_of_the_cpu(tmp_path: Path) -> None:
+    """torch computes bf16 weights in fp32 where the CPU has no bf16."""
+
+    def kv_bytes(name: str, isa: list[str]) -> int | None:
+        folder = write_example_run(tmp_path / name, {}, facts=FACTS | {"isa": isa})
+        cell = {"key": "x", "model": "135m", "backend": "torch", "weight_format": "bf16"}
+        sizes = {"slots": 2, "context_tokens": 512}
+        return read_run(change_manifest(folder, cells=[cell | sizes])).cells[0].memory.kv_bytes
+
+    whole = 2 * 512 * rung("135m").spec.kv_bytes_per_token("fp32")
+    assert kv_bytes("plain", ["avx2"]) == whole
+    assert kv_bytes("wide", ["avx512f", "avx512bw", "avx512vl"]) == whole // 2
 
 
 def test_failed_requests_are_lost_not_dropped(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from loadtests.campaign.run_state import repeat_of
 from loadtests.campaign.rungs import MEASURED, around_the_limit, forecasts, with_rungs
 from loadtests.errors import BadCampaign
 from models.ladder import rung
-from serving.hardware.facts import allowed_cores, hardware_facts
+from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.engine_choice import EngineTimes
 from serving.placement.times_table import keep
 from tests.loadtests.campaign.simulated import Simulated
+from tests.tools.made_up_machines import FACTS
 
 # Decode steps of one row and of eight, and prompt tokens/s, of a machine on which 135M takes 5 ms.
 TIMES = {"smollm2-135m": (0.005, 0.022, 880.0), "llama-3.2-1b": (0.025, 0.120, 130.0)}
@@ -62,6 +63,10 @@ def times(name: str, speed: float = 1.0, threads: int = 2) -> EngineTimes:
     )
 
 
+def with_memory(gib: float) -> HardwareFacts:
+    return msgspec.structs.replace(FACTS, memory_available_bytes=int(gib * 2**30))
+
+
 def plan_of(cache: Path, more: str = "") -> Plan:
     return parse_campaign(AUTO.format(cache=cache) + more)
 
@@ -76,11 +81,12 @@ def plan_of(cache: Path, more: str = "") -> Plan:
         (1.0, 24, ["smollm2-135m", "smollm2-360m", "llama-3.2-3b", "llama-3.1-8b"]),
         (10.0, 256, ["llama-3.2-1b", "llama-3.2-3b", "qwen2.5-32b", "llama-3.3-70b"]),
         (10.0, 24, ["llama-3.2-1b", "llama-3.2-3b", "qwen2.5-32b"]),  # 70B does not fit
+        (1.0, 0.45, ["smollm2-135m"]),  # as little as llama.cpp really takes
     ],
 )
-def test_the_rungs_move_with_the_machine(speed: float, gib: int, chosen: list[str]) -> None:
+def test_the_rungs_move_with_the_machine(speed: float, gib: float, chosen: list[str]) -> None:
     campaign = plan_of(Path("c")).campaign
-    found = forecasts([times(name, speed) for name in MEASURED], campaign, gib << 30)
+    found = forecasts([times(name, speed) for name in MEASURED], campaign, with_memory(gib))
     assert [one.model for one in around_the_limit(found)] == chosen
 
 
@@ -89,7 +95,7 @@ def test_the_line_goes_through_both_measured_rungs() -> None:
         plan_of(Path("c")).campaign,
         slo=msgspec.structs.replace(plan_of(Path("c")).campaign.slo, ttft_seconds=None),
     )
-    found = forecasts([times(name) for name in MEASURED], campaign, 24 << 30)
+    found = forecasts([times(name) for name in MEASURED], campaign, with_memory(24))
     alone = {one.model: one.of_limit for one in found}
     assert alone["smollm2-135m"] == pytest.approx(0.005 / 0.2)
     assert alone["llama-3.2-1b"] == pytest.approx(0.025 / 0.2)
