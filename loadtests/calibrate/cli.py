@@ -16,9 +16,8 @@ from loadtests.campaign.progress import Progress
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.machine_lock import machine_lock
 from loadtests.host.signals import signals_interrupt
-from serving.bounds import Count, Positive, Seconds
+from serving.bounds import Count, Positive, Seconds, option
 from serving.cli.parameters import command_of
-from serving.registry.options import option
 
 EPILOG = "\n\n".join(
     (

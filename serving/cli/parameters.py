@@ -10,9 +10,8 @@ from typing import Annotated, Any, get_origin
 import msgspec
 import typer
 
-from serving.bounds import spans, unbounded
+from serving.bounds import about, converted, flag_of, spans, unbounded
 from serving.errors import ServingError
-from serving.registry.options import about, converted, flag_of
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:

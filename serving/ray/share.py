@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from serving.bounds import flag_of
 from serving.errors import ServingError
 from serving.placement.policy import Policy
-from serving.registry.options import ServeOptions, flag_of
+from serving.registry.options import ServeOptions
 
 # Options that one process on one machine can honour, and replicas cannot: field -> why.
 REFUSED: dict[str, str] = {

@@ -17,14 +17,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from serving.backends.spec import AUTO
-from serving.bounds import Count, Port, PositiveSeconds, Seconds, explained
+from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, flag_of, option
 from serving.errors import ServingError
 from serving.placement.policy import Policy
 from serving.registry.models_file import entries
@@ -40,32 +40,6 @@ REPLICAS = "Several machines"
 Standby = Literal["cold", "warm"]
 LogFormat = Literal["text", "json"]
 On = Literal["ray"]
-T = TypeVar("T")
-
-
-class About(msgspec.Struct, frozen=True):
-    """Help of an option. `flag`: its name on the command line, where it is not the field's name."""
-
-    panel: str
-    text: str
-    flag: str = ""
-    metavar: str = ""
-    is_argument: bool = False  # it stands without a flag
-
-
-def option(
-    panel: str, text: str, flag: str = "", metavar: str = "", is_argument: bool = False
-) -> Meta:
-    """For `Annotated[type, option(...)]`."""
-    said = About(panel, text, flag, metavar, is_argument)
-    return Meta(description=text, extra={"about": said})
-
-
-def about(field: msgspec.structs.FieldInfo) -> About:
-    """What `option` said of this field."""
-    metas = (meta for meta in field.type.__metadata__ if meta.extra is not None)
-    said: About = next(metas).extra["about"]
-    return said
 
 
 class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -332,11 +306,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 60.0
 
 
-def flag_of(field: msgspec.structs.FieldInfo) -> str:
-    """The option of the command line for a field."""
-    return f"--{about(field).flag or field.name.replace('_', '-')}"
-
-
 def arguments(values: Mapping[str, Any]) -> list[str]:
     """The command line for these fields of ServeOptions; None means the default."""
     flags = {field.name: flag_of(field) for field in msgspec.structs.fields(ServeOptions)}
@@ -388,13 +357,3 @@ def shared_of(options: ServeOptions) -> dict[str, Any]:
 def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
     """One model's options: its entry over the shared ones. Raises ServingError."""
     return converted({**shared, **given}, ModelOptions, f"{where}: ")
-
-
-def converted(
-    values: Mapping[str, Any], kind: type[T], where: str, named: Callable[[str], str] = str
-) -> T:
-    """The struct of these values. Raises ServingError that names key, bound and value."""
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as problem:
-        raise ServingError(where + explained(str(problem), values, named)) from problem
