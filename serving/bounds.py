@@ -6,6 +6,7 @@ Meta is checked where data is decoded or converted, not where a struct is made b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -52,9 +53,10 @@ def about(field: msgspec.structs.FieldInfo) -> About:
     return said
 
 
-def flag_of(field: msgspec.structs.FieldInfo) -> str:
-    """The option of the command line for a field."""
-    return f"--{about(field).flag or field.name.replace('_', '-')}"
+def flags_of(kind: type[Any]) -> dict[str, str]:
+    """The option of the command line for each field."""
+    fields = msgspec.structs.fields(kind)
+    return {one.name: f"--{about(one).flag or one.name.replace('_', '-')}" for one in fields}
 
 
 def explained(problem: str, values: Mapping[str, Any], named: Callable[[str], str] = str) -> str:
@@ -86,6 +88,9 @@ def converted(
     values: Mapping[str, Any], kind: type[T], where: str, named: Callable[[str], str] = str
 ) -> T:
     """The struct of these values. Raises ServingError that names key, bound and value."""
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ServingError(f"{where}{named(key)} must be finite, got {value:g}")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as problem:

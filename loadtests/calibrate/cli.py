@@ -16,7 +16,7 @@ from loadtests.campaign.progress import Progress
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.machine_lock import machine_lock
 from loadtests.host.signals import signals_interrupt
-from serving.bounds import Count, Positive, Seconds, option
+from serving.bounds import Count, Positive, Seconds, flags_of, option
 from serving.cli.parameters import command_of
 
 EPILOG = "\n\n".join(
@@ -101,7 +101,7 @@ def _calibrate(options: CalibrateOptions) -> None:
         raise LoadError(f"--out {options.out!r}: there is no folder {str(out.resolve().parent)!r}")
     for key in ("name", "price_source", "price_date"):
         if (length := len(getattr(options, key))) > MOST_CHARACTERS:
-            flag = "--" + key.replace("_", "-")
+            flag = flags_of(CalibrateOptions)[key]
             raise LoadError(f"{flag} must be at most {MOST_CHARACTERS} characters, got {length}")
     lock = (
         contextlib.nullcontext() if options.beside_others else machine_lock("crossover calibrate")

@@ -15,7 +15,6 @@ A key that an entry leaves out has the command line's value.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -24,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from serving.backends.spec import AUTO
-from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, flag_of, option
+from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, flags_of, option
 from serving.errors import ServingError
 from serving.placement.policy import Policy
 from serving.registry.models_file import entries
@@ -119,12 +118,6 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
     ] = None
 
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value:g}")
-
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model: a MODEL of the command line, a [[model]] of a models file, an admin request."""
@@ -134,7 +127,6 @@ class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     load: Literal["start", "demand"] = "start"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.source or "\0" in self.source:
             raise ValueError("source must name a model")
         if self.name is not None and not re.fullmatch(
@@ -308,7 +300,7 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def arguments(values: Mapping[str, Any]) -> list[str]:
     """The command line for these fields of ServeOptions; None means the default."""
-    flags = {field.name: flag_of(field) for field in msgspec.structs.fields(ServeOptions)}
+    flags = flags_of(ServeOptions)
     words: list[str] = []
     for name, value in values.items():
         flag = flags[name]
