@@ -70,7 +70,7 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
         option(
             "",
             "Differences below this share are no difference.",
-            metavar="FLOAT RANGE [x>=0.0]",
+            metavar="<float range> [x>=0.0]",
         ),
     ] = 0.01
     as_json: Annotated[bool, option("", "Print the comparison as JSON.", "json")] = False

@@ -42,9 +42,9 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
         float | None,
         option("", "The requests/s that you need: drawn into the map and judged in a sentence."),
     ] = None
-    slo: Annotated[
-        str | None, option("", f"Judge by another SLO than the run's: {PRESETS}.")
-    ] = None
+    slo: Annotated[str | None, option("", f"Judge by another SLO than the run's: {PRESETS}.")] = (
+        None
+    )
     ttft: Annotated[float | None, option("", "Another limit of TTFT, in seconds.")] = None
     tpot: Annotated[float | None, option("", "Another limit of TPOT, in seconds.")] = None
     target: Annotated[

@@ -67,9 +67,7 @@ def plan_of_options(options: Mapping[str, Any], users: int) -> LoadPlan:
     if not url:
         raise LoadError("no --host: say where to send to, for example --host http://127.0.0.1:8000")
     given = {
-        name: _value(name, options[name])
-        for name in FIELDS
-        if options.get(name) not in (None, "")
+        name: _value(name, options[name]) for name in FIELDS if options.get(name) not in (None, "")
     }
     chosen = LocustOptions(**given)
     return LoadPlan(

@@ -50,12 +50,10 @@ class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
     machine: Annotated[
         list[Path] | None, option("", "A file of `crossover calibrate`; may be repeated.")
     ] = None
-    as_json: Annotated[
-        bool, option("", "Print the plan as JSON (docs/plan.md).", "json")
-    ] = False
-    example: Annotated[
-        bool, option("", "Print a plan file with every key and its default.")
-    ] = False
+    as_json: Annotated[bool, option("", "Print the plan as JSON (docs/plan.md).", "json")] = False
+    example: Annotated[bool, option("", "Print a plan file with every key and its default.")] = (
+        False
+    )
 
 
 def _plan(options: PlanOptions) -> None:
