@@ -8,15 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from loadtests.errors import Incomplete, LoadError
-from loadtests.generator.options import CommandOptions, check_machines, command_options
+from loadtests.generator.options import CommandOptions, check_machines
 from loadtests.ray.option import On
-from serving.bounds import spans, unbounded
+from serving.cli.parameters import command_of
 
 Beside = Annotated[
     bool,
@@ -217,12 +217,7 @@ def show(folder: Folder) -> None:
     show_run(folder)
 
 
-def load(
-    url: Annotated[
-        str, typer.Argument(help="An OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000")
-    ],
-    **given: Any,
-) -> None:
+def _load(options: CommandOptions) -> None:
     """Send one level of load to a URL and say what came back: TTFT, TPOT, good requests, verdict.
 
     \b
@@ -233,32 +228,34 @@ def load(
     crossover load http://10.0.0.5:8000 --rate 800 --master --bind 10.0.0.7 --expect-workers 2
     crossover load http://10.0.0.5:8000 --join 10.0.0.7     # on each of the two
     """
-    options = command_options(given)
     check_machines(options)
     from loadtests.host.signals import signals_interrupt
 
     try:
         with signals_interrupt():
             if options.join is not None:
-                _join(url, options, options.join)
+                _join(options, options.join)
             else:
-                _load(url, options)
+                _send(options)
     except KeyboardInterrupt:
         raise Incomplete("stopped") from None
 
 
-def _join(url: str, options: CommandOptions, master: str) -> None:
+load = command_of(CommandOptions, _load)
+
+
+def _join(options: CommandOptions, master: str) -> None:
     from loadtests.generator.launcher import PORT, run_worker
     from loadtests.generator.option_values import parse_place, target_of
 
-    target = target_of(url, options)
+    target = target_of(options.url, options)
     host, port = parse_place("--join", master, PORT)
     typer.echo(f"joining {host}:{port}; sends to {target.url} and nowhere else", err=True)
     run_worker(host, port, msgspec.json.encode(target))
     typer.echo("the master has ended", err=True)
 
 
-def _load(url: str, options: CommandOptions) -> None:
+def _send(options: CommandOptions) -> None:
     from loadtests.generator.launcher import PORT, Listening
     from loadtests.generator.launcher import spare as started_early
 
@@ -281,39 +278,13 @@ def _load(url: str, options: CommandOptions) -> None:
             raise LoadError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
         slo = slo_of(SloSpec(preset=options.slo, target=options.target))
         with Progress() as progress:
-            plan = plan_of_command(url, options)
+            plan = plan_of_command(options)
             measured, folder = single_level(plan, slo, options.out, progress, spare)
     console = wide_console()
     show_level(measured.summary, console)
     show_workers(measured.workers, console)
     if folder is not None:
         console.print(f"records: {folder}")
-
-
-def _parameters(options: type[msgspec.Struct]) -> list[inspect.Parameter]:
-    """Command-line options from a struct's fields: names, types, defaults and help."""
-    hints = get_type_hints(options, include_extras=True)
-    found = []
-    for field in msgspec.structs.fields(options):
-        hint = hints[field.name]
-        # Bounds are for `command_options` to check: its messages name the option and the value.
-        metavar = METAVARS.get(field.name) or next(spans(hint), None)
-        shown = typer.Option(help=get_args(hint)[-1].description, metavar=metavar)
-        annotation = Annotated[unbounded(hint), shown]  # type: ignore[valid-type]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        found.append(
-            inspect.Parameter(field.name, keyword, default=field.default, annotation=annotation)
-        )
-    return found
-
-
-METAVARS = {"api_key_env": "NAME", "extra_body": "JSON"}
-load.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [
-        next(iter(inspect.signature(load, eval_str=True).parameters.values())),
-        *_parameters(CommandOptions),
-    ]
-)
 
 
 def selftest(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import Meta
 from typer.core import TyperCommand
 
 from loadtests.errors import LoadError
-from models.options import taking
+from serving.bounds import option
+from serving.cli.parameters import command_of
 
 
 class TwoArms(TyperCommand):
@@ -25,65 +26,66 @@ class TwoArms(TyperCommand):
         return rest
 
 
-comparison = typer.Typer(add_completion=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `crossover compare`."""
+class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `crossover compare`."""
 
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="A... -- B...",
-            help="Run folders, or folders of runs: the first arm, `--`, the second arm. "
+        option(
+            "",
+            "Run folders, or folders of runs: the first arm, `--`, the second arm. "
             "Two alone are one arm each.",
+            metavar="A... -- B...",
+            is_argument=True,
         ),
     ]
     second: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="B", help="A run of the second arm, as behind `--`."),
+        list[Path] | None, option("", "A run of the second arm, as behind `--`.", metavar="B")
     ] = None
     allow: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "",
+            "A fact that may differ, e.g. format or cpu_model. May be given several times.",
             metavar="FACT",
-            help="A fact that may differ, e.g. format or cpu_model. May be given several times.",
         ),
     ] = None
     machines: Annotated[
         bool,
-        typer.Option(
-            "--machines",
-            help="The arms ran on different machines: what each does for a core, a GB/s, a dollar "
+        option(
+            "",
+            "The arms ran on different machines: what each does for a core, a GB/s, a dollar "
             "and a watt. Model, workload and SLO must be the same.",
         ),
     ] = False
     dollars: Annotated[
         list[float] | None,
-        typer.Option(
-            "--dollars-per-hour",
+        option(
+            *("", "With --machines: the price of each, first and second.", "dollars-per-hour"),
             metavar="PRICE",
-            help="With --machines: the price of each, first and second.",
         ),
     ] = None
     least: Annotated[
-        float, typer.Option(min=0.0, help="Differences below this share are no difference.")
+        Annotated[float, Meta(ge=0)],
+        option(
+            "",
+            "Differences below this share are no difference.",
+            metavar="<float range> [x>=0.0]",
+        ),
     ] = 0.01
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False
+    as_json: Annotated[bool, option("", "Print the comparison as JSON.", "json")] = False
     fail_on: Annotated[
         str | None,
-        typer.Option(
-            metavar="slower|different",
-            help="End with status 1 where anything is slower, or differs at all; with status 2 "
+        option(
+            "",
+            "End with status 1 where anything is slower, or differs at all; with status 2 "
             "where that is not known.",
+            metavar="slower|different",
         ),
     ] = None
 
 
-@comparison.command("compare", cls=TwoArms)
-@taking(Options)
-def compare(options: Options) -> None:
+def _compare(options: CompareOptions) -> None:
     """Say where runs are faster or slower than others, by a test whose unit is the run.
 
     At least three runs an arm, begun in turns; with fewer the differences are shown and the
@@ -124,7 +126,11 @@ def compare(options: Options) -> None:
         raise typer.Exit(1)
 
 
-def _arms(options: Options) -> tuple[list[Path], list[Path]]:
+comparison = typer.Typer(add_completion=False)
+comparison.command("compare", cls=TwoArms)(command_of(CompareOptions, _compare))
+
+
+def _arms(options: CompareOptions) -> tuple[list[Path], list[Path]]:
     """The runs of both arms. Raises LoadError for options that cannot be."""
     if options.fail_on not in (None, "slower", "different"):
         raise LoadError(f"--fail-on must be slower or different, got {options.fail_on!r}")

@@ -16,6 +16,7 @@ Missing is NOT_MEASURED, never 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 NOT_MEASURED = "not measured"
 GIB = 1 << 30
@@ -87,6 +88,18 @@ def rate(value: float | None, digits: int = 2) -> str:
 def requests(value: float | None, digits: int = 2) -> str:
     """`0.82 requests/s`, `2.6 requests/min`."""
     return NOT_MEASURED if value is None else rate(value, digits).replace("/", " requests/")
+
+
+def load(
+    rate_per_second: float | None,
+    users: int | None = None,
+    digits: int = 2,
+    said: Callable[[float | None, int], str] = rate,
+) -> str:
+    """What a level is loaded with: `0.82/s`, `8 users`, `alone` (one request at a time)."""
+    if rate_per_second is not None:
+        return said(rate_per_second, digits)
+    return "alone" if users in (None, 1) else f"{users} users"
 
 
 def interval_digits(low: float | None, high: float | None) -> int:

@@ -3,90 +3,85 @@
 from __future__ import annotations
 
 import webbrowser
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 import typer
 
 from loadtests.metrics.slo import SLO_PRESETS
-from models.options import taking
 from reports.errors import ReportError
+from serving.bounds import option
+from serving.cli.parameters import command_of
 
 FORMATS = ("html", "md", "csv", "json", "parquet", "png", "svg")
 USUAL = "html,md,csv"
 PRESETS = ", ".join(SLO_PRESETS)
 
 
-def _limit(text: str) -> Any:
-    return typer.Option(help=text, show_default=False)
+class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `crossover report`."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `crossover report`."""
-
-    runs: Annotated[list[Path], typer.Argument(help="Run folders: runs/<id>.", show_default=False)]
+    runs: Annotated[list[Path], option("", "Run folders: runs/<id>.", is_argument=True)]
     out: Annotated[
-        Path | None, _limit("Where to write (default: `report` in the first run's folder).")
+        Path | None,
+        option("", "Where to write (default: `report` in the first run's folder)."),
     ] = None
     formats: Annotated[
         str | None,
-        typer.Option(
-            "--format",
-            help=f"What to write, of {', '.join(FORMATS)} (default: {USUAL}; nothing with --json "
+        option(
+            "",
+            f"What to write, of {', '.join(FORMATS)} (default: {USUAL}; nothing with --json "
             "or --check).",
-            show_default=False,
+            "format",
         ),
     ] = None
-    png: Annotated[bool, typer.Option("--png", help="Write every chart as PNG too.")] = False
+    png: Annotated[bool, option("", "Write every chart as PNG too.")] = False
     rate: Annotated[
         float | None,
-        _limit("The requests/s that you need: drawn into the map and judged in a sentence."),
+        option("", "The requests/s that you need: drawn into the map and judged in a sentence."),
     ] = None
-    slo: Annotated[str | None, _limit(f"Judge by another SLO than the run's: {PRESETS}.")] = None
-    ttft: Annotated[float | None, _limit("Another limit of TTFT, in seconds.")] = None
-    tpot: Annotated[float | None, _limit("Another limit of TPOT, in seconds.")] = None
+    slo: Annotated[str | None, option("", f"Judge by another SLO than the run's: {PRESETS}.")] = (
+        None
+    )
+    ttft: Annotated[float | None, option("", "Another limit of TTFT, in seconds.")] = None
+    tpot: Annotated[float | None, option("", "Another limit of TPOT, in seconds.")] = None
     target: Annotated[
-        float | None, _limit("Another share of requests that must be good, 0 to 1.")
+        float | None, option("", "Another share of requests that must be good, 0 to 1.")
     ] = None
     machine: Annotated[
         list[Path] | None,
-        _limit("A file of `crossover calibrate`: what that machine would hold; may be repeated."),
+        option(
+            "", "A file of `crossover calibrate`: what that machine would hold; may be repeated."
+        ),
     ] = None
     plan: Annotated[
-        Path | None, _limit("A plan file: what would serve its forecast, with this machine in it.")
+        Path | None,
+        option("", "A plan file: what would serve its forecast, with this machine in it."),
     ] = None
     reference: Annotated[
-        bool,
-        typer.Option(
-            "--reference", help="Put shipped results of the same models beside the run's."
-        ),
+        bool, option("", "Put shipped results of the same models beside the run's.")
     ] = False
     separate: Annotated[
-        bool,
-        typer.Option("--separate", help="A report for each run: runs of machines that differ."),
+        bool, option("", "A report for each run: runs of machines that differ.")
     ] = False
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the report as JSON (docs/report.md), and nothing else."),
+        bool, option("", "Print the report as JSON (docs/report.md), and nothing else.", "json")
     ] = False
     checks: Annotated[
         list[str] | None,
-        typer.Option(
-            "--check",
-            metavar="CONDITION",
-            help="End with status 1 unless this is so, e.g. 'capacity(\"1b\") >= 0.5' "
+        option(
+            "",
+            "End with status 1 unless this is so, e.g. 'capacity(\"1b\") >= 0.5' "
             "(docs/report.md); may be repeated.",
-            show_default=False,
+            *("check", "CONDITION"),
         ),
     ] = None
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False
+    open_page: Annotated[bool, option("", "Open the page in a browser.", "open")] = False
 
 
-@taking(Options)
-def report(options: Options) -> None:
+def _report(options: ReportOptions) -> None:
     """Turn runs into one HTML page, Markdown, CSV and more, computed from their records.
 
     \b
@@ -106,7 +101,10 @@ def report(options: Options) -> None:
         raise typer.Exit(1)
 
 
-def _one(group: list[Path], options: Options) -> bool:
+report = command_of(ReportOptions, _report)
+
+
+def _one(group: list[Path], options: ReportOptions) -> bool:
     """A report; whether all that is to be checked is so."""
     from reports.charts.figure import draws, missing_charts
     from reports.write import Asked, as_json, checked, read, write
@@ -150,7 +148,7 @@ def _one(group: list[Path], options: Options) -> bool:
     return all(one.passed for one in checks)
 
 
-def _formats(options: Options) -> tuple[str, ...]:
+def _formats(options: ReportOptions) -> tuple[str, ...]:
     usual = "" if options.as_json or options.checks else USUAL
     text = usual if options.formats is None else options.formats
     asked = [name.strip() for name in text.split(",") if name.strip()]

@@ -364,8 +364,8 @@ def _about(cell: CellNumbers, code: str, severity: Severity, *words: str) -> Nam
 
 def _level_name(level: LevelNumbers, numbers: RunNumbers) -> str:
     model = next(cell.model for cell in numbers.cells if cell.key == level.cell)
-    load = "alone" if level.is_single_stream else f"at {formatting.rate(level.rate_per_second)}"
-    return f"{model_title(model)} {load}"
+    load = formatting.load(level.rate_per_second, level.concurrency)
+    return f"{model_title(model)} {'at ' if level.rate_per_second else ''}{load}"
 
 
 def _sum(*parts: int | None) -> int | None:

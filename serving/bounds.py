@@ -1,4 +1,4 @@
-"""Bounds of values: msgspec.Meta in a struct's types says them, this says them in words.
+"""Bounds and help of values: msgspec.Meta in a struct's types says them, this says them in words.
 
 Meta is checked where data is decoded or converted, not where a struct is made by its constructor;
 `check` is for those.
@@ -6,14 +6,15 @@ Meta is checked where data is decoded or converted, not where a struct is made b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
-from serving.errors import Unsupported
+from serving.errors import ServingError, Unsupported
 
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -21,9 +22,41 @@ Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 PositiveSeconds = Positive
 Share = Annotated[float, Meta(gt=0, lt=1)]
+T = TypeVar("T")
 
 _BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)(?: - at `\$\.(\w+)`)?")
 _WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+
+
+class About(msgspec.Struct, frozen=True):
+    """Help of an option. `flag`: its name on the command line, where it is not the field's name."""
+
+    panel: str
+    text: str
+    flag: str = ""
+    metavar: str = ""
+    is_argument: bool = False  # it stands without a flag
+
+
+def option(
+    panel: str, text: str, flag: str = "", metavar: str = "", is_argument: bool = False
+) -> Meta:
+    """For `Annotated[type, option(...)]`."""
+    said = About(panel, text, flag, metavar, is_argument)
+    return Meta(description=text, extra={"about": said})
+
+
+def about(field: msgspec.structs.FieldInfo) -> About:
+    """What `option` said of this field."""
+    metas = (meta for meta in field.type.__metadata__ if meta.extra is not None)
+    said: About = next(metas).extra["about"]
+    return said
+
+
+def flags_of(kind: type[Any]) -> dict[str, str]:
+    """The option of the command line for each field."""
+    fields = msgspec.structs.fields(kind)
+    return {one.name: f"--{about(one).flag or one.name.replace('_', '-')}" for one in fields}
 
 
 def explained(problem: str, values: Mapping[str, Any], named: Callable[[str], str] = str) -> str:
@@ -49,6 +82,19 @@ def check(made: msgspec.Struct) -> None:
     except msgspec.ValidationError as problem:
         found = re.search(r"`\$\.(\w+)", str(problem))
         raise Unsupported(explained(str(problem), values), found and found[1]) from problem
+
+
+def converted(
+    values: Mapping[str, Any], kind: type[T], where: str, named: Callable[[str], str] = str
+) -> T:
+    """The struct of these values. Raises ServingError that names key, bound and value."""
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ServingError(f"{where}{named(key)} must be finite, got {value:g}")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as problem:
+        raise ServingError(where + explained(str(problem), values, named)) from problem
 
 
 def unbounded(kind: Any) -> Any:

@@ -23,7 +23,7 @@ PACKAGES = ("models", "serving", "loadtests", "reports")
 # Within a package, leftmost first. A room is a folder or a file directly in the package.
 ROOMS: dict[str, tuple[str, ...]] = {
     "models": (
-        *("errors", "options", "machine", "formatting", "spec", "formats", "ladder", "manifest"),
+        *("errors", "machine", "formatting", "spec", "formats", "ladder", "manifest"),
         *("isolated", "readers"),
         *("tokenization", "synthetic", "convert", "cache", "resolve", "cli"),
     ),

@@ -20,7 +20,8 @@ import yaml
 
 import crossover
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.generator.options import check_machines, command_options
+from loadtests.generator.options import CommandOptions, check_machines
+from serving.bounds import converted
 from serving.http.wire.decoding import CHAT, COMPLETION, decode
 from serving.registry.options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
@@ -111,8 +112,7 @@ def test_every_command_that_is_shown_can_be_parsed(page: Path) -> None:
             command = command.get_command(command.context_class(command), name)
         context = command.make_context(name, list(words))
         if name == "load":
-            given = {key: value for key, value in context.params.items() if key != "url"}
-            check_machines(command_options(given))
+            check_machines(converted(context.params, CommandOptions, ""))
 
 
 def _shown(text: str, kind: str) -> list[str]:

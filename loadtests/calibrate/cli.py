@@ -16,9 +16,8 @@ from loadtests.campaign.progress import Progress
 from loadtests.errors import Incomplete, LoadError
 from loadtests.host.machine_lock import machine_lock
 from loadtests.host.signals import signals_interrupt
-from serving.bounds import Count, Positive, Seconds
+from serving.bounds import Count, Positive, Seconds, flags_of, option
 from serving.cli.parameters import command_of
-from serving.registry.options import option
 
 EPILOG = "\n\n".join(
     (
@@ -102,7 +101,7 @@ def _calibrate(options: CalibrateOptions) -> None:
         raise LoadError(f"--out {options.out!r}: there is no folder {str(out.resolve().parent)!r}")
     for key in ("name", "price_source", "price_date"):
         if (length := len(getattr(options, key))) > MOST_CHARACTERS:
-            flag = "--" + key.replace("_", "-")
+            flag = flags_of(CalibrateOptions)[key]
             raise LoadError(f"{flag} must be at most {MOST_CHARACTERS} characters, got {length}")
     lock = (
         contextlib.nullcontext() if options.beside_others else machine_lock("crossover calibrate")

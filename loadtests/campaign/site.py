@@ -181,7 +181,7 @@ class Guard:
         elif now > end:
             phase = "draining"
         site.progress.tick(
-            f"{site.cell.key} at {self._plan.load_in_words}: {tally.ended} answers, "
+            f"{site.cell.key}, {self._plan.load_in_words}: {tally.ended} answers, "
             f"{tally.good} of {tally.counted} good, {phase}",
             fraction=min(1.0, now / end),
         )

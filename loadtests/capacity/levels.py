@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from loadtests.metrics.distribution import mean_of
 from loadtests.metrics.level import summarise, with_facts
 from loadtests.metrics.level_summary import Summary, Window
 from loadtests.metrics.slo import Slo
@@ -132,8 +133,7 @@ def hidden_overload(level: Level, slo: Slo) -> float:
 def single_stream_seconds(levels: Sequence[Level]) -> float | None:
     """Mean E2E of single-stream requests; None where none ended."""
     alone = [level for level in levels if level.rate is None and level.is_valid]
-    lasted = [level.mean_e2e_seconds for level in alone if level.mean_e2e_seconds]
-    return sum(lasted) / len(lasted) if lasted else None
+    return mean_of(level.mean_e2e_seconds or None for level in alone)
 
 
 def pooled(levels: Sequence[Level]) -> list[tuple[float, int, int]]:

@@ -13,6 +13,7 @@ import msgspec
 
 from loadtests.comparison.run_values import CellValues
 from loadtests.errors import NotComparable
+from loadtests.metrics.distribution import mean_of
 from loadtests.records.comparability import MACHINE, server_machine, show, usable_cores
 from loadtests.records.schema import RunManifest
 
@@ -129,7 +130,7 @@ def _rows(
     machines: tuple[Machine, Machine],
     has_watts: bool,
 ) -> list[MachineRow]:
-    values = [_mean(_value(cell, quantity) for cell in own) for own in cells]
+    values = [mean_of(_value(cell, quantity) for cell in own) for own in cells]
     if values[0] is None or values[1] is None:
         return []
     divisors: dict[str, list[float | None]] = {
@@ -143,7 +144,7 @@ def _rows(
             None if (price := one.dollars_per_hour) is None else price / SECONDS_PER_HOUR
             for one in machines
         ],
-        "watt": [_mean(cell.peak_watts for cell in own) if has_watts else None for own in cells],
+        "watt": [mean_of(cell.peak_watts for cell in own) if has_watts else None for own in cells],
     }
     return [
         MachineRow(
@@ -168,11 +169,6 @@ def _value(cell: CellValues, quantity: str) -> float | None:
     if alone is not None:
         found = alone.values.get("TPOT p50") or alone.values.get("TPOT mean")
     return 1 / found.value if found is not None else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _notes(

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from flask import Blueprint, Response, jsonify, request
 
 from loadtests.generator.live_stats import Live
-from loadtests.generator.options import COMMAND_LINE_ONLY, DEFAULTS
+from loadtests.generator.options import COMMAND_LINE_ONLY, FIELDS
 
 PAGE = Path(__file__).with_name("live_page.html")
 _LINK = (
@@ -28,7 +28,7 @@ _LINK = (
 )
 # What the form may set: Locust takes any option it knows, --html (a file to write) among them.
 _FIELDS = {"user_count", "spawn_rate", "host", "run_time", "profile", "user_classes", "shape_class"}
-_FIELDS |= DEFAULTS.keys() - COMMAND_LINE_ONLY
+_FIELDS |= FIELDS.keys() - COMMAND_LINE_ONLY
 
 
 def guard(environment: Any) -> None:

@@ -72,6 +72,4 @@ class LoadPlan(
 
     @property
     def load_in_words(self) -> str:
-        if self.rate_per_second is not None:
-            return formatting.requests(self.rate_per_second, 3)
-        return f"{self.concurrency} users"
+        return formatting.load(self.rate_per_second, self.concurrency, 3, formatting.requests)

@@ -12,11 +12,11 @@ from loadtests.errors import LoadError
 from loadtests.generator.endpoint import Target, check_target
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.options import (
-    DEFAULTS,
+    FIELDS,
+    FLAGS,
     CommandOptions,
     LoadOptions,
     LocustOptions,
-    flag_of,
     kind_of,
 )
 from loadtests.workload.arrivals import Arrivals
@@ -44,10 +44,10 @@ def target_of(url: str, options: LoadOptions) -> Target:
     return target
 
 
-def plan_of_command(url: str, options: CommandOptions) -> LoadPlan:
+def plan_of_command(options: CommandOptions) -> LoadPlan:
     """The plan of `crossover load`. Raises LoadError for values that cannot be."""
     return LoadPlan(
-        target=target_of(url, options),
+        target=target_of(options.url, options),
         workload=parse_workload(options.workload),
         arrivals=parse_arrivals(options.arrivals),
         rate_per_second=options.rate,
@@ -67,9 +67,7 @@ def plan_of_options(options: Mapping[str, Any], users: int) -> LoadPlan:
     if not url:
         raise LoadError("no --host: say where to send to, for example --host http://127.0.0.1:8000")
     given = {
-        name: _value(name, options[name])
-        for name in DEFAULTS
-        if options.get(name) not in (None, "")
+        name: _value(name, options[name]) for name in FIELDS if options.get(name) not in (None, "")
     }
     chosen = LocustOptions(**given)
     return LoadPlan(
@@ -88,7 +86,7 @@ def plan_of_options(options: Mapping[str, Any], users: int) -> LoadPlan:
 
 
 def _value(name: str, given: Any) -> Any:
-    option, kind = flag_of(name), kind_of(name)
+    option, kind = FLAGS[name], kind_of(name)
     if kind is bool:
         if given not in ("yes", "no"):
             raise LoadError(f"{option} must be yes or no, got {given!r}")

@@ -58,6 +58,12 @@ def distribution(values: Iterable[float | None], late: int = 0) -> Distribution:
     return Distribution(count=count, late=late, mean=mean, never=tuple(never), **found)
 
 
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Of the values that are not None; None where there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def runs_of(good: Iterable[bool]) -> tuple[int, ...]:
     """Lengths of runs of good, bad, good, ...; the first is 0 where the first request is bad."""
     lengths = [0]

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from loadtests.metrics.clustering import clumping, dispersion
-from loadtests.metrics.distribution import Distribution, distribution, runs_of
+from loadtests.metrics.distribution import Distribution, distribution, mean_of, runs_of
 from loadtests.metrics.named_warning import NamedWarning
 from loadtests.metrics.request_metrics import (
     e2e_seconds,
@@ -190,8 +190,8 @@ def throughput_of(
         goodput=counts.good / window.seconds,
         output_tokens_per_second=_output_tokens_per_second(records, window),
         prompt_tokens_per_second=_prompt_tokens_per_second(records, window),
-        mean_prompt_tokens=_mean(r.prompt_tokens for r in oks),
-        mean_output_tokens=_mean(r.output_tokens for r in oks),
+        mean_prompt_tokens=mean_of(r.prompt_tokens for r in oks),
+        mean_output_tokens=mean_of(r.output_tokens for r in oks),
         mean_in_flight=mean_in_flight(records, window),
         littles_law=_littles_law(inside, window),
     )
@@ -200,8 +200,8 @@ def throughput_of(
 def resources_of(samples: Sequence[ResourceSample]) -> Resources:
     engines = [s.engine for s in samples if s.engine is not None]
     return Resources(
-        client_cpu_share=_mean(s.client.cpu_share for s in samples if s.client is not None),
-        engine_cpu_share=_mean(engine.cpu_share for engine in engines),
+        client_cpu_share=mean_of(s.client.cpu_share for s in samples if s.client is not None),
+        engine_cpu_share=mean_of(engine.cpu_share for engine in engines),
         engine_rss_bytes=max(
             (engine.rss_bytes for engine in engines if engine.rss_bytes is not None), default=None
         ),
@@ -281,8 +281,3 @@ def _littles_law(inside: Sequence[RequestRecord], window: Window) -> float | Non
     if not lasted or len(lasted) < len(inside):
         return None
     return sum(lasted) / window.seconds
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from loadtests.metrics.distribution import mean_of
 from loadtests.metrics.disturbance import in_words, is_slight, steadily_in_words
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.named_warning import NamedWarning, Severity
@@ -284,8 +285,7 @@ def arrivals_off(level: Evidence) -> NamedWarning | None:
 
 
 def cpu_stolen(level: Evidence) -> NamedWarning | None:
-    shares = [s.steal_share for s in level.samples if s.steal_share is not None]
-    mean = sum(shares) / len(shares) if shares else 0.0
+    mean = mean_of(s.steal_share for s in level.samples) or 0.0
     if mean <= STOLEN_SHARE:
         return None
     return NamedWarning(
@@ -297,8 +297,7 @@ def cpu_stolen(level: Evidence) -> NamedWarning | None:
 
 
 def throttled(level: Evidence) -> NamedWarning | None:
-    shares = [s.quota_share for s in level.samples if s.quota_share is not None]
-    mean = sum(shares) / len(shares) if shares else 0.0
+    mean = mean_of(s.quota_share for s in level.samples) or 0.0
     held = [s for s in level.samples if s.gpu_throttled]
     parts = []
     if mean > THROTTLED_SHARE:
@@ -308,8 +307,8 @@ def throttled(level: Evidence) -> NamedWarning | None:
     if len(held) > THROTTLED_SHARE * len(level.samples):
         why = ", ".join(sorted({reason for s in held for reason in s.gpu_throttled or ()}))
         told = [s for s in level.samples if s.gpu_throttled is not None]
-        watts = [s.gpu_watts for s in held if s.gpu_watts is not None]
-        at = f" at {sum(watts) / len(watts):.0f} W" if watts else ""
+        watts = mean_of(s.gpu_watts for s in held)
+        at = f" at {watts:.0f} W" if watts is not None else ""
         parts.append(
             f"the GPU's clock was held down in {len(held)} of {len(told)} samples{at} ({why})"
         )

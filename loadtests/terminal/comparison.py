@@ -68,9 +68,10 @@ def verdict_in_words(found: Comparison) -> str:
 
 def load_of(row: Row) -> str:
     """The load of a row, for people."""
-    if row.load is None:
-        return "-" if row.metric == CAPACITY else "alone"
-    return formatting.rate(row.load, 3) if row.load > 0 else f"{-row.load:.0f} users"
+    if row.metric == CAPACITY:
+        return "-"
+    load = row.load or -1.0  # below 0: users
+    return formatting.load(load if load > 0 else None, round(-load), 3)
 
 
 def _difference_cells(row: Row) -> list[str]:

@@ -17,8 +17,6 @@ from loadtests.records.events import (
     Event,
     Interrupted,
     LevelAbandoned,
-    LevelPurpose,
-    LevelStarted,
     RunFinished,
     of_kind,
 )
@@ -63,7 +61,8 @@ def show_run(folder: Path, console: Console | None = None) -> None:
             if level.cell == cell.key:
                 start, end = level.started, level.finished
                 summary, _ = judged(level, campaign.slo)
-                table.add_row(*level_row(load_in_words(start), summary, end.cut_short is not None))
+                load = formatting.load(start.rate_per_second, start.concurrency, 3)
+                table.add_row(*level_row(load, summary, end.cut_short is not None))
         if table.row_count:
             console.print(table)
         if (line := prediction_in_words(cell.key, campaign.slo.name, events)) is not None:
@@ -102,11 +101,3 @@ def prediction_in_words(key: str, slo: str, events: list[Event]) -> str | None:
     ended = of_kind(events, CellFinished, key)
     found = ended[-1].capacities.get(slo) if ended else None
     return f"{predicted_beside(predicted, found)}{fitted}"
-
-
-def load_in_words(start: LevelStarted) -> str:
-    if start.rate_per_second is not None:
-        return formatting.rate(start.rate_per_second, 3)
-    if start.purpose is LevelPurpose.SINGLE_STREAM:
-        return "single stream"
-    return f"{start.concurrency} users"

@@ -8,19 +8,20 @@ crossover plan plan.toml --rate 2 --device "NVIDIA L4" --json
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
-from models.options import taking
 from reports.errors import ReportError
 from reports.plan.example import example
 from reports.plan.file import BadPlan, Question, question, read_plan
 from reports.plan.output import as_json, as_text
 from reports.plan.sources import planned
+from serving.bounds import option
+from serving.cli.parameters import command_of
 
 TEXT_COLUMNS = 160
 RATE = "Requests/s of the busiest hour, in place of the file's; without a file: day and night."
@@ -28,40 +29,34 @@ RATE = "Requests/s of the busiest hour, in place of the file's; without a file: 
 NO_RATES = dict.fromkeys(("mean_rate", "users", "requests_per_user", "trace"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `crossover plan`."""
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `crossover plan`."""
 
-    file: Annotated[
-        Path | None, typer.Argument(help="The plan file, TOML.", show_default=False)
-    ] = None
-    model: Annotated[str | None, typer.Option(help="A rung of the ladder, e.g. 8b.")] = None
-    rate: Annotated[float | None, typer.Option(help=RATE)] = None
+    file: Annotated[Path | None, option("", "The plan file, TOML.", is_argument=True)] = None
+    model: Annotated[str | None, option("", "A rung of the ladder, e.g. 8b.")] = None
+    rate: Annotated[float | None, option("", RATE)] = None
     slo: Annotated[
         str | None,
-        typer.Option(help="A preset: chat, interactive, reading, ... Default: the file's or chat."),
+        option("", "A preset: chat, interactive, reading, ... Default: the file's or chat."),
     ] = None
     device: Annotated[
         list[str] | None,
-        typer.Option(help="Consider this device for rent, not the list; may be repeated."),
+        option("", "Consider this device for rent, not the list; may be repeated."),
     ] = None
     run: Annotated[
         list[Path] | None,
-        typer.Option(help="A run folder of a machine of yours, or its archive; repeatable."),
+        option("", "A run folder of a machine of yours, or its archive; repeatable."),
     ] = None
     machine: Annotated[
-        list[Path] | None, typer.Option(help="A file of `crossover calibrate`; may be repeated.")
+        list[Path] | None, option("", "A file of `crossover calibrate`; may be repeated.")
     ] = None
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")
-    ] = False
-    example: Annotated[
-        bool, typer.Option("--example", help="Print a plan file with every key and its default.")
-    ] = False
+    as_json: Annotated[bool, option("", "Print the plan as JSON (docs/plan.md).", "json")] = False
+    example: Annotated[bool, option("", "Print a plan file with every key and its default.")] = (
+        False
+    )
 
 
-@taking(Options)
-def plan(options: Options) -> None:
+def _plan(options: PlanOptions) -> None:
     """Rank the ways to serve a forecast by what they cost: CPUs, GPUs, and both.
 
     crossover plan --example > plan.toml; crossover plan plan.toml
@@ -88,7 +83,10 @@ def plan(options: Options) -> None:
     typer.echo(as_json(made) if options.as_json else as_text(made, _columns()))
 
 
-def _asked(options: Options) -> Question:
+plan = command_of(PlanOptions, _plan)
+
+
+def _asked(options: PlanOptions) -> Question:
     """The plan file with the options in the place of its keys."""
     given = {"model": options.model, "slo": options.slo, "devices": options.device or None}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

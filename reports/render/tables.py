@@ -165,9 +165,7 @@ _TPOT = ("TPOT p50", "p95")
 
 
 def load_words(level: LevelNumbers) -> str:
-    if level.rate_per_second is not None:
-        return formatting.rate(level.rate_per_second)
-    return "alone" if level.is_single_stream else f"{level.concurrency} at a time"
+    return formatting.load(level.rate_per_second, level.concurrency)
 
 
 def percentile(times: Distribution, name: str) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from models import formatting
-from models.manifest import write_atomically
 from serving.cli.console import Narrator
+from serving.cli.files import write_ready_file
 from serving.errors import EngineState
 from serving.hardware.memory import resident_bytes
 from serving.registry.registry import Registry
@@ -37,12 +35,7 @@ async def announce(registry: Registry, url: str, ready_file: str | None, narrato
             with contextlib.suppress(OSError):  # nobody reads our standard output
                 narrator.end_progress()
                 print(_ready_line(tenant, url, narrator.name_models), flush=True)
-            if ready_file:
-                content = json.dumps(_ready_content(registry, url)).encode()
-                try:
-                    write_atomically(Path(ready_file), content)
-                except OSError as problem:  # a full disk ends no server
-                    narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
+            write_ready_file(ready_file, _ready_content(registry, url), narrator)
         tenants = registry.tenants.values()
         if not told and all(tenant.given_up for tenant in tenants):
             reasons = ((f"{one.name}: " * narrator.name_models, one) for one in tenants)

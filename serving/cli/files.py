@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from models.cache import cache_dir
+from models.manifest import write_atomically
+from serving.cli.console import Narrator
 from serving.errors import ServingError
 from serving.http.auth import Key, named_keys, only_key
 from serving.registry.options import ServeOptions
@@ -31,6 +36,15 @@ def check_files(options: ServeOptions) -> None:
                 f"--ready-file {options.ready_file}: "
                 "its folder does not exist or cannot be written to"
             )
+
+
+def write_ready_file(file: str | None, content: Mapping[str, Any], narrator: Narrator) -> None:
+    """Where one is asked for. A full disk ends no server."""
+    if file:
+        try:
+            write_atomically(Path(file), json.dumps(content).encode())
+        except OSError as problem:
+            narrator.say(f"--ready-file {file} cannot be written: {problem}")
 
 
 def tls_context(options: ServeOptions) -> ssl.SSLContext | None:

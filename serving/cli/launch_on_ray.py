@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-from pathlib import Path
 
 import msgspec
 
 from models.cache import CACHE_VARIABLE
 from models.ladder import is_rung
-from models.manifest import write_atomically
 from serving.cli.console import Narrator
-from serving.cli.files import keys_of
+from serving.cli.files import keys_of, write_ready_file
 from serving.cli.launch import Work, begin, endpoint, limits_of, opened, run, serve
 from serving.http.app import App
 from serving.http.limits import Limits
@@ -106,11 +103,8 @@ async def _announce(
         if now and not told:
             with contextlib.suppress(OSError):  # nobody reads our standard output
                 print(f"ready: {url} ({share.words})", flush=True)
-        if now != told and options.ready_file:
-            content = json.dumps({"url": url, "pid": os.getpid(), "replicas": now}).encode()
-            try:
-                write_atomically(Path(options.ready_file), content)
-            except OSError as problem:  # a full disk ends no server
-                narrator.say(f"--ready-file {options.ready_file} cannot be written: {problem}")
+        if now != told:
+            content = {"url": url, "pid": os.getpid(), "replicas": now}
+            write_ready_file(options.ready_file, content, narrator)
         told = now
         await asyncio.sleep(LOOK_SECONDS if told else START_LOOK_SECONDS)

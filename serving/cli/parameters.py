@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, get_origin
 
 import msgspec
 import typer
 
-from serving.bounds import spans, unbounded
+from serving.bounds import about, converted, flags_of, spans, unbounded
 from serving.errors import ServingError
-from serving.registry.options import about, converted, flag_of
 
 
 def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..., None]:
@@ -22,7 +22,7 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
     """
     fields = msgspec.structs.fields(kind)
     pairs = [field.name for field in fields if get_origin(unbounded(field.type)) is dict]
-    flags = {field.name: flag_of(field) for field in fields}
+    flags = flags_of(kind)
 
     def command(**given: Any) -> None:
         for name in pairs:
@@ -30,26 +30,27 @@ def command_of(kind: type[Any], run: Callable[[Any], int | None]) -> Callable[..
         known = {name: value for name, value in given.items() if value is not None}
         raise typer.Exit(run(converted(known, kind, "", flags.__getitem__)) or 0)
 
-    parameters = [parameter_of(field) for field in fields]
+    parameters = [parameter_of(field, flags[field.name]) for field in fields]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = run.__doc__
     return command
 
 
-def parameter_of(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
-    """The command-line parameter of one option; without a panel and a flag it is an argument."""
+def parameter_of(field: msgspec.structs.FieldInfo, flag: str) -> inspect.Parameter:
+    """The command-line parameter of one option."""
     said, kind = about(field), unbounded(field.type)
     # Bounds are for `converted` to check: its messages name the option and the value.
     metavar = said.metavar or next(spans(field.type), None)
-    shown: dict[str, Any] = {"help": said.text.replace("[", r"\["), "metavar": metavar}
-    default: Any = field.default
+    text = re.sub(r"\[(?=[a-z#/@])", r"\\[", said.text)  # what rich would take as a tag
+    shown: dict[str, Any] = {"help": text, "metavar": metavar}
+    is_required = field.default is msgspec.NODEFAULT
+    default: Any = inspect.Parameter.empty if is_required else field.default
     if get_origin(kind) in (dict, tuple):
         kind = list[str] | None
         default = None
     if said.is_argument:
         info: Any = typer.Argument(**shown)
     else:
-        flag = flag_of(field)
         flags = f"{flag}/--no-{flag[2:]}" if default is True else flag
         info = typer.Option(flags, rich_help_panel=said.panel or None, **shown)
     annotation = Annotated[kind, info]  # type: ignore[valid-type]

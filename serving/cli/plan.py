@@ -28,7 +28,7 @@ from models.readers.gguf import read_header
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends import BACKENDS, missing_backends
 from serving.backends.spec import AUTO
-from serving.bounds import Count
+from serving.bounds import Count, option
 from serving.cli.make import make
 from serving.cli.parameters import command_of
 from serving.hardware.facts import HardwareFacts, hardware_facts
@@ -36,7 +36,6 @@ from serving.hardware.gpu_facts import GpuFacts
 from serving.placement.decision import Attempt, NoPlacement, Obstacles, Placement, PlacementRequest
 from serving.placement.plan import explain, plan
 from serving.placement.policy import Policy
-from serving.registry.options import option
 
 KV_DTYPES = (AUTO, *KV_ELEMENT_BYTES)
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")

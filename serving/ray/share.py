@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from serving.bounds import flags_of
 from serving.errors import ServingError
 from serving.placement.policy import Policy
-from serving.registry.options import ServeOptions, flag_of
+from serving.registry.options import ServeOptions
 
 # Options that one process on one machine can honour, and replicas cannot: field -> why.
 REFUSED: dict[str, str] = {
@@ -64,10 +65,11 @@ def check_options(options: ServeOptions) -> None:
                 "this process serves each model with one engine"
             )
         return
+    flags = flags_of(ServeOptions)
     for field in msgspec.structs.fields(ServeOptions):
         if field.name in REFUSED and getattr(options, field.name) != field.default:
             raise ServingError(
-                f"{flag_of(field)} cannot be honoured with --on ray: {REFUSED[field.name]}"
+                f"{flags[field.name]} cannot be honoured with --on ray: {REFUSED[field.name]}"
             )
     if len(options.models) != 1:
         raise ServingError(

@@ -15,16 +15,15 @@ A key that an entry leaves out has the command line's value.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from serving.backends.spec import AUTO
-from serving.bounds import Count, Port, PositiveSeconds, Seconds, explained
+from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, flags_of, option
 from serving.errors import ServingError
 from serving.placement.policy import Policy
 from serving.registry.models_file import entries
@@ -40,32 +39,6 @@ REPLICAS = "Several machines"
 Standby = Literal["cold", "warm"]
 LogFormat = Literal["text", "json"]
 On = Literal["ray"]
-T = TypeVar("T")
-
-
-class About(msgspec.Struct, frozen=True):
-    """Help of an option. `flag`: its name on the command line, where it is not the field's name."""
-
-    panel: str
-    text: str
-    flag: str = ""
-    metavar: str = ""
-    is_argument: bool = False  # it stands without a flag
-
-
-def option(
-    panel: str, text: str, flag: str = "", metavar: str = "", is_argument: bool = False
-) -> Meta:
-    """For `Annotated[type, option(...)]`."""
-    said = About(panel, text, flag, metavar, is_argument)
-    return Meta(description=text, extra={"about": said})
-
-
-def about(field: msgspec.structs.FieldInfo) -> About:
-    """What `option` said of this field."""
-    metas = (meta for meta in field.type.__metadata__ if meta.extra is not None)
-    said: About = next(metas).extra["about"]
-    return said
 
 
 class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,12 +118,6 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
     ] = None
 
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value:g}")
-
 
 class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model: a MODEL of the command line, a [[model]] of a models file, an admin request."""
@@ -160,7 +127,6 @@ class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     load: Literal["start", "demand"] = "start"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.source or "\0" in self.source:
             raise ValueError("source must name a model")
         if self.name is not None and not re.fullmatch(
@@ -332,14 +298,9 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 60.0
 
 
-def flag_of(field: msgspec.structs.FieldInfo) -> str:
-    """The option of the command line for a field."""
-    return f"--{about(field).flag or field.name.replace('_', '-')}"
-
-
 def arguments(values: Mapping[str, Any]) -> list[str]:
     """The command line for these fields of ServeOptions; None means the default."""
-    flags = {field.name: flag_of(field) for field in msgspec.structs.fields(ServeOptions)}
+    flags = flags_of(ServeOptions)
     words: list[str] = []
     for name, value in values.items():
         flag = flags[name]
@@ -388,13 +349,3 @@ def shared_of(options: ServeOptions) -> dict[str, Any]:
 def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
     """One model's options: its entry over the shared ones. Raises ServingError."""
     return converted({**shared, **given}, ModelOptions, f"{where}: ")
-
-
-def converted(
-    values: Mapping[str, Any], kind: type[T], where: str, named: Callable[[str], str] = str
-) -> T:
-    """The struct of these values. Raises ServingError that names key, bound and value."""
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as problem:
-        raise ServingError(where + explained(str(problem), values, named)) from problem

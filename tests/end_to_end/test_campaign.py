@@ -371,7 +371,7 @@ def test_what_a_run_knows_of_the_machine_and_the_engine(tmp_path: Path) -> None:
         shown.returncode == 0
         and "smollm2-135m-fake" in shown.stdout
         and "complete" in shown.stdout
-        and "single stream" in shown.stdout
+        and "\nalone " in shown.stdout
     )
 
 

@@ -95,6 +95,13 @@ def test_slow_rates_are_said_per_minute_or_per_hour(per_second: float, text: str
     assert formatting.rate(per_second) == text.replace(" requests", "")
 
 
+def test_the_load_of_a_level_is_a_rate_or_users() -> None:
+    assert formatting.load(2.4, 7) == "2.4/s"
+    assert formatting.load(0.0999, digits=3, said=formatting.requests) == "5.99 requests/min"
+    assert formatting.load(None, 8) == "8 users"
+    assert formatting.load(None, 1) == formatting.load(None) == "alone"
+
+
 def test_an_interval_is_in_the_unit_of_its_rate() -> None:
     assert formatting.rate_with_interval(0.044, 0.029, 0.13) == "2.6 requests/min (1.7–7.8)"
     assert formatting.rate_with_interval(0.12, 0.05, 0.2) == "0.12 requests/s (0.050–0.20)"

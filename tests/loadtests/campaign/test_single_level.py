@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from loadtests.cli import load
-from loadtests.errors import LoadError
 from loadtests.generator.endpoint import Target, check_target
 from loadtests.records.events import LevelPurpose, LevelStarted, of_kind
 from loadtests.records.run_folder import read_events
+from models.errors import CrossoverError
 from tests.loadtests.campaign.checks import check_folder
 
 Start = Callable[..., str]
@@ -87,7 +87,7 @@ def test_one_level_from_the_command_line(
     ],
 )
 def test_a_level_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(CrossoverError, match=message):
         load(**{"url": "http://127.0.0.1:9", **arguments})
 
 

@@ -11,7 +11,7 @@ from loadtests.errors import LoadError
 from loadtests.generator.endpoint import Target
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.option_values import parse_arrivals, parse_workload, plan_of_options
-from loadtests.generator.options import DEFAULTS
+from loadtests.generator.options import FIELDS
 from loadtests.workload.requests import Workload
 
 
@@ -59,7 +59,7 @@ def test_options_of_the_web_page_may_be_empty() -> None:
     """Locust's page sends "" for what was left empty; that is the default, and no rate means
     Locust's users are the load.
     """
-    given: dict[str, Any] = dict.fromkeys(DEFAULTS, "") | {"host": "http://x"}
+    given: dict[str, Any] = dict.fromkeys(FIELDS, "") | {"host": "http://x"}
     plan = plan_of_options(given, users=7)
     assert (plan.rate_per_second, plan.concurrency, plan.window_seconds) == (None, 7, 30.0)
     assert plan_of_options(given | {"rate": "2.5"}, users=7).rate_per_second == 2.5

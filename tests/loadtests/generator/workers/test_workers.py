@@ -25,6 +25,7 @@ import zmq
 
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.single_level import _wait_for_workers
+from loadtests.cli import load
 from loadtests.errors import LevelInterrupted, LoadError
 from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.endpoint import Target
@@ -33,7 +34,6 @@ from loadtests.generator.launcher import GeneratorProcess, Listening, worker
 from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import Recorded, Workers
 from loadtests.generator.option_values import parse_arrivals, parse_place
-from loadtests.generator.options import check_machines, command_options
 from loadtests.generator.workers.member import allowed
 from loadtests.host.processes import Child
 from loadtests.metrics.level_summary import LATE_SECONDS
@@ -43,6 +43,7 @@ from loadtests.records.schema import RequestRecord
 from loadtests.workload.arrivals import Poisson, due_times
 from loadtests.workload.goodness_of_fit import check
 from loadtests.workload.requests import Workload
+from models.errors import CrossoverError
 from tests.loadtests.campaign.checks import check_folder
 
 Start = Callable[..., str]
@@ -416,8 +417,8 @@ def test_a_killed_process_of_this_machine_is_replaced(
 def test_options_that_contradict_each_other_are_refused(
     given: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(LoadError, match=message):
-        check_machines(command_options(given))
+    with pytest.raises(CrossoverError, match=message):
+        load(url="http://127.0.0.1:9", **given)
 
 
 def test_places() -> None:
