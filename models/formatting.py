@@ -3,36 +3,53 @@
     >>> seconds(0.0834), seconds(2.0), seconds(None)
     ('83 ms', '2.0 s', 'not measured')
     >>> rate_with_interval(0.824, 0.71, 0.943)
-    '0.82 requests/s (0.71–0.94)'
+    '0.82 requests/s (0.71–0.95)'
     >>> rate(0.0441), rate_with_interval(0.0441, 0.029, 0.0702)
-    ('2.6/min', '2.6 requests/min (1.7–4.2)')
+    ('2.6/min', '2.6 requests/min (1.7–4.3)')
+    >>> rate(5.65, rounded="down")
+    '5.6/s'
     >>> size(1288490189)
     '1.2 GiB'
 
-Two significant digits by default, three where a figure is read against a limit.
-Missing is NOT_MEASURED, never 0.
+Two significant digits by default, three where a figure is read against a limit. An estimate is
+rounded to the nearest; a bound stays one: what is held and the low end of an interval are rounded
+down, the high end up. Missing is NOT_MEASURED, never 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 NOT_MEASURED = "not measured"
 GIB = 1 << 30
 
+Rounding = Literal["nearest", "down", "up"]
 
-def significant(value: float, digits: int = 2) -> str:
+
+def significant(value: float, digits: int = 2, rounded: Rounding = "nearest") -> str:
     """Decimal notation with that many significant digits, or the integer part: 1,234, 12, 0.12."""
     if value == 0:
         return "0"
     if not math.isfinite(value):
         raise ValueError(f"{value} is no measured number")
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, places)
-    if rounded != 0:  # 0.0999 becomes 0.10, not 0.100
-        places = digits - 1 - math.floor(math.log10(abs(rounded)))
-    return f"{rounded:,.{max(0, places)}f}" if places > 0 else f"{value:,.0f}"
+    shown = _round(value, _places(value, digits), rounded)
+    return f"{shown:,.{_places(shown, digits)}f}"  # 0.0999 becomes 0.10, not 0.100
+
+
+def _places(value: float, digits: int) -> int:
+    """After the point."""
+    return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+
+
+def _round(value: float, places: int, rounded: Rounding) -> float:
+    nearest = round(value, places)
+    if rounded == "nearest" or math.isclose(nearest, value, rel_tol=1e-9):  # 0.07 x 60 is 4.2
+        return nearest
+    away = (nearest > value) if rounded == "down" else (nearest < value)
+    step = 10.0**-places if rounded == "up" else -(10.0**-places)
+    return round(nearest + step, places) if away else nearest
 
 
 def seconds(value: float | None, digits: int = 2, missing: str = NOT_MEASURED) -> str:
@@ -77,17 +94,19 @@ def rate_unit(value: float | None) -> tuple[float, str]:
     return (60.0, "min") if value * 60 >= 0.995 else (3600.0, "h")
 
 
-def rate(value: float | None, digits: int = 2) -> str:
+def rate(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
     """Requests per second, minute or hour: `0.82/s`, `2.6/min`."""
     if value is None:
         return NOT_MEASURED
     times, unit = rate_unit(value)
-    return f"{significant(value * times, digits)}/{unit}"
+    return f"{significant(value * times, digits, rounded)}/{unit}"
 
 
-def requests(value: float | None, digits: int = 2) -> str:
+def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
     """`0.82 requests/s`, `2.6 requests/min`."""
-    return NOT_MEASURED if value is None else rate(value, digits).replace("/", " requests/")
+    if value is None:
+        return NOT_MEASURED
+    return rate(value, digits, rounded).replace("/", " requests/")
 
 
 def load(
@@ -110,15 +129,15 @@ def interval_digits(low: float | None, high: float | None) -> int:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """`0.71–0.94`, `above 0.71`, `below 0.94`."""
+    """`0.71–0.94`, `above 0.71`, `below 0.94`: never narrower than it is."""
     digits = interval_digits(low, high)
-    if low is not None and high is not None:
-        return f"{significant(low, digits)}–{significant(high, digits)}"
-    if low is not None:
-        return f"above {significant(low, digits)}"
-    if high is not None:
-        return f"below {significant(high, digits)}"
-    return NOT_MEASURED
+    least = None if low is None else significant(low, digits, "down")
+    most = None if high is None else significant(high, digits, "up")
+    if least is not None and most is not None:
+        return f"{least}–{most}"
+    if least is not None:
+        return f"above {least}"
+    return NOT_MEASURED if most is None else f"below {most}"
 
 
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
@@ -131,7 +150,7 @@ def rate_interval(low: float | None, high: float | None, like: float | None = No
 
 
 def rate_with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    """`0.82 requests/s (0.71–0.94)`; with one end open `above 0.71 requests/s`."""
+    """`0.82 requests/s (0.71–0.95)`; with one end open `above 0.71 requests/s`."""
     if value is None or low is None or high is None:
         if low is None and high is None:
             return requests(value)

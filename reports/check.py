@@ -5,7 +5,8 @@
 
 Comparisons, `and`, `or`, `not`, numbers, texts and the functions of FUNCTIONS; nothing else is an
 expression. A number that is not known makes a condition not known where it decides it (Kleene's
-three-valued logic), and what is not known is no pass.
+three-valued logic), and what is not known is no pass. A capacity is compared as it was measured,
+without a tolerance; where fewer requests came than were asked for, `values` says so.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class _Evaluation:
         found = function.of(self._cell(model), *rates)
         call = f"{name}({', '.join(map(_quoted, values))})"
         told = f"not known: {found.why}" if isinstance(found, Unknown) else _plain(found)
-        self.values.append(f"{call} = {told}")
+        self.values.append(f"{call} = {told}{function.beside(self._cell(model))}")
         return found
 
     def _cell(self, model: str) -> CellNumbers:
@@ -192,7 +193,8 @@ def _quoted(value: object) -> str:
 
 
 def _plain(value: Value) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+    """With digits enough to see on which side of a limit it is."""
+    return value if isinstance(value, str) else f"{value:.10g}"
 
 
 # ---------------------------------------------------------------- functions
@@ -204,6 +206,7 @@ class Function(msgspec.Struct, frozen=True):
     about: str
     of: Callable[..., Value | Unknown]
     most_rates: int = 0
+    beside: Callable[[CellNumbers], str] = lambda cell: ""  # what stands beside the value
 
 
 def _state(cell: CellNumbers) -> str:
@@ -219,6 +222,14 @@ def _capacity(cell: CellNumbers) -> Value | Unknown:
     if cell.status is CapacityStatus.NONE:
         return 0.0
     return cell.held if cell.held is not None else Unknown(_why(cell))
+
+
+def _fewer_came(cell: CellNumbers) -> str:
+    """Why the confirmed rate is below the one that was asked for; "" where it is not."""
+    by = cell.capacity.confirmed_by if cell.capacity is not None else None
+    if by is None or by.asked_rate is None or cell.held is None or cell.held >= by.asked_rate:
+        return ""
+    return f" (asked {by.asked_rate:.4g}/s; {by.requests} requests came in {by.seconds:.4g} s)"
 
 
 def _end(name: str) -> Callable[[CellNumbers], Value | Unknown]:
@@ -289,7 +300,9 @@ def _percentile(level: LevelNumbers, metric: str, name: str) -> float | Unknown:
 
 
 FUNCTIONS: dict[str, Function] = {
-    "capacity": Function("the confirmed rate, requests/s; 0 where no rate holds", _capacity),
+    "capacity": Function(
+        "the confirmed rate, requests/s; 0 where no rate holds", _capacity, beside=_fewer_came
+    ),
     "low": Function("the lower end of the capacity's interval, requests/s", _end("low")),
     "estimate": Function("the capacity's estimate, requests/s", _end("estimate")),
     "high": Function("the upper end of the capacity's interval, requests/s", _end("high")),

@@ -237,7 +237,7 @@ def _found(one: Result | None) -> str:
     if not capacity.holds:
         return f'<span class="else">{html.escape(in_short(capacity))}</span>'
     least = "at least " if capacity.status is CapacityStatus.AT_LEAST else ""
-    shown = f"{least}<b>{formatting.rate(capacity.held)}</b>"
+    shown = f"{least}<b>{formatting.rate(capacity.held, rounded='down')}</b>"
     if capacity.low is not None or capacity.high is not None:
         interval = formatting.rate_interval(capacity.low, capacity.high, capacity.held)
         shown += f"<small>{html.escape(interval)}</small>"

@@ -76,11 +76,20 @@ def candidates(levels: Sequence[Level]) -> dict[float, tuple[int, int]]:
     return found
 
 
-def confirmation(levels: Sequence[Level], rate: float | None) -> Confirmation | None:
-    """The levels that confirm `rate`, together; None where none does."""
+def confirmation(
+    levels: Sequence[Level], slo: Slo, clump: float, rate: float
+) -> Confirmation | None:
+    """The levels that confirm most, of those up to the confirmed `rate`; None where none does.
+
+    A draw of few arrivals confirms less than it was asked for: a lower rate may confirm more.
+    """
+    rates = sorted(_holding_rates(levels, slo, clump), reverse=True)
+    found = [_together(levels, one) for one in rates if one <= rate]
+    return max(found, key=offered_rate, default=None)
+
+
+def _together(levels: Sequence[Level], rate: float) -> Confirmation:
     own = [level for level in _long_and_steady(levels) if level.rate == rate]
-    if not own:
-        return None
     return Confirmation(
         levels=len(own),
         seconds=sum(level.duration_seconds for level in own),
@@ -110,16 +119,21 @@ def _long_and_steady(levels: Sequence[Level]) -> list[Level]:
     ]
 
 
+def _holding_rates(levels: Sequence[Level], slo: Slo, clump: float) -> list[float]:
+    """The rates asked for whose levels hold, below every rate that failed."""
+    found = verdicts(levels, slo, clump)
+    broken = min((rate for rate, word in found.items() if word == "fails"), default=math.inf)
+    return [rate for rate, word in found.items() if word == "holds" and rate < broken]
+
+
 def confirmed_rate(
     levels: Sequence[Level], slo: Slo, clump: float, low: float = math.inf
 ) -> float | None:
     """The highest confirmed rate up to `low`, else the lowest; None: no rate is confirmed.
 
-    Below every rate that failed. Above `low`, the interval's end, a rate may hold by chance.
+    Above `low`, the interval's end, a rate may hold by chance.
     """
-    found = verdicts(levels, slo, clump)
-    broken = min((rate for rate, word in found.items() if word == "fails"), default=math.inf)
-    holding = [rate for rate, word in found.items() if word == "holds" and rate < broken]
+    holding = _holding_rates(levels, slo, clump)
     sure = [rate for rate in holding if rate <= low]
     return max(sure) if sure else min(holding, default=None)
 

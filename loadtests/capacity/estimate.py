@@ -124,11 +124,13 @@ class Evidence:
 
     @functools.cached_property
     def confirmed_by(self) -> Confirmation | None:
-        return confirmation(self.levels, self.confirmed)
+        if self.confirmed is None:
+            return None
+        return confirmation(self.levels, self.slo, self.clump, self.confirmed)
 
     @property
     def offered(self) -> float | None:
-        """What was offered of the confirmed rate, requests/s: the capacity's `held`."""
+        """What was offered up to the confirmed rate, requests/s: the capacity's `held`."""
         return None if self.confirmed_by is None else offered_rate(self.confirmed_by)
 
     @property

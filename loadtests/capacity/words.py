@@ -38,11 +38,12 @@ def in_short(found: Capacity | None) -> str:
     """The state, with the confirmed rate where there is one."""
     if found is None:
         return formatting.NOT_MEASURED
+    held = formatting.requests(found.held, rounded="down")
     match found.status:
         case CapacityStatus.CONFIRMED:
-            return f"holds up to {formatting.requests(found.held)}"
+            return f"holds up to {held}"
         case CapacityStatus.AT_LEAST:
-            return f"holds up to at least {formatting.requests(found.held)}"
+            return f"holds up to at least {held}"
         case CapacityStatus.ALONE_ONLY:
             return ALONE_ONLY
         case CapacityStatus.NONE:

@@ -41,9 +41,12 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def holds(self) -> str:
         """The rate that one holds, with its interval, for people."""
+        rounded: formatting.Rounding = "down" if self.kind == "measured here" else "nearest"
+        held = formatting.rate(self.held, rounded=rounded)
         if self.low is None or self.high is None:
-            return formatting.rate(self.held)
-        return f"{formatting.rate(self.held)} ({formatting.interval(self.low, self.high)})"
+            return held
+        ends = formatting.rate_interval(self.low, self.high, self.held).partition("/")[0]
+        return f"{held} ({ends})"
 
     def machines(self, rate: float) -> int:
         """That serve so many requests/s."""

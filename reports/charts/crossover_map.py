@@ -140,11 +140,12 @@ def column_label(cell: CellNumbers, found: Capacity | None) -> str:
     """What stands in a cell's column: the confirmed rate, or why there is none."""
     if cell.state == "skipped":
         return "does not fit" if does_not_fit(cell) else "skipped"
+    held = formatting.rate(found.held if found is not None else None, rounded="down")
     match found.status if found is not None else None:
         case CapacityStatus.CONFIRMED:
-            return formatting.rate(found.held if found is not None else None)
+            return held
         case CapacityStatus.AT_LEAST:
-            return f"≥ {formatting.rate(found.held if found is not None else None)}"
+            return f"≥ {held}"
         case CapacityStatus.NONE:
             return AT_NO_RATE
         case CapacityStatus.ALONE_ONLY:

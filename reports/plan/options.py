@@ -180,7 +180,8 @@ class Maker:
         if made.suffices:
             return made
         holds = self.carried(one, 0.0)
-        reason = f"holds {formatting.requests(holds)} of the {formatting.requests(max(rates))}"
+        held_words = formatting.requests(holds, rounded="down")
+        reason = f"holds {held_words} of the {formatting.requests(max(rates))}"
         if one.owned <= self._terms.spares:
             reason = f"has none left to serve once {self._terms.spares} may fail"
         elif holds == 0:

@@ -52,6 +52,36 @@ def test_significant_is_within_half_a_digit(value: float, digits: int) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "digits", "down", "up"),
+    [
+        (5.65, 2, "5.6", "5.7"),
+        (637 / 60, 2, "10", "11"),
+        (9.96, 2, "9.9", "10"),
+        (0.0999, 2, "0.099", "0.10"),
+        (123.7, 2, "123", "124"),
+        (0.07 * 60, 2, "4.2", "4.2"),  # 4.200000000000001
+        (0.29 * 100, 2, "29", "29"),  # 28.999999999999996
+        (5.6, 3, "5.60", "5.60"),
+        (0.0, 2, "0", "0"),
+    ],
+)
+def test_a_bound_is_rounded_to_its_own_side(value: float, digits: int, down: str, up: str) -> None:
+    assert formatting.significant(value, digits, "down") == down
+    assert formatting.significant(value, digits, "up") == up
+
+
+@given(st.floats(min_value=1e-6, max_value=1e6), st.integers(2, 4))
+def test_a_bound_stays_one_and_is_within_a_digit(value: float, digits: int) -> None:
+    down, up = (
+        float(formatting.significant(value, digits, rounded).replace(",", ""))
+        for rounded in ("down", "up")
+    )
+    digit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value < 10**digits else 1.0
+    assert down <= value * (1 + 2e-9) and up >= value * (1 - 2e-9)
+    assert up - down <= 1.0000001 * digit
+
+
 def test_missing_is_said_and_never_a_number() -> None:
     for function in (
         formatting.seconds,
@@ -66,12 +96,14 @@ def test_missing_is_said_and_never_a_number() -> None:
 
 
 def test_intervals() -> None:
-    assert formatting.rate_with_interval(0.824, 0.71, 0.943) == "0.82 requests/s (0.71–0.94)"
+    assert formatting.rate_with_interval(0.824, 0.71, 0.943) == "0.82 requests/s (0.71–0.95)"
     assert (
         formatting.rate_with_interval(0.824, 0.815, 0.833) == "0.824 requests/s (0.815–0.833)"
     )  # two digits would not tell its ends apart
     assert formatting.interval(0.5, None) == "above 0.50"
-    assert formatting.rate_interval(0.71, 0.943) == "0.71–0.94/s"
+    assert formatting.interval(0.559, None) == "above 0.55"
+    assert formatting.interval(None, 0.551) == "below 0.56"
+    assert formatting.rate_interval(0.71, 0.943) == "0.71–0.95/s"
     assert formatting.rate_interval(None, 0.05) == "below 3.0/min"
     assert formatting.rate_interval(None, None) == NOT_MEASURED
     assert formatting.interval(None, 0.5) == "below 0.50"

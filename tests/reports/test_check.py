@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from loadtests.records.events import Capacity, CapacityStatus
+from loadtests.records.events import Capacity, CapacityStatus, Confirmation
 from reports.check import FUNCTIONS, BadCheck, Checked, check
 from reports.numbers import RunNumbers
 from tests.reports.test_cli import crossover
@@ -61,11 +61,40 @@ def test_a_capacity_that_is_not_confirmed_is_no_pass(
 
 
 def test_the_values_that_a_condition_read(run: RunNumbers) -> None:
-    held = next(cell.held for cell in run.cells if cell.model == "llama-3.2-1b")
-    found = check('capacity("1b") > 0 or capacity("qwen2.5-14b") > 0', run)
+    found = check('low("1b") > 0 or capacity("qwen2.5-14b") > 0', run)
     first, second = found.values
-    assert first == f'capacity("1b") = {held:.4g}'
+    cell = next(cell for cell in run.cells if cell.model == "llama-3.2-1b")
+    assert cell.capacity is not None and first == f'low("1b") = {cell.capacity.low:.10g}'
     assert second.startswith('capacity("qwen2.5-14b") = not known: skipped (')
+
+
+@pytest.mark.parametrize(
+    ("requests", "asked", "passed", "told"),
+    [
+        (59, 0.5, False, "0.4916666667 (asked 0.5/s; 59 requests came in 120 s)"),
+        (60, 0.5, True, "0.5"),
+        (64, 0.55, True, "0.5333333333 (asked 0.55/s; 64 requests came in 120 s)"),
+        (59, None, False, "0.4916666667"),  # a run that did not put down what was asked
+    ],
+)
+def test_a_capacity_is_compared_as_measured_and_what_was_asked_stands_beside(
+    requests: int, asked: float | None, passed: bool, told: str, run: RunNumbers
+) -> None:
+    by = Confirmation(levels=1, seconds=120.0, requests=requests, asked_rate=asked)
+    held = Capacity(
+        status=CapacityStatus.CONFIRMED, held=requests / 120, reason="", confirmed_by=by
+    )
+    cells = (msgspec.structs.replace(run.cells[0], capacity=held), *run.cells[1:])
+    changed = msgspec.structs.replace(run, cells=cells)
+    found = check('capacity("135m") >= 0.5', changed)
+    assert (found.passed, found.values) == (passed, (f'capacity("135m") = {told}',))
+
+
+def test_a_value_is_shown_on_its_side_of_the_limit(run: RunNumbers) -> None:
+    held = Capacity(status=CapacityStatus.AT_LEAST, held=0.499996, reason="")
+    cells = (msgspec.structs.replace(run.cells[0], capacity=held), *run.cells[1:])
+    found = check('capacity("135m") >= 0.5', msgspec.structs.replace(run, cells=cells))
+    assert (found.passed, found.values) == (False, ('capacity("135m") = 0.499996',))
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,12 @@ def test_a_rate_costs_the_machines_that_hold_it(one: Comparison, run: RunNumbers
     assert "predicted to hold" in cost_words(one)
 
 
+def test_what_one_holds_is_in_one_unit_and_never_more_than_was_measured(one: Comparison) -> None:
+    slow = msgspec.structs.replace(one.here, held=5.59 / 60, low=4.19 / 60, high=0.2)
+    assert slow.holds == "5.5/min (4.1–12)"
+    assert msgspec.structs.replace(slow, low=None, kind="predicted").holds == "5.6/min"
+
+
 def test_prices_and_rates_that_are_not_known_are_no_costs(run: RunNumbers, one: Comparison) -> None:
     unpriced = priced(one, None, None)
     assert unpriced.here.dollars(1.0) is None and unpriced.soonest[1] is None

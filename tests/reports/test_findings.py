@@ -110,7 +110,7 @@ def test_a_slow_rate_is_said_per_minute(tmp_path: Path) -> None:
         write_example_run(tmp_path / "run", {"1b": (law, (0.02, 0.09))}, slo=slo, window=4000.0)
     )
     assert run.cells[0].held == 73 / 4000.0  # asked were 0.02
-    assert " holds up to 1.1 requests/min (confirmed: " in headline_of(run)
+    assert " holds up to 1.0 requests/min (confirmed: " in headline_of(run)
 
 
 def test_three_ways_to_stop(run: RunNumbers) -> None:

@@ -80,6 +80,18 @@ def test_a_level_confirms_no_more_than_the_requests_that_came():
     assert found.held == 1060 / 180 and found.held <= found.high
 
 
+def test_a_lower_rate_to_which_more_requests_came_confirms_more():
+    few = level(6.0, 330, 330, 60.0, is_steady=True)
+    more = level(5.8, 355, 355, 60.0, is_steady=True)
+    fewer = level(5.4, 300, 300, 60.0, is_steady=True)
+    found = estimate([SINGLE_STREAM, fewer, few, more], SearchConfig(), NINE)
+    assert (found.held, found.confirmed_by.asked_rate) == (5.8, 5.8)
+    assert estimate([SINGLE_STREAM, fewer, few], SearchConfig(), NINE).held == 5.5
+    # What is too short to confirm does not, however many came.
+    short = level(5.8, 296, 296, 50.0, is_steady=True)
+    assert estimate([SINGLE_STREAM, fewer, few, short], SearchConfig(), NINE).held == 5.5
+
+
 def test_a_level_above_the_middle_of_what_all_say_held_by_chance():
     lucky = level(3.5, 352, 360, is_steady=True)
     below = level(2.0, 80, 80, 40.0, is_steady=True)

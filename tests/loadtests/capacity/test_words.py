@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loadtests.capacity.words import in_short, in_words
 from loadtests.records.events import Capacity, CapacityStatus, Confirmation, PredictedRate
@@ -69,6 +71,15 @@ def test_every_state_has_its_words(found: Capacity | None, words: str) -> None:
     assert words.startswith(in_short(found))
     is_held = found is not None and found.holds
     assert ("holds up to" in words) is is_held is ("holds up to" in in_short(found))
+
+
+@given(st.floats(min_value=1e-4, max_value=1e3))
+def test_no_more_is_claimed_than_was_held(held: float) -> None:
+    for status in (CapacityStatus.CONFIRMED, CapacityStatus.AT_LEAST):
+        words = in_short(capacity(status, held=held, confirmed_by=LEVEL))
+        shown, unit = words.removeprefix("holds up to ").removeprefix("at least ").split(" ")
+        times = {"requests/s": 1, "requests/min": 60, "requests/h": 3600}[unit]
+        assert float(shown.replace(",", "")) / times <= held * (1 + 2e-9)
 
 
 def test_a_prediction_stands_beside_with_its_ratio() -> None:
