@@ -211,7 +211,8 @@ class Evidence:
         return CapacityStatus.UNRESOLVED
 
     def _reason(self, status: CapacityStatus) -> str:
-        counted = f"{len(self.loaded)} levels, {sum(lv.due for lv in self.loaded)} requests"
+        levels, due = len(self.loaded), sum(lv.due for lv in self.loaded)
+        counted = f"{levels} level{'s' * (levels != 1)}, {due} requests"
         match status:
             case CapacityStatus.CONFIRMED:
                 return counted
