@@ -60,6 +60,7 @@ class LevelNumbers(msgspec.Struct, frozen=True, kw_only=True):
     queue_grows: bool = False  # more requests were in flight at its end than a queue's wandering
     engine_time: EngineTime | None = None  # device and host; None: not on record
     energy: Energy | None = None  # in the window; None: not measured
+    is_slightly_disturbed: bool = False  # it counts under an SLO that it meets, and no other
 
     @property
     def is_single_stream(self) -> bool:

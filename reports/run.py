@@ -21,6 +21,7 @@ from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.levels import Level, judged, level_of
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BadRunFolder
+from loadtests.metrics.disturbance import is_slight
 from loadtests.metrics.energy import energy_of
 from loadtests.metrics.level_warnings import longest_send_lag
 from loadtests.metrics.request_metrics import (
@@ -153,6 +154,7 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
     summary, _ = judged(level, slo)
     inside = summary.window.due(level.requests)
     begin = said.started_unix_seconds
+    taken = end.disturbance if end.is_disturbed else None
     window = (begin + summary.window.start_seconds, begin + summary.window.end_seconds)
     return LevelNumbers(
         cell=said.cell,
@@ -167,6 +169,7 @@ def level_numbers(level: LevelRecords, slo: Slo) -> LevelNumbers:
         send_lag_seconds=longest_send_lag(inside),
         engine_time=end.engine_time,
         energy=energy_of(level.samples, *window),
+        is_slightly_disturbed=taken is not None and is_slight(taken),
         queue_grows=grows(*in_flight_at_ends(level.requests, summary.window)),
     )
 

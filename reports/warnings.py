@@ -59,7 +59,10 @@ def of_levels(evidence: Evidence) -> Iterator[NamedWarning]:
     for code, found in by_code.items():
         level, worst = min(found, key=lambda pair: pair[1].severity.rank)
         where = "one level" if len(found) == 1 else f"{len(found)} levels"
-        left_out = " These levels are left out of the capacity." if worst.is_serious else ""
+        serious = sum(one.is_serious for _, one in found)
+        some = "All are" if serious == len(found) else f"{serious} of them are"
+        some = "It is" if len(found) == 1 else some
+        left_out = f" {some} left out of the capacity." if serious else ""
         text = f"In {where}, for instance {_level_name(level, evidence.numbers)}: {worst.text}."
         cells = _unique(level.cell for level, _ in found)
         advice = _sentence(worst.advice)

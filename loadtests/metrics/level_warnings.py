@@ -29,6 +29,7 @@ PROMPTS_OFF_SHARE = 0.02
 LEAST_FOR_LITTLES_LAW = 20
 
 LATE_SENDS = "LateSends"
+DISTURBED = "Disturbed"
 NOTE, WARNING, SERIOUS = Severity.NOTE, Severity.WARNING, Severity.SERIOUS
 
 
@@ -358,13 +359,13 @@ def disturbed(found: Disturbance | None, word: Verdict) -> NamedWarning | None:
         )
     if word == "holds" and is_slight(found) and not found.counts:
         return NamedWarning(
-            "Disturbed",
+            DISTURBED,
             WARNING,
             f"{in_words(found)}; the level holds all the same, so it counts",
             "the latencies are not the server's: for those measure on a quiet machine",
         )
     return NamedWarning(
-        "Disturbed",
+        DISTURBED,
         WARNING if found.counts else SERIOUS,
         in_words(found),
         "the numbers are not the server's: measure on a quiet machine, or take this one as it is "

@@ -17,8 +17,8 @@ from loadtests.capacity.levels import Level
 from loadtests.metrics.distribution import runs_of
 from loadtests.metrics.level import level_verdict
 from loadtests.metrics.level_summary import counted_as_one
-from loadtests.metrics.level_warnings import LATE_SENDS, late_sends_decide
-from loadtests.metrics.slo import Slo
+from loadtests.metrics.level_warnings import DISTURBED, LATE_SENDS, late_sends_decide
+from loadtests.metrics.slo import Slo, Verdict
 from loadtests.metrics.stationarity import is_steady
 from loadtests.records.schema import RunManifest
 from models import formatting
@@ -106,6 +106,8 @@ class Rejudged:
     def _judged(self, level: LevelNumbers, slo: Slo) -> Level:
         good = [is_good(one, slo) for one in level.answers]
         shown = slo.shown_in(level.summary.window.seconds)
+        runs, steady = runs_of(good), self._is_steady(level, slo.ttft_seconds)
+        word = _verdict(level, sum(good), len(good), runs, slo, steady)
         return Level(
             rate=level.rate_per_second,
             due=len(good),
@@ -114,10 +116,10 @@ class Rejudged:
             grows_soon=shown != slo and self._is_steady(level, shown.ttft_seconds) is False,
             duration_seconds=level.summary.window.seconds,
             warmup_seconds=level.summary.window.start_seconds,
-            runs=runs_of(good),
+            runs=runs,
             mean_e2e_seconds=level.summary.latencies.e2e.mean,
-            is_valid=_is_valid(level, slo),
-            is_steady=self._is_steady(level, slo.ttft_seconds),
+            is_valid=_is_valid(level, slo, word),
+            is_steady=steady,
             is_whole=level.cut_short is None,
             start=level.start,
         )
@@ -147,9 +149,20 @@ def is_good(answer: Answer, slo: Slo) -> bool:
     return slo.tpot_seconds is None or tpot is None or tpot <= slo.tpot_seconds
 
 
-def _is_valid(level: LevelNumbers, slo: Slo) -> bool:
-    """Late sends are the one warning whose weight the SLO decides."""
+def _verdict(
+    level: LevelNumbers, good: int, due: int, runs: Sequence[int], slo: Slo, steady: bool | None
+) -> Verdict:
+    together = 1.0 if level.is_single_stream else counted_as_one(good, due, runs)
+    return level_verdict(good, due, together, slo, steady)
+
+
+def _is_valid(level: LevelNumbers, slo: Slo, word: Verdict) -> bool:
+    """Late sends and slight disturbances are the warnings whose weight the SLO decides."""
     warnings = level.summary.warnings
+    if level.is_slightly_disturbed:
+        warnings = tuple(one for one in warnings if one.code != DISTURBED)
+        if word != "holds":
+            return False
     if any(one.is_serious and one.code != LATE_SENDS for one in warnings):
         return False
     is_late = any(one.code == LATE_SENDS for one in warnings)
@@ -263,5 +276,4 @@ def _letter(
     if marked([level], cell.capacity)[0].confirms:
         return "h"
     one = judged(level, slo)
-    together = 1.0 if level.is_single_stream else counted_as_one(one.good, one.due, one.runs)
-    return level_verdict(one.good, one.due, together, slo, one.is_steady)[0]
+    return _verdict(level, one.good, one.due, one.runs, slo, one.is_steady)[0]

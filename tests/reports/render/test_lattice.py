@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loadtests.capacity.levels import level_of
 from loadtests.metrics.level_warnings import LATE_SENDS
 from loadtests.metrics.slo import Slo
-from loadtests.records.schema import RequestRecord
+from loadtests.records.schema import Disturbance, RequestRecord
 from reports.findings import crossover
 from reports.numbers import RunNumbers
 from reports.render.lattice import Rejudged, at, axes, lattice
@@ -70,6 +70,38 @@ def test_late_sends_spoil_a_level_by_the_limit_asked_for(mixed: Path) -> None:
     judged = Rejudged()
     strict, lax = (msgspec.structs.replace(SLO, ttft_seconds=one) for one in (0.5, 10.0))
     assert not judged(level, strict).is_valid and judged(level, lax).is_valid
+
+
+@pytest.mark.parametrize("taken_seconds", [5.0, 20.0])
+def test_a_disturbed_level_counts_where_it_holds_by_the_limit_asked_for(
+    tmp_path: Path, taken_seconds: float
+) -> None:
+    """5 of 100 s of the engine's CPU time are slight, 20 are not."""
+    folder = write_example_run(tmp_path / "run", SMALL)
+    taken = Disturbance(
+        subject="engine",
+        seconds=100.0,
+        work_seconds=100.0 - taken_seconds,
+        steal_seconds=taken_seconds,
+        taken_seconds=taken_seconds,
+        is_disturbed=True,
+    )
+    text = (folder / "events.jsonl").read_text().splitlines()
+    for number, line in enumerate(text):
+        event = msgspec.json.decode(line)
+        if event["kind"] == "level_finished":
+            text[number] = msgspec.json.encode(event | {"disturbance": taken}).decode()
+    (folder / "events.jsonl").write_text("\n".join(text) + "\n")
+    run, counted = read_run(folder), set()
+    judged = Rejudged()
+    for slo in axes(run).slos(run.slo)[::5]:
+        for mine, theirs in zip(
+            run.cells[0].levels, read_run(folder, slo).cells[0].levels, strict=True
+        ):
+            assert judged(mine, slo) == level_of(theirs.summary, True, theirs.start)
+            counted.add(theirs.counts)
+            assert theirs.counts is (taken_seconds < 10 and theirs.summary.verdict == "holds")
+    assert counted == ({True, False} if taken_seconds < 10 else {False})
 
 
 def test_every_point_is_the_report_under_that_slo(run: RunNumbers, folder: Path) -> None:
