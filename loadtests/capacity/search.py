@@ -34,7 +34,6 @@ from loadtests.capacity.levels import Level, single_stream_seconds
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.slo import Slo, requests_to_hold
 from loadtests.records.events import Capacity
-from models import formatting
 
 Purpose = Literal["single_stream", "bracket", "narrow", "confirm", "repeat", "fixed"]
 
@@ -273,7 +272,7 @@ def _to_confirm(seen: Evidence) -> str:
     if not needed:
         return ""
     seconds, rate = min(needed)
-    return f"; to confirm {formatting.requests(rate)} would take about {seconds:.0f} s"
+    return f"; to confirm {rate:.2g} requests/s would take about {seconds:.0f} s"
 
 
 def _finished(seen: Evidence, why: str) -> Finished:
