@@ -45,6 +45,7 @@ class ServerBench:
 
     def measure(self, level: Level) -> Measured:
         self._site.campaign = level.campaign
+        self._site.is_patient = level.is_patient
         how = single_stream_level if level.step.rate is None else loaded_level
         try:
             return how(self._site, level.step, level.name, level.seed, level.attempt)

@@ -24,7 +24,14 @@ from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.errors import BurstDisturbed, LevelFailed, LevelInterrupted, ServerFailed, ServerLost
-from loadtests.metrics.disturbance import in_words, is_quiet, is_slow, slow_in_words, who_of
+from loadtests.metrics.disturbance import (
+    MOST_SLIGHT_SHARE,
+    in_words,
+    is_quiet,
+    is_slow,
+    slow_in_words,
+    who_of,
+)
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import (
     Calibrated,
@@ -61,6 +68,7 @@ class Level(msgspec.Struct, frozen=True):
     name: str
     seed: int
     attempt: int
+    is_patient: bool = True  # False: it counts if it is slightly disturbed
 
 
 class Bench(Protocol):
@@ -111,9 +119,14 @@ class _Run:
         most = min(state.campaign.wait_seconds, budget_of(state, self.part))
         return most * self.part.block / state.blocks
 
+    @property
+    def is_patient(self) -> bool:
+        return self.state.lost_seconds < self.patience_seconds
+
 
 class PatienceUsedUp(Exception):
-    """The machine was disturbed for as long as the campaign waits; the message says by whom."""
+    """The machine was disturbed by much for as long as the campaign waits; the message says by
+    whom."""
 
 
 def run_cell(
@@ -231,14 +244,16 @@ def _one_slo(run: _Run, slo: Slo, budget_seconds: float, until_seconds: float) -
 
 
 def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
-    """One level, measured again where it was disturbed, save where it counts all the same.
+    """One level, measured again where it was disturbed, save where it counts all the same. Once the
+    patience is used up, a slightly disturbed one counts.
 
     Raises LevelFailed, PatienceUsedUp.
     """
     waits = 0
     while True:
         _wait_for_probe(run, campaign)
-        measured = _undisturbed_or_not(run, step, campaign)
+        is_patient = run.is_patient
+        measured = _undisturbed_or_not(run, step, campaign, is_patient)
         found = measured.disturbance
         if found is None or not found.is_disturbed or found.counts or measured.level.is_valid:
             return measured
@@ -246,6 +261,11 @@ def _level(run: _Run, step: Measure, campaign: Campaign) -> Measured:
         _settle(run, measured)
         waits += 1
         _wait(run, in_words(found), min(LEAST_WAIT_SECONDS * 2**waits, MOST_WAIT_SECONDS))
+        if not is_patient:
+            raise PatienceUsedUp(in_words(found))
+        if not run.is_patient:
+            most = f"{MOST_SLIGHT_SHARE:.0%}"
+            run.progress.say(f"  not quiet so far: levels with at most {most} taken count now")
 
 
 def _settle(run: _Run, measured: Measured) -> None:
@@ -271,7 +291,10 @@ def _wait_for_probe(run: _Run, campaign: Campaign) -> None:
         if seen is not None and not is_quiet(seen):
             beside = who_of(seen.strangers, seen.strangers_seconds or 0.0, seen.seconds)
             by = f"{by} beside {beside}"
+        is_patient = run.is_patient
         _wait(run, by, seconds)
+        if not is_patient:
+            raise PatienceUsedUp(by)
         seconds = min(2 * seconds, MOST_WAIT_SECONDS)
 
 
@@ -279,8 +302,7 @@ def _wait(run: _Run, by: str, least_seconds: float) -> None:
     """Until the engine's cores are quiet, but `least_seconds`: not all that disturbs can be seen.
 
     And no longer than MOST_WAIT_SECONDS: not all that can be seen disturbs, and a level that is
-    disturbed is soon cut short. It costs the cell's patience, not its budget. Raises PatienceUsedUp
-    once that is used up.
+    disturbed is soon cut short. It costs the cell's patience, not its budget.
     """
     state, began = run.state, run.clock()
     left = run.patience_seconds - state.lost_seconds
@@ -312,12 +334,12 @@ def _wait(run: _Run, by: str, least_seconds: float) -> None:
         Waited(cell=state.key, reason=by, spent_seconds=spent, became_quiet=is_quiet_now)
     )
     if waited >= left:
-        raise PatienceUsedUp(by)
+        return
     how = "quiet" if is_quiet_now else f"not quiet ({now})"
     run.progress.say(f"  {how} after {formatting.duration(waited)}: measuring again")
 
 
-def _undisturbed_or_not(run: _Run, step: Measure, campaign: Campaign) -> Measured:
+def _undisturbed_or_not(run: _Run, step: Measure, campaign: Campaign, is_patient: bool) -> Measured:
     """One level, measured again where it was interrupted. Raises LevelFailed."""
     state = run.state
     number, tried = state.next_level()
@@ -328,7 +350,7 @@ def _undisturbed_or_not(run: _Run, step: Measure, campaign: Campaign) -> Measure
             seed = campaign.repeated_seed(state.cell, number) or seed
         began = run.clock()
         try:
-            return run.bench.measure(Level(step, campaign, name, seed, attempt))
+            return run.bench.measure(Level(step, campaign, name, seed, attempt, is_patient))
         except LevelInterrupted as problem:
             reason, spent = str(problem), round(run.clock() - began, 3)
             state.run.event(

@@ -54,6 +54,7 @@ class Site:
     memory_bytes: int | None = None  # a cap on server and engine that only we hold
     over_memory: str | None = None  # how they broke it
     probe: Probe | None = None  # the one before the level
+    is_patient: bool = True  # False: a slightly disturbed level counts
     engine_time: EngineTime | None = None  # when the level began
     _looked_at: int = 0  # readings of the cores
 
@@ -111,6 +112,7 @@ class Site:
             "load generator" if self.server.pid is None else "engine",
             probe=self.probe,
             counts=self.campaign.disturbance == "ignore",
+            counts_slight=not self.is_patient,
         )
 
     def lost(self, left_seconds: float, may_hold: bool) -> str | None:
@@ -119,7 +121,7 @@ class Site:
         if not is_watched or self._looked_at == len(self.sampler.cores):
             return None
         self._looked_at = len(self.sampler.cores)
-        if not is_lost(self.sampler.cores, left_seconds, may_hold):
+        if not is_lost(self.sampler.cores, left_seconds, may_hold or not self.is_patient):
             return None
         found = self.disturbance()
         return in_words(found) if found is not None else None

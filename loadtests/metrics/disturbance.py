@@ -18,7 +18,8 @@ step, so one late thread delays all. S is the cores' busy time less that of all 
 it includes processes that lived too briefly to be seen or that a container hides.
 
 What is taken only ever makes answers later. So a level of which little was taken (is_slight), and
-that meets an SLO all the same, counts for that SLO: on a quiet machine it is no worse.
+that meets an SLO all the same, counts for that SLO: on a quiet machine it is no worse. Where the
+machine is not quiet for as long as a campaign waits, all levels of which little was taken count.
 
 Steal that is the same all the time is no disturbance: it is the machine that there is. It can only
 be told under load, as nothing is stolen from an idle core.
@@ -40,7 +41,7 @@ from models import formatting
 MOST_TAKEN_SHARE = 0.03  # more, and a level is disturbed
 # More, and it counts for nothing: its rate may be so far below the capacity that the upper end of
 # an interval is too low.
-MOST_TAKEN_OF_HELD = 0.1
+MOST_SLIGHT_SHARE = 0.1
 LEAST_TAKEN_SHARE = 0.002  # of the level's time: less delays no request by what anyone can see
 LEAST_TAKEN_SECONDS = (
     0.0002  # a turn: waking a thread, and an idle virtual core, costs 20 to 100 us
@@ -65,10 +66,11 @@ def disturbance_of(
     *,
     probe: Probe | None = None,
     counts: bool = False,
+    counts_slight: bool = False,
 ) -> Disturbance | None:
     """The readings of one level in one; None without any. Only an engine's level is disturbed.
 
-    `counts`: as in Disturbance.
+    `counts`: as in Disturbance. `counts_slight`: that, for a level of which little was taken.
     """
     if not parts and probe is None:
         return None
@@ -99,10 +101,10 @@ def disturbance_of(
         share=_rounded(share),
         steady_steal_share=_rounded(steady),
         probe=probe,
-        counts=counts,
     )
     is_disturbed = subject == "engine" and (is_too_much(found) or is_slow(probe))
-    return msgspec.structs.replace(found, is_disturbed=is_disturbed)
+    counts = counts or (counts_slight and is_disturbed and is_slight(found))
+    return msgspec.structs.replace(found, is_disturbed=is_disturbed, counts=counts)
 
 
 def _totals(parts: Sequence[CoresSample], subject: Subject) -> Disturbance:
@@ -145,7 +147,7 @@ def is_too_much(
 
 def is_slight(found: Disturbance) -> bool:
     """Whether a disturbed level counts where it meets the SLO all the same."""
-    return not is_too_much(found, most_share=MOST_TAKEN_OF_HELD) and not is_slow(found.probe)
+    return not is_too_much(found, most_share=MOST_SLIGHT_SHARE) and not is_slow(found.probe)
 
 
 def is_lost(parts: Sequence[CoresSample], left_seconds: float, may_hold: bool) -> bool:
@@ -158,7 +160,7 @@ def is_lost(parts: Sequence[CoresSample], left_seconds: float, may_hold: bool) -
     if found is not None and (found.work_seconds or 0.0) < STEADY_PARTS * STEADY_SECONDS:
         parts = [msgspec.structs.replace(part, steal_seconds=0.0) for part in parts]
         found = disturbance_of(parts, "engine")
-    most = MOST_TAKEN_OF_HELD if may_hold else MOST_TAKEN_SHARE
+    most = MOST_SLIGHT_SHARE if may_hold else MOST_TAKEN_SHARE
     return found is not None and is_too_much(found, left_seconds, most)
 
 

@@ -177,7 +177,7 @@ class Bench:
         window = seconds if is_alone else step.duration_seconds
         part = server.cores(server.now - seconds, server.now)
         counts = level.campaign.disturbance == "ignore"
-        found = disturbance_of([part], "engine", counts=counts)
+        found = disturbance_of([part], "engine", counts=counts, counts_slight=not level.is_patient)
         ending = Ending(window_seconds=window, disturbance=found)
         shown, seen = judge(records, [], started, level.campaign.slo, ending)
         summary, _ = judge(records, [], started, level.campaign.all_slos[0], ending)

@@ -14,6 +14,7 @@ from loadtests.records.events import (
     CellFinished,
     CellStarted,
     LevelFinished,
+    NeverQuiet,
     Waited,
     of_kind,
 )
@@ -65,17 +66,23 @@ def test_a_disturbed_level_is_measured_again_when_the_machine_is_quiet(tmp_path:
         assert part in words, part
 
 
-def test_a_slightly_disturbed_level_counts_where_it_holds(tmp_path: Path) -> None:
+def test_a_slightly_disturbed_level_counts_where_it_holds_or_quiet_never_comes(
+    tmp_path: Path,
+) -> None:
     """Two requests at a time, 0.1 s each: 4 requests/s hold, and 30 do not."""
     rates = "rates = [4.0, 30.0]\nrate_seconds = [30.0, 30.0]"
     world = Simulated(hog=(8.0, float("inf")), hog_share=0.06)
     folder = world.run(campaign(more=f"wait_seconds = 40\n{SLO}", search=rates), tmp_path)
     check_folder(folder)
     counted = [one for one in finished(folder) if not one.is_set_aside]
-    assert [one.held for one in counted] == [False, True], "single-stream requests were quiet"
-    assert counted[1].is_valid and counted[1].warnings == ["Disturbed"]
+    assert [one.held for one in counted] == [False, True, False]
+    assert [one.disturbance.counts for one in counted if one.disturbance] == [False, False, True]
+    assert all(one.is_valid for one in counted) and "Disturbed" not in counted[0].warnings
+    assert counted[1].warnings == ["Disturbed"] and "Disturbed" in counted[2].warnings
+    assert "at most 10% taken count now" in world.said.getvalue()
     lost = [one for one in finished(folder) if one.is_set_aside]
     assert lost and all(not one.is_valid for one in lost)
+    assert not of_kind(read_events(folder).records, NeverQuiet)
     assert capacity_of(folder) == read_run(folder).cells[0].capacity
 
 
@@ -133,7 +140,7 @@ def test_where_quiet_never_comes_the_cell_is_unresolved_and_names_who_it_was(
     assert not waits[-1].became_quiet
     spent = sum(one.spent_seconds for one in [*lost, *waits])
     longest = max(one.spent_seconds for one in lost)
-    assert patience <= spent < patience + longest + 2, "it ends, at most a level late"
+    assert patience <= spent < patience + 2 * longest + 2, "it ends, at most two levels late"
     assert world.now < START_SECONDS + 30 + spent + longest
 
 
@@ -220,7 +227,7 @@ def test_a_runner_killed_on_a_busy_machine_goes_on(
     lost = [one for one in finished(folder) if one.is_set_aside]
     waits = of_kind(read_events(folder).records, Waited)
     spent = sum(one.spent_seconds for one in [*lost, *waits])
-    assert spent < 60 + max(one.spent_seconds for one in lost) + 2
+    assert spent < 60 + 2 * max(one.spent_seconds for one in lost) + 2
 
 
 @pytest.mark.parametrize(

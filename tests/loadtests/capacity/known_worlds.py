@@ -60,13 +60,15 @@ class World:
     disturbed: Play | None = None  # what levels find at times; the truth is that of `play`
     work: Callable[[Array], Array] | None = None  # by a moment, where disturbance is seen
 
-    def disturbed_at(self, start: float, end: float) -> float | None:
+    def disturbed_at(
+        self, start: float, end: float, most_share: float = MOST_TAKEN_SHARE
+    ) -> float | None:
         """When a level between two moments is seen to be disturbed; None: it is not."""
         if self.work is None:
             return None
         moments = np.linspace(start, end, 200)
         lost = moments - start - (self.work(moments) - self.work(moments[:1]))
-        seen = np.flatnonzero(lost > MOST_TAKEN_SHARE * (end - start))
+        seen = np.flatnonzero(lost > most_share * (end - start))
         return float(moments[seen[0]]) if len(seen) else None
 
     def due(self, rate: float, seconds: float, seed: int) -> Array:
@@ -204,14 +206,14 @@ def breathing(period_seconds: float = 900.0, depth: float = 0.2) -> Callable[[Ar
 
 
 def halting(
-    seed: int = 5, share: float = 0.1, each_seconds: float = 60.0
+    seed: int = 5, share: float = 0.1, each_seconds: float = 60.0, slowed: float = 0.5
 ) -> Callable[[Array], Array]:
-    """Twice as slow for `share` of the time, `each_seconds` at a time, at random moments."""
+    """Slowed down for `share` of the time, `each_seconds` at a time, at random moments."""
     rng = np.random.default_rng(seed)
     gaps = rng.exponential(each_seconds * (1 - share) / share, 20_000)
     starts = np.cumsum(gaps + each_seconds) - each_seconds
     edges = np.concatenate([[0.0], np.column_stack([starts, starts + each_seconds]).ravel()])
-    speed = np.tile([1.0, 0.5], len(starts))
+    speed = np.tile([1.0, slowed], len(starts))
     work = np.concatenate([[0.0], np.cumsum(np.diff(edges) * speed)])
 
     def warp(wall: Array) -> Array:
@@ -269,6 +271,10 @@ def worlds() -> Iterator[World]:
     yield World("half speed 10 % of the time", CHAT, play, 0.05, 6.0, long_run=15_000)
     quiet = World("half speed at times, seen", CHAT, batching(law, CHAT, short), 0.1, 6.0)
     yield replace(quiet, long_run=15_000, disturbed=play, work=halting())
+    taking = halting(share=0.4, each_seconds=20.0, slowed=0.85)
+    play = batching(law, CHAT, short, taking)
+    quiet = World("6 % taken in turns, seen", CHAT, batching(law, CHAT, short), 0.1, 6.0)
+    yield replace(quiet, long_run=15_000, disturbed=play, work=taking)
     play = batching(law, PATIENT, short)
     yield World("TTFT limit 30 s", PATIENT, play, 0.3, 9.0, long_run=15_000)
     at_speed = lambda speed: slots(service_seconds=0.51 / speed)  # noqa: E731

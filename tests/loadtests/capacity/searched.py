@@ -4,7 +4,9 @@
 
 A level begins on an idle server, warms up, counts what is due in its window, goes on with arrivals
 that do not count until the last counted answer, and is cut short once it is decided. One that saw
-the machine disturbed does not count, and is measured again at no cost to the budget.
+the machine disturbed counts only where it holds all the same and little was taken, else it is
+measured again at no cost to the budget; once PATIENCE is used up, all of which little was taken
+count.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from loadtests.capacity.levels import Level
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
 from loadtests.metrics.distribution import runs_of
+from loadtests.metrics.disturbance import MOST_SLIGHT_SHARE
+from loadtests.metrics.level import level_verdict
+from loadtests.metrics.level_summary import counted_as_one
 from loadtests.metrics.slo import Slo, is_hopeless
 from loadtests.metrics.stationarity import grows, is_steady
 from tests.loadtests.capacity.known_worlds import STARTS, Played, World
@@ -28,7 +33,7 @@ OVERHEAD = 3.0  # seconds to start a load generator
 
 
 def measure(
-    world: World, step: Measure, rng: np.random.Generator, levels: list[Level], at: float
+    world: World, step: Measure, rng: np.random.Generator, at: float, is_patient: bool
 ) -> tuple[Level, float]:
     """One level on the simulated clock, and the seconds that it took."""
     if step.rate is None:
@@ -46,7 +51,8 @@ def measure(
     shown = world.slo.shown_in(end - warm)
     limit = shown.ttft_seconds
     soon = good if limit is None else good & (played.ttft[counted] <= limit)
-    disturbed = world.disturbed_at(at, at + end)
+    steady = _is_steady(played, counted, warm, end, world.slo)
+    lost_at = _lost_at(world, played, counted, at, end, steady, is_patient)
     last = float(played.ends[counted].max()) if len(counted) else end
     level = Level(
         rate=step.rate,
@@ -58,12 +64,39 @@ def measure(
         warmup_seconds=warm,
         runs=runs_of(good.tolist()),
         mean_e2e_seconds=float((played.ends - due)[counted].mean()) if len(counted) else None,
-        is_valid=disturbed is None,
-        is_steady=_is_steady(played, counted, warm, end, world.slo),
+        is_valid=lost_at is None,
+        is_steady=steady,
         is_whole=cut is None,
     )
     drained = last if cut is None else min(last, end + (world.slo.ttft_seconds or 0.0))
-    return level, (drained if disturbed is None else disturbed - at) + OVERHEAD
+    return level, (drained if lost_at is None else lost_at - at) + OVERHEAD
+
+
+def _lost_at(
+    world: World,
+    played: Played,
+    counted: npt.NDArray[np.int64],
+    at: float,
+    end: float,
+    steady: bool | None,
+    is_patient: bool,
+) -> float | None:
+    """When a disturbed level was given up, or ended for nothing; None: it counts."""
+    seen = world.disturbed_at(at, at + end)
+    if seen is None:
+        return None
+    much = world.disturbed_at(at, at + end, MOST_SLIGHT_SHARE)
+    if not is_patient:
+        return much
+    known = counted[played.ends[counted] <= seen - at]
+    if len(known) and played.good[known].mean() < world.slo.target:
+        return seen
+    if much is not None:
+        return much
+    good = played.good[counted].tolist()
+    together = counted_as_one(sum(good), len(good), runs_of(good))
+    word = level_verdict(sum(good), len(good), together, world.slo, steady)
+    return None if word == "holds" else at + end
 
 
 def _is_steady(
@@ -131,11 +164,11 @@ def search(world: World, config: SearchConfig, seed: int) -> tuple[Finished, lis
     while isinstance(step := next_step(levels, config, world.slo, elapsed), Measure):
         start = min(STARTS - 1, int(STARTS * elapsed / config.budget_seconds))
         server = world.of_start(start, seed)
-        level, seconds = measure(server, step, rng, levels, now)
+        level, seconds = measure(server, step, rng, now, lost <= PATIENCE)
         now += seconds
         if not level.is_valid:
-            lost += seconds
-            if lost > PATIENCE:
+            was_patient, lost = lost <= PATIENCE, lost + seconds
+            if not was_patient:
                 found = never_quiet(estimate(levels, config, world.slo), "the machine was busy")
                 return Finished(found), levels, elapsed
             continue
