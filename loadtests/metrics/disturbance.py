@@ -130,9 +130,11 @@ def _totals(parts: Sequence[CoresSample], subject: Subject) -> Disturbance:
 
 
 def is_too_much(
-    found: Disturbance, quiet_seconds: float = 0.0, most_share: float = MOST_TAKEN_SHARE
+    found: Disturbance, quiet_seconds: float = 0.0, most_share: float | None = None
 ) -> bool:
-    """Whether too much was taken, also if the engine computes undisturbed for `quiet_seconds`."""
+    """Whether more than `most_share` was taken (default: MOST_TAKEN_SHARE), also if the engine
+    computes undisturbed for `quiet_seconds`."""
+    most_share = MOST_TAKEN_SHARE if most_share is None else most_share
     if found.taken_seconds is None or found.work_seconds is None:
         return False
     taken = found.taken_seconds
