@@ -63,9 +63,9 @@ def test_an_echoed_prompts_log_probabilities_do_not_hold_the_loop(port: int) -> 
 
 def test_the_tokens_of_a_long_text_do_not_hold_the_loop(port: int) -> None:
     with held(port) as hold:
-        body = {"prompt": "a b " * 250_000, "return_token_strs": True}
+        body = {"prompt": "a b " * 60_000, "return_token_strs": True}
         found = ask(port, "POST", "/tokenize", body)
-        assert found.status == 200 and found.json["count"] > 500_000
+        assert found.status == 200 and found.json["count"] > 120_000
     assert hold.seconds <= MOST_SECONDS
 
 
