@@ -12,12 +12,12 @@ import msgspec
 
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_planning import layout_of
-from loadtests.campaign.cell_runner import Level
 from loadtests.campaign.level import Measured, loaded_level, send_burst, single_stream_level
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.servers import Capped, Command, External, Local, Server
 from loadtests.campaign.site import Site, metrics_of, quick_seconds, scraped, settle
+from loadtests.campaign.sitting import Level
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, OverMemory, ServerLost
 from loadtests.generator.endpoint import TargetFacts, pool_for, probe
 from loadtests.generator.http_client import Pool

@@ -9,9 +9,7 @@ needs to go on after a kill is in `state`, which is read from the run folder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -20,6 +18,7 @@ from loadtests.campaign.cells import seed_of
 from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, aimed
+from loadtests.campaign.sitting import Bench, Level, OpenBench
 from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig
@@ -42,7 +41,7 @@ from loadtests.records.events import (
     NeverQuiet,
     Waited,
 )
-from loadtests.records.schema import CoresSample, Probe, RequestRecord
+from loadtests.records.schema import CoresSample, RequestRecord
 from loadtests.simulation import calibration as calibrate
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.prediction_error import error_scale, packaged_pairs, pairs_in
@@ -58,48 +57,6 @@ LEAST_WAIT_SECONDS = 1.0  # then twice as long each time: not all that disturbs 
 MOST_WAIT_SECONDS = 30.0  # until a level is tried again
 BURST_TRIES = 2
 PREFILL_TOKENS = 2048  # of a step, where the server does not say
-
-
-class Level(msgspec.Struct, frozen=True):
-    """One attempt at a level: what the bench is asked to measure."""
-
-    step: Measure
-    campaign: Campaign  # as it is for the cell and the SLO that is searched for
-    name: str
-    seed: int
-    attempt: int
-    is_patient: bool = True  # False: it counts if it is slightly disturbed
-
-
-class Bench(Protocol):
-    """A server that is ready, and what measures on it."""
-
-    @property
-    def policy(self) -> Policy | None: ...  # the scheduler's settings; None: not known
-
-    def measure(self, level: Level) -> Measured:
-        """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
-
-    def burst(self, burst: calibrate.Burst, number: int, seed: int) -> list[RequestRecord]:
-        """Raises BurstDisturbed, LevelInterrupted."""
-
-    def settle(self) -> None:
-        """Waits until the server is idle. Raises LevelInterrupted."""
-
-    def look(self) -> CoresSample | None:
-        """The engine's cores in the last second or so; None: cannot be seen."""
-
-    def probe(self) -> Probe | None:
-        """A short request on the idle server; None: not here. The next level has it on record."""
-
-    def rest(self, seconds: float) -> None:
-        """Waits."""
-
-    def recover(self) -> None:
-        """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
-
-
-OpenBench = Callable[[CellState], AbstractContextManager[Bench]]
 
 
 @dataclass
