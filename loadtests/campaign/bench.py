@@ -1,4 +1,6 @@
-"""The real bench: server, connections, sampler and load generator of one cell."""
+"""What a cell is measured with: a bench, the level that it is asked for, and the real one: server,
+connections, sampler and load generator of one cell.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import msgspec
 
@@ -17,7 +21,7 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.servers import Capped, Command, External, Local, Server
 from loadtests.campaign.site import Site, metrics_of, quick_seconds, scraped, settle
-from loadtests.campaign.sitting import Level
+from loadtests.capacity.search import Measure
 from loadtests.errors import EndpointRefuses, LevelInterrupted, LoadError, OverMemory, ServerLost
 from loadtests.generator.endpoint import TargetFacts, pool_for, probe
 from loadtests.generator.http_client import Pool
@@ -32,6 +36,48 @@ from serving.hardware.facts import allowed_cores
 
 PROBE_TOKENS = 8
 RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back
+
+
+class Level(msgspec.Struct, frozen=True):
+    """One attempt at a level: what the bench is asked to measure."""
+
+    step: Measure
+    campaign: Campaign  # as it is for the cell and the SLO that is searched for
+    name: str
+    seed: int
+    attempt: int
+    is_patient: bool = True  # False: it counts if it is slightly disturbed
+
+
+class Bench(Protocol):
+    """A server that is ready, and what measures on it."""
+
+    @property
+    def policy(self) -> Policy | None: ...  # the scheduler's settings; None: not known
+
+    def measure(self, level: Level) -> Measured:
+        """Records events, requests and samples. Raises LevelInterrupted, ServerFailed."""
+
+    def burst(self, burst: Burst, number: int, seed: int) -> list[RequestRecord]:
+        """Raises BurstDisturbed, LevelInterrupted."""
+
+    def settle(self) -> None:
+        """Waits until the server is idle. Raises LevelInterrupted."""
+
+    def look(self) -> CoresSample | None:
+        """The engine's cores in the last second or so; None: cannot be seen."""
+
+    def probe(self) -> Probe | None:
+        """A short request on the idle server; None: not here. The next level has it on record."""
+
+    def rest(self, seconds: float) -> None:
+        """Waits."""
+
+    def recover(self) -> None:
+        """Waits until the server serves again. Raises ServerLost, TargetUnusable."""
+
+
+OpenBench = Callable[[CellState], AbstractContextManager[Bench]]
 
 
 class ServerBench:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from loadtests.campaign.bench import Bench, Level, OpenBench
 from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cells import seed_of
 from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, aimed
-from loadtests.campaign.sitting import Bench, Level, OpenBench
 from loadtests.capacity.estimate import estimate, never_quiet
 from loadtests.capacity.search import Finished, Measure, next_step
 from loadtests.capacity.search_config import SearchConfig

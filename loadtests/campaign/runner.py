@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.campaign.bench import open_bench
+from loadtests.campaign.bench import OpenBench, open_bench
 from loadtests.campaign.campaign_file import Campaign, Plan, check_trust
 from loadtests.campaign.cell_planning import layout_of, least_part_seconds, settle, shares, why_not
 from loadtests.campaign.cell_runner import already_decided, budget_of, run_cell
@@ -35,7 +35,6 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState, campaign_of, open_level_of
 from loadtests.campaign.rungs import with_rungs
 from loadtests.campaign.servers import External
-from loadtests.campaign.sitting import OpenBench
 from loadtests.capacity.words import in_words
 from loadtests.errors import (
     BadRunFolder,

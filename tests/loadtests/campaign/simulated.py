@@ -20,12 +20,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loadtests.campaign.bench import Level
 from loadtests.campaign.campaign_file import Plan
 from loadtests.campaign.level import Measured
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.runner import World, resume, run
-from loadtests.campaign.sitting import Level
 from loadtests.capacity.levels import Ending, holds_disturbed, judge
 from loadtests.errors import BurstDisturbed, LevelInterrupted
 from loadtests.metrics.disturbance import disturbance_of, in_words

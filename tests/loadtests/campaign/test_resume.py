@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loadtests.campaign.bench import Level
 from loadtests.campaign.campaign_file import Plan, parse_campaign
 from loadtests.campaign.cell_runner import MOST_ATTEMPTS, MOST_SERVERS
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
 from loadtests.campaign.runner import run
-from loadtests.campaign.sitting import Level
 from loadtests.errors import (
     BadRunFolder,
     EndpointRefuses,

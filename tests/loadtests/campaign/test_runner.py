@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from loadtests.campaign.bench import Level
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.run_state import CellState, repeat_in_turns, repeat_of
-from loadtests.campaign.sitting import Level
 from loadtests.errors import (
     BadRunFolder,
     Incomplete,

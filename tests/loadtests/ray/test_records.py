@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from loadtests.campaign.bench import Level
 from loadtests.campaign.campaign_file import Plan
 from loadtests.campaign.manifest import manifest_of
 from loadtests.campaign.run_state import CellState, campaign_of
-from loadtests.campaign.sitting import Level
 from loadtests.errors import LevelFailed
 from loadtests.ray.cell_on_node import Measured, measure_here
 from loadtests.ray.records import add, files_of_cell
