@@ -18,7 +18,7 @@ from reports.planning.hardware import Device
 from serving.backends import spec_of
 from serving.backends.spec import KvRequest
 from serving.errors import BackendUnavailable
-from serving.placement.memory import overhead_bytes
+from serving.placement.memory import extra_weight_bytes, overhead_bytes
 
 # On a GPU beside weights and KV, but for vLLM: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside
 # the allocator, buffers of a step (llm-d's measurements).
@@ -41,6 +41,7 @@ class Need(msgspec.Struct, frozen=True):
 def memory_here(spec: ModelSpec, cell: CellNumbers, facts: Mapping[str, Any]) -> MemoryNumbers:
     """What a model takes with a cell's format, KV cache and engine, as placement predicts it.
 
+    Matrices that are held twice count as weights, as the engine accounts for them.
     `facts` are those of the machine that serves, without CPU flags where they are not known.
     All None where the format, the KV cache or the machine of an endpoint is not known.
     """
@@ -55,7 +56,8 @@ def memory_here(spec: ModelSpec, cell: CellNumbers, facts: Mapping[str, Any]) ->
         return MemoryNumbers()
     engine = (cell.backend, device, cell.weight_format)
     overhead = overhead_bytes(*engine, weights, spec, cell.slots or 1, isa)
-    return MemoryNumbers(weight_bytes=weights, kv_bytes=kv, overhead_bytes=overhead)
+    extra = extra_weight_bytes(*engine, spec, isa)
+    return MemoryNumbers(weight_bytes=weights + extra, kv_bytes=kv, overhead_bytes=overhead - extra)
 
 
 def _held(cell: CellNumbers, device: str, isa: frozenset[str]) -> str:

@@ -88,11 +88,19 @@ def overhead_bytes(
     isa: Collection[str] = (),
 ) -> int:
     """Bytes of everything but weights and KV cache. `isa`: CPU flags."""
-    spec = spec_of(backend)
-    total = spec.overhead_on(device).total_bytes(model, weight_format, weight_bytes, slots)
-    if device == "cpu" and spec.extra_bytes is not None:
-        total += spec.extra_bytes(model, weight_format, isa)
-    return total
+    table = spec_of(backend).overhead_on(device)
+    total = table.total_bytes(model, weight_format, weight_bytes, slots)
+    return total + extra_weight_bytes(backend, device, weight_format, model, isa)
+
+
+def extra_weight_bytes(
+    backend: str, device: str, weight_format: str, model: ModelSpec, isa: Collection[str]
+) -> int:
+    """Bytes that the weights take beyond their file: matrices that are held twice."""
+    extra_bytes = spec_of(backend).extra_bytes
+    if device != "cpu" or extra_bytes is None:
+        return 0
+    return extra_bytes(model, weight_format, isa)
 
 
 def _nominal_bytes(model: ModelSpec, weight_format: str) -> int:

@@ -16,7 +16,7 @@ from loadtests.records.schema import RequestRecord
 from models.ladder import rung
 from reports.errors import BadRun
 from reports.findings import crossover
-from reports.numbers import RunNumbers
+from reports.numbers import MemoryNumbers, RunNumbers
 from reports.run import read_run
 from reports.sentences import headline
 from tests.reports.example_run import FACTS, RUNGS, SLO, write_example_run
@@ -97,17 +97,18 @@ def test_skipped_cell_keeps_its_reason(run: RunNumbers) -> None:
 def test_memory_is_predicted_for_the_cpu_that_was_measured(tmp_path: Path) -> None:
     """AMX keeps a tied embedding twice: of the cell, and of the rungs above it."""
 
-    def overheads(name: str, facts: dict[str, Any]) -> dict[str, int | None]:
+    def predicted(name: str, facts: dict[str, Any]) -> dict[str, MemoryNumbers]:
         run = read_small(tmp_path / name, facts=facts)
-        return {one.spec.name: one.memory.overhead_bytes for one in crossover(run).rungs}
+        return {one.spec.name: one.memory for one in crossover(run).rungs}
 
-    plain = overheads("plain", FACTS)
-    with_amx = overheads("amx", FACTS | {"isa": ["avx2", "avx512_vnni", "amx_int8"]})
-    assert overheads("unknown", {}) == plain
+    plain = predicted("plain", FACTS)
+    with_amx = predicted("amx", FACTS | {"isa": ["avx2", "avx512_vnni", "amx_int8"]})
+    assert predicted("unknown", {}) == plain
     for name in ("smollm2-135m", "llama-3.2-1b"):
         spec = rung(name).spec
-        twice = (with_amx[name] or 0) - (plain[name] or 0)
+        twice = (with_amx[name].weight_bytes or 0) - (plain[name].weight_bytes or 0)
         assert twice > spec.vocabulary * spec.hidden / 2
+        assert (with_amx[name].predicted_bytes or 0) - (plain[name].predicted_bytes or 0) == twice
 
 
 def test_a_skipped_cells_kv_cache_is_that_of_the_cpu(tmp_path: Path) -> None:
