@@ -95,7 +95,7 @@ images:
 	@for tool in buildah podman runc $(if $(findstring localhost/,$(IMAGE_BASE)),mmdebstrap); do \
 	  command -v $$tool >/dev/null || { echo "images: not built, this machine has no $$tool (Debian: apt-get install $$tool)"; exit 0; }; done; \
 	set -e; export CONTAINERS_CONF=$(CURDIR)/docker/containers.conf BASE=$(IMAGE_BASE); \
-	said=$$(podman info 2>&1 >/dev/null) || { echo "images: not built, podman does not work here (Debian: apt-get install netavark): $$said"; exit 0; }; \
+	said=$$(podman info 2>&1 >/dev/null) || { echo "images: not built, podman does not work here: $$said"; exit 0; }; \
 	$(if $(findstring localhost/,$(IMAGE_BASE)),podman image exists $$BASE || docker/base.sh;) \
 	for name in cpu load report; do docker/build.sh $$name localhost/crossover:$$name; done; \
 	docker/build.sh "" localhost/prometheus docker/prometheus/Dockerfile

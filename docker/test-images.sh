@@ -90,11 +90,11 @@ taken = {line.split("libggml-cpu-")[-1].split(".")[0] for line in open("/proc/se
 details = build_details(llama)
 assert len(files) > 1 and len(taken) == 1 and details["system_info"], (files, taken, details)
 print(*taken, "of", *files, "| not used:", details.get("isa_unused", "nothing"))'
-taken=$(podman run --rm --entrypoint python3 "$CROSSOVER_IMAGE" -c "$chosen")
+taken=$(podman run --rm --network none --entrypoint python3 "$CROSSOVER_IMAGE" -c "$chosen")
 step "llama.cpp here takes $taken"
 if qemu=$(command -v qemu-x86_64-static); then
   for pair in Nehalem:sse42 Haswell:haswell; do
-    taken=$(podman run --rm --entrypoint /qemu -v "$qemu:/qemu:ro" "$CROSSOVER_IMAGE" -cpu "${pair%:*}" /opt/crossover/bin/python3 -c "$chosen" 2>"$log") || fail "llama.cpp on an emulated ${pair%:*}"
+    taken=$(podman run --rm --network none --entrypoint /qemu -v "$qemu:/qemu:ro" "$CROSSOVER_IMAGE" -cpu "${pair%:*}" /opt/crossover/bin/python3 -c "$chosen" 2>"$log") || fail "llama.cpp on an emulated ${pair%:*}"
     [[ ${taken%% *} = "${pair#*:}" ]] || fail "on an emulated ${pair%:*} llama.cpp takes $taken"
     step "llama.cpp on an emulated ${pair%:*} takes ${taken%% *}"
   done
