@@ -86,7 +86,9 @@ def test_the_sampler_survives_an_old_driver(library: Path) -> None:
         "import msgspec, os; from loadtests.host.gpu import Gpu; from pathlib import Path;"
         "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-0002'; gpu = Gpu(root=Path('/nowhere'));"
         "import subprocess, sys;"
-        "engine = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "wait = 'import time; print(1, flush=True); time.sleep(60)';"
+        "engine = subprocess.Popen([sys.executable, '-c', wait], stdout=subprocess.PIPE);"
+        "engine.stdout.readline();"
         "found = gpu.read([engine.pid]); engine.kill(); gpu.close();"
         "print(msgspec.json.encode([found, gpu.missing, gpu.reason]).decode())"
     )
