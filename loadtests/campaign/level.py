@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import gevent
 import msgspec
@@ -42,6 +43,7 @@ from loadtests.workload.requests import Ask, Workload
 from models import formatting
 
 MOST_SINGLE_STREAM_SECONDS = 60.0
+DEATH_SECONDS = 1.0
 
 
 @dataclass
@@ -96,8 +98,7 @@ def single_stream_level(site: Site, step: Measure, name: str, seed: int, attempt
         found = _ask_one_by_one(site, step, plan, factory)
     finally:
         site.sampler.level = None
-    if site.server.mark() != mark:
-        raise LevelInterrupted("the engine was restarted")
+    _check_server(site, mark, found)
     return _finish(site, started, found, time.monotonic() - began)
 
 
@@ -159,8 +160,7 @@ def loaded_level(
         finally:
             site.sampler.level = None
             site.sampler.client = os.getpid()
-    if site.server.mark() != mark:
-        raise LevelInterrupted("the engine was restarted")
+    _check_server(site, mark, found)
     return _finish(site, started, found, time.monotonic() - began)
 
 
@@ -222,6 +222,22 @@ def _whole(plan: LoadPlan, records: list[RequestRecord], ended: Ended, cut: Cut)
         cut_short = cut.reason
         end = min(end, cut.end_seconds)
     return _Records(records, max(0.0, end - plan.warmup_seconds), cut_short, ended.gave_up)
+
+
+def _check_server(site: Site, mark: tuple[Any, ...], found: _Records) -> None:
+    """Raise LevelInterrupted where the server was lost or restarted within the level.
+
+    A process that dies closes its connections before it has ended.
+    """
+    is_cut = any(record.error in ("connection", "cut_off") for record in found.records)
+    until = clock() + (DEATH_SECONDS if is_cut else 0.0)
+    while True:
+        site.check()
+        if site.server.mark() != mark:
+            raise LevelInterrupted("the engine was restarted")
+        if clock() >= until:
+            return
+        time.sleep(0.05)
 
 
 def _begin(site: Site, started: LevelStarted) -> None:

@@ -8,6 +8,7 @@ and answers "ab".
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -47,6 +48,9 @@ class Handler(BaseHTTPRequestHandler):
         SERVED.append(1)
         if len(SERVED) > int(FAULTS.get("dies-after") or 1 << 30):
             print("out of luck", flush=True)
+            self.server.socket.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            time.sleep(0.3)  # its connections are gone before it is
             os._exit(7)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
