@@ -14,6 +14,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.tools.command_line import CommandLines
 
+# Engines in a test's own process: other workers of the suite use the cores too, and a thread that
+# spins keeps them from the one that it waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def has_gpu() -> bool:
     try:

@@ -115,15 +115,14 @@ def _without_folders(text: str) -> str:
 LOG = LogTail()
 
 
-def library(wait_policy: str = "default", must: bool = True) -> Any:
+def library(wait_policy: str = "default") -> Any:
     """The llama_cpp module with its log in LOG.
 
     Raises BackendUnavailable where it cannot be imported, Unsupported where it is loaded already
-    with another `wait_policy` and `must` is set.
+    with another `wait_policy`.
     """
-    is_loaded = "llama_cpp" in sys.modules
-    if wait_policy != "default" and (must or not is_loaded):
-        if is_loaded and os.environ.get("OMP_WAIT_POLICY") != wait_policy:
+    if wait_policy != "default":
+        if "llama_cpp" in sys.modules and os.environ.get("OMP_WAIT_POLICY") != wait_policy:
             raise Unsupported(
                 f"option wait_policy = {wait_policy!r} comes too late: llama.cpp is loaded in "
                 "this process already",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class Loader:
         self.config = config
         self.options = options
         self.threads = config.threads or len(allowed_cores())
-        self.llama = _library(config, options, self.threads)
+        self.llama = library(options.wait_policy)
         check_config(config, options, self.llama)
         self.is_unified = options.is_unified(config)
         self.attention = options.attention(config)
@@ -201,10 +200,3 @@ def is_memory(reason: str) -> bool:
     words = ("failed to", "unable to", "cannot")
     told = ("out of memory", "bad_alloc", *(f"{word} allocate" for word in words))
     return any(text in reason.lower() for text in told)
-
-
-def _library(config: EngineConfig, options: LlamaOptions, threads: int) -> Any:
-    if options.wait_policy != "auto":
-        return library(options.wait_policy)
-    is_shared = not config.cores and 1 < threads >= (os.cpu_count() or 1)
-    return library("passive" if is_shared else "default", must=False)

@@ -36,9 +36,8 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     step_tokens: Count = 512  # most tokens of a step (n_batch)
     ubatch_tokens: Count = 512  # most tokens of a pass over the weights (n_ubatch)
     prefill_threads: Count | None = None  # of steps of more than one token; None: as decoding
-    # How threads wait: default (spin, then sleep), active (spin), passive (sleep). auto: passive
-    # where the engine has no cores of its own and uses all: spinning would starve everybody.
-    wait_policy: Literal["auto", "default", "active", "passive"] = "auto"
+    # How threads wait for each other: default (spin, then sleep), active (spin), passive (sleep).
+    wait_policy: Literal["default", "active", "passive"] = "default"
     gpu_layers: Annotated[int, msgspec.Meta(ge=-1)] = -1  # on the GPU; -1: all
     dry_run: bool = True  # lay out memory without weights first, refuse what cannot fit
     warm_up: bool = True  # one step while loading takes the page faults
