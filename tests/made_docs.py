@@ -1,7 +1,6 @@
 """The parts of docs/ that are made from the code: `python -m tests.made_docs` writes them.
 
-The map is the first line of each file, its rooms are ROOMS of tests/house.py; the table of
-engines is what the backends say they can do.
+The map is the first line of each file; the table of engines is what the backends say they can do.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from serving.backends.base import CAPABILITIES
 from serving.http.wire.requests import ChatRequest, CompletionRequest
 from serving.http.wire.responses_api import ResponseRequest
 from tests.docs_of_structs import campaign_keys, plan_keys, schema_of
-from tests.house import PACKAGES, ROOMS
+from tests.house import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 SUFFIXES = (".py", ".js", ".html", ".toml", ".css")
@@ -46,12 +45,6 @@ def first_line(path: Path) -> str:
         found = COMMENT.match(text)
         said = re.sub(r"\s*(\*/|-->|-?#\}).*$", "", found[1]) if found else ""
     return said.strip().rstrip(".:")
-
-
-def rooms() -> list[str]:
-    """The rooms of each package, in the order in which they may import."""
-    rows = [f"| {package} | {', '.join(names)} |" for package, names in ROOMS.items()]
-    return ["| package | rooms |", "|---|---|", *rows]
 
 
 def tree() -> list[str]:
@@ -150,7 +143,7 @@ def errors() -> list[str]:
 
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
-    "docs/map.md": {"rooms": rooms, "map": tree},
+    "docs/map.md": {"map": tree},
     "docs/api.md": {"engines": engines, "keys": keys},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {"keys": plan_keys},

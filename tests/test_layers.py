@@ -1,6 +1,4 @@
-"""Imports run one way: models -> serving -> loadtests -> reports; and what is heavy or patches the
-process stays where it belongs.
-"""
+"""What is heavy or patches the process stays where it belongs."""
 
 import ast
 import re
@@ -23,17 +21,6 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module.partition(".")[0])
     return found
-
-
-@pytest.mark.parametrize("package", ORDER)
-def test_a_package_imports_only_what_stands_to_its_left(package: str) -> None:
-    right = set(ORDER[ORDER.index(package) + 1 :]) | {"crossover", "tests"}
-    wrong = {
-        str(path.relative_to(ROOT)): imports(path) & right
-        for path in (ROOT / package).rglob("*.py")
-        if imports(path) & right
-    }
-    assert not wrong
 
 
 def test_only_the_locust_side_imports_locust_since_that_patches_the_process() -> None:
