@@ -3,11 +3,13 @@
 CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a rung, by models.synthetic.write
 CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   converted from the folder beside it
 CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
-CACHE/converted/FINGERPRINT/...                        from a user's folder; changes with it
+CACHE/converted/FINGERPRINT/...                        from a user's folder or GGUF file; changes
+                                                       with it
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from models.errors import ModelError, UnsupportedModel
+from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.formats import FORMATS, PACKED_FORMATS, weight_bytes
 from models.isolated import run_aside
 from models.manifest import (
@@ -38,6 +40,7 @@ CONVERTERS = {
     "hf": "models.convert.torch:make_torch",
     "onnx": "models.convert.onnx:make_onnx",
 }
+REBUILD = "models.convert.from_gguf:make_folder"
 SPARE_DISK_BYTES = 256 << 20
 CACHE_VARIABLE = "CROSSOVER_CACHE"
 
@@ -112,6 +115,35 @@ def converted_path(folder: Path, wish: Wish) -> Path:
     return wish.cache / "converted" / _fingerprint(folder) / wish.file_name(folder.name)
 
 
+def rebuilt(file: Path, spec: ModelSpec, wish: Wish) -> Path:
+    """The folder of floats that a GGUF file stands for, made if it is not there yet."""
+    path = rebuilt_path(file, wish)
+    # In its own words: what is made of it is another wish.
+    _convert(file, path, spec, msgspec.structs.replace(wish, kind="hf", weight_format="bf16"))
+    return path
+
+
+def rebuilt_path(file: Path, wish: Wish) -> Path:
+    """Where the folder of a GGUF file lies."""
+    return wish.cache / "converted" / _fingerprint(file) / file.stem
+
+
+def converted_models(cache: Path) -> dict[Path, Manifest]:
+    """What was converted from users' own files, by its path."""
+    found: dict[Path, Manifest] = {}
+    for file in sorted((cache / "converted").glob("*/**/*crossover.json")):
+        path = (
+            file.parent
+            if file.name == "crossover.json"
+            else file.with_name(file.name.removesuffix(".crossover.json"))
+        )
+        with contextlib.suppress(BrokenWeights):
+            manifest = read_manifest(path)
+            if manifest is not None:
+                found[path] = manifest
+    return found
+
+
 def delete_synthetic(spec: ModelSpec, wish: Wish) -> bool:
     """Remove a rung's weights from the cache; False where there are none."""
     path = synthetic_path(spec, wish)
@@ -153,7 +185,7 @@ def finished_formats(spec: ModelSpec, cache: Path) -> list[str]:
     return found
 
 
-def _convert(folder: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
+def _convert(source: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
     with making(path):
         manifest = read_manifest(path) if path.exists() else None
         if (
@@ -168,9 +200,9 @@ def _convert(folder: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
             )
             settings = {"exporter": wish.exporter} if wish.kind == "onnx" else {}
             run_aside(
-                CONVERTERS[wish.kind],
+                REBUILD if source.is_file() else CONVERTERS[wish.kind],
                 wish.progress,
-                folder,
+                source,
                 path,
                 wish.weight_format,
                 spec=spec,
@@ -190,11 +222,11 @@ def _is_current(manifest: Manifest, spec: ModelSpec, wish: Wish) -> bool:
     return manifest == wanted
 
 
-def _fingerprint(folder: Path) -> str:
-    """Changes when names, sizes or times of the folder's files do."""
-    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8)
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".jinja"):
+def _fingerprint(source: Path) -> str:
+    """Changes when name, size or time of the file, or of the folder's files, does."""
+    digest = hashlib.blake2b(str(source.resolve()).encode(), digest_size=8)
+    for file in [source] if source.is_file() else sorted(source.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".jinja", ".gguf"):
             found = file.stat()
             digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()

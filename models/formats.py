@@ -1,20 +1,26 @@
-"""The type of each tensor in a GGUF file, by llama.cpp's own rules.
+"""Weight formats: those that are made here, those that are read, and the bytes they take.
 
     >>> from models.ladder import rung
     >>> {t.type for t in gguf_tensors(rung("8b").spec, "Q4_K_M")} == {"F32", "Q4_K", "Q6_K"}
     True
+    >>> spelt("gguf", "q5_k_m")  # of a file that others made
+    'Q5_K_M'
 
-A synthetic file takes the memory and time of a real one only with the same mixture of types
-(`llama_tensor_get_type` in src/llama-quant.cpp). A test compares with `llama_model_quantize`.
+A GGUF file that others made may be of any type that the gguf library knows; its header has the
+sizes. What is made here has the types that llama.cpp would give each tensor
+(`llama_tensor_get_type` in src/llama-quant.cpp): only then has a synthetic file the memory and time
+of a real one. A test compares with `llama_model_quantize`.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
 
+from models.errors import UnsupportedModel
 from models.spec import BITS_PER_WEIGHT, ModelSpec
 
 
@@ -38,7 +44,7 @@ BLOCKS: dict[str, Block] = {
     "Q6_K": Block(256, 210),
 }
 
-# File formats: the type of most tensors, and llama.cpp's number for the file (enum llama_ftype).
+# Made here: the type of most tensors, and llama.cpp's number for the file (enum llama_ftype).
 GGUF_FORMATS: dict[str, tuple[str, int]] = {
     "F32": ("F32", 0),
     "F16": ("F16", 1),
@@ -50,7 +56,7 @@ GGUF_FORMATS: dict[str, tuple[str, int]] = {
 HF_FORMATS: tuple[str, ...] = ("bf16", "fp16", "fp32")
 PACKED_FORMATS = ("int8", "dynamic-int8", "int4")  # of folders that models.convert.torch has packed
 ONNX_FORMATS: tuple[str, ...] = ("int4", "int8", "fp32")
-# Weight formats by kind of file. "none": no weights. Packed folders are converted offline.
+# Made here, by kind of file. "none": no weights. Packed folders are converted offline.
 FORMATS: dict[str, tuple[str, ...]] = {
     "gguf": tuple(GGUF_FORMATS),
     "hf": (*HF_FORMATS, *PACKED_FORMATS),
@@ -86,6 +92,48 @@ TOP_NAMES: dict[str, str] = {
 }
 
 
+@cache
+def gguf_file_formats() -> dict[str, str]:
+    """What a GGUF file may be called, llama.cpp's file types and tensor types -> the tensor type of
+    most of its bytes."""
+    from gguf import GGML_QUANT_SIZES, LlamaFileType
+
+    types = [one.name for one in GGML_QUANT_SIZES]
+    found = {one: one for one in types}
+    for one in LlamaFileType:
+        name = one.name.removeprefix("ALL_").removeprefix("MOSTLY_")
+        bases = [known for known in types if name == known or name.startswith(f"{known}_")]
+        if bases:
+            found[name] = max(bases, key=len)
+    # Mixtures that are called by their bits.
+    return found | {"IQ3_XS": "IQ3_S", "IQ3_M": "IQ3_S", "IQ2_M": "IQ2_S"}
+
+
+def readable_formats(kind: str) -> tuple[str, ...]:
+    """Every weight format that files of this kind may have; those that are made here first."""
+    return (*FORMATS[kind], *(gguf_file_formats() if kind == "gguf" else ()))
+
+
+def spelt(kind: str, weight_format: str) -> str:
+    """The format as files of this kind spell it. Raises UnsupportedModel."""
+    for one in readable_formats(kind):
+        if one.lower() == weight_format.lower():
+            return one
+    raise UnsupportedModel(
+        f"kind {kind!r} has no weight format {weight_format!r}; made here are "
+        f"{', '.join(FORMATS[kind])}"
+    )
+
+
+def check_made(weight_format: str) -> None:
+    """Raises UnsupportedModel for a GGUF format that is only read."""
+    if weight_format not in GGUF_FORMATS:
+        raise UnsupportedModel(
+            f"GGUF files of format {weight_format!r} are not made here, only "
+            f"{', '.join(GGUF_FORMATS)}; a file of any format that llama.cpp reads is served"
+        )
+
+
 class GgufTensor(msgspec.Struct, frozen=True):
     """One tensor of a GGUF file: both names, shape as in Hugging Face (rows, columns), type."""
 
@@ -114,8 +162,7 @@ def gguf_name(hf_name: str) -> str:
 
 def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
     """Every tensor of the GGUF file of `spec`, in file order."""
-    if weight_format not in GGUF_FORMATS:
-        raise KeyError(f"unknown GGUF format {weight_format!r}; known: {', '.join(GGUF_FORMATS)}")
+    check_made(weight_format)
     out = []
     for tensor in spec.tensors():
         name = gguf_name(tensor.name)
@@ -129,14 +176,21 @@ def gguf_tensors(spec: ModelSpec, weight_format: str) -> list[GgufTensor]:
 
 
 def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
-    """Bytes of all weights: exact for GGUF, `ModelSpec.weight_bytes` for others."""
-    if weight_format in GGUF_FORMATS:
+    """Bytes of all weights: exact for a GGUF file that is made here, else by the bits of most
+    tensors. Raises KeyError."""
+    if weight_format in GGUF_FORMATS and spec.counted_parameters is None:
         return sum(tensor.bytes for tensor in gguf_tensors(spec, weight_format))
+    if weight_format not in BITS_PER_WEIGHT and weight_format in gguf_file_formats():
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        kind = GGMLQuantizationType[gguf_file_formats()[weight_format]]
+        weights, size = GGML_QUANT_SIZES[kind]
+        return spec.parameters * size // weights
     return spec.weight_bytes(weight_format)
 
 
 def known_formats() -> list[str]:
-    """Every name that `weight_bytes` takes."""
+    """The formats that can be planned with."""
     return [*GGUF_FORMATS, *(name for name in BITS_PER_WEIGHT if name not in GGUF_FORMATS)]
 
 

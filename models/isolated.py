@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -129,11 +130,12 @@ def run_aside(
 ) -> None:
     """Call "module:name" in a fresh interpreter and pass its progress on; what it returns is lost.
 
-    Raises errors of models.errors as they are; ModelError with the exit status for a dead child.
+    Raises errors of models.errors as they are; ModelError with its last words for a dead child.
     """
     ours, theirs = os.pipe()
     command = ("-m", "models.isolated", function, str(theirs))
-    child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,))
+    words = tempfile.TemporaryFile()  # what native code says before it aborts
+    child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,), stderr=words)
     os.close(theirs)
     assert child.stdin is not None
     try:
@@ -152,8 +154,13 @@ def run_aside(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    why = ", most likely because memory ran out" if child.returncode == -signal.SIGKILL else ""
-    raise ModelError(f"{function.replace(':', '.')} died with status {child.returncode}{why}")
+    if child.returncode == -signal.SIGKILL:
+        why = "killed, most likely because memory ran out"
+    else:
+        with words:
+            words.seek(0)
+            why = Ran(child.returncode, b"", words.read()[-4096:].decode(errors="replace")).reason
+    raise ModelError(f"{function.replace(':', '.')} died: {why}")
 
 
 def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -> bool:

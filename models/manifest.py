@@ -27,7 +27,7 @@ CHUNK_BYTES = 8 << 20
 
 # The converter of each kind of file. Its number goes up when the same source would give other
 # files: what an earlier one left in the cache is made again.
-_CONVERTERS = {"gguf": "convert 1", "hf": "convert_torch", "onnx": "convert_onnx 2"}
+_CONVERTERS = {"gguf": "convert 2", "hf": "convert_torch 2", "onnx": "convert_onnx 3"}
 
 Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 
@@ -49,7 +49,8 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, FileFacts]
     generator: str  # "synthesis 1", or `converter`
     seed: int | None = None
-    quality_kl_nats: float | None = None
+    quality_kl_nats: float | None = None  # KL divergence to the float model, on text
+    greedy_agreement: float | None = None  # share of its greedy tokens that are kept, on text
     version: int = MANIFEST_VERSION
 
 

@@ -1,13 +1,15 @@
-"""From a name to files that a backend can load: rungs, local files and folders, the hub.
+"""From a name to files that a backend can load: rungs, local files and folders, packages, the hub.
 
     resolve("smollm2-135m", kind="gguf")       # synthetic, made in the cache if it is not there
+    resolve("smollm2-135m-instruct", kind="gguf")     # its real weights: a package's, or the hub's
     resolve("./Qwen2.5-0.5B", kind="hf")       # a folder with config.json and safetensors
-    resolve("models/x-Q4_K_M.gguf", kind="gguf")
+    resolve("models/x-Q5_K_M.gguf", kind="gguf")      # any type that llama.cpp reads
     resolve("org/name", kind="hf"), resolve("org/name:x.gguf", kind="gguf")
     resolve("org/name@5f2b1c9", kind="hf")     # a commit, branch or tag of it
 
-Files of another kind are converted into the cache where that is possible. Nothing that can run
-code is read: no pickles, no remote code.
+Files of another kind are converted into the cache where that is possible: folders of safetensors to
+any kind, a GGUF file to a folder of the floats that it stands for. Nothing that can run code is
+read: no pickles, no remote code.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from models.cache import (
     cache_dir,
     converted,
     converted_path,
+    rebuilt,
+    rebuilt_path,
     synthetic,
     synthetic_path,
     tokenizer_folder,
 )
-from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
-from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
-from models.isolated import run_python
+from models.errors import ModelError, UnknownModel, UnsupportedModel
+from models.formats import DEFAULT_FORMATS, PACKED_FORMATS, spelt
 from models.ladder import LADDER, is_rung, rung
 from models.machine import disk_free_bytes
 from models.manifest import Manifest, Progress, read_manifest, verify
@@ -40,7 +43,9 @@ from models.readers.config import read_spec
 from models.readers.gguf import read_header
 from models.readers.onnx import graph_of, graphs, is_layout, patterns
 from models.readers.safetensors import check_tensors
+from models.real_weights import real_weights
 from models.spec import ModelSpec
+from models.tokenization.gguf import read_by_child
 
 FAKE_VOCABULARY = 8192
 
@@ -72,7 +77,7 @@ class ResolvedModel(msgspec.Struct, frozen=True):
     tokenizer_path: str  # for models.tokenization.tokenizer.load_tokenizer
     synthetic: bool  # random weights: timings are real, text is noise
     source: str  # "ladder", "fake", or the path or hub id
-    # KL divergence to the float model, where it was measured on conversion
+    # KL divergence to the float model, where it was measured on conversion; None of random weights
     quality_kl_nats: float | None = None
 
 
@@ -80,12 +85,7 @@ def weight_format_of(kind: str, weight_format: str | None = None) -> str:
     """The format as files of this kind spell it; None: the default. Raises UnsupportedModel."""
     if kind == "none" or not weight_format:
         return DEFAULT_FORMATS[kind]
-    for one in FORMATS[kind]:
-        if one.lower() == weight_format.lower():
-            return one
-    raise UnsupportedModel(
-        f"kind {kind!r} has no weight format {weight_format!r}; it has {', '.join(FORMATS[kind])}"
-    )
+    return spelt(kind, weight_format)
 
 
 def resolve(
@@ -117,7 +117,10 @@ def resolve(
     if _looks_like_path(name):
         path = Path(name).expanduser().absolute()
         return _local(path, str(path), wish, is_asked)
-    match = _HUB_ID.fullmatch(name)
+    real = real_weights(name)
+    if real is not None and real.file is not None:
+        return _named(_package_gguf(real.file, wish, is_asked), real.name)
+    match = _HUB_ID.fullmatch(name if real is None else real.repository)
     if match is None or ".." in name:
         known = ", ".join(one.spec.name for one in LADDER)
         raise UnknownModel(
@@ -130,22 +133,31 @@ def resolve(
     found = _local(path, name, wish, is_asked)
     # The hub's folder is named by its commit.
     called = path.stem if match["file"] else match["repository"].partition("/")[2]
+    return _named(found, called if real is None else real.name)
+
+
+def _named(found: ResolvedModel, name: str) -> ResolvedModel:
     return msgspec.structs.replace(
-        found, name=called, spec=msgspec.structs.replace(found.spec, name=called)
+        found, name=name, spec=msgspec.structs.replace(found.spec, name=name)
     )
 
 
 def is_made(name: str, *, kind: str, weight_format: str, cache: str | Path | None = None) -> bool:
-    """Whether `resolve` finds the files of a rung or a local folder without making any."""
+    """Whether `resolve` finds the files of a rung, a package or a local path without making any."""
     wish = Wish(kind, weight_format, cache_dir(cache))
     if is_rung(name):
         return synthetic_path(rung(name).spec, wish).exists()
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+    real = real_weights(name)
+    source = Path(name).expanduser().absolute()
+    if real is not None and real.file is not None:
+        source = real.file
+    if source.suffix == ".gguf" and kind != "gguf":
+        source = rebuilt_path(source, wish)
+    if not source.is_dir():
         return False
     if kind == "hf" and not wish.is_converted:
         return True
-    return converted_path(folder.absolute(), wish).exists()
+    return converted_path(source, wish).exists()
 
 
 def _fake(name: str, wish: Wish) -> ResolvedModel:
@@ -192,35 +204,44 @@ def _local(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel
         raise UnsupportedModel(
             f"{str(path)!r} is neither a GGUF file nor a folder; pickled weights are never read"
         )
-    if wish.kind != "gguf":
-        raise UnsupportedModel(
-            f"{path.name} is a GGUF file, not {wish.kind}; give a folder of safetensors"
-        )
     return _local_gguf(path, source, wish, is_asked)
 
 
 def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
     header = read_header(path)
-    spec = header.spec(path.stem)
-    if is_asked and wish.weight_format != header.weight_format:
+    if is_asked and wish.kind == "gguf" and wish.weight_format != header.weight_format:
         raise UnsupportedModel(
             f"{path.name} is of format {header.weight_format}, not {wish.weight_format}"
         )
+    spec = header.spec(path.stem)
     manifest = _checked_manifest(path, wish)
     if manifest is None:
         _probe_vocabulary(path)
     else:  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
-    return _found(path, path.stem, spec, header.weight_format, source, manifest)
+    if wish.kind == "gguf":
+        return _found(path, path.stem, spec, header.weight_format, source, manifest)
+    folder = rebuilt(path, spec, wish)
+    return _named(_local_folder(folder, source, wish, is_asked), path.stem)
+
+
+def _package_gguf(path: Path, wish: Wish, is_asked: bool) -> ResolvedModel:
+    """The file itself where it has the format; else made of the floats that it stands for."""
+    header = read_header(path)
+    if wish.kind != "gguf" or not is_asked or wish.weight_format == header.weight_format:
+        return _local_gguf(path, str(path), wish, is_asked)
+    return _local_folder(rebuilt(path, header.spec(path.stem), wish), str(path), wish, is_asked)
 
 
 def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
     ggufs = sorted(folder.glob("*.gguf"))
-    if wish.kind == "gguf" and ggufs:
+    if ggufs and (wish.kind == "gguf" or not (folder / "config.json").is_file()):
         fitting = [
             file
             for file in ggufs
-            if not is_asked or read_header(file).weight_format == wish.weight_format
+            if not is_asked
+            or wish.kind != "gguf"
+            or read_header(file).weight_format == wish.weight_format
         ]
         if len(fitting) != 1:
             raise UnknownModel(
@@ -293,13 +314,7 @@ def _probe_vocabulary(path: Path) -> None:
 
 @lru_cache(maxsize=64)  # a server resolves each of its models twice
 def _probe_once(path: Path, size_bytes: int, changed_ns: int) -> None:
-    code = (
-        "import sys; from pathlib import Path; from models.tokenization.gguf import GgufTokenizer; "
-        "GgufTokenizer(Path(sys.argv[1]))"
-    )
-    ran = run_python("-c", code, str(path), environment={"CUDA_VISIBLE_DEVICES": ""})
-    if ran.status:
-        raise BrokenWeights(f"llama.cpp cannot read {str(path)!r}: its reader: {ran.reason}")
+    read_by_child(path, f"the tokenizer in {path.name}")
 
 
 class _HubId(NamedTuple):

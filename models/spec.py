@@ -75,8 +75,8 @@ class RopeScaling(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The published shape of a decoder-only transformer.
 
-    `family`: transformers' `model_type` (llama, qwen2, qwen3, mistral). `heads * head_dim` may
-    differ from `hidden` (Llama-3.2-3B, Qwen3).
+    `family`: transformers' `model_type` (llama, qwen2, qwen3, mistral), or the architecture that a
+    GGUF file names. `heads * head_dim` may differ from `hidden` (Llama-3.2-3B, Qwen3).
     """
 
     name: str
@@ -95,6 +95,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
+    # Of a GGUF file whose tensors are not those of `tensors()`: only llama.cpp knows them.
+    counted_parameters: int | None = None
 
     def tensors(self) -> list[TensorShape]:
         """Every weight tensor, by its Hugging Face name, in the order of the forward pass."""
@@ -128,11 +130,15 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def parameters(self) -> int:
         """Stored parameters; a tied head is counted once."""
+        if self.counted_parameters is not None:
+            return self.counted_parameters
         return sum(tensor.elements for tensor in self.tensors())
 
     @property
     def matrix_parameters(self) -> int:
         """Parameters a token multiplies with: matrices and head, no embedding."""
+        if self.counted_parameters is not None:
+            return self.counted_parameters - (not self.tied) * self.vocabulary * self.hidden
         body = sum(
             t.elements
             for t in self.tensors()
@@ -150,6 +156,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"unknown weight format {weight_format!r}; known: {', '.join(BITS_PER_WEIGHT)}"
             )
         bits = BITS_PER_WEIGHT[weight_format]
+        if self.counted_parameters is not None:
+            return int(self.counted_parameters * bits / 8)
         matrices = sum(t.elements for t in self.tensors() if t.is_matrix)
         vectors = self.parameters - matrices
         return int(matrices * bits / 8) + vectors * 4

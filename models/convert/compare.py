@@ -1,11 +1,17 @@
-"""How far a converted model's logits are from those of transformers in float32."""
+"""How far a converted model's logits are from those of transformers in float32, on text.
+
+Two questions, two answers. Is the conversion right? Its logits are those of the *same* weights,
+dequantised, but for the rounding of activations: `Comparison.check`. What does its format cost? The
+divergence from the float weights: written down, and refuses nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -14,6 +20,11 @@ import numpy.typing as npt
 from models.errors import BrokenWeights, UnsupportedModel
 from models.readers.config import read_config, v4_config
 from models.spec import ModelSpec
+from models.tokenization.shipped import DATA
+from models.tokenization.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -41,10 +52,15 @@ class Comparison(msgspec.Struct, frozen=True):
             )
 
 
-def compared_ids(spec: ModelSpec, sequences: Sequence[Sequence[int]] | None) -> Ids:
-    """Token ids [sequences, tokens]: the given ones, else seeded ones. Raises UnsupportedModel."""
+def compared_ids(
+    folder: Path, spec: ModelSpec, sequences: Sequence[Sequence[int]] | None = None
+) -> Ids:
+    """Token ids [sequences, tokens]: the given ones, else of text, by the folder's tokenizer.
+
+    Raises UnsupportedModel; UnknownModel where the folder has no tokenizer.
+    """
     if sequences is None:
-        sequences = fixed_sequences(spec.vocabulary)
+        sequences = text_sequences(folder, tokens=min(64, spec.context))
     ids = np.array(sequences, np.int64)
     is_table = ids.ndim == 2 and ids.size > 0 and ids.shape[1] <= spec.context
     if not is_table or ids.min() < 0 or ids.max() >= spec.vocabulary:
@@ -55,10 +71,11 @@ def compared_ids(spec: ModelSpec, sequences: Sequence[Sequence[int]] | None) -> 
     return ids
 
 
-def fixed_sequences(vocabulary: int, count: int = 4, tokens: int = 24) -> list[list[int]]:
-    """Seeded token ids, `count` sequences of `tokens`."""
-    rows = np.random.default_rng(20).integers(3, vocabulary, (count, tokens))
-    return [[int(token) for token in row] for row in rows]
+def text_sequences(tokenizer: Path, count: int = 4, tokens: int = 64) -> list[list[int]]:
+    """The first ids of the shipped prose, cut into `count` sequences of `tokens`."""
+    text = (DATA / "corpus.txt").read_text(encoding="utf-8")
+    ids = load_tokenizer(tokenizer).encode(text.partition("limitations under the License.\n\n")[2])
+    return [ids[begin : begin + tokens] for begin in range(0, count * tokens, tokens)]
 
 
 def distance_of(reference: Floats, candidate: Floats) -> Comparison:
@@ -114,3 +131,34 @@ def reference_logits(staged: Path, ids: Ids) -> Floats:
         with torch.inference_mode():
             logits = [model(torch.from_numpy(row[None])).logits[0].float().numpy() for row in ids]
     return np.stack(logits)
+
+
+def logits_of(
+    config: dict[str, Any],
+    weights: Mapping[str, Tensor],
+    ids: Ids,
+    rounded: Callable[[Tensor], Tensor] | None = None,
+) -> Floats:
+    """transformers' float32 logits [sequences, tokens, vocabulary] with these weights, by their
+    Hugging Face names; a tied head needs none. `rounded`: of what each matrix multiplies."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = v4_config(config)
+    built = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    with TRANSFORMERS_LOCK:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                built, dtype=torch.float32, attn_implementation="eager"
+            )
+        model.load_state_dict({**weights, "lm_head.weight": head}, strict=True, assign=True)
+        # The table of the rotation is no parameter, and was made without memory.
+        model.model.rotary_emb = type(model.model.rotary_emb)(built)
+        for module in model.modules():
+            if rounded is not None and isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+        model.eval()
+        with torch.inference_mode():
+            logits: Floats = model(torch.from_numpy(ids)).logits.float().numpy()
+    return logits

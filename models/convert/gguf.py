@@ -4,9 +4,11 @@
 
 Weights go unchanged into a GGUF file of the source's own precision (the query and key rows of Llama
 and Mistral reordered: llama.cpp rotates neighbours, transformers rotates halves). llama.cpp's
-quantiser makes the wanted format from it. Then the file's tokenizer must cut text as the source's
-does, and its logits must be those of transformers in float32 within LIMITS, else nothing is left
-behind. The KL divergence to the float model is kept in the manifest.
+quantiser makes the wanted format from it. Then three things are checked, else nothing is left
+behind: every tensor of the file is the source's, as near as its type can hold it; the tokenizer
+cuts text as the source's does; llama.cpp's logits on text are those of transformers with the file's
+own weights, dequantised. None of these depends on how coarse the format is. What the format costs
+(KL divergence and greedy agreement with the float model) is kept in the manifest.
 """
 
 from __future__ import annotations
@@ -27,33 +29,35 @@ from models.convert.compare import (
     Ids,
     compared_ids,
     distance_of,
-    reference_logits,
-    stage,
+    logits_of,
 )
-from models.convert.gguf_tokenizer import PROBES, gguf_vocabulary
+from models.convert.from_gguf import dequantised
+from models.convert.gguf_tokenizer import compare_tokenizers, gguf_vocabulary
 from models.convert.source_and_manifest import Result, manifest_of, source_spec
 from models.errors import BrokenWeights, UnsupportedModel
-from models.formats import GGUF_FORMATS, GgufTensor
+from models.formats import GGUF_FORMATS, GgufTensor, check_made, gguf_name
 from models.machine import available_bytes
 from models.manifest import Manifest, Progress, atomic_file, manifest_path, write_manifest
+from models.readers.config import read_config
+from models.readers.gguf import read_header
 from models.readers.safetensors import Stored, check_tensors, read_tensors
 from models.spec import ModelSpec
 from models.synthetic.gguf_writer import ARCHITECTURES, write_file
 from models.synthetic.random_blocks import to_bf16
 from models.synthetic.write import rope_factors
-from models.tokenization.gguf import GgufTokenizer, llama_library
+from models.tokenization.gguf import GgufTokenizer, llama_library, read_by_child
 from models.tokenization.tokenizer import load_tokenizer
 
 OWN_FORMAT = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-# Greatest distance (compare.Comparison). llama.cpp rounds activations to the weights' precision, so
-# 16-bit weights are not at 0. Random weights magnify the rounding of quantised formats.
-LIMITS: dict[str, float] = {
-    "F32": 1e-3,
-    "F16": 1e-2,
-    "BF16": 5e-2,
-    "Q8_0": 0.1,
-    "Q4_0": 0.9,
-    "Q4_K_M": 0.7,
+# Greatest distance (compare.Comparison) of llama.cpp's logits from transformers' with the same
+# weights: llama.cpp rounds activations to the weights' precision, to 8 bits for quantised ones.
+LIMITS = {"F32": 1e-3, "F16": 1e-2, "BF16": 5e-2}
+QUANTISED_LIMIT = 0.35
+# Greatest root mean square of a tensor's rounding, over that of the tensor; the worst that blocks
+# of one large weight among small ones can have. Another tensor, or rows in another order: 1.4.
+ROUNDING = {
+    **{"F32": 0.0, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.03, "Q6_K": 0.2},
+    **{"Q5_0": 0.25, "Q5_1": 0.25, "Q5_K": 0.25, "Q4_0": 0.4, "Q4_K": 0.4},
 }
 _CHUNK_ROWS_BYTES = 64 << 20
 
@@ -70,28 +74,26 @@ def make_gguf(
     """Convert a Hugging Face folder to a GGUF file, replaced if it was there; returns its manifest.
 
     `spec`: the shape that the folder must have. `sequences`: token ids to compare on, all of one
-    length; real text gives a better quality figure than the seeded ids. Where the float32
-    reference does not fit into free memory, logits are not compared, `progress` says so, and
-    `quality_kl_nats` is None. Raises UnsupportedModel, BrokenWeights.
+    length; None: of text. Where the float32 reference does not fit into free memory, logits are not
+    compared, `progress` says so, and the manifest has no quality. Raises UnsupportedModel,
+    BrokenWeights.
     """
     say = progress or (lambda what, fraction: None)
     source, target = Path(hf_folder), Path(out_file)
-    if weight_format not in GGUF_FORMATS:
-        raise UnsupportedModel(
-            f"unknown GGUF format {weight_format!r}; known: {', '.join(GGUF_FORMATS)}"
-        )
+    check_made(weight_format)
     found = source_spec(source, spec)
     manifest_path(target).unlink(missing_ok=True)
     with atomic_file(target) as temporary:
         _write(source, found, weight_format, temporary, say)
         say("comparing the tokenizers", None)
-        _compare_tokenizers(source, temporary)
+        compare_tokenizers(load_tokenizer(source), _own_tokenizer(temporary, source), source.name)
+        say("comparing the weights with the source's", None)
+        is_compared = _reference_fits(found)
+        weights = _checked_weights(source, temporary, found, keep=is_compared)
         quality = None
-        if _reference_fits(found):
+        if is_compared:
             say("comparing the logits with the source's", None)
-            comparison = compare(source, temporary, found, sequences)
-            comparison.check(LIMITS[weight_format], f"the {weight_format} file of {source.name}")
-            quality = comparison.kl_nats
+            quality = compare(source, temporary, found, weights, sequences)
         else:
             say("logits not compared: the float32 reference does not fit into free memory", None)
         result = Result("gguf", weight_format, found, quality)
@@ -141,14 +143,67 @@ def quantise(source: Path, target: Path, weight_format: str, threads: int | None
 
 
 def compare(
-    hf_folder: Path, file: Path, spec: ModelSpec, sequences: Sequence[Sequence[int]] | None = None
+    source: Path,
+    file: Path,
+    spec: ModelSpec,
+    weights: dict[str, Floats],
+    sequences: Sequence[Sequence[int]] | None = None,
 ) -> Comparison:
-    """Logits of a GGUF file against those of transformers in float32 on the same token ids."""
-    ids = compared_ids(spec, sequences)
-    with tempfile.TemporaryDirectory(prefix="crossover-") as staged:
-        stage(hf_folder, Path(staged))
-        reference = reference_logits(Path(staged), ids)
-    return distance_of(reference, gguf_logits(file, ids))
+    """llama.cpp's logits on `file` against transformers' on the source's float weights.
+
+    Raises BrokenWeights where they are not those of `weights`, the file's own.
+    """
+    import torch
+
+    ids, config = compared_ids(source, spec, sequences), read_config(source)
+    held = {name: torch.from_numpy(values) for name, values in weights.items()}
+    logits = gguf_logits(file, ids)
+    weight_format = read_header(file).weight_format
+    distance_of(logits_of(config, held, ids), logits).check(
+        LIMITS.get(weight_format, QUANTISED_LIMIT), f"the {weight_format} file of {source.name}"
+    )
+    stored = read_tensors(source)
+    plain = {
+        tensor.name: torch.from_numpy(_floats(source, stored[tensor.name], tensor.name))
+        for tensor in spec.tensors()
+    }
+    return distance_of(logits_of(config, plain, ids), logits)
+
+
+def _checked_weights(source: Path, file: Path, spec: ModelSpec, keep: bool) -> dict[str, Floats]:
+    """The file's tensors as transformers names and orders them; {} unless they are kept.
+
+    Raises BrokenWeights with the first that is not the source's.
+    """
+    header, stored = read_header(file), read_tensors(source)
+    kept: dict[str, Floats] = {}
+    for tensor in spec.tensors():
+        wanted = _floats(source, stored[tensor.name], tensor.name)
+        kind = header.tensors[gguf_name(tensor.name)].type
+        begin, error, size = 0, 0.0, 0.0
+        pieces = []
+        for values in dequantised(header, spec, tensor):
+            want = wanted[begin : begin + len(values)]
+            begin += len(values)
+            error += float(np.sum((values - want) ** 2))
+            size += float(np.sum(want**2))
+            if keep:
+                pieces.append(values)
+        if not error <= ROUNDING[kind] ** 2 * size:
+            raise BrokenWeights(
+                f"the tensor {tensor.name} of {source.name} is another one in the file that was "
+                f"made: {(error / max(size, 1e-30)) ** 0.5:.2g} away, more than {ROUNDING[kind]:g}"
+            )
+        if keep:
+            kept[tensor.name] = np.concatenate(pieces)
+    return kept
+
+
+def _own_tokenizer(file: Path, source: Path) -> GgufTokenizer:
+    """The file's tokenizer, read by a child first: llama.cpp ends a process on a vocabulary that it
+    does not expect."""
+    read_by_child(file, f"the tokenizer of {source.name}")
+    return GgufTokenizer(file)
 
 
 def gguf_logits(file: Path, ids: Ids) -> Floats:
@@ -201,15 +256,7 @@ def _data(
         yield rope_factors(spec, spec.rope_scaling).tobytes()
         return
     entry = stored[tensor.hf_name]
-    bits = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
-    if entry.dtype not in bits:
-        raise UnsupportedModel(
-            f"{folder.name} has tensor {tensor.hf_name} of type {entry.dtype}; known: "
-            f"{', '.join(bits)}"
-        )
-    raw: npt.NDArray[Any] = np.memmap(
-        folder / entry.file, bits[entry.dtype], "r", entry.start, entry.shape
-    )
+    raw = _bits(folder, entry, tensor.hf_name)
     if ARCHITECTURES[spec.family] == "llama":
         for name, heads in (("q_proj", spec.heads), ("k_proj", spec.kv_heads)):
             if f".{name}." in tensor.hf_name:
@@ -217,6 +264,23 @@ def _data(
     rows = max(1, _CHUNK_ROWS_BYTES // max(1, raw[0:1].nbytes))
     for begin in range(0, len(raw), rows):
         yield _as_type(raw[begin : begin + rows], entry.dtype, tensor.type)
+
+
+def _bits(folder: Path, entry: Stored, name: str) -> npt.NDArray[Any]:
+    """A stored tensor's bit patterns. Raises UnsupportedModel."""
+    bits = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
+    if entry.dtype not in bits:
+        raise UnsupportedModel(
+            f"{folder.name} has tensor {name} of type {entry.dtype}; known: {', '.join(bits)}"
+        )
+    return np.memmap(folder / entry.file, bits[entry.dtype], "r", entry.start, entry.shape)
+
+
+def _floats(folder: Path, entry: Stored, name: str) -> Floats:
+    raw = np.ascontiguousarray(_bits(folder, entry, name))
+    if entry.dtype == "BF16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.view(np.float16 if entry.dtype == "F16" else np.float32).astype(np.float32)
 
 
 def _interleaved(raw: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
@@ -241,24 +305,5 @@ def _as_type(raw: npt.NDArray[Any], have: str, want: str) -> bytes:
     return values.astype(np.float32 if want == "F32" else np.float16).tobytes()
 
 
-def _compare_tokenizers(folder: Path, file: Path) -> None:
-    """Raises BrokenWeights with the first text that both cut differently."""
-    theirs, ours = load_tokenizer(folder), GgufTokenizer(file)
-    for text in PROBES:
-        for parse_special in (False, True):
-            want = theirs.encode(text, parse_special=parse_special)
-            got = ours.encode(text, parse_special=parse_special)
-            if want != got:
-                raise BrokenWeights(
-                    f"the tokenizer written for {folder.name} cuts {text!r} into {got}, the "
-                    f"source's into {want}"
-                )
-    if ours.bos_id != theirs.bos_id:
-        raise BrokenWeights(
-            f"the tokenizer written for {folder.name} begins with token {ours.bos_id}, the "
-            f"source's with {theirs.bos_id}"
-        )
-
-
 def _reference_fits(spec: ModelSpec) -> bool:
-    return spec.parameters * 4 * 1.2 < available_bytes()
+    return spec.parameters * 4 * 2.4 < available_bytes()  # the source's weights and the file's

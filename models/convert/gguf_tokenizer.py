@@ -1,8 +1,9 @@
-"""tokenizer.json to the tokenizer part of a GGUF file.
+"""tokenizer.json to the tokenizer part of a GGUF file, and back.
 
 Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and SentencePiece BPE with byte tokens (Llama 2,
-Mistral). llama.cpp knows the rules that cut text into words by name only. A wrong rule gives other
-ids silently: models.convert.gguf compares on PROBES.
+Mistral); which of the two it is, its pre-tokenizer says (`byte_fallback` may be set on either).
+llama.cpp knows the rules that cut text into words by name only. A wrong rule gives other ids
+silently: both directions are compared on PROBES.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import gguf
 
-from models.errors import UnsupportedModel
+from models.errors import BrokenWeights, UnsupportedModel
 from models.synthetic.gguf_writer import Vocabulary
-from models.tokenization.tokenizer import HfTokenizer
+from models.tokenization.gguf import GgufTokenizer
+from models.tokenization.tokenizer import HfTokenizer, Tokenizer
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -23,6 +25,9 @@ _LLAMA3 = (
 )
 # Regular expression of a Split pre-tokenizer -> llama.cpp's name of it.
 SPLITS: dict[str, str] = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
+# Other names that llama.cpp has for the same rules.
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 PROBES: tuple[str, ...] = (
     "Hello, world! It's 12345.67 o'clock - isn't it?",
@@ -65,7 +70,14 @@ def gguf_vocabulary(folder: Path, size: int) -> Vocabulary:
             gguf.TokenType.CONTROL if added.get("special") else gguf.TokenType.USER_DEFINED
         )
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    sentencepiece = bool(model.get("byte_fallback"))
+    sentencepiece = not any(one.get("type") == "ByteLevel" for one in _parts(description))
+    if sentencepiece:
+        missing = sorted(set(_BYTE_TOKENS) - model["vocab"].keys())
+        if missing:  # llama.cpp would end the process
+            raise UnsupportedModel(
+                f"{folder.name}/tokenizer.json is neither byte-level nor SentencePiece with byte "
+                f"tokens: it lacks {len(missing)} of 256, the first {missing[0]}"
+            )
     eos = sorted(tokenizer.eos_ids)
     eos_id = tokenizer.named_id("eos_token")
     if eos_id is None and eos:
@@ -90,10 +102,16 @@ def gguf_vocabulary(folder: Path, size: int) -> Vocabulary:
     )
 
 
+def _parts(description: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pre-tokenizers of a tokenizer.json, in order."""
+    outer = description.get("pre_tokenizer") or {}
+    parts: list[dict[str, Any]] = outer.get("pretokenizers", [outer])
+    return parts
+
+
 def _pre_tokenizer(folder: Path, description: dict[str, Any]) -> str:
     """llama.cpp's name of a byte-level tokenizer's rule."""
-    outer = description.get("pre_tokenizer") or {}
-    parts = outer.get("pretokenizers", []) if outer.get("type") == "Sequence" else [outer]
+    parts = _parts(description)
     kinds = [part.get("type") for part in parts]
     if (
         kinds == ["ByteLevel"]
@@ -113,8 +131,145 @@ def _pre_tokenizer(folder: Path, description: dict[str, Any]) -> str:
             return SPLITS[pattern]
     raise UnsupportedModel(
         f"{folder.name} cuts text into words in a way that has no known name in llama.cpp: "
-        f"{json.dumps(outer)[:200]}"
+        f"{json.dumps(parts)[:200]}"
     )
+
+
+def compare_tokenizers(theirs: Tokenizer, ours: Tokenizer, source: str) -> None:
+    """Raises BrokenWeights with the first text that both cut differently. `source`: its name."""
+    for text in PROBES:
+        for parse_special in (False, True):
+            want = theirs.encode(text, parse_special=parse_special)
+            got = ours.encode(text, parse_special=parse_special)
+            if want != got:
+                raise BrokenWeights(
+                    f"the tokenizer written for {source} cuts {text!r} into {got}, the "
+                    f"source's into {want}"
+                )
+    if ours.bos_id != theirs.bos_id:
+        raise BrokenWeights(
+            f"the tokenizer written for {source} begins with token {ours.bos_id}, the "
+            f"source's with {theirs.bos_id}"
+        )
+
+
+def hf_tokenizer_files(file: Path, metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """tokenizer.json and its companions of a GGUF file's vocabulary: name -> content.
+
+    `metadata` with whole arrays. Raises UnsupportedModel.
+    """
+    known = GgufTokenizer(file)
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocab = {
+        token: index
+        for index, token in enumerate(tokens)
+        if types[index] != int(gguf.TokenType.UNUSED)
+    }
+    model: dict[str, Any] = {"type": "BPE", "vocab": vocab}
+    pre_tokenizer = normalizer = None
+    space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if kind == "gpt2":
+        pre = _ALIASES.get(pre, pre)
+        pre_tokenizer = _pre_tokenizer_called(pre)
+        if pre_tokenizer is None:
+            raise UnsupportedModel(
+                f"{file.name} cuts text into words by llama.cpp's rule {pre!r}, which has no "
+                "known tokenizer.json"
+            )
+        merges = [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
+        model |= {"merges": merges, "ignore_merges": pre == "llama-bpe"}
+        decoder: dict[str, Any] = _byte_level(use_regex=True)
+    elif kind == "llama":
+        mark = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        prepend = [{"type": "Prepend", "prepend": "▁"}] if space else []
+        normalizer = {"type": "Sequence", "normalizers": [*prepend, mark]}
+        unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+        scores = metadata["tokenizer.ggml.scores"]
+        model |= {"merges": _merges(vocab, scores), "unk_token": tokens[unknown]}
+        model |= {"byte_fallback": True, "fuse_unk": True}
+        unmark = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if space else []
+        steps = [unmark, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+        decoder = {"type": "Sequence", "decoders": steps}
+    else:
+        raise UnsupportedModel(
+            f"{file.name} has a tokenizer of llama.cpp's kind {kind!r}; gpt2 and llama are known"
+        )
+    ids = {
+        name: metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
+    }
+    named = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
+    added = [int(gguf.TokenType.CONTROL), int(gguf.TokenType.USER_DEFINED)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": index, "content": token, "special": types[index] == added[0], **flags}
+                for index, token in enumerate(tokens)
+                if types[index] in added
+            ],
+            "normalizer": normalizer,
+            "pre_tokenizer": pre_tokenizer,
+            "post_processor": None if known.bos_id is None else _begins_with(tokens, known.bos_id),
+            "decoder": decoder,
+            "model": model,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "chat_template": known.chat_template,
+            **named,
+        },
+        "generation_config.json": {"eos_token_id": sorted(known.eos_ids)},
+    }
+
+
+def _pre_tokenizer_called(name: str) -> dict[str, Any] | None:
+    """The rule that llama.cpp has by this name, as a tokenizer.json has it."""
+    if name == "gpt-2":
+        return _byte_level(use_regex=True)
+    first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
+    if name != "smollm":
+        patterns = [pattern for pattern, known in SPLITS.items() if known == name]
+        if not patterns:
+            return None
+        first = {"type": "Split", "pattern": {"Regex": patterns[0]}}
+        first |= {"behavior": "Isolated", "invert": False}
+    parts = [first, _byte_level(use_regex=name == "smollm")]
+    return {"type": "Sequence", "pretokenizers": parts}
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    shared = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return {**shared, "use_regex": use_regex}
+
+
+def _begins_with(tokens: list[str], bos_id: int) -> dict[str, Any]:
+    """A post-processor that puts the token first."""
+    bos = tokens[bos_id]
+    start = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [start, first],
+        "pair": [start, first, start, second],
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
+
+
+def _merges(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
+    """SentencePiece's merges: every way to make a token of two others, best score first."""
+    found = [
+        (-scores[index], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
+        for token, index in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    return [[left, right] for *_, left, right in sorted(found)]
 
 
 def _with_byte_types(tokens: list[str], types: list[int], unknown: str | None) -> list[int]:

@@ -73,13 +73,14 @@ def make_onnx(
     """Convert a Hugging Face folder; returns `out_folder`, replaced whole if it was there.
 
     `spec`: the shape that the folder must have. `sequences`: token ids to compare on, all of one
-    length; real text gives a better quality figure than the seeded ids. Raises UnsupportedModel
-    (cannot be converted), BrokenWeights (the result is wrong, or the source cannot be read).
+    length; None: of text. Raises UnsupportedModel (cannot be converted), BrokenWeights (the result
+    is wrong, or the source cannot be read).
     """
     say = progress or (lambda what, fraction: None)
     source, target = Path(hf_folder), Path(out_folder)
     check_request(precision, exporter)
     found = source_spec(source, spec)
+    ids = compared_ids(source, found, sequences)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Scratch files lie on the target's disk, which has room for the result.
     # `making` finds what a killed conversion leaves by this name.
@@ -90,7 +91,6 @@ def make_onnx(
         _add_stand_in_tokenizer(staged)
         made = _export(staged, precision, exporter, say)
         say("comparing the logits with the source's", 0.7)
-        ids = compared_ids(found, sequences)
         reference = reference_logits(staged, ids)
         comparison = distance_of(reference, graph_logits(made / "model.onnx", ids, found))
         comparison.check(LIMITS[precision], f"the {precision} graph of {source.name}")
@@ -101,7 +101,7 @@ def make_onnx(
                     shutil.move(str(file), done / file.name)
             copy_texts(source, done)
             _write_facts(done, precision, exporter, comparison)
-            result = Result("onnx", precision, found, comparison.kl_nats, exporter)
+            result = Result("onnx", precision, found, comparison, exporter)
             write_folder_manifest(source, done, result)
     say(f"{target.name} is made", 1.0)
     return target

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from models.convert.compare import Comparison
 from models.errors import BrokenWeights
 from models.manifest import Manifest, converter, file_facts, read_manifest, write_manifest
 from models.readers.config import read_config, spec_of, v4_config
@@ -25,7 +26,7 @@ class Result(msgspec.Struct, frozen=True):
     kind: str  # gguf, hf, onnx
     weight_format: str
     spec: ModelSpec
-    quality_kl_nats: float | None  # KL divergence to the float model; None: not measured
+    quality: Comparison | None  # with the float model, on text; None: not measured
     exporter: str = ""  # of ONNX graphs
 
 
@@ -56,8 +57,12 @@ def copy_texts(source: Path, folder: Path) -> None:
 
 
 def manifest_of(source: Path, files: dict[str, Path], result: Result) -> Manifest:
-    """The manifest of converted weights. `files`: name in the manifest -> file."""
+    """The manifest of converted weights. `files`: name in the manifest -> file.
+
+    Random weights say nothing of what a format costs trained ones: they get no quality.
+    """
     before = read_manifest(source)
+    quality = result.quality if before is None or before.seed is None else None
     return Manifest(
         kind=result.kind,
         spec=result.spec,
@@ -66,7 +71,8 @@ def manifest_of(source: Path, files: dict[str, Path], result: Result) -> Manifes
         files={name: file_facts(file) for name, file in files.items()},
         generator=converter(result.kind, result.exporter),
         seed=before.seed if before is not None else None,
-        quality_kl_nats=result.quality_kl_nats,
+        quality_kl_nats=None if quality is None else quality.kl_nats,
+        greedy_agreement=None if quality is None else quality.agreement,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import msgspec
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.formats import gguf_name
+from models.formats import gguf_file_formats, gguf_name
 from models.spec import ModelSpec, RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -39,7 +40,7 @@ _SCALARS = {
 MOST_LAYERS = 10_000
 _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 1 << 24  # of one array, and of the metadata and tensor tables
-_KEPT_ARRAY = 64  # longer arrays are skipped: they are the tokenizer
+_KEPT_ARRAY = 64  # longer arrays are the tokenizer
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -61,37 +62,49 @@ class GgufHeader(msgspec.Struct, frozen=True):
     @property
     def weight_format(self) -> str:
         """llama.cpp's name of the file's mixture ("Q4_K_M"), or the type that most bytes have."""
-        number = self.metadata.get("general.file_type")
-        try:
-            return str(LlamaFileType(number).name).removeprefix("ALL_").removeprefix("MOSTLY_")
-        except ValueError:
-            sizes: dict[str, int] = {}
-            for tensor in self.tensors.values():
-                sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.bytes
-            return max(sizes, key=sizes.__getitem__)
+        with suppress(ValueError):
+            kind = LlamaFileType(self.metadata.get("general.file_type"))
+            name = str(kind.name).removeprefix("ALL_").removeprefix("MOSTLY_")
+            if name in gguf_file_formats():
+                return name
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.bytes
+        return max(sizes, key=sizes.__getitem__)
 
     def spec(self, name: str) -> ModelSpec:
-        """The model's shape. Raises UnsupportedModel, BrokenWeights (contradiction)."""
+        """The model's shape, as far as serving it with llama.cpp needs it.
+
+        `counted_parameters` is set where only llama.cpp knows what the tensors mean. Raises
+        UnsupportedModel (no text comes out of it), BrokenWeights (contradiction).
+        """
         family = str(self._need("general.architecture"))
-        if family not in FAMILIES:
-            raise UnsupportedModel(
-                f"{name} is a GGUF file of architecture {family!r}; known: {', '.join(FAMILIES)}"
-            )
-        experts = self.metadata.get(f"{family}.expert_count", 0)
-        if experts:
-            raise UnsupportedModel(
-                f"{name} is a mixture of {experts} experts, which is not supported"
-            )
+        text = self.metadata.get("general.type", "model") == "model"
+        if not text or not self.metadata.get(f"{family}.attention.causal", True):
+            raise UnsupportedModel(f"{name} is a GGUF file of {family!r} that writes no text")
         if self.metadata.get("split.count", 1) > 1:
             raise UnsupportedModel(
                 f"{name} is one part of {self.metadata['split.count']}; join them with llama.cpp's "
                 "gguf-split first"
             )
+        recurrent = [
+            key for key in self.metadata if key.startswith((f"{family}.ssm", f"{family}.wkv"))
+        ]
+        if recurrent:
+            raise UnsupportedModel(
+                f"{name} keeps a recurrent state ({recurrent[0]}), which cannot be cut back to a "
+                "shared beginning as a KV cache can"
+            )
         heads = self._count(f"{family}.attention.head_count")
         hidden = self._count(f"{family}.embedding_length")
+        head_dim = self._count(f"{family}.attention.key_length", hidden // heads)
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise BrokenWeights(f"{name} has no embedding matrix token_embd.weight")
+        epsilons = [
+            self.metadata.get(f"{family}.attention.layer_norm_{kind}epsilon")
+            for kind in ("rms_", "")
+        ]
         spec = ModelSpec(
             name=name,
             family=family,
@@ -99,19 +112,34 @@ class GgufHeader(msgspec.Struct, frozen=True):
             hidden=hidden,
             heads=heads,
             kv_heads=self._count(f"{family}.attention.head_count_kv", heads),
-            head_dim=self._count(f"{family}.attention.key_length", hidden // heads),
-            intermediate=self._count(f"{family}.feed_forward_length"),
+            head_dim=(head_dim + self._count(f"{family}.attention.value_length", head_dim) + 1)
+            // 2,
+            intermediate=self._count(f"{family}.feed_forward_length", 4 * hidden),
             vocabulary=embedding.shape[1],
             context=self._count(f"{family}.context_length"),
             tied="output.weight" not in self.tensors,
             rope_theta=float(self.metadata.get(f"{family}.rope.freq_base", 10_000.0)),
-            norm_epsilon=float(f"{self._need(f'{family}.attention.layer_norm_rms_epsilon'):.6g}"),
+            norm_epsilon=float(f"{next(filter(None, epsilons), 1e-5):.6g}"),
             qkv_bias="blk.0.attn_q.bias" in self.tensors,
             qk_norm="blk.0.attn_q_norm.weight" in self.tensors,
             rope_scaling=self._rope_scaling(),
         )
-        self._check_against(spec)
-        return spec
+        if family in FAMILIES and not self.metadata.get(f"{family}.expert_count"):
+            self._check_against(spec)
+        if self.unknown_part(spec) is None:
+            return spec
+        counted = sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+        return msgspec.structs.replace(spec, counted_parameters=counted)
+
+    def unknown_part(self, spec: ModelSpec) -> str | None:
+        """What transformers' classes of FAMILIES do not have; None: nothing."""
+        if spec.family not in FAMILIES:
+            return f"the architecture {spec.family!r}"
+        known = {gguf_name(tensor.name) for tensor in spec.tensors()} | {"rope_freqs.weight"}
+        others = (name for name in self.tensors if name not in known)
+        return next(
+            (f"the tensor {name}" for name in others if not name.endswith("rot_embd")), None
+        )
 
     def _rope_scaling(self) -> RopeScaling | None:
         """Llama 3's scaling. The file holds divisors: the largest is the factor."""
@@ -126,9 +154,9 @@ class GgufHeader(msgspec.Struct, frozen=True):
         )
 
     def _check_against(self, spec: ModelSpec) -> None:
-        """Check that the file has every tensor of the shape, and no other."""
-        wanted = {gguf_name(tensor.name): tensor for tensor in spec.tensors()}
-        for name, tensor in wanted.items():
+        """Check that the file has every tensor of the shape."""
+        for tensor in spec.tensors():
+            name = gguf_name(tensor.name)
             found = self.tensors.get(name)
             if found is None:
                 raise BrokenWeights(
@@ -139,12 +167,6 @@ class GgufHeader(msgspec.Struct, frozen=True):
                     f"{spec.name} has tensor {name} of shape {found.shape[::-1]}, its metadata "
                     f"says {tensor.shape}"
                 )
-        for name in self.tensors:
-            if name not in wanted and name != "rope_freqs.weight" and not name.endswith("rot_embd"):
-                raise UnsupportedModel(
-                    f"{spec.name} has a tensor {name}, which models of the {spec.family} kind do "
-                    "not have"
-                )
 
     def _need(self, key: str) -> Any:
         if key not in self.metadata:
@@ -153,6 +175,8 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
     def _count(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(key, default) if default is not None else self._need(key)
+        if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+            value = max(value)  # one for each layer
         # A file from anywhere must not make a reader count to a billion.
         most = MOST_LAYERS if key.endswith(".block_count") else 1 << 31
         if not isinstance(value, int) or not 1 <= value <= most:
@@ -163,22 +187,25 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return value
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Read and check a GGUF header. Raises BrokenWeights (no GGUF, damaged, cut off)."""
+def read_header(path: Path, whole_arrays: bool = False) -> GgufHeader:
+    """Read and check a GGUF header. Raises BrokenWeights (no GGUF, damaged, cut off).
+
+    `whole_arrays`: with the tokenizer, whose arrays are None otherwise.
+    """
     try:
         with (
             path.open("rb") as stream,
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return _read(path, data)
+            return _read(path, _Cursor(path, data, whole_arrays))
     except ValueError as problem:  # an empty file cannot be mapped
         raise BrokenWeights(f"{str(path)!r} is no GGUF file: {problem}") from problem
 
 
-def _read(path: Path, data: mmap.mmap) -> GgufHeader:
-    cursor = _Cursor(path, data)
-    if cursor.take(4) != b"GGUF":
-        raise BrokenWeights(f"{str(path)!r} is no GGUF file: it begins with {data[:4]!r}")
+def _read(path: Path, cursor: _Cursor) -> GgufHeader:
+    magic, size = cursor.take(4), cursor.size
+    if magic != b"GGUF":
+        raise BrokenWeights(f"{str(path)!r} is no GGUF file: it begins with {magic!r}")
     version = cursor.scalar("I")
     if version not in (2, 3):
         raise BrokenWeights(f"{str(path)!r} is GGUF version {version}; versions 2 and 3 are known")
@@ -195,10 +222,9 @@ def _read(path: Path, data: mmap.mmap) -> GgufHeader:
     tensors = {}
     for name, entry in entries:
         end = start + entry.start + entry.bytes
-        if end > len(data):
+        if end > size:
             raise BrokenWeights(
-                f"{str(path)!r} is cut off: tensor {name} ends at byte {end}, the file at "
-                f"{len(data)}"
+                f"{str(path)!r} is cut off: tensor {name} ends at byte {end}, the file at {size}"
             )
         tensors[name] = msgspec.structs.replace(entry, start=start + entry.start)
     if len(tensors) != len(entries):
@@ -227,9 +253,11 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, TensorEntry]:
 class _Cursor:
     """Reads little-endian values one after the other and never past the end."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, whole_arrays: bool) -> None:
         self._path = path
         self._data = data
+        self._kept = _MOST_ENTRIES if whole_arrays else _KEPT_ARRAY
+        self.size = len(data)
         self.position = 0
 
     def broken(self, what: str) -> BrokenWeights:
@@ -267,13 +295,11 @@ class _Cursor:
         if of in _SCALARS:
             raw = self.take(count * struct.calcsize("<" + _SCALARS[of]))
             return (
-                list(struct.unpack(f"<{count}{_SCALARS[of]}", raw))
-                if count <= _KEPT_ARRAY
-                else None
+                list(struct.unpack(f"<{count}{_SCALARS[of]}", raw)) if count <= self._kept else None
             )
         if of != _STRING:
             raise self.broken(f"an array of type {of}, which is not known")
-        if count <= _KEPT_ARRAY:
+        if count <= self._kept:
             return [self.string() for _ in range(count)]
         for _ in range(count):
             size = self.scalar("Q")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import UnsupportedModel
-from models.formats import BLOCKS, GGUF_FORMATS, GgufTensor
+from models.formats import BLOCKS, GgufTensor, check_made
 from models.manifest import (
     FileFacts,
     HashedFile,
@@ -74,10 +74,7 @@ def write_gguf(
     """
     path = Path(path)
     _check(spec)
-    if weight_format not in GGUF_FORMATS:
-        raise UnsupportedModel(
-            f"unknown GGUF format {weight_format!r}; known: {', '.join(GGUF_FORMATS)}"
-        )
+    check_made(weight_format)
     weights = Weights(seed, _largest(spec))
     manifest_path(path).unlink(missing_ok=True)
     with atomic_file(path) as temporary:
@@ -117,9 +114,9 @@ def write_hf_folder(
     if dtype not in DTYPES:
         raise UnsupportedModel(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     with atomic_folder(folder) as temporary:
-        files = _write_safetensors(
-            spec, temporary, dtype, Weights(seed, _largest(spec)), initializer_range, progress
-        )
+        weights = Weights(seed, _largest(spec))
+        data = partial(_hf_data, DTYPES[dtype][0], weights, initializer_range)
+        files = write_safetensors(spec, temporary, dtype, data, progress)
         texts = {
             "config.json": hf_config(spec, dtype, initializer_range),
             **shipped_files(spec.vocabulary, spec.context),
@@ -257,15 +254,14 @@ class _Shard(NamedTuple):
     tensors: list[TensorShape]
 
 
-def _write_safetensors(
+def write_safetensors(
     spec: ModelSpec,
     folder: Path,
     dtype: str,
-    weights: Weights,
-    std: float,
+    data: Callable[[TensorShape], Iterable[bytes | memoryview]],
     progress: Progress | None,
 ) -> dict[str, FileFacts]:
-    """The shards, and their index where there are several."""
+    """The shards, and their index where there are several. `data`: a tensor's bytes in chunks."""
     kind, stored_name, _ = DTYPES[dtype]
     width = BLOCKS[kind].bytes
     shards = _shards(spec.tensors(), width)
@@ -288,7 +284,7 @@ def _write_safetensors(
         try:
             out.write(len(text).to_bytes(8, "little") + text)
             for tensor in shard.tensors:
-                for chunk in _hf_data(tensor, kind, weights, std):
+                for chunk in data(tensor):
                     out.write(chunk)
                     done += len(chunk)
                 if progress:
@@ -325,7 +321,7 @@ def _shards(tensors: Iterable[TensorShape], width: int) -> list[_Shard]:
     ]
 
 
-def _hf_data(tensor: TensorShape, kind: str, weights: Weights, std: float) -> Iterator[memoryview]:
+def _hf_data(kind: str, weights: Weights, std: float, tensor: TensorShape) -> Iterator[memoryview]:
     if "norm" in tensor.name:
         values = weights.vector(tensor.name, tensor.elements, 0.9, 1.1)
         if kind == "F16":

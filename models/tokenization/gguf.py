@@ -6,12 +6,14 @@ import ctypes
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from models.errors import BadChat, BrokenWeights, UnsupportedModel
+from models.errors import BadChat, BrokenWeights, ModelError, UnsupportedModel
+from models.isolated import run_aside
 from models.tokenization.chat_template import CPU_SECONDS, ChatTemplate
 
 _NO_VOCABULARY = 0  # enum llama_vocab_type
@@ -32,7 +34,8 @@ class GgufTokenizer:
         params.vocab_only = True
         self._model = llama.llama_model_load_from_file(str(file).encode(), params)
         if not self._model:
-            raise BrokenWeights(f"llama.cpp cannot read the vocabulary of {str(file)!r}")
+            why = f": {_ERRORS[-1]}" if _ERRORS else ""
+            raise BrokenWeights(f"llama.cpp cannot read the header of {file.name}{why}")
         weakref.finalize(self, llama.llama_model_free, self._model)
         self._vocab = vocab = llama.llama_model_get_vocab(self._model)
         if llama.llama_vocab_type(vocab) == _NO_VOCABULARY:
@@ -119,10 +122,36 @@ class GgufTokenizer:
         return text.decode(errors="replace") if text else ""
 
 
-# llama.cpp writes pages to stderr while loading; what matters comes back as an error.
-_quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
-    lambda level, text, data: None
-)
+def read_by_child(file: Path, what: str) -> None:
+    """Let a child read a file's vocabulary: llama.cpp ends the process on some of them.
+
+    `what`: the file or part, for the error. Raises BrokenWeights, UnsupportedModel.
+    """
+    try:
+        run_aside(f"{__name__}:_read", None, str(file))
+    except (BrokenWeights, UnsupportedModel):
+        raise
+    except ModelError as problem:
+        raise BrokenWeights(f"llama.cpp ends while it reads {what}: {problem}") from problem
+
+
+def _read(file: str, progress: object = None) -> None:
+    GgufTokenizer(Path(file))
+
+
+# llama.cpp writes pages to stderr while loading; the last error says what matters.
+_ERRORS: deque[str] = deque(maxlen=1)
+_ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR
+
+
+def _heard(level: int, text: bytes, data: object) -> None:
+    said = text.decode(errors="replace").strip().rpartition("error loading model: ")[2]
+    # The last lines only say that it failed.
+    if level == _ERROR_LEVEL and said and "failed to load model" not in said:
+        _ERRORS.append(said)
+
+
+_quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_heard)
 
 
 def llama_library() -> Any:

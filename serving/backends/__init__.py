@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
+from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS, readable_formats
 from serving.backends.llama_cpp.extra_buffers import planned_extra_bytes
 from serving.backends.spec import MIB, UNKNOWN_OVERHEAD, BackendSpec, KvRequest, Overhead
 from serving.backends.torch import need as torch_need
@@ -38,7 +38,6 @@ BACKENDS: dict[str, BackendSpec] = {
     "llama_cpp": BackendSpec(
         cls="serving.backends.llama_cpp.backend:LlamaCppBackend",
         weights="gguf",
-        also_reads=("Q6_K", "Q5_K", "Q4_K", "Q4_1"),
         kv_grain=256,
         may_split=True,
         overhead={
@@ -140,40 +139,34 @@ def format_of(name: str, weight_format: str | None) -> str:
     spec = spec_of(name)
     if not weight_format:
         return spec.format_by_default
-    if not spec.formats:
-        return weight_format
-    return _spelt(name, weight_format, spec.formats, spec.also_reads)
+    return _spelt(name, weight_format, spec.readable_formats) if spec.formats else weight_format
 
 
-def _spelt(
-    name: str, weight_format: str, formats: tuple[str, ...], more: tuple[str, ...] = ()
-) -> str:
-    for one in (*formats, *more):
+def _spelt(name: str, weight_format: str, formats: tuple[str, ...]) -> str:
+    for one in formats:
         if one.lower() == weight_format.lower():
             return one
+    made = ", ".join(spec_of(name).formats or formats)
     raise Unsupported(
-        f"backend {name!r} has no weight format {weight_format!r}; it has {', '.join(formats)}",
-        "weight_format",
+        f"backend {name!r} has no weight format {weight_format!r}; it has {made}", "weight_format"
     )
 
 
 def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
-    """Kind of files to make (gguf, hf, onnx, none) and their format; "" without weights."""
+    """Kind of files (gguf, hf, onnx, none) and their format; "" without weights."""
     spec = spec_of(name)
     if spec.weights == "none":
         return spec.weights, ""
     if spec.weights is not None:
-        if not weight_format:
-            return spec.weights, spec.format_by_default
-        return spec.weights, _spelt(name, weight_format, spec.formats)
+        return spec.weights, format_of(name, weight_format)
     if not weight_format:
         return "hf", DEFAULT_FORMATS["hf"]
-    for kind in ("hf", *FORMATS):  # safetensors first: onnx has fp32 too
-        if weight_format in FORMATS[kind]:
-            return kind, weight_format
-    formats = tuple(one for kind in FORMATS.values() for one in kind)
-    chosen = _spelt(name, weight_format, formats)
-    return next(kind for kind in FORMATS if chosen in FORMATS[kind]), chosen
+    kinds = ("hf", *FORMATS)  # safetensors first: onnx has fp32 too
+    formats = {kind: readable_formats(kind) for kind in kinds}
+    chosen = weight_format
+    if not any(weight_format in known for known in formats.values()):
+        chosen = _spelt(name, weight_format, sum(formats.values(), ()))
+    return next(kind for kind, known in formats.items() if chosen in known), chosen
 
 
 def backend_for(kind: str) -> str:

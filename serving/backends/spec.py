@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
-from models.formats import DEFAULT_FORMATS, FORMATS
+from models.formats import DEFAULT_FORMATS, FORMATS, readable_formats
 from models.spec import ModelSpec
 
 MIB = 1 << 20
@@ -66,10 +66,10 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     overhead: Mapping[str, Overhead]  # by device, "cpu" or "gpu"; other devices are refused
     weights: str | None  # kind of files: gguf, hf, onnx, none; None: any
     default_format: str = ""  # "": the kind's
-    also_reads: tuple[str, ...] = ()  # formats of files that others made
     cpu_formats: tuple[str, ...] = ()  # formats that only the CPU computes with
-    # On the CPU: (model, weight format, CPU flags) -> bytes that it holds beyond the weights' own.
-    extra_bytes: Callable[[ModelSpec, str, Collection[str]], int] | None = None
+    # On the CPU: (model, weight format, CPU flags, file or "") -> bytes that it holds beyond the
+    # weights' own.
+    extra_bytes: Callable[[ModelSpec, str, Collection[str], str], int] | None = None
     kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
     kv_grain: int = 1  # KV rows are whole multiples of so many tokens
     kv_spare_tokens: int = 0  # that a KV row has beyond the context
@@ -101,6 +101,11 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     def formats(self) -> tuple[str, ...]:
         """Weight formats that can be made for it; (): any."""
         return FORMATS[self.weights] if self.weights is not None else ()
+
+    @property
+    def readable_formats(self) -> tuple[str, ...]:
+        """Weight formats that its files may have: these, and those that others made."""
+        return readable_formats(self.weights) if self.weights is not None else ()
 
     @property
     def format_by_default(self) -> str:

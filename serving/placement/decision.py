@@ -40,6 +40,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: Count | None = None  # None: slots x context
     kv_dtype: str = AUTO
     weight_bytes: int | None = None  # of the file; None: there is none yet
+    file: str = ""  # a GGUF file that is there, whose header has its tensors
     check_memory: bool = True  # False: plan even what does not fit, and say so
 
 

@@ -37,6 +37,7 @@ class Sizes(msgspec.Struct, frozen=True):
     kv_tokens: int  # of all slots together
     kv_dtype: str  # as asked for
     weight_bytes: int | None = None  # of the file; None: there is none yet
+    file: str = ""  # a GGUF file that is there, whose header has its tensors
     isa: Collection[str] = ()  # CPU flags
 
 
@@ -57,7 +58,7 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
         tokens = sizes.slots * spec.kv_row_tokens(sizes.context_tokens)
     kv_bytes = tokens * model.kv_bytes_per_token(kv_dtype) if spec.has_weights else 0
     overhead = overhead_bytes(
-        backend, device, weight_format, weights, model, sizes.slots, sizes.isa
+        backend, device, weight_format, weights, model, sizes.slots, sizes.isa, sizes.file
     )
     return Forecast(weights, kv_bytes, kv_dtype, overhead)
 
@@ -86,21 +87,27 @@ def overhead_bytes(
     model: ModelSpec,
     slots: int,
     isa: Collection[str] = (),
+    file: str = "",
 ) -> int:
-    """Bytes of everything but weights and KV cache. `isa`: CPU flags."""
+    """Bytes of everything but weights and KV cache. `isa`: CPU flags; `file`: as in Sizes."""
     table = spec_of(backend).overhead_on(device)
     total = table.total_bytes(model, weight_format, weight_bytes, slots)
-    return total + extra_weight_bytes(backend, device, weight_format, model, isa)
+    return total + extra_weight_bytes(backend, device, weight_format, model, isa, file)
 
 
 def extra_weight_bytes(
-    backend: str, device: str, weight_format: str, model: ModelSpec, isa: Collection[str]
+    backend: str,
+    device: str,
+    weight_format: str,
+    model: ModelSpec,
+    isa: Collection[str],
+    file: str = "",
 ) -> int:
     """Bytes that the weights take beyond their file: matrices that are held twice."""
     extra_bytes = spec_of(backend).extra_bytes
     if device != "cpu" or extra_bytes is None:
         return 0
-    return extra_bytes(model, weight_format, isa)
+    return extra_bytes(model, weight_format, isa, file)
 
 
 def _nominal_bytes(model: ModelSpec, weight_format: str) -> int:

@@ -97,7 +97,7 @@ def plan(
 
 
 def _sizes(request: PlacementRequest, context: int, pool: int, facts: HardwareFacts) -> Sizes:
-    held = (request.kv_dtype, request.weight_bytes, frozenset(facts.isa))
+    held = (request.kv_dtype, request.weight_bytes, request.file, frozenset(facts.isa))
     return Sizes(request.model, request.slots, context, pool, *held)
 
 

@@ -50,6 +50,7 @@ class FoundModel(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelOptions
     spec: ModelSpec
     size_bytes: int | None
+    file: str = ""  # the GGUF file, where it is one
 
     def with_engine(self, backend: str, weight_format: str) -> FoundModel:
         """The model with its engine decided."""
@@ -167,6 +168,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
         model=found.model,
         spec=spec,
         size_bytes=found.size_bytes,
+        file=found.file,
         placement=placement,
         configs=configs,
         tokenizer_path=tokenizer_path,
@@ -302,6 +304,7 @@ def _request(found: FoundModel) -> PlacementRequest:
         kv_tokens=model.kv_tokens,
         kv_dtype=model.kv_dtype,
         weight_bytes=found.size_bytes,
+        file=found.file,
         check_memory=model.check_memory,
     )
 
@@ -328,7 +331,8 @@ def find_model(model: ModelOptions, machine: Machine) -> FoundModel:
     decided = msgspec.structs.replace(
         model, backend=backend, weight_format=files.weight_format or None
     )
-    return FoundModel(model=decided, spec=files.spec, size_bytes=size)
+    file = files.path if path.suffix == ".gguf" else ""
+    return FoundModel(model=decided, spec=files.spec, size_bytes=size, file=file)
 
 
 def _backend_of(source: str) -> str:

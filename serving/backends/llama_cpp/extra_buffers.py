@@ -7,9 +7,11 @@ are read from it as it is in the file. So is all that the mapped part of a file 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from models.formats import GGUF_FORMATS, gguf_tensors
+from models.readers.gguf import read_header
 from models.spec import ModelSpec
 
 AMX, REPACK = "AMX", "CPU_REPACK"  # llama.cpp's names of the buffers
@@ -80,12 +82,25 @@ def _bytes_in_buffer(weight: Weight, buffers: Collection[str], isa: Collection[s
     return weight.bytes if REPACK in buffers and is_repacked and rows % _REPACK_ROWS == 0 else None
 
 
-def planned_extra_bytes(model: ModelSpec, weight_format: str, isa: Collection[str]) -> int:
-    """The same before there is a file or a build: every buffer that the CPU allows, file read.
+def planned_extra_bytes(
+    model: ModelSpec, weight_format: str, isa: Collection[str], file: str = ""
+) -> int:
+    """The same before the load: every buffer that the CPU allows, file read.
 
-    Of a format that others made, the output matrix is as in the default one.
+    `file`: the GGUF file, whose header has the tensors; "": there is none yet.
     """
     buffers = (AMX, REPACK) if _AMX_FLAGS.issubset(isa) else (REPACK,)
-    tensors = gguf_tensors(model, weight_format if weight_format in GGUF_FORMATS else "Q4_0")
-    weights = (Weight(one.name, one.shape[::-1], one.type, one.bytes) for one in tensors)
+    if file:
+        weights = weights_in(Path(file))
+    else:
+        tensors = gguf_tensors(model, weight_format if weight_format in GGUF_FORMATS else "Q4_0")
+        weights = [Weight(one.name, one.shape[::-1], one.type, one.bytes) for one in tensors]
     return extra_bytes(weights, buffers, isa, is_mapped=False)
+
+
+def weights_in(file: Path) -> list[Weight]:
+    """The tensors of a GGUF file."""
+    tensors = read_header(file).tensors
+    return [
+        Weight(name, one.shape, one.type, one.bytes, one.start) for name, one in tensors.items()
+    ]

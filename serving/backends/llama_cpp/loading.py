@@ -12,7 +12,7 @@ from models.machine import cpu_flags
 from models.manifest import Progress
 from models.readers.gguf import read_header
 from serving.backends.base import EngineConfig, MemoryParts
-from serving.backends.llama_cpp.extra_buffers import AMX, REPACK, Weight, extra_bytes
+from serving.backends.llama_cpp.extra_buffers import AMX, REPACK, extra_bytes, weights_in
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
     KV_TYPES,
@@ -113,10 +113,7 @@ class Loader:
         buffers = model_buffers(lines)
         if self.config.device != "cpu" or buffers.isdisjoint((AMX, REPACK)):
             return 0
-        tensors = read_header(Path(self.config.model_path)).tensors
-        weights = [
-            Weight(name, one.shape, one.type, one.bytes, one.start) for name, one in tensors.items()
-        ]
+        weights = weights_in(Path(self.config.model_path))
         return extra_bytes(weights, buffers, cpu_flags(), self.options.is_mapped(self.config))
 
     def _model(self, progress: Progress) -> Any:
