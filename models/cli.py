@@ -1,4 +1,4 @@
-"""`crossover models list`: the ladder, and what of it is in the cache."""
+"""`crossover models list`: the ladder, what of it is here, and what its formats cost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rich.table import Table
 
 from models import formatting
 from models import resolve as hub
-from models.cache import finished_formats
+from models.cache import converted_models, finished_formats
 from models.errors import ModelError
 from models.formats import weight_bytes
 from models.ladder import LADDER, Rung
+from models.real_weights import real_weights, real_weights_of
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 
@@ -34,12 +35,14 @@ _JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
 
 @app.command("list")
 def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
-    """List every rung: parameters, file sizes, KV cache per 1,000 tokens, what is cached."""
+    """List every rung: parameters, file sizes, KV cache per 1,000 tokens, what is cached, and by
+    which name its published weights are served."""
     root = hub.cache_dir(cache)
     rows = [_listed(one, root) for one in LADDER]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
+    console = Console(width=None if Console().is_terminal else 190)
     table = Table(title=f"The ladder (cache: {root})", title_justify="left")
     for heading in (
         "rung",
@@ -49,10 +52,10 @@ def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
         "KV / 1k tokens",
         "context",
         "in the cache",
+        "real weights",
     ):
-        table.add_column(
-            heading, justify="left" if heading in ("rung", "also", "in the cache") else "right"
-        )
+        is_text = heading in ("rung", "also", "in the cache", "real weights")
+        table.add_column(heading, justify="left" if is_text else "right")
     for row in rows:
         sizes = [formatting.size(row["weight_bytes"][name]) for name in LISTED_FORMATS]
         facts = (
@@ -61,8 +64,27 @@ def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
             formatting.size(row["kv_bytes_per_1000_tokens"]),
             f"{row['context']:,}",
         )
-        table.add_row(row["name"], ", ".join(row["aliases"]), *facts, ", ".join(row["cached"]))
-    Console(width=None if Console().is_terminal else 160).print(table)
+        real = row["real_weights"]
+        place = f" ({real['here']})" if real["here"] else ""
+        words = (row["name"], ", ".join(row["aliases"]), *facts, ", ".join(row["cached"]))
+        table.add_row(*words, f"{real['name']}{place}")
+    console.print(table)
+    made = converted_models(root)
+    if not made:
+        return
+    table = Table(title="Converted, with what the format costs on text", title_justify="left")
+    for heading in ("model", "format", "KL to float, nats", "greedy tokens kept", "where"):
+        table.add_column(heading)
+    for path, manifest in made.items():
+        quality, kept = manifest.quality_kl_nats, manifest.greedy_agreement
+        table.add_row(
+            manifest.spec.name,
+            manifest.weight_format,
+            "not measured" if quality is None else f"{quality:.2g}",
+            "not measured" if kept is None else f"{kept:.0%}",
+            str(path.relative_to(root)),
+        )
+    console.print(table)
 
 
 def parse_bytes(text: str, option: str, least_bytes: int = 1 << 20) -> int:
@@ -84,7 +106,9 @@ def parse_bytes(text: str, option: str, least_bytes: int = 1 << 20) -> int:
 
 
 def _listed(one: Rung, root: Path) -> dict[str, Any]:
-    spec = one.spec
+    spec, real = one.spec, real_weights_of(one)
+    # Where the authors' name is the rung's own, the hub's id tells them apart.
+    name = real.name if real_weights(real.name) is not None else real.repository
     return {
         "name": spec.name,
         "aliases": list(one.aliases),
@@ -94,5 +118,6 @@ def _listed(one: Rung, root: Path) -> dict[str, Any]:
         "weight_bytes": {name: weight_bytes(spec, name) for name in LISTED_FORMATS},
         "kv_bytes_per_1000_tokens": 1000 * spec.kv_bytes_per_token(),
         "cached": finished_formats(spec, root),
+        "real_weights": {"name": name, "here": real.place},
         "source": one.source,
     }

@@ -134,33 +134,33 @@ def run_aside(
     """
     ours, theirs = os.pipe()
     command = ("-m", "models.isolated", function, str(theirs))
-    words = tempfile.TemporaryFile()  # what native code says before it aborts
-    child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,), stderr=words)
-    os.close(theirs)
-    assert child.stdin is not None
-    try:
-        with os.fdopen(ours, "rb") as heard:
-            with contextlib.suppress(BrokenPipeError), child.stdin:
-                child.stdin.write(pickle.dumps((args, kwargs)))
-            if _is_done(heard, progress):
-                return
-    except BaseException as problem:
-        if not isinstance(problem, ModelError):
-            child.send_signal(signal.SIGINT)  # it clears up
-        raise
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    with tempfile.TemporaryFile() as words:  # what native code says before it aborts
+        child = start_python(*command, stdin=subprocess.PIPE, pass_fds=(theirs,), stderr=words)
+        os.close(theirs)
+        assert child.stdin is not None
+        try:
+            with os.fdopen(ours, "rb") as heard:
+                with contextlib.suppress(BrokenPipeError), child.stdin:
+                    child.stdin.write(pickle.dumps((args, kwargs)))
+                if _is_done(heard, progress):
+                    return
+        except BaseException as problem:
+            if not isinstance(problem, ModelError):
+                child.send_signal(signal.SIGINT)  # it clears up
+            raise
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(STOP_SECONDS)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        words.seek(0)
+        said = words.read()[-4096:].decode(errors="replace")
     if child.returncode == -signal.SIGKILL:
-        why = "killed, most likely because memory ran out"
+        why = ", most likely because memory ran out"
     else:
-        with words:
-            words.seek(0)
-            why = Ran(child.returncode, b"", words.read()[-4096:].decode(errors="replace")).reason
-    raise ModelError(f"{function.replace(':', '.')} died: {why}")
+        why = f": {Ran(None, b'', said).reason}" if said.strip() else ""
+    raise ModelError(f"{function.replace(':', '.')} died with status {child.returncode}{why}")
 
 
 def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -> bool:

@@ -56,8 +56,16 @@ QUANTISED_LIMIT = 0.35
 # Greatest root mean square of a tensor's rounding, over that of the tensor; the worst that blocks
 # of one large weight among small ones can have. Another tensor, or rows in another order: 1.4.
 ROUNDING = {
-    **{"F32": 0.0, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.03, "Q6_K": 0.2},
-    **{"Q5_0": 0.25, "Q5_1": 0.25, "Q5_K": 0.25, "Q4_0": 0.4, "Q4_K": 0.4},
+    "F32": 0.0,
+    "F16": 1e-3,
+    "BF16": 4e-3,
+    "Q8_0": 0.03,
+    "Q6_K": 0.2,
+    "Q5_0": 0.25,
+    "Q5_1": 0.25,
+    "Q5_K": 0.25,
+    "Q4_0": 0.4,
+    "Q4_K": 0.4,
 }
 _CHUNK_ROWS_BYTES = 64 << 20
 

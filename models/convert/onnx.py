@@ -55,9 +55,9 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "genai": ("fp32", "int8", "int4", "dynamic-int8"),
     "optimum": ("fp32", "dynamic-int8"),
 }
-# Greatest distance (compare.Comparison). Random weights magnify rounding more than trained ones:
-# the quantised limits only catch a graph that computes something else.
-LIMITS: dict[str, float] = {"fp32": 1e-4, "int8": 0.35, "dynamic-int8": 0.9, "int4": 1.1}
+# Greatest distance (compare.Comparison) on text. The quantised limits only catch a graph that
+# computes something else (1.4): int4 of weights that were in 4 bits before is 0.95 away.
+LIMITS: dict[str, float] = {"fp32": 1e-4, "int8": 0.35, "dynamic-int8": 0.9, "int4": 1.25}
 
 
 def make_onnx(

@@ -37,9 +37,6 @@ GROUP = 32
 PRECISIONS = ("int8", "dynamic-int8", "int4")
 # dynamic-int8: activations are whole numbers from -63 to 63 times a token's scale
 ACTIVATION_STEPS = 63
-# Greatest root mean square of a matrix's rounding, over that of the matrix: one weight that is
-# much larger than the rest of its row or group takes their bits. Another matrix: 1.4.
-ROUNDING = {"int8": 0.3, "int4": 0.4}
 
 
 def make_torch(
@@ -151,9 +148,10 @@ def _restored(name: str, plain: Tensor, tensors: Mapping[str, Tensor]) -> Tensor
     module = name.removesuffix(".weight")
     if f"{module}.scale" not in tensors:
         return plain
-    found = unpacked(module, tensors)
-    limit = ROUNDING["int4" if f"{module}.int4" in tensors else "int8"]
-    if not (found - plain).norm() <= limit * plain.norm():
+    found, scale = unpacked(module, tensors), tensors[f"{module}.scale"]
+    groups = scale.view(len(plain), -1, 1)  # half a step is all that rounding may take
+    error = (found - plain).abs().view(len(plain), groups.shape[1], -1)
+    if not bool((error <= 0.501 * groups).all()):
         raise BrokenWeights(f"the packed form of {name} is another matrix than the source's")
     return found
 

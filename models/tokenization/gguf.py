@@ -23,6 +23,11 @@ _PIECE_BYTES = 256
 _PLAIN_CHARACTERS = 4096
 _CHARACTER_STACK = 1024
 _STACK_SIZE = threading.Lock()
+# Characters whose UTF-8 has every byte that text can have: where a vocabulary lacks one, and has no
+# token for what is unknown, llama.cpp ends the process.
+_EVERY_BYTE = "".join(
+    map(chr, [*range(1, 0xD800, 61), *range(1, 2048), *range(1 << 16, 0x110000, 4093)])
+)
 
 
 class GgufTokenizer:
@@ -136,7 +141,9 @@ def read_by_child(file: Path, what: str) -> None:
 
 
 def _read(file: str, progress: object = None) -> None:
-    GgufTokenizer(Path(file))
+    tokenizer = GgufTokenizer(Path(file))
+    tokenizer.encode(_EVERY_BYTE)
+    tokenizer.token_bytes()
 
 
 # llama.cpp writes pages to stderr while loading; the last error says what matters.

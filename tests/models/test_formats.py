@@ -109,7 +109,7 @@ def test_gguf_names() -> None:
 
 
 def test_unknown_format_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="IQ1"):
+    with pytest.raises(UnsupportedModel, match="IQ1"):
         gguf_tensors(TINY_LLAMA, "IQ1")
     with pytest.raises(UnsupportedModel, match="IQ1.*Q4_K_M"):
         write_gguf(TINY_LLAMA, tmp_path / "x.gguf", "IQ1")

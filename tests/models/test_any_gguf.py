@@ -1,0 +1,202 @@
+"""GGUF files as people have them: of any type, of other architectures, damaged; and back to floats."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from gguf import GGUFReader, GGUFWriter, LlamaFileType
+
+from models.convert.compare import distance_of, reference_logits, stage, text_sequences
+from models.convert.gguf import gguf_logits, make_gguf
+from models.errors import BrokenWeights, ModelError, UnsupportedModel
+from models.formats import weight_bytes
+from models.manifest import manifest_path
+from models.readers.gguf import read_header
+from models.resolve import resolve
+from models.synthetic.write import write_gguf, write_hf_folder
+from models.tokenization.gguf import llama_library
+from models.tokenization.tokenizer import load_tokenizer
+from tests.serving.backends.hf_folders import children_here
+from tests.shapes import TINY_LLAMA, TINY_QWEN2
+
+WIDE = msgspec.structs.replace(TINY_LLAMA, hidden=256, intermediate=512, heads=4, head_dim=64)
+TYPES = (
+    "Q4_1",
+    "Q5_0",
+    "Q5_K_M",
+    "Q6_K",
+    "Q3_K_S",
+    "Q2_K",
+    "IQ4_XS",
+    "IQ4_NL",
+    "MXFP4_MOE",
+    "TQ2_0",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("whole") / "whole.gguf"
+    write_gguf(WIDE, file, "F32")
+    manifest_path(file).unlink()
+    return file
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A small file that is not ours."""
+    write_gguf(TINY_LLAMA, tmp_path / "foreign.gguf", "Q8_0")
+    manifest_path(tmp_path / "foreign.gguf").unlink()
+    return tmp_path / "foreign.gguf"
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_any_type_that_llama_cpp_writes_is_taken(kind: str, whole: Path, tmp_path: Path) -> None:
+    file, llama = tmp_path / "x.gguf", llama_library()
+    params = llama.llama_model_quantize_default_params()
+    names = {one.name.removeprefix("MOSTLY_"): one.value for one in LlamaFileType}
+    params.ftype = names[kind]
+    assert (
+        llama.llama_model_quantize(str(whole).encode(), str(file).encode(), ctypes.byref(params))
+        == 0
+    )
+    found = resolve(str(file), kind="gguf")
+    assert (found.weight_format, found.spec.parameters) == (kind, WIDE.parameters)
+    assert resolve(str(file), kind="gguf", weight_format=kind.lower()) == found
+    with pytest.raises(UnsupportedModel, match=f"x.gguf is of format {kind}, not Q8_0"):
+        resolve(str(file), kind="gguf", weight_format="Q8_0")
+    tensors = read_header(file).tensors.values()
+    assert sum(one.bytes for one in tensors) < os.path.getsize(file) < whole.stat().st_size / 2
+    assert weight_bytes(found.spec, kind) == pytest.approx(sum(t.bytes for t in tensors), rel=0.5)
+    ids = np.array(text_sequences(file, 1, 16))
+    assert np.isfinite(gguf_logits(file, ids)).all()
+
+
+def test_the_floats_that_a_file_stands_for_are_the_same_model(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children_here(monkeypatch)
+    found = resolve(str(foreign), kind="hf", cache=tmp_path / "cache")
+    assert (found.name, found.weight_format, found.synthetic) == ("foreign", "bf16", False)
+    theirs, ours = load_tokenizer(foreign), load_tokenizer(found.tokenizer_path)
+    assert ours.eos_ids == theirs.eos_ids and ours.chat_template == theirs.chat_template
+    assert ours.token_bytes() == theirs.token_bytes()
+    stage(Path(found.path), tmp_path / "staged")
+    ids = np.array(text_sequences(foreign, 2, 32))
+    assert (
+        distance_of(reference_logits(tmp_path / "staged", ids), gguf_logits(foreign, ids)).distance
+        < 0.2
+    )
+    made = Path(found.path).stat().st_mtime_ns
+    packed = resolve(str(foreign), kind="hf", weight_format="int8", cache=tmp_path / "cache")
+    assert packed.quality_kl_nats is not None and packed.quality_kl_nats < 0.1
+    assert Path(found.path).stat().st_mtime_ns == made
+
+
+def test_another_architecture_is_described_and_not_rebuilt(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases of attention: llama.cpp reads them, our own shapes have none."""
+    children_here(monkeypatch)
+    file = tmp_path / "biased.gguf"
+    writer = GGUFWriter(file, "llama")
+    reader = GGUFReader(foreign)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0], *field.types[1:2])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for layer in range(TINY_LLAMA.layers):
+        writer.add_tensor(f"blk.{layer}.attn_output.bias", np.ones(TINY_LLAMA.hidden, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = resolve(str(file), kind="gguf", cache=tmp_path / "cache")
+    extra = TINY_LLAMA.layers * TINY_LLAMA.hidden
+    assert found.spec.parameters == TINY_LLAMA.parameters + extra
+    assert np.isfinite(gguf_logits(file, np.array(text_sequences(file, 1, 8)))).all()
+    with pytest.raises(
+        UnsupportedModel, match=r"biased.gguf has the tensor blk.0.attn_output.bias"
+    ):
+        resolve(str(file), kind="onnx", cache=tmp_path / "cache")
+    assert not [
+        one for one in (tmp_path / "cache").rglob("*") if one.suffix != ".lock" and one.is_file()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"GGUF", b"GGML", "is no GGUF file: it begins with b'GGML'"),
+        (b"llama", b"lxama", "foreign.gguf: unknown model architecture: 'lxama'"),
+        (b"gpt2", b"gpt9", "foreign.gguf: .*gpt9"),
+        (b"token_embd.weight", b"token_embx.weight", "no embedding matrix token_embd.weight"),
+        (b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", "no tensor blk.1.attn_q.weight"),
+    ],
+)
+def test_a_damaged_file_is_one_sentence_and_leaves_nothing(
+    old: bytes,
+    new: bytes,
+    said: str,
+    foreign: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    foreign.write_bytes(foreign.read_bytes().replace(old, new))
+    for kind in ("gguf", "hf"):
+        with pytest.raises(ModelError, match=said) as problem:
+            resolve(str(foreign), kind=kind, cache=tmp_path / "cache")
+        assert "\n" not in str(problem.value)
+    assert not (tmp_path / "cache").exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_that_is_cut_off_is_named(foreign: Path, tmp_path: Path) -> None:
+    whole = foreign.read_bytes()
+    for size in (3, 100, len(whole) // 2, len(whole) - 1):
+        foreign.write_bytes(whole[:size])
+        with pytest.raises(BrokenWeights, match="foreign.gguf.*(cut off|no GGUF file)"):
+            resolve(str(foreign), kind="hf", cache=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_pre_tokenizer_says_what_a_vocabulary_is_not_byte_fallback(tmp_path: Path) -> None:
+    """transformers sets byte_fallback on the byte-level tokenizer that it takes out of a GGUF file:
+    taken for SentencePiece, it ended llama.cpp with unordered_map::at."""
+    write_hf_folder(TINY_QWEN2, tmp_path / "source")
+    file = tmp_path / "source" / "tokenizer.json"
+    table = json.loads(file.read_text(encoding="utf-8"))
+    table["model"]["byte_fallback"] = True
+    file.write_text(json.dumps(table), encoding="utf-8")
+    make_gguf(tmp_path / "source", tmp_path / "x.gguf", "Q8_0")
+    table["pre_tokenizer"] = None
+    file.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(
+        UnsupportedModel, match="source/tokenizer.json is neither .* lacks 256 of 256"
+    ):
+        make_gguf(tmp_path / "source", tmp_path / "y.gguf", "Q8_0")
+
+
+def test_native_code_that_aborts_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of byte tokens taken away: llama.cpp aborts in a child, and is quoted."""
+    monkeypatch.setattr("models.convert.gguf_tokenizer._BYTE_TOKENS", [])
+    write_hf_folder(TINY_LLAMA, tmp_path / "source")
+    file = tmp_path / "source" / "tokenizer.json"
+    table = json.loads(file.read_text(encoding="utf-8"))
+    table["pre_tokenizer"] = None
+    file.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(
+        BrokenWeights, match="llama.cpp ends while it reads the tokenizer of source"
+    ) as found:
+        make_gguf(tmp_path / "source", tmp_path / "x.gguf", "Q8_0")
+    assert "\n" not in str(found.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["source"]
