@@ -26,7 +26,7 @@ _STACK_SIZE = threading.Lock()
 # Characters whose UTF-8 has every byte that text can have: where a vocabulary lacks one, and has no
 # token for what is unknown, llama.cpp ends the process.
 _EVERY_BYTE = "".join(
-    map(chr, [*range(1, 0xD800, 61), *range(1, 2048), *range(1 << 16, 0x110000, 4093)])
+    map(chr, [*range(1, 2048), *range(2048, 0xD800, 61), *range(1 << 16, 1 << 20, 4093)])
 )
 
 

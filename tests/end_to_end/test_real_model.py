@@ -54,7 +54,6 @@ def served(cache: Path, backend: str, weight_format: str) -> Iterator[str]:
         finally:
             process.terminate()
             assert process.wait(30) == 0, log.read_text()
-    ready.unlink()
 
 
 @contextmanager
@@ -118,7 +117,7 @@ def test_load_is_put_on_it(url: str, tmp_path: Path) -> None:
     assert ran.returncode == 0 and "TTFT" in ran.stdout, ran.stderr + ran.stdout
 
 
-@pytest.mark.parametrize(("backend", "weight_format"), FORMATS, ids="-".join)
+@pytest.mark.parametrize(("backend", "weight_format"), FORMATS)
 def test_every_format_knows_it(backend: str, weight_format: str, cache: Path) -> None:
     with served(cache, backend, weight_format) as url, client_of(url) as client:
         assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content

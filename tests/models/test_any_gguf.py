@@ -1,4 +1,4 @@
-"""GGUF files as people have them: of any type, of other architectures, damaged; and back to floats."""
+"""GGUF files as people have them: of any type, of other architectures, damaged; back to floats."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_any_type_that_llama_cpp_writes_is_taken(kind: str, whole: Path, tmp_pat
         resolve(str(file), kind="gguf", weight_format="Q8_0")
     tensors = read_header(file).tensors.values()
     assert sum(one.bytes for one in tensors) < os.path.getsize(file) < whole.stat().st_size / 2
-    assert weight_bytes(found.spec, kind) == pytest.approx(sum(t.bytes for t in tensors), rel=0.5)
+    if kind != "MXFP4_MOE":  # which are experts, and there are none
+        size = sum(one.bytes for one in tensors)
+        assert weight_bytes(found.spec, kind) == pytest.approx(size, rel=0.5)
     ids = np.array(text_sequences(file, 1, 16))
     assert np.isfinite(gguf_logits(file, ids)).all()
 

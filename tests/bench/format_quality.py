@@ -1,0 +1,89 @@
+"""What every format of a trained model costs: KL divergence and greedy agreement on text, as the
+engines serve it.
+
+    python -m tests.bench.format_quality --model smollm2-135m-instruct onnx:int8 llama_cpp:Q8_0
+
+Reference: transformers in float32 over the model's float folder (of a GGUF file: the floats that it
+stands for). Every format is made from that folder, loaded by its backend, and given the same 2,000
+tokens of the shipped prose, one token a step and all sequences in one batch. The log-probabilities
+that the engine reports are held against the reference at every position: rounding of activations,
+of the KV cache and by batch mates counts, as it does in service.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from models.convert.compare import reference_logits, stage, text_sequences
+from models.resolve import resolve
+from serving.backends import weights_of
+from serving.backends.base import EngineConfig
+from tests.bench.engines_in_process import COMMAND, engine
+from tests.bench.paired import machine, machine_line
+from tests.bench.peers.jobs import Child
+
+DEFAULT = (
+    "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:dynamic-int8 "
+    "onnx:int4 torch:bf16 torch:int8 torch:dynamic-int8 torch:int4"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = [engine(one) for one in DEFAULT.split()]
+    parser.add_argument(
+        "engines", type=engine, nargs="*", metavar="BACKEND:FORMAT", default=default
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=250, help="of each sequence")
+    parser.add_argument("--cores", type=int, nargs="+", default=[0])
+    arguments = parser.parse_args()
+    print(machine_line(machine("llama-cpp-python", "onnxruntime", "torch", "transformers")))
+    source = resolve(arguments.model, kind="hf")
+    ids = text_sequences(Path(source.path), arguments.sequences, arguments.tokens)
+    print(f"{source.name}: {np.size(ids)} tokens of text; against transformers in float32")
+    print(f"{'':24}{'KL, nats':>10}{'greedy tokens kept':>20}{'weights, MB':>13}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        staged, reference = Path(scratch, "staged"), Path(scratch, "reference.npy")
+        stage(Path(source.path), staged)
+        np.save(reference, reference_logits(staged, np.array(ids, np.int64)))
+        for backend, weight_format in arguments.engines:
+            kind, _ = weights_of(backend)
+            found = resolve(arguments.model, kind=kind, weight_format=weight_format)
+            config = EngineConfig(
+                backend=backend,
+                model_path=found.path,
+                model_name=found.name,
+                weight_format=found.weight_format,
+                tokenizer_path=found.tokenizer_path,
+                slots=arguments.sequences,
+                context_tokens=-(-arguments.tokens // 64) * 64,
+                threads=len(arguments.cores),
+            )
+            with Child(COMMAND, msgspec.to_builtins(config), arguments.cores) as child:
+                answer = child.ask({"do": "quality", "ids": ids, "reference": str(reference)})
+            print(
+                f"{backend + ' ' + weight_format:24}{max(answer['kl_nats'], 0):>10.2g}"
+                f"{answer['agreement']:>20.1%}{weight_bytes(Path(found.path)) / 1e6:>13.0f}",
+                flush=True,
+            )
+
+
+def weight_bytes(path: Path) -> int:
+    """Bytes of the weight files."""
+    kinds = (".safetensors", ".onnx", ".data", ".onnx_data")
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.iterdir() if file.name.endswith(kinds))
+
+
+if __name__ == "__main__":
+    main()
