@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,5 +120,8 @@ def test_load_is_put_on_it(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("backend", "weight_format"), FORMATS)
 def test_every_format_knows_it(backend: str, weight_format: str, cache: Path) -> None:
-    with served(cache, backend, weight_format) as url, client_of(url) as client:
-        assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
+    with served(cache, backend, weight_format) as url:
+        with client_of(url) as client:
+            assert "Paris" in asked(client, SHORT, FRANCE).choices[0].message.content
+        with urllib.request.urlopen(f"{url}/v1/placement", timeout=10) as answer:
+            assert 0 < json.load(answer)["engine"]["quality_kl_nats"] < 1  # of the format, on text

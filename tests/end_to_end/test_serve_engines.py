@@ -20,7 +20,6 @@ import openai
 import pytest
 
 from loadtests.campaign.servers import info_of
-from models.manifest import read_manifest
 from models.tokenization.tokenizer import load_tokenizer
 from tests.serving.backends.hf_folders import generated, hf_folder, onnx_folder
 
@@ -218,15 +217,10 @@ def test_a_prompt_beyond_the_context_says_how_long_both_are(served: Served) -> N
     )
 
 
-def test_the_formats_quality_and_the_memory_are_told(served: Served) -> None:
+def test_the_memory_is_told_and_no_quality_of_random_weights(served: Served) -> None:
     seen = served.placement()
-    kept = {
-        "llama_cpp": lambda: read_manifest(next(served.cache.glob("converted/*/*.gguf"))),
-        "onnx": lambda: read_manifest(onnx_folder("llama-fp32")),
-        "torch": lambda: None,  # served as it is: there was nothing to compare
-    }[served.name]()
     told = seen["engine"]["quality_kl_nats"]
-    assert told is None if kept is None else told == kept.quality_kl_nats is not None
+    assert told is None
     assert (
         info_of(seen).quality_kl_nats == told and info_of(seen).name == served.name
     )  # what a run writes down

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from models.convert.torch import int4_groups, int8_rows, make_torch, rounded_tokens, unpacked
-from models.manifest import read_manifest
 from serving.backends.torch.matrices import WIDEN_ELEMENTS, Widened, dynamic_int8
 from serving.backends.torch.model import rope_tables
 from serving.errors import Unsupported
@@ -27,11 +26,6 @@ def test_packed_weights_give_the_same_tokens_alone_and_batched(
     make: Make, tmp_path: Path, shape: str, precision: str
 ) -> None:
     folder = make_torch(hf_folder(shape), tmp_path / "packed", precision, spec=TINY[shape])
-    manifest = read_manifest(folder)
-    assert manifest is not None and manifest.quality_kl_nats is not None
-    assert (
-        0 < manifest.quality_kl_nats < {"int8": 2e-3, "dynamic-int8": 2e-2, "int4": 0.5}[precision]
-    )
     backend, alone, judge = make(folder), make(folder, slots=1), make(folder, slots=1)
     assert backend.info.weight_format == precision
     check_contract(backend, greedy_alone(alone), tie=near_tie(judge, 0.3))
