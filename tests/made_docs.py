@@ -23,10 +23,9 @@ from reports.plan.ranking import Plan
 from reports.plan.sources import planned
 from reports.prediction.predictor import predictor
 from reports.render.document import Document
-from serving.backends import BACKENDS
-from serving.backends.base import CAPABILITIES
+from serving.backends.backend_interface import CAPABILITIES
+from serving.backends.backend_table import BACKENDS
 from serving.http.wire.requests import ChatRequest, CompletionRequest
-from serving.http.wire.responses_api import ResponseRequest
 from tests.docs_of_structs import campaign_keys, plan_keys, schema_of
 from tests.house import PACKAGES
 
@@ -78,7 +77,7 @@ def engines() -> list[str]:
     return out
 
 
-REQUESTS = {"chat": ChatRequest, "completions": CompletionRequest, "responses": ResponseRequest}
+REQUESTS = {"chat": ChatRequest, "completions": CompletionRequest}
 
 
 def keys() -> list[str]:
@@ -86,7 +85,7 @@ def keys() -> list[str]:
     kinds = tuple(REQUESTS.values())
     _, schemas = msgspec.json.schema_components(kinds, ref_template="{name}")
     bodies = {route: schemas[kind.__name__]["properties"] for route, kind in REQUESTS.items()}
-    out = ["| key | chat | completions | responses | values |", "|---" * 5 + "|"]
+    out = ["| key | chat | completions | values |", "|---" * 4 + "|"]
     for key in sorted({key for body in bodies.values() for key in body}):
         told = {route: said for route, body in bodies.items() if (said := _said(body.get(key)))}
         if told:

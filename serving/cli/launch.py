@@ -40,17 +40,15 @@ from serving.http.connections import (
     url_of,
 )
 from serving.http.limits import Limits
-from serving.http.tracing import make_tracer
 from serving.http.wire.cors import Cors, origins_of
 from serving.metrics import ServerMetrics, watch_loop
-from serving.placement.plan import explain
-from serving.registry.model import ModelRouter
+from serving.placement.placement_policy import explain
+from serving.registry.engine_config import Machine, Prepared, prepare
+from serving.registry.eviction import RegistryLimits
+from serving.registry.loaded_model import ModelRouter
+from serving.registry.model_registry import Registry, supervisor_of
 from serving.registry.options import ModelOptions, ServeOptions, models_of, shared_of
-from serving.registry.prepare import Machine, Prepared, prepare
-from serving.registry.registry import Registry
-from serving.registry.room import RegistryLimits
-from serving.registry.supervised import supervisor_of
-from serving.supervisor.tasks import Background
+from serving.supervisor.supervisor import Background
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -203,7 +201,6 @@ def _app(
         api_keys,
         admin=ADMIN_ROUTES if here else (),
         admin_key=admin_key if here else None,
-        tracer=make_tracer(options.otlp_endpoint),
     )
 
 
@@ -296,8 +293,6 @@ async def serve(
     for server in servers:
         server.should_exit = True
     await serving
-    if app.tracer is not None:
-        await asyncio.to_thread(app.tracer.close)
     if options.ready_file:
         with contextlib.suppress(OSError):
             Path(options.ready_file).unlink(missing_ok=True)

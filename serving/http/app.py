@@ -21,13 +21,11 @@ from starlette.types import Receive, Scope, Send
 from serving.errors import ServingError
 from serving.http import status
 from serving.http.auth import PASSED_KEY, Key, check_head, key_of, only_key
-from serving.http.chat.responses_api import responses
 from serving.http.chat.route import chat_completions
 from serving.http.completions import completions
 from serving.http.exchange import Bodies, ClientGone, Exchange
 from serving.http.limits import Limits
 from serving.http.placement import PlacementView
-from serving.http.tracing import Tracer
 from serving.http.wire.errors import ApiError, as_answer
 from serving.http.wire.openapi import Handler, Route, document
 from serving.http.wire.requests import (
@@ -47,9 +45,8 @@ from serving.http.wire.responses import (
     Readiness,
     Tokenized,
 )
-from serving.http.wire.responses_api import Response, ResponseRequest
 from serving.http.wire.sse import encode
-from serving.registry.model import ModelRouter
+from serving.registry.loaded_model import ModelRouter
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
@@ -76,13 +73,6 @@ ROUTES = (
         body=CompletionRequest,
         answer=Completion,
         chunk=Completion,
-        errors=_GENERATES,
-    ),
-    Route(
-        *("POST", "/v1/responses", responses, "Answer a chat, in OpenAI's newer interface"),
-        body=ResponseRequest,
-        answer=Response,
-        chunk=dict[str, Any],
         errors=_GENERATES,
     ),
     Route("GET", "/health", status.health, "The process lives", Health, keyed=False),
@@ -134,11 +124,9 @@ class App:
         keys: Sequence[Key] = (),
         routes: Sequence[Route] = ROUTES,
         admin_keys: Sequence[Key] = (),
-        tracer: Tracer | None = None,
     ) -> None:
         self.router = router
         self.limits = limits
-        self.tracer = tracer
         self.bodies = Bodies(limits.bodies_bytes)
         self._keys = keys
         self._admin_keys = admin_keys
@@ -192,8 +180,6 @@ class App:
         counts.responses.labels(route, str(code)).inc()
         if exchange.release is not None:
             exchange.release()
-        if self.tracer is not None:
-            exchange.trace_id = self.tracer.record(exchange, route, code)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", encode(_log_line(exchange, code)).decode())
 
@@ -230,7 +216,6 @@ def app_of(
     api_key: str | Sequence[Key] | None = None,
     admin: Sequence[Route] = (),
     admin_key: str | None = None,
-    tracer: Tracer | None = None,
 ) -> App:
     """The HTTP side of a router. `api_key`: the only one, or named ones. `admin`: routes under
     /admin/, opened by `admin_key` alone.
@@ -240,7 +225,7 @@ def app_of(
     if bool(admin) != (admin_key is not None):
         raise ValueError("admin routes and an admin key belong together")
     keys = only_key(api_key, "API") if isinstance(api_key, str | None) else api_key
-    return App(router, limits, keys, (*ROUTES, *admin), only_key(admin_key, "admin"), tracer)
+    return App(router, limits, keys, (*ROUTES, *admin), only_key(admin_key, "admin"))
 
 
 def _answer_to(problem: Exception, exchange: Exchange) -> ApiError:
@@ -291,8 +276,6 @@ def _log_line(exchange: Exchange, code: int) -> dict[str, Any]:
         line["key"] = exchange.key.name
     if exchange.error is not None:
         line["error"] = exchange.error
-    if exchange.trace_id is not None:
-        line["trace_id"] = exchange.trace_id
     choices = exchange.choices
     if choices:
         line["prompt_tokens"] = sum(len(c.prompt.ids) for c in choices if c.first_of_prompt)

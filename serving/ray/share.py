@@ -13,7 +13,7 @@ import msgspec
 
 from serving.bounds import flags_of
 from serving.errors import ServingError
-from serving.placement.policy import Policy
+from serving.placement.placement_policy import Policy
 from serving.registry.options import ServeOptions
 
 # Options that one process on one machine can honour, and replicas cannot: field -> why.
@@ -28,7 +28,6 @@ REFUSED: dict[str, str] = {
     "api_keys_file": "shares of slots are kept by one server; --api-key-file has one key",
     "cores": "each replica takes cores of its own; --threads says how many",
     "api_cores": "each replica takes cores of its own; --threads says how many",
-    "otlp_endpoint": "replicas send no traces yet",
 }
 
 

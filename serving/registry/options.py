@@ -22,10 +22,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from serving.backends.spec import AUTO
+from serving.backends.backend_table import AUTO
 from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, flags_of, option
 from serving.errors import ServingError
-from serving.placement.policy import Policy
+from serving.placement.placement_policy import Policy
 from serving.registry.models_file import entries
 
 # Panels of the help page.
@@ -238,10 +238,6 @@ class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         False
     )
     log_format: Annotated[LogFormat, option(HTTP, "json: one object a line.")] = "text"
-    otlp_endpoint: Annotated[
-        str | None,
-        option(HTTP, "Send traces to this OpenTelemetry collector (OTLP over HTTP).", "", "URL"),
-    ] = None
     api_cores: Annotated[
         str,
         option(

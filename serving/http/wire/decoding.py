@@ -17,13 +17,11 @@ from serving.http.wire.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from serving.http.wire.responses_api import ResponseRequest
 
 T = TypeVar("T")
 
 CHAT = msgspec.json.Decoder(ChatRequest)
 COMPLETION = msgspec.json.Decoder(CompletionRequest)
-RESPONSE = msgspec.json.Decoder(ResponseRequest)
 TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -39,10 +37,6 @@ REFUSED: dict[str, str] = {
     "verbosity": "verbosity is not supported",
     "web_search_options": "web_search_options: this server opens no connections",
     "service_tier": "service_tier: only 'auto' and 'default' are there",
-    "previous_response_id": "previous_response_id: nothing is stored; send the conversation",
-    "conversation": "conversation: nothing is stored; send it as input",
-    "background": "background: nothing is stored; the answer comes in this connection",
-    "tools": "tools: not in /v1/responses; /v1/chat/completions has them",
     "include_obfuscation": "include_obfuscation is not supported",
 }
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")

@@ -13,7 +13,7 @@ from serving.http.exchange import Exchange
 from serving.http.limits import Limits
 from serving.http.wire.errors import ErrorBody
 from serving.http.wire.requests import MOST_CHOICES
-from serving.registry.model import ModelRouter
+from serving.registry.loaded_model import ModelRouter
 
 Handler = Callable[[ModelRouter, Exchange], Awaitable[None]]
 

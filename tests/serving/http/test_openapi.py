@@ -78,7 +78,6 @@ EXCUSES = re.compile(
 _COUNTS = {
     "POST /v1/chat/completions": 40,
     "POST /v1/completions": 60,
-    "POST /v1/responses": 30,
     "POST /tokenize": 20,
     "POST /detokenize": 20,
 }
