@@ -35,16 +35,18 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from serving.backends.base import EngineConfig
-from serving.engine.messages import FinishReason, Ready, StepStats
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import FinishReason, Ready, StepStats
 from serving.errors import EngineState
-from serving.hardware.memory_sampler import MemorySampler
+from serving.hardware.gpus import GpuFacts, find_gpus
+from serving.hardware.machine_facts import resident_bytes
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HOLD_PERIOD_SECONDS = 0.05  # between two looks; what is shorter may be missed
 PREFIX = "crossover_"
+PATIENCE_SECONDS = 2.0  # with the GPU's driver, at a scrape
 SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
 FAILURES = tuple(reason for reason in FinishReason if reason not in SUCCESSES)
 LOAD_OUTCOMES = ("ready", "failed")
@@ -282,7 +284,7 @@ class ServerMetrics(Collector):
         self._tasks = self._gauge("event_loop_tasks", "Tasks of the HTTP side's event loop")
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
-        self._sampler = MemorySampler()
+        self._gpus: tuple[GpuFacts, ...] = ()
 
     def _counter(self, name: str, text: str, labels: str = "") -> Counter:
         return Counter(PREFIX + name, text, labels.split(), registry=self.registry)
@@ -305,8 +307,7 @@ class ServerMetrics(Collector):
 
     async def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        pids = {pid: name for name, model in self.models.items() for pid in model.served.pids}
-        await self._sampler.sample(pids)
+        self._gpus = (await asyncio.to_thread(find_gpus, timeout_seconds=PATIENCE_SECONDS)).gpus
         self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self.registry)
 
@@ -323,20 +324,20 @@ class ServerMetrics(Collector):
         yield from self._memory()
 
     def _memory(self) -> Iterator[Metric]:
-        memory = _gauges(
-            "engine_process_memory_bytes", "Memory of engine processes now", "model_name pid kind"
-        )
-        for model, pid, use in self._sampler.engines:
-            for kind, size in (("rss", use.rss_bytes), ("pss", use.pss_bytes)):
+        memory = _gauges("engine_process_memory_bytes", "RSS of engine processes", "model_name pid")
+        for name, model in self.models.items():
+            for pid in model.served.pids:
+                size = resident_bytes(pid)
                 if size is not None:
-                    memory.add_metric([model, str(pid), kind], size)
+                    memory.add_metric([name, str(pid)], size)
         yield memory
         gpus = _gauges(
             "gpu_memory_bytes", "Memory of each GPU, as its driver says", "gpu name kind"
         )
-        for gpu in self._sampler.gpus:
+        for gpu in self._gpus:
             for kind, size in (("used", gpu.used_bytes), ("total", gpu.total_bytes)):
-                gpus.add_metric([str(gpu.index), gpu.name, kind], size)
+                if size is not None:
+                    gpus.add_metric([str(gpu.index), gpu.name, kind], size)
         yield gpus
 
 

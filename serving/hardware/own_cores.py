@@ -12,7 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from serving.hardware.facts import allowed_cores
+from serving.hardware.machine_facts import allowed_cores
 
 _held: list[int] = []  # the descriptors of the locks: closed by the process's end
 

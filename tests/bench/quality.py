@@ -28,7 +28,7 @@ import numpy as np
 from models.convert.compare import fixed_sequences, reference_logits
 from models.readers.config import read_config, v4_config
 from models.resolve import ResolvedModel, resolve
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from tests.bench.engines_in_process import COMMAND, engine
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child

@@ -41,7 +41,7 @@ import uvicorn
 
 from models.resolve import resolve
 from models.tokenization.tokenizer import load_tokenizer
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.http.connections import server_options
 from serving.http.limits import Limits
 from serving.supervisor.restart_policy import RecoveryLimits

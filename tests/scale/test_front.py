@@ -16,7 +16,7 @@ from serving.metrics import ServerMetrics
 from serving.ray.door import REPLICA, Door
 from serving.ray.fleet import FLEET, Fleet
 from serving.ray.frames import Address
-from serving.registry.model import ModelRouter
+from serving.registry.loaded_model import ModelRouter
 from tests.scale.conftest import REASON
 from tests.serving.fakes import FakeSupervisor, app_on, ask, served, wait_until
 

@@ -24,17 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 from models.ladder import rung
 from models.spec import ModelSpec
-from serving.backends.kv_slots import RowMap
-from serving.backends.torch.backend import TorchBackend
+from serving.backends.kv_rows import RowMap
+from serving.backends.torch.backend import KINDS_OF_DRAWS, StepBatch, TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
-from serving.backends.torch.gpu_start import KINDS_OF_DRAWS
+from serving.backends.torch.forward_pass import HeadCache, SlotModel
 from serving.backends.torch.kernels.fused import FusedModel
-from serving.backends.torch.matrices import Dense
-from serving.backends.torch.model import HeadCache, SlotModel
-from serving.backends.torch.packed import PackedCache
-from serving.backends.torch.step_batch import StepBatch
-from serving.backends.torch.weights import Layer, Weights
-from serving.sampling.types import DRAWN, Row
+from serving.backends.torch.torch_weights import Dense, Layer, Weights
+from serving.backends.torch.varlen_attention import PackedCache
+from serving.sampling.step_rows import DRAWN, Row
 
 _ONE_KERNEL = (rms_norm, torch.rms_norm, scaled_dot_product_attention)
 LAYERS = 3  # that are traced; what is not of a layer comes at most twice

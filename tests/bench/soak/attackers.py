@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from serving.hardware.priority import lower_priority
+from serving.hardware.machine_facts import lower_priority
 from tests.bench.pressure.wire import post, run
 
 HOST = "127.0.0.1"

@@ -19,10 +19,10 @@ from loadtests.simulation.batching import (
 )
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
-from serving.backends.base import EngineConfig
-from serving.backends.fake import FakeBackend
+from serving.backends.backend_interface import EngineConfig
+from tests.fake_backend import FakeBackend
 from serving.engine import prefill_budget
-from serving.engine.messages import GenerationRequest, Submit
+from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from tests.loadtests.simulation.step_laws import LAWS
 

@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from serving.backends import backend_for, format_of, missing_backends, spec_of, weights_of
+from serving.backends.backend_table import (
+    backend_for,
+    format_of,
+    missing_backends,
+    spec_of,
+    weights_of,
+)
 from serving.errors import BackendUnavailable, Unsupported
 
 ROOT = Path(__file__).parents[3]

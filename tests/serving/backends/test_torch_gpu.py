@@ -14,25 +14,30 @@ import pytest
 import torch
 
 from models.synthetic.write import write_hf_folder
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.torch import need
-from serving.backends.torch.backend import TorchBackend
+from serving.backends.torch.backend import TorchBackend, memory_errors
 from serving.backends.torch.cuda_graphs import batch_buckets
-from serving.backends.torch.matrices import Dense
-from serving.backends.torch.model import (
+from serving.backends.torch.forward_pass import (
     HeadCache,
     _rotate,
     rope_tables,
     turn_into,
     turn_table,
 )
-from serving.backends.torch.packed import PackedCache, flash_trouble
-from serving.backends.torch.sampler import draw
-from serving.backends.torch.settings import memory_errors
-from serving.backends.torch.transfer import STAGE_BYTES, Uplink, pack, packed_bytes, unpacked
-from serving.backends.torch.weights import load
+from serving.backends.torch.gpu_sampler import draw
+from serving.backends.torch.torch_weights import (
+    STAGE_BYTES,
+    Dense,
+    Uplink,
+    load,
+    pack,
+    packed_bytes,
+    unpacked,
+)
+from serving.backends.torch.varlen_attention import PackedCache, flash_trouble
 from serving.errors import EngineFailed, OutOfMemory, Unsupported
-from serving.sampling.types import Row, Sampling
+from serving.sampling.step_rows import Row, Sampling
 from tests.serving.backends.backend_contract import check_contract, check_seeded
 from tests.serving.backends.backend_steps import generate, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder
@@ -125,7 +130,7 @@ def test_a_mixed_pass_is_one_call_that_says_where_every_row_is(
         calls.append((*given, named["seqused_k"]))
         return kernel(*given, **named)
 
-    monkeypatch.setattr("serving.backends.torch.packed.flash_kernel", lambda: seen)
+    monkeypatch.setattr("serving.backends.torch.varlen_attention.flash_kernel", lambda: seen)
     backend.step([row(0, [5], 9), row(1, [6], 20), row(2, prompt_of(backend, 7, 3), 0)])
     assert len(calls) == TINY_LLAMA.layers
     query, key, value, starts_q, starts_k, most_q, most_k, _, causal, _, held = calls[0]
@@ -307,7 +312,7 @@ def test_a_steps_numbers_travel_in_one_buffer() -> None:
 
 
 def test_weights_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.backends.torch.transfer.STAGE_BYTES", 100)
+    monkeypatch.setattr("serving.backends.torch.torch_weights.STAGE_BYTES", 100)
     assert STAGE_BYTES > 100
     uplink = Uplink(torch.device("cpu"))
     tensors = [torch.randn(17, 9).bfloat16(), torch.randn(3), torch.randn(8, 4).t()]

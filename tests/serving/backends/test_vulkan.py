@@ -20,19 +20,18 @@ import pytest
 
 from models.synthetic.write import write_gguf
 from models.tokenization.tokenizer import load_tokenizer
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import probe_backend
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.backends.llama_cpp.loading import bytes_in_ram
-from serving.backends.probing import probe_backend
 from serving.cli.doctor import examine, machine_rows
 from serving.errors import BackendUnavailable, OutOfMemory
-from serving.hardware.facts import hardware_facts
-from serving.hardware.gpu import find_gpus, run_probe
-from serving.hardware.gpu_facts import VULKAN, FoundGpus, GpuFacts
+from serving.hardware.gpus import VULKAN, FoundGpus, GpuFacts, find_gpus, run_probe
+from serving.hardware.machine_facts import hardware_facts
 from serving.hardware.vulkan import library
-from serving.placement.plan import has_room_again
-from serving.registry.options import ModelOptions
-from serving.registry.prepare import Machine, prepare
+from serving.placement.placement_policy import has_room_again
+from serving.registry.engine_config import Machine, prepare
+from serving.server_options import ModelOptions
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 from tests.serving.backends.backend_steps import generate, prompt_of
@@ -44,7 +43,7 @@ pytestmark = [pytest.mark.vulkan, pytest.mark.skipif(library() is None, reason=N
 Make = Callable[..., LlamaCppBackend]
 BUFFERS = """
 import re, sys, msgspec
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.backends.llama_cpp.library import LOG
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)

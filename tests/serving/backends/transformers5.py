@@ -196,7 +196,7 @@ def save(name: str, folder: Path) -> None:
 
 def engine_tokens(folder: Path) -> list[list[int]]:
     """What the torch engine generates after PROMPTS."""
-    from serving.backends.base import EngineConfig
+    from serving.backends.backend_interface import EngineConfig
     from serving.backends.torch.backend import TorchBackend
     from tests.serving.backends.backend_steps import generate
 

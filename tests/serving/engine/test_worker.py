@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.backends.fake import continuation
-from serving.engine.messages import (
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.engine_loop import COMPILER_NICE, CONFIG_VARIABLE, SOCKET_VARIABLE
+from serving.engine.ipc_messages import (
     Cancel,
     Died,
     Frames,
@@ -30,8 +30,8 @@ from serving.engine.messages import (
     decode_from_engine,
     frame,
 )
-from serving.engine.worker import COMPILER_NICE, CONFIG_VARIABLE, SOCKET_VARIABLE
-from serving.sampling.types import Sampling
+from serving.sampling.step_rows import Sampling
+from tests.fake_backend import continuation
 
 VOCABULARY = 8192
 
@@ -51,7 +51,7 @@ class Child:
             SOCKET_VARIABLE: str(theirs.fileno()),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serving.engine.worker"],
+            [sys.executable, "-m", "serving.engine.engine_loop"],
             env=environment,
             pass_fds=[theirs.fileno()],
             stderr=self._log,
@@ -189,7 +189,7 @@ def test_a_failure_is_said_before_the_end(
 def test_a_start_waits_for_nothing_that_only_some_requests_need() -> None:
     late = {"asyncio", "concurrent.futures", "llguidance", "numpy.random", "psutil", "ssl"}
     code = (
-        "import sys, serving.engine.worker, serving.backends.fake; "
+        "import sys, serving.engine.engine_loop, tests.fake_backend; "
         f"print(sorted({late!r} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.errors import ServingError
-from serving.hardware.cores import (
+from serving.hardware.cpu_topology import (
     SHARED_NICE,
     cores_text,
     parse_cores,

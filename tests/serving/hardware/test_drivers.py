@@ -16,9 +16,7 @@ import pytest
 from models import isolated
 from serving.errors import Cause
 from serving.hardware import amd
-from serving.hardware.gpu import find_gpus, visible
-from serving.hardware.gpu_facts import VULKAN, FoundGpus, GpuFacts
-from serving.hardware.nvml import cause_of
+from serving.hardware.gpus import VULKAN, FoundGpus, GpuFacts, cause_of, find_gpus, visible
 from tests.tools.fake_nvml import built
 
 GIB = 1 << 30
@@ -45,7 +43,7 @@ def asked(library: Path, wrong: str, code: str) -> Any:
 
 def listed(library: Path, wrong: str) -> FoundGpus:
     code = (
-        "import msgspec, serving.hardware.nvml as n; "
+        "import msgspec, serving.hardware.gpus as n; "
         "print(msgspec.json.encode(n.list_gpus()).decode())"
     )
     return msgspec.convert(asked(library, wrong, code), FoundGpus)
@@ -223,7 +221,7 @@ def vulkan_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_vulkan(folder: Path, devices: int, root: Path) -> FoundGpus:
     """What find_gpus finds beside such a build, with so many devices."""
     code = (
-        "import msgspec, pathlib, serving.hardware.gpu as g; "
+        "import msgspec, pathlib, serving.hardware.gpus as g; "
         f"print(msgspec.json.encode(g.find_gpus(root=pathlib.Path({str(root)!r}))).decode())"
     )
     environment = {**os.environ, "FAKE_VULKAN": str(devices)}

@@ -18,12 +18,13 @@ from models.machine import (
     disk_free_bytes,
     total_bytes,
 )
-from serving.hardware.arithmetic import gemm_rate
-from serving.hardware.bandwidth import read_bandwidth
-from serving.hardware.facts import HardwareFacts, hardware_facts
-from serving.hardware.memory import (
+from serving.hardware.machine_facts import (
+    HardwareFacts,
     anonymous_bytes,
+    gemm_rate,
+    hardware_facts,
     peak_resident_bytes,
+    read_bandwidth,
     resident_bytes,
 )
 from serving.hardware.memory_sampler import process_memory
@@ -243,7 +244,7 @@ def test_disk_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
 
 def test_reading_facts_imports_nothing_heavy() -> None:
     code = (
-        "import sys, serving.hardware.facts as h; h.hardware_facts(); "
+        "import sys, serving.hardware.machine_facts as h; h.hardware_facts(); "
         "print(sorted({'torch', 'numpy', 'llama_cpp'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ from typing import NoReturn
 import pytest
 
 from models import isolated
-from serving.backends.probing import probe_backend
-from serving.hardware.gpu import find_gpus, run_probe
+from serving.backends.backend_table import probe_backend
+from serving.hardware.gpus import find_gpus, run_probe
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_without_driver_files_nothing_is_started(
     def started(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("serving.hardware.gpu.run_python", started)
+    monkeypatch.setattr("serving.hardware.gpus.run_python", started)
     found = find_gpus(root=tmp_path)
     assert (found.gpus, found.cause) == ((), "no_device")
 
@@ -125,12 +125,12 @@ def test_a_folder_named_models_where_the_user_stands_is_not_imported(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('wrong package')")
     monkeypatch.chdir(tmp_path)
-    code, output, error = run_probe("serving.hardware.nvml:list_gpus", 20)
+    code, output, error = run_probe("serving.hardware.gpus:list_gpus", 20)
     assert code == 0 and output, error
 
 
 def test_an_unknown_probe_is_refused() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "serving.hardware.gpu", "what"], capture_output=True, text=True
+        [sys.executable, "-m", "serving.hardware.gpus", "what"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "usage" in done.stderr

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serving.hardware.facts import allowed_cores
+from serving.hardware.machine_facts import allowed_cores
 from serving.hardware.own_cores import take_cores
 
 HOLDER = """

@@ -11,17 +11,21 @@ import msgspec
 import pytest
 
 from models.ladder import rung
-from serving.backends import BACKENDS, backend_class
-from serving.backends.base import EngineConfig
-from serving.backends.spec import BackendSpec
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import BACKENDS, BackendSpec, backend_class
 from serving.errors import Cause, Unsupported
-from serving.hardware.gpu_facts import VULKAN, GpuFacts
-from serving.placement.decision import Obstacles, Placement, PlacementRequest
-from serving.placement.memory import Sizes, forecast
-from serving.placement.plan import has_room_again, plan
-from serving.registry.options import ModelOptions
-from serving.registry.prepare import options_by_backend, prepare
-from serving.supervisor.engine_environment import CONFIG_VARIABLE, environment
+from serving.hardware.gpus import VULKAN, GpuFacts
+from serving.placement.memory_estimate import Sizes, forecast
+from serving.placement.placement_policy import (
+    Obstacles,
+    Placement,
+    PlacementRequest,
+    has_room_again,
+    plan,
+)
+from serving.registry.engine_config import options_by_backend, prepare
+from serving.server_options import ModelOptions
+from serving.supervisor.engine_process import CONFIG_VARIABLE, environment
 from tests.serving.placement.test_plan import machine, with_gpu
 from tests.serving.supervisor.test_causes import MadeUp
 from tests.tools.made_up_machines import MadeUpMachine, made_up_machines, placed_on
@@ -186,7 +190,7 @@ def test_the_table_names_the_options_that_a_backend_has(name: str) -> None:
     module = __import__(backend_class(name).__module__, fromlist=["x"])
     kinds = {"torch": "TorchOptions", "llama_cpp": "LlamaOptions", "onnx": "OnnxOptions"}
     if name == "torch":
-        module = __import__("serving.backends.torch.settings", fromlist=["x"])
+        module = __import__("serving.backends.torch.backend", fromlist=["x"])
     assert spec.options is not None
     assert set(spec.options) == set(getattr(module, kinds[name]).__struct_fields__)
 

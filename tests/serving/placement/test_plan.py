@@ -9,11 +9,19 @@ from models import formatting
 from models.ladder import LADDER, rung
 from models.spec import ModelSpec
 from serving.errors import Cause, Unsupported
-from serving.hardware.facts import HardwareFacts
-from serving.hardware.gpu_facts import GpuFacts
-from serving.placement.decision import NoPlacement, Obstacles, Placement, PlacementRequest
-from serving.placement.plan import canonical_format, default_backend, explain, plan
-from serving.placement.policy import Policy
+from serving.hardware.gpus import GpuFacts
+from serving.hardware.machine_facts import HardwareFacts
+from serving.placement.placement_policy import (
+    NoPlacement,
+    Obstacles,
+    Placement,
+    PlacementRequest,
+    Policy,
+    canonical_format,
+    default_backend,
+    explain,
+    plan,
+)
 
 GIB = 1 << 30
 SMALL = rung("135m").spec

@@ -11,11 +11,11 @@ import pytest
 
 from serving.errors import Unavailable
 from serving.metrics import ServerMetrics
-from serving.registry.model import ModelRouter
-from serving.registry.options import ModelOptions
-from serving.registry.prepare import Machine, prepare
-from serving.registry.registry import Registry
-from serving.registry.room import RegistryLimits
+from serving.registry.engine_config import Machine, prepare
+from serving.registry.eviction import RegistryLimits
+from serving.registry.loaded_model import ModelRouter
+from serving.registry.model_registry import Registry
+from serving.server_options import ModelOptions
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from serving.engine.messages import GenerationRequest
+from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import Busy, LoadFailed
 from serving.http.admin_wire import ModelState
 from serving.metrics import ServerMetrics
-from serving.placement.decision import NoPlacement
+from serving.placement.placement_policy import NoPlacement
 from serving.registry import registry, tenant
-from serving.registry.model import ModelRouter
-from serving.registry.prepare import Machine, prepare
-from serving.registry.registry import Registry
-from serving.registry.room import RegistryLimits
-from serving.supervisor.stream import merged
+from serving.registry.engine_config import Machine, prepare
+from serving.registry.eviction import RegistryLimits
+from serving.registry.loaded_model import ModelRouter
+from serving.registry.model_registry import Registry
+from serving.supervisor.inflight_requests import merged
 from serving.supervisor.supervisor import Supervisor
 from tests.serving.registry.fleets import (
     MIB,

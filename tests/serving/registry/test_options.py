@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from loadtests.campaign.campaign_keys import Server as CampaignServer
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.bounds import unbounded
 from serving.cli.serve import serve
 from serving.errors import ServingError
 from serving.http.admin import CHOICE
-from serving.placement.policy import Policy
-from serving.registry.options import (
+from serving.placement.placement_policy import Policy
+from serving.server_options import (
     ModelOptions,
     ServeOptions,
     SharedOptions,
@@ -123,7 +123,7 @@ def test_a_new_option_appears_everywhere_by_itself() -> None:
         "path = pathlib.Path('serving/registry/options.py')\n"
         "new = \"    brand_new: Annotated[Count, option(ENGINE, 'A novelty.')] = 1\\n\"\n"
         "source = path.read_text().replace('    slots: ', new + '    slots: ', 1)\n"
-        "module = types.ModuleType('serving.registry.options')\n"
+        "module = types.ModuleType('serving.server_options')\n"
         "sys.modules[module.__name__] = module\n"
         "exec(compile(source, str(path), 'exec'), module.__dict__)\n"
         "from serving.cli.serve import serve\n"

@@ -10,13 +10,13 @@ import threading
 
 import pytest
 
-from serving.engine.messages import GenerationRequest
+from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import LoadFailed, Unavailable
 from serving.http.admin_wire import ModelState
-from serving.registry.model import Vocabulary, read_vocabulary
-from serving.registry.prepare import Machine
-from serving.registry.room import RegistryLimits
-from serving.supervisor.stream import merged
+from serving.registry.engine_config import Machine
+from serving.registry.eviction import RegistryLimits
+from serving.registry.loaded_model import Vocabulary, read_vocabulary
+from serving.supervisor.inflight_requests import merged
 from tests.serving.registry.fleets import (
     ONE_AT_A_TIME,
     fleet_of,
@@ -232,7 +232,7 @@ def test_a_vocabulary_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
 
     async def scenario() -> None:
         async with fleet_of(model("a")) as registry:
-            monkeypatch.setattr("serving.registry.registry.read_vocabulary", watched)
+            monkeypatch.setattr("serving.registry.model_registry.read_vocabulary", watched)
             await registry.swap("a", model("a"))
             assert threads and threading.main_thread().name not in threads
 

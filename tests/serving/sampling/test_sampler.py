@@ -15,9 +15,9 @@ from scipy import stats
 from scipy.special import log_softmax, softmax
 
 from serving.errors import Unsupported
-from serving.sampling.draw import top_ids, uniforms
 from serving.sampling.sampler import sample
-from serving.sampling.types import NO_TOKEN, Row, Sampled, Sampling
+from serving.sampling.seeded_draw import top_ids, uniforms
+from serving.sampling.step_rows import NO_TOKEN, Row, Sampled, Sampling
 
 F32 = npt.NDArray[np.float32]
 
@@ -362,7 +362,7 @@ def test_logprobs_are_those_of_the_raw_logits(count: int) -> None:
     ]
     for line, each in enumerate(sample(logits, rows)):
         assert each.logprobs is not None
-        assert each.logprobs.chosen == pytest.approx(exact[line, each.token], abs=1e-5)
+        assert each.logprobs.logprob == pytest.approx(exact[line, each.token], abs=1e-5)
         assert each.logprobs.top_ids == np.argsort(-logits[line], kind="stable")[:count].tolist()
         assert each.logprobs.top_values == pytest.approx(
             exact[line, each.logprobs.top_ids], abs=1e-5

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.engine.messages import GenerationRequest
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import EngineFailed, Unavailable
-from serving.sampling.types import Sampling
+from serving.sampling.step_rows import Sampling
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.suspects import REFUSED_DEATHS, Suspects
 from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until

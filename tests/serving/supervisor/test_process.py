@@ -15,11 +15,10 @@ import msgspec
 import pytest
 
 from models.isolated import start_python
-from serving.backends import BACKENDS
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import BACKENDS
 from serving.errors import Cause
-from serving.supervisor.engine_environment import SHORT_SPINS, allocator, environment
-from serving.supervisor.process import EngineProcess
+from serving.supervisor.engine_process import SHORT_SPINS, EngineProcess, allocator, environment
 from serving.supervisor.restart_policy import RecoveryLimits
 
 GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -81,7 +80,7 @@ def test_an_engines_number_is_its_own_until_its_end_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else `kill` could hit who got the number next."""
-    monkeypatch.setattr("serving.supervisor.process.start_python", start_python)  # no fork
+    monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)  # no fork
 
     async def scenario() -> None:
         ended = asyncio.Event()
@@ -128,8 +127,8 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one that is in the driver: here nobody hears of its end."""
-    monkeypatch.setattr("serving.supervisor.process.start_python", start_python)  # no fork
-    monkeypatch.setattr("serving.supervisor.process.STUCK_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)  # no fork
+    monkeypatch.setattr("serving.supervisor.engine_process.STUCK_AFTER_SECONDS", 0.2)
     monkeypatch.setattr(EngineProcess, "_wait", lambda engine: None)
 
     async def scenario() -> None:

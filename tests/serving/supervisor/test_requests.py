@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from serving.engine.messages import GenerationRequest, Origin
+from serving.engine.ipc_messages import GenerationRequest, Origin
 from serving.errors import Overloaded
 from serving.supervisor.admission import QueueBounds
-from serving.supervisor.requests import Requests
+from serving.supervisor.inflight_requests import Requests
 
 
 def test_a_deadline_passes_where_no_engine_lives_too() -> None:

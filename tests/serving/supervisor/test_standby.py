@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.engine.messages import GenerationRequest
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import ServingError
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor

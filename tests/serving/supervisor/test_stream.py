@@ -2,8 +2,8 @@
 
 import asyncio
 
-from serving.engine.messages import Delta, FinishReason, GenerationRequest, TokenDetail
-from serving.supervisor.stream import MOST_PIECES, Stream, merged
+from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
+from serving.supervisor.inflight_requests import MOST_PIECES, Stream, merged
 
 
 def stream(whole: bool = False) -> Stream:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from serving.backends.base import EngineConfig
-from serving.engine.messages import GenerationRequest
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import Overloaded, Unavailable
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.supervisor import Supervisor
@@ -187,8 +187,8 @@ def test_the_child_dies_with_its_parent(
 ) -> None:
     program = (
         "import asyncio, sys\n"
-        "from serving.backends.base import EngineConfig\n"
-        "from serving.engine.messages import GenerationRequest\n"
+        "from serving.backends.backend_interface import EngineConfig\n"
+        "from serving.engine.ipc_messages import GenerationRequest\n"
         "from serving.supervisor.supervisor import Supervisor\n"
         "async def main():\n"
         "    s = Supervisor([EngineConfig('fake', '', 'fake', tokenizer_path=sys.argv[1], "

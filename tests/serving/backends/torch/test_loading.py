@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.synthetic.write import write_hf_folder
-from serving.backends.torch.settings import check_options
+from serving.backends.torch.backend import check_options
 from serving.errors import OutOfMemory, Unsupported
 from tests.serving.backends.backend_steps import generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder

@@ -9,8 +9,8 @@ import torch
 
 from models.convert.torch import int4_groups, int8_rows, make_torch, rounded_tokens, unpacked
 from models.manifest import read_manifest
-from serving.backends.torch.matrices import WIDEN_ELEMENTS, Widened, dynamic_int8
-from serving.backends.torch.model import rope_tables
+from serving.backends.torch.forward_pass import rope_tables
+from serving.backends.torch.torch_weights import WIDEN_ELEMENTS, Widened, dynamic_int8
 from serving.errors import Unsupported
 from tests.serving.backends.backend_contract import (
     check_contract,
