@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -35,11 +35,11 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import FinishReason, Ready, StepStats
 from serving.errors import EngineState
 from serving.hardware.gpus import GpuFacts, find_gpus
 from serving.hardware.machine_facts import resident_bytes
+from serving.supervisor.supervisor import Supervisor
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -50,7 +50,7 @@ PATIENCE_SECONDS = 2.0  # with the GPU's driver, at a scrape
 SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
 FAILURES = tuple(reason for reason in FinishReason if reason not in SUCCESSES)
 LOAD_OUTCOMES = ("ready", "failed")
-UNLOAD_REASONS = ("idle", "evicted", "asked", "swapped")
+UNLOAD_REASONS = ("idle", "evicted", "asked")
 
 
 def _bounds(text: str) -> tuple[float, ...]:
@@ -83,17 +83,13 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "request_queue_time_seconds": (_REQUEST, "From arrival in the engine to the first step"),
     "request_prefill_time_seconds": (_REQUEST, "From the first step to the first token"),
     "request_decode_time_seconds": (_REQUEST, "From the first token to the last"),
-    "request_inference_time_seconds": (_REQUEST, "From the first step to the last token"),
     "request_prompt_tokens": (_COUNTS, "Prompt tokens of one sequence"),
     "request_generation_tokens": (_COUNTS, "Output tokens of one sequence"),
-    "request_params_max_tokens": (_COUNTS, "Most output tokens that a sequence may have"),
-    "request_params_n": (_CHOICES, "Answers asked for by one request"),
     "step_seconds": (_STEP, "One scheduler step of the engine"),
     "step_backend_seconds": (_STEP, "The backend's share of one step"),
     "engine_loop_hold_seconds": (
         *(_HOLDS, "Time between two steps, and of a step beside the backend's share"),
     ),
-    "iteration_tokens_total": (_COUNTS, "Tokens of one step, prompt and output"),
 }
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of sequences that got a token",
@@ -108,29 +104,6 @@ LABELLED_COUNTERS: dict[str, tuple[str, Sequence[str], str]] = {
     "model_loads": ("outcome", LOAD_OUTCOMES, "Times the model was loaded"),
     "model_unloads": ("reason", UNLOAD_REASONS, "Times the model was unloaded"),
 }
-
-
-class Served(Protocol):
-    """What a scrape reads from the supervisor."""
-
-    state: EngineState
-    stats: StepStats | None
-    restarts: int
-    fallbacks: int
-    returns: int
-    deaths: Any  # cause -> count
-
-    @property
-    def ready(self) -> Ready | None: ...
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def standby(self) -> str | None: ...
-
-    @property
-    def pids(self) -> Sequence[int]: ...
 
 
 # kind, name, value, help; a value of None is omitted.
@@ -174,7 +147,7 @@ STATE: tuple[_State, ...] = (
 )
 
 
-def _kv_share(served: Served) -> float | None:
+def _kv_share(served: Supervisor) -> float | None:
     if served.ready is None:
         return None
     used = served.stats.kv_used_tokens if served.stats else 0
@@ -184,7 +157,7 @@ def _kv_share(served: Served) -> float | None:
 class Metrics:
     """The metrics of one model. The event loop fills it; a scrape reads `served`."""
 
-    def __init__(self, server: ServerMetrics, model: str, served: Served) -> None:
+    def __init__(self, server: ServerMetrics, model: str, served: Supervisor) -> None:
         self.model = model
         self.served = served
         histograms = {name: family.labels(model) for name, family in server.histograms.items()}
@@ -195,15 +168,11 @@ class Metrics:
         self.queue = histograms["request_queue_time_seconds"]
         self.prefill = histograms["request_prefill_time_seconds"]
         self.decode = histograms["request_decode_time_seconds"]
-        self.inference = histograms["request_inference_time_seconds"]
         self.prompt_lengths = histograms["request_prompt_tokens"]
         self.output_lengths = histograms["request_generation_tokens"]
-        self.asked_lengths = histograms["request_params_max_tokens"]
-        self.asked_choices = histograms["request_params_n"]
         self.step = histograms["step_seconds"]
         self.step_backend = histograms["step_backend_seconds"]
         self.engine_holds = histograms["engine_loop_hold_seconds"]
-        self.step_tokens = histograms["iteration_tokens_total"]
         counters = {name: family.labels(model) for name, family in server.counters.items()}
         self.prompt_tokens = counters["prompt_tokens"]
         self.generation_tokens = counters["generation_tokens"]
@@ -237,11 +206,6 @@ class Metrics:
             self.step_backend.observe(stats.backend_seconds)
             beside = stats.step_seconds - stats.backend_seconds
             self.engine_holds.observe(stats.between_seconds + beside)
-            self.step_tokens.observe(stats.decode_rows + stats.prefill_tokens)
-
-    def serve(self, served: Served) -> None:
-        """From now on this supervisor serves the model: counts go on, states are read from it."""
-        self.served = served
 
 
 class ServerMetrics(Collector):
@@ -296,15 +260,6 @@ class ServerMetrics(Collector):
         """One more model, or another engine of one that is there."""
         self.models[metrics.model] = metrics
 
-    def remove(self, metrics: Metrics) -> None:
-        """This model is served no more; its counts go with it."""
-        del self.models[metrics.model]
-        for family in (*self.histograms.values(), *self.counters.values()):
-            family.remove(metrics.model)
-        for name, (_, values, _) in LABELLED_COUNTERS.items():
-            for value in values:
-                self.labelled[name].remove(metrics.model, value)
-
     async def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         self._gpus = (await asyncio.to_thread(find_gpus, timeout_seconds=PATIENCE_SECONDS)).gpus
@@ -358,7 +313,7 @@ def _gauges(name: str, text: str, labels: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(PREFIX + name, text, labels=labels.split())
 
 
-def _engines(served: dict[str, Served]) -> Iterator[Metric]:
+def _engines(served: dict[str, Supervisor]) -> Iterator[Metric]:
     """The families of engines with labels of their own."""
     states = _gauges("engine_state", "1 for the state the engine is in", "model_name state")
     info = InfoMetricFamily(PREFIX + "engine", "What serves, or is about to", labels=["model_name"])

@@ -31,6 +31,7 @@ import msgspec
 from serving.bounds import Count, PositiveSeconds, bound
 from serving.errors import Unsupported
 from serving.sampling.step_rows import Row, Sampled
+from serving.server_options import AUTO as AUTO
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 _WORDS = {"on": True, "off": False, "yes": True, "no": False}
@@ -63,9 +64,6 @@ def _plain(value: Any, hint: Any) -> Any:
     if bool in kinds and value.lower() in _WORDS:
         return _WORDS[value.lower()]
     return None if type(None) in kinds and value == "auto" else value
-
-
-AUTO = "auto"  # of --kv-dtype: the type that the backend holds by itself
 
 
 class MemoryParts(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ returns its BackendSpec.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -228,7 +229,7 @@ BACKENDS: dict[str, BackendSpec] = {
         kv_dtype=_torch_kv,
         shares_kv=False,
         options=(
-            *("graphs", "device_sampling", "run_ahead", "attention", "kernels", "margin"),
+            *("graphs", "device_sampling", "run_ahead", "attention", "margin"),
             "prefill_chunk",
         ),
         kv_grain=64,
@@ -261,10 +262,11 @@ def spec_of(name: str) -> BackendSpec:
 
 
 def _foreign_row(path: str) -> BackendSpec:
-    row = getattr(_imported(path, path), "row", None)
-    if row is not None:
-        found: BackendSpec = row()
-        return found
+    with contextlib.suppress(BackendUnavailable):  # whoever loads it will say why
+        row = getattr(_imported(path, path), "row", None)
+        if row is not None:
+            found: BackendSpec = row()
+            return found
     devices = {"cpu": UNKNOWN_OVERHEAD, "gpu": UNKNOWN_OVERHEAD}
     return BackendSpec(cls=path, weights=None, default_format="fp16", overhead=devices)
 

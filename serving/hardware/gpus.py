@@ -87,6 +87,7 @@ class NvmlChild:
     def _ask(self, timeout_seconds: float) -> FoundGpus:
         process = self._process
         if process is None or process.poll() is not None:
+            self.close()
             self._errors = tempfile.TemporaryFile()
             self._process = process = start_python(
                 *("-m", "serving.hardware.gpus", "serving.hardware.gpus:list_gpus", "each"),

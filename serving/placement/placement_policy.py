@@ -83,6 +83,11 @@ class Attempt(msgspec.Struct, frozen=True):
     vendor: str = ""  # the GPU's
 
     @property
+    def place(self) -> str:
+        """Whose memory it takes: "cpu" for RAM, else the GPU's UUID, or "gpu" where it has none."""
+        return self.device_id or self.device
+
+    @property
     def need_bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes + self.overhead_bytes
 

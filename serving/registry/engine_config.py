@@ -7,6 +7,7 @@ prepared.placement, prepared.configs, prepared.tokenizer_path
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import (
     BACKENDS,
     DEFAULTS,
+    BackendProbe,
     backend_for,
     missing_backends,
     probe_backend,
@@ -31,6 +33,7 @@ from serving.backends.backend_table import (
 from serving.backends.onnx.graph import weight_bytes
 from serving.errors import Cause, Unsupported
 from serving.hardware.cpu_topology import CoreSplit, parse_cores, physical_of, split_cores
+from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.best_engine import Question, best_engine, choice_lines
 from serving.placement.engine_choice import EngineChoice, Work
@@ -113,14 +116,22 @@ class Machine:
         self.is_serving = False  # measuring engines would then disturb requests, and be disturbed
         self._api_cores = api_cores
         self._allowed = allowed_cores()
-        # Backend -> why it cannot use the GPU; asked once, since it takes seconds.
-        self._trouble: dict[str, tuple[Cause, str] | None] = {}
+        self._probes: dict[str, BackendProbe] = {}
         self.vendors: dict[str, str] = {}  # of the GPUs that a backend's build drives
 
     def facts(self) -> HardwareFacts:
         """As they are now: free memory changes. Cores are those from before this process took its
-        share of them."""
-        return msgspec.structs.replace(hardware_facts(), allowed_cores=self._allowed)
+        share of them. Without an NVIDIA GPU, the one that a backend's build drives is listed."""
+        facts = msgspec.structs.replace(hardware_facts(), allowed_cores=self._allowed)
+        if facts.gpus or facts.gpu_cause != Cause.no_device or not render_nodes():
+            return facts
+        gpus = []
+        for name in DEFAULTS["gpu"]:
+            if name != "torch" or "rocm" in version("torch"):  # else it cannot, and takes seconds
+                answer = self._probed(name)
+                if answer.gpu and answer.gpu_vendor is not None:
+                    gpus.append(GpuFacts(answer.gpu_note or "a GPU", answer.gpu_vendor))
+        return msgspec.structs.replace(facts, gpus=tuple(gpus)) if gpus else facts
 
     def split(self, cores: str, threads: int | None) -> CoreSplit:
         """Cores of an engine with these options and of the HTTP process."""
@@ -138,17 +149,24 @@ class Machine:
         """Backends that may be asked to use the GPU and cannot, by their probes in subprocesses."""
         if not facts.gpus or policy is Policy.cpu_only:
             return {}
-        wanted = DEFAULTS["gpu"] if backend is None else (backend,)
-        names = [name for name in wanted if spec_of(name).probe is not None]
-        for name in names:
-            if name not in self._trouble:
-                answer = probe_backend(name)
+        troubles: dict[str, tuple[Cause, str]] = {}
+        for name in DEFAULTS["gpu"] if backend is None else (backend,):
+            if spec_of(name).probe is None:
+                continue
+            answer = self._probed(name)
+            if answer.gpu_vendor is not None:
+                self.vendors[name] = answer.gpu_vendor
+            if not answer.gpu:
                 cause = Cause(answer.gpu_cause) if answer.gpu_cause else Cause.backend_missing
                 why = answer.gpu_note or answer.problem or "it does not say why"
-                self._trouble[name] = None if answer.gpu else (cause, why)
-                if answer.gpu_vendor is not None:
-                    self.vendors[name] = answer.gpu_vendor
-        return {name: found for name in names if (found := self._trouble[name]) is not None}
+                troubles[name] = cause, why
+        return troubles
+
+    def _probed(self, name: str) -> BackendProbe:
+        """What the backend's library says, asked once: it takes seconds."""
+        if name not in self._probes:
+            self._probes[name] = probe_backend(name)
+        return self._probes[name]
 
 
 def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None = None) -> Prepared:

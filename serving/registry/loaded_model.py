@@ -1,26 +1,26 @@
-"""ServedModel: what all requests for a model share. ModelRouter: which model a request goes to.
+"""One model of the server, loaded or not. ServedModel: what all requests for it share. Tenant: its
+files, its engines, who uses it, what memory it takes. ModelRouter: which model a request goes to.
 
 router = ModelRouter(ServerMetrics())
 router.add(ServedModel(supervisor, read_vocabulary(path), metrics))
-served_model, release = await router.acquire(name, owner)     # loads the model where it may
+served_model, release = await router.acquire(name)     # loads the model where it may
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from models.errors import BadChat
 from models.tokenization.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.backend_interface import BackendInfo, EngineConfig
-from serving.engine.ipc_messages import Delta, GenerationRequest, Origin
 from serving.errors import (
     ContextOverflow,
     EngineState,
@@ -31,18 +31,29 @@ from serving.errors import (
     UnknownModel,
 )
 from serving.hardware.machine_facts import resident_bytes
-from serving.metrics import Metrics, Served, ServerMetrics
+from serving.metrics import Metrics, ServerMetrics
 from serving.placement.placement_policy import Attempt, Placement, explain
 from serving.registry.engine_config import Prepared
 from serving.registry.eviction import Resident
 from serving.supervisor.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from serving.registry.model_registry import Registry
+
 T = TypeVar("T")
 MOST_CHARACTERS = 8 << 20  # of all texts at work and waiting: 2 s of one core, 10 s at the worst
+INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
+LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than usual
+CONTEXT_BYTES = 16  # of a text, for each token of the context
+_LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
+_NAMES_SHOWN = 8
+RETRY_FIRST_SECONDS = 5.0  # between loads of a model that does not load or keeps dying
+RETRY_LONGEST_SECONDS = 300.0
+RETRY_FORGET_SECONDS = 600.0  # of life after which the pause begins with the shortest again
 
 
 class TextWork:
-    """A thread and a queue that is bounded in characters, for one event loop."""
+    """Work on texts beside the event loop: a thread, and a queue bounded in characters."""
 
     def __init__(self, most: int = MOST_CHARACTERS) -> None:
         self._pool = ThreadPoolExecutor(1, "text")
@@ -63,13 +74,6 @@ class TextWork:
 
 
 TEXT_WORK = TextWork()
-
-
-INLINE_CHARACTERS = 4096  # longer texts are tokenised in a thread, so that others do not wait
-LONGEST_TEXT = 1 << 20  # bytes of UTF-8; more where the context is longer than usual
-CONTEXT_BYTES = 16  # of a text, for each token of the context
-_LONGEST_SPECIAL = 64  # bytes of text of a control token; the table of bytes does not say
-_NAMES_SHOWN = 8
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -93,41 +97,6 @@ class Facts(msgspec.Struct, frozen=True):
         return cls(config.backend, min(config.context_tokens, tokens), vocabulary, frozenset())
 
 
-class StreamLike(Protocol):
-    """One sequence's deltas, the last with `finish`, which comes soon after `cancel`."""
-
-    def cancel(self) -> None: ...
-
-    def __aiter__(self) -> AsyncIterator[Delta]: ...
-
-
-class EngineLike(Served, Protocol):
-    """What a request needs of a Supervisor; tests/serving/fakes.py has a small one."""
-
-    reason: str | None
-    events: Any  # what befell its engines: serving.supervisor.supervisor.Event, oldest first
-    on_step: Callable[..., None] | None  # called with the StepStats of each step
-
-    @property
-    def label(self) -> str: ...
-
-    def retry_after_seconds(self) -> float: ...
-
-    def submit(self, request: GenerationRequest) -> StreamLike: ...
-
-    def check_room(self) -> None: ...
-
-
-class Keeper(Protocol):
-    """Loads models on demand and unloads none in use: serving.registry.model_registry.Registry."""
-
-    async def hold(self, name: str, asker: str) -> Callable[[], None]:
-        """Wait until this model serves and hold it until the returned function is called."""
-        ...
-
-    def states(self) -> dict[str, EngineState]: ...
-
-
 class Vocabulary(NamedTuple):
     """A tokenizer, and the bytes of each token."""
 
@@ -148,7 +117,7 @@ class ServedModel:
 
     def __init__(
         self,
-        supervisor: EngineLike,
+        supervisor: Supervisor,
         vocabulary: Vocabulary,
         metrics: Metrics,
         placement: Any = None,
@@ -209,31 +178,165 @@ class ServedModel:
         return [head, *ids] if bos and head is not None else ids
 
     def bytes_of(self, token: int) -> bytes:
+        """The bytes of a token; none of control tokens."""
         return self.table[token] if token < len(self.table) else b""
 
     async def text_of(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; a character that is cut is U+FFFD. `skip_special`: control tokens have
         no text."""
-        if len(tokens) > INLINE_CHARACTERS:
-            return await TEXT_WORK.run(len(tokens), self._text_of, tokens, skip_special)
-        return self._text_of(tokens, skip_special)
+
+        def text() -> str:
+            data = [self.bytes_of(token) for token in tokens]
+            if not skip_special:
+                for place, token in enumerate(tokens):
+                    if token in self.tokenizer.special_ids:
+                        data[place] = self.tokenizer.token_text(token).encode()
+            return b"".join(data).decode("utf-8", "replace")
+
+        return (
+            text() if len(tokens) <= INLINE_CHARACTERS else await TEXT_WORK.run(len(tokens), text)
+        )
 
     async def shown(self, tokens: Sequence[int]) -> list[str]:
         """Each token for people."""
-        if len(tokens) > INLINE_CHARACTERS:
-            return await TEXT_WORK.run(len(tokens), self._shown, tokens)
-        return self._shown(tokens)
 
-    def _shown(self, tokens: Sequence[int]) -> list[str]:
-        return [self.tokenizer.token_text(token) for token in tokens]
+        def texts() -> list[str]:
+            return [self.tokenizer.token_text(token) for token in tokens]
 
-    def _text_of(self, tokens: Sequence[int], skip_special: bool) -> str:
-        data = [self.bytes_of(token) for token in tokens]
-        if not skip_special:
-            for place, token in enumerate(tokens):
-                if token in self.tokenizer.special_ids:
-                    data[place] = self.tokenizer.token_text(token).encode()
-        return b"".join(data).decode("utf-8", "replace")
+        if len(tokens) <= INLINE_CHARACTERS:
+            return texts()
+        return await TEXT_WORK.run(len(tokens), texts)
+
+
+class Tenant:
+    """One model of the server. Times are time.monotonic(), but `used_unix`."""
+
+    def __init__(
+        self, prepared: Prepared, served_model: ServedModel, supervisor: Supervisor
+    ) -> None:
+        self.prepared = prepared
+        self.served_model = served_model
+        self.supervisor = supervisor
+        self.placement: Placement = prepared.placement
+        self.holders = 0  # requests that are being answered
+        self.used_at = time.monotonic()
+        self.used_unix: float | None = None
+        self.loaded_at: float | None = None
+        self.on_demand = True  # a request may load it
+        self.doing: str | None = None  # what a load is at, where no engine says it
+        self.load: asyncio.Task[None] | None = None
+        self.failures = 0
+        self.retry_at = 0.0  # of a model that failed; 0.0: it has not
+        self.problem: str | None = None  # why the last load failed
+
+    @property
+    def name(self) -> str:
+        return self.prepared.name
+
+    @property
+    def state(self) -> EngineState:
+        """The supervisor's state; loading, too, where an asked-for load has not begun."""
+        state = self.supervisor.state
+        waits = state in (EngineState.unloaded, EngineState.failed) and self.load is not None
+        return EngineState.loading if waits else state
+
+    @property
+    def busy(self) -> bool:
+        """True while it must not be evicted: requests are in flight, or it is loading."""
+        return self.holders > 0 or self.supervisor.in_flight > 0 or self.load is not None
+
+    @property
+    def given_up(self) -> bool:
+        """True when it is not served, and no request changes that."""
+        return self.supervisor.state == EngineState.failed and self.load is None
+
+    def progress(self) -> tuple[str, float | None] | None:
+        """What a load is at, and its fraction 0..1 where it is known; None: nothing."""
+        loading = self.supervisor.loading
+        if self.supervisor.state == EngineState.loading and loading is not None:
+            return loading.what, loading.fraction
+        return None if self.doing is None else (self.doing, None)
+
+    def touch(self) -> None:
+        """It is in use now."""
+        self.used_at = time.monotonic()
+        self.used_unix = time.time()
+
+    def hold(self) -> Callable[[], None]:
+        """A request uses it from now on, until the returned function is called."""
+        self.holders += 1
+        self.touch()
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self.holders -= 1
+                self.touch()
+
+        return release
+
+    def check_may_load(self) -> None:
+        """Raises Unavailable where a request may not load it."""
+        if not self.on_demand:
+            text = f"the model {self.name!r} was unloaded by an administrator"
+            raise Unavailable(text, 30.0, "unloaded")
+        wait = self.retry_at - time.monotonic()
+        if self.load is None and wait > 0:
+            text = f"the model {self.name!r} did not load: {self.problem or 'no reason given'}"
+            raise Unavailable(text, wait, "load_failed")
+
+    def loaded(self) -> None:
+        """A load has succeeded."""
+        self.retry_at = 0.0
+        self.problem = None
+        self.used_at = self.loaded_at = time.monotonic()
+
+    def failed(self, problem: str) -> None:
+        """A load has failed, or its engines kept dying: the pause before the next load doubles."""
+        now = time.monotonic()
+        if self.loaded_at is not None and now - self.loaded_at > RETRY_FORGET_SECONDS:
+            self.failures = 0
+        pause = min(RETRY_LONGEST_SECONDS, RETRY_FIRST_SECONDS * 2.0**self.failures)
+        self.failures += 1
+        self.retry_at = now + pause
+        self.problem = problem
+
+    def give_up_waiting(self) -> None:
+        """End a load that has not begun; one whose engine runs ends with the engine."""
+        if self.load is not None and self.doing is not None:
+            self.load.cancel()
+
+    def about(self) -> dict[str, Any]:
+        """The decision where it runs, in numbers and in words, for /v1/placement."""
+        return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
+
+    def attempts(self) -> Iterator[Attempt]:
+        """The placements of the engines that are or will be loaded: in use, and on standby."""
+        warm = self.prepared.model.standby == "warm"
+        configs = self.supervisor.configs[:2] if warm else (self.supervisor.config,)
+        for config in configs:
+            for attempt in self.placement.attempts[:2]:
+                if (attempt.backend, attempt.device) == (config.backend, config.device):
+                    yield attempt
+
+    @property
+    def measured_bytes(self) -> int:
+        """RSS of its engine processes now."""
+        return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
+
+    def as_resident(self) -> tuple[Resident, int]:
+        """What its end would free, and the bytes of RAM it was promised and has not touched yet."""
+        takes: dict[str, int] = {}
+        for attempt in self.attempts():
+            takes[attempt.place] = takes.get(attempt.place, 0) + attempt.need_bytes
+        promised = 0
+        if "cpu" in takes:
+            measured = self.measured_bytes
+            promised = max(0, takes["cpu"] - measured)
+            takes["cpu"] = max(takes["cpu"], measured)
+        return Resident(self.name, takes, self.used_at, self.busy), promised
 
 
 class ModelRouter:
@@ -242,16 +345,12 @@ class ModelRouter:
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
         self.models: dict[str, ServedModel] = {}
-        self.keeper: Keeper | None = None
+        self.keeper: Registry | None = None
 
     def add(self, served_model: ServedModel) -> None:
-        """One more model, or another one under its name; running requests keep theirs."""
+        """One more model."""
         self.models[served_model.served_name] = served_model
         self.metrics.add(served_model.metrics)
-
-    def remove(self, name: str) -> None:
-        """This name is served no more."""
-        self.metrics.remove(self.models.pop(name).metrics)
 
     @property
     def slot_tokens(self) -> int:
@@ -284,206 +383,13 @@ class ModelRouter:
             return self.keeper.states()
         return {name: served_model.supervisor.state for name, served_model in self.models.items()}
 
-    async def acquire(self, name: str, asker: str = "") -> tuple[ServedModel, Callable[[], None] | None]:
-        """The model, held for a request of `asker`, and what lets go of it. Raises Unavailable."""
-        release = None if self.keeper is None else await self.keeper.hold(name, asker)
-        return self.models[name], release  # a swap may have come between
+    async def acquire(self, name: str) -> tuple[ServedModel, Callable[[], None] | None]:
+        """The model, held for a request, and what lets go of it. Raises Unavailable."""
+        release = None if self.keeper is None else await self.keeper.hold(name)
+        return self.models[name], release
 
     def _names(self) -> str:
         names = list(self.models)
         shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
         more = len(names) - _NAMES_SHOWN
         return f"{shown} and {more} more" if more > 0 else shown
-
-
-RETRY_FIRST_SECONDS = 5.0  # between loads of a model that does not load
-RETRY_LONGEST_SECONDS = 300.0
-FUSE_FIRST_SECONDS = 300.0  # until a model whose engines kept dying is loaded again
-FUSE_LONGEST_SECONDS = 3600.0  # also: after so long it begins with the shortest pause again
-
-
-class Tenant:
-    """One model of the server. Times are time.monotonic(), but `used_unix`."""
-
-    def __init__(
-        self, prepared: Prepared, served_model: ServedModel, supervisor: Supervisor
-    ) -> None:
-        self.prepared = prepared
-        self.served_model = served_model
-        self.supervisor = supervisor
-        self.placement: Placement = prepared.placement
-        self.holders = 0  # requests that are being answered
-        self.used_at = self.loaded_at = time.monotonic()
-        self.used_unix: float | None = None
-        self.on_demand = True  # a request may load it
-        self.asker: str | None = None  # whose request its last load is for; None: nobody's
-        self._users: set[str] = set()  # who has asked for it since; two stand for any number
-        self.doing: str | None = None  # what a load or swap is at, where no engine says it
-        self.swapping_to: Tenant | None = None
-        self.load: asyncio.Task[None] | None = None
-        self.failures = 0
-        self.retry_at = 0.0
-        self.problem: str | None = None  # why the last load or swap failed
-        self.fuses = 0  # how often its engines kept dying, lately
-
-    @property
-    def name(self) -> str:
-        return self.prepared.name
-
-    @property
-    def state(self) -> EngineState:
-        """The supervisor's state; loading, too, where an asked-for load has not begun."""
-        state = self.supervisor.state
-        waits = state in (EngineState.unloaded, EngineState.failed) and self.load is not None
-        return EngineState.loading if waits else state
-
-    @property
-    def busy(self) -> bool:
-        """True while it must not be evicted: requests are in flight, or it is loading."""
-        in_use = self.holders > 0 or self.supervisor.in_flight > 0
-        return in_use or self.load is not None or self.swapping_to is not None
-
-    @property
-    def given_up(self) -> bool:
-        """True when it is not served, and no request changes that."""
-        return self.supervisor.state == EngineState.failed and self.load is None
-
-    def progress(self) -> tuple[str, float | None] | None:
-        """What a load or swap is at, and its fraction 0..1 where it is known; None: nothing."""
-        for one in (self.swapping_to, self):
-            if one is not None and one.supervisor.state == EngineState.loading:
-                loading = one.supervisor.loading
-                if loading is not None:
-                    return loading.what, loading.fraction
-        return None if self.doing is None else (self.doing, None)
-
-    def touch(self) -> None:
-        self.used_at = time.monotonic()
-        self.used_unix = time.time()
-
-    def asked_by(self, owner: str) -> None:
-        """A request of this owner uses it, or waits for it."""
-        if len(self._users) < 2:
-            self._users.add(owner)
-
-    def stays_seconds(self, asker: str | None, residence_seconds: float) -> float:
-        """How long it may not be evicted yet for a request of `asker` (None: an administrator's
-        load): for a while from its load, where others use it."""
-        if asker is None or self._users <= {asker} or self.supervisor.state != EngineState.ready:
-            return 0.0
-        return max(0.0, self.loaded_at + residence_seconds - time.monotonic())
-
-    def hold(self, owner: str) -> Callable[[], None]:
-        """A request uses it from now on, until the returned function is called."""
-        self.asked_by(owner)
-        self.holders += 1
-        self.touch()
-        held = True
-
-        def release() -> None:
-            nonlocal held
-            if held:
-                held = False
-                self.holders -= 1
-                self.touch()
-
-        return release
-
-    def check_may_load(self) -> None:
-        """Raises Unavailable where a request may not load it."""
-        if not self.on_demand:
-            text = f"the model {self.name!r} was unloaded by an administrator"
-            raise Unavailable(text, 30.0, "unloaded")
-        wait = self.retry_at - time.monotonic()
-        if self.load is None and wait > 0:
-            text = f"the model {self.name!r} did not load: {self.problem or 'no reason given'}"
-            raise Unavailable(text, wait, "load_failed")
-
-    def load_begins(self, asker: str | None) -> None:
-        """It is loaded for a request of `asker`, or for nobody's (None)."""
-        self.asker = asker
-        self._users.clear()
-
-    def loaded(self) -> None:
-        """A load has succeeded."""
-        self.failures = 0
-        self.retry_at = 0.0
-        self.problem = None
-        self.used_at = self.loaded_at = time.monotonic()
-
-    def load_failed(self, problem: str) -> None:
-        """A load has failed: the pause before the next one doubles."""
-        pause = min(RETRY_LONGEST_SECONDS, RETRY_FIRST_SECONDS * 2.0**self.failures)
-        self.failures += 1
-        self.retry_at = time.monotonic() + pause
-        self.problem = problem
-
-    def may_load_again(self) -> bool:
-        """Of a failed model: whether its pause is over, where its engines kept dying. The pause
-        doubles each time."""
-        now = time.monotonic()
-        if self.retry_at:
-            return bool(self.fuses) and now >= self.retry_at
-        if now - self.loaded_at > FUSE_LONGEST_SECONDS:
-            self.fuses = 0
-        pause = min(FUSE_LONGEST_SECONDS, FUSE_FIRST_SECONDS * 2.0**self.fuses)
-        self.fuses += 1
-        self.retry_at = now + pause
-        self.problem = self.supervisor.reason or "no reason given"
-        return False
-
-    def give_up_waiting(self) -> None:
-        """End a load that has not begun; one whose engine runs ends with the engine."""
-        if self.load is not None and self.doing is not None:
-            self.load.cancel()
-
-    def about(self) -> dict[str, Any]:
-        """The decision where it runs, in numbers and in words, for /v1/placement."""
-        return {**msgspec.to_builtins(self.placement), "lines": explain(self.placement)}
-
-    def attempts(self) -> Iterator[Attempt]:
-        """The placements of the engines that are or will be loaded: in use, and on standby."""
-        warm = self.prepared.model.standby == "warm"
-        configs = self.supervisor.configs[:2] if warm else (self.supervisor.config,)
-        for config in configs:
-            for attempt in self.placement.attempts[:2]:
-                if (attempt.backend, attempt.device) == (config.backend, config.device):
-                    yield attempt
-
-    @property
-    def measured_bytes(self) -> int:
-        """RSS of its engine processes now."""
-        return sum(resident_bytes(pid) or 0 for pid in self.supervisor.pids)
-
-    def as_resident(self, stays: bool) -> tuple[Resident, int]:
-        """What its end would free, and the bytes of RAM it was promised and has not touched yet.
-
-        `stays`: it must not be evicted, busy or not."""
-        takes: dict[str, int] = {}
-        for attempt in self.attempts():
-            takes[attempt.device] = takes.get(attempt.device, 0) + attempt.need_bytes
-        promised = 0
-        if "cpu" in takes:
-            measured = self.measured_bytes
-            promised = max(0, takes["cpu"] - measured)
-            takes["cpu"] = max(takes["cpu"], measured)
-        return Resident(self.name, takes, self.used_at, stays or self.busy), promised
-
-
-def idle_check_seconds(tenants: Iterable[Tenant]) -> float:
-    """How often to look for idle models: a fifth of the shortest limit, at most a second."""
-    limits = (tenant.prepared.model.idle_unload_seconds for tenant in tenants)
-    return min(1.0, *(limit / 5 for limit in limits if limit is not None), 1.0)
-
-
-def next_room_seconds(tenants: Iterable[Tenant]) -> float:
-    """Until a busy model may be idle: when the shortest queue is done, as far as is known."""
-    busy = [tenant.supervisor for tenant in tenants if tenant.busy]
-    waits = [supervisor.predicted_wait_seconds() for supervisor in busy]
-    return max(1.0, min((wait for wait in waits if wait), default=5.0))
-
-
-def first_stay(tenants: Iterable[Tenant], asker: str, residence_seconds: float) -> float | None:
-    """Seconds until the first that stays may be evicted; None where none stays."""
-    stays = (tenant.stays_seconds(asker, residence_seconds) for tenant in tenants)
-    return min((seconds for seconds in stays if seconds), default=None)

@@ -101,6 +101,8 @@ def has_room_again(placement: Placement, gpus: Sequence[GpuFacts]) -> bool:
     """Whether the first attempt, which is on a GPU, would fit on its GPU now, with a little to
     spare: a load that fails again costs more than a late one. Never more than a card has."""
     need, device_id = placement.need_bytes, placement.attempts[0].device_id
+    if placement.attempts[0].vendor not in ("", "nvidia"):
+        return True  # nobody can tell
     mine = [gpu for gpu in gpus if not device_id or gpu.uuid == device_id]
     for gpu in mine:
         wanted = RETURN_NEED * need

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.engine.messages import StepStats
+from serving.engine.ipc_messages import StepStats
 from serving.errors import Overloaded
 from serving.hardware.memory_sampler import MemorySampler
 from serving.metrics import PREFIX, Metrics, ServerMetrics

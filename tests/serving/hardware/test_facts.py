@@ -20,14 +20,11 @@ from models.machine import (
 )
 from serving.hardware.machine_facts import (
     HardwareFacts,
-    anonymous_bytes,
     gemm_rate,
     hardware_facts,
-    peak_resident_bytes,
     read_bandwidth,
     resident_bytes,
 )
-from serving.hardware.memory_sampler import process_memory
 
 CPUINFO = """processor\t: 0
 model name\t: Imaginary 9000
@@ -126,25 +123,6 @@ def test_what_cannot_be_read_is_none_not_zero(tmp_path: Path) -> None:
     ) == (None,) * 6
 
 
-def test_an_amd_gpu_is_read_from_sysfs(tmp_path: Path) -> None:
-    folder = "sys/class/drm/card0/device/"
-    write(
-        tmp_path,
-        {
-            "dev/kfd": "",
-            folder + "mem_info_vram_total": f"{16 << 30}\n",
-            folder + "mem_info_vram_used": f"{6 << 30}\n",
-        },
-    )
-    (gpu,) = hardware_facts(root=tmp_path).gpus
-    assert (gpu.vendor, gpu.total_bytes, gpu.free_bytes, gpu.compute_capability) == (
-        "amd",
-        16 << 30,
-        10 << 30,
-        None,
-    )
-
-
 def test_an_nvidia_card_without_its_driver_is_a_cause_of_its_own(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -196,38 +174,8 @@ def test_a_quota_cuts_the_usable_cores() -> None:
     assert msgspec.structs.replace(facts, cgroup_cores=None).usable_cores == 4.0
 
 
-def test_memory_of_a_process_follows_what_it_holds() -> None:
-    program = (
-        "import sys; sys.stdin.readline(); held = bytearray(b'x') * (64 << 20); "
-        "print('held', flush=True); sys.stdin.readline()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        before = process_memory(child.pid)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        child.stdout.readline()
-        after = process_memory(child.pid)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        child.wait(10)
-    assert before is not None and after is not None and after.pss_bytes is not None
-    assert (64 << 20) * 0.9 < after.rss_bytes - before.rss_bytes < (64 << 20) * 1.3
-    assert after.pss_bytes <= after.rss_bytes
-
-
 def test_no_process_has_no_memory() -> None:
-    assert process_memory(2**22 + 1) is None and resident_bytes(2**22 + 1) is None
-
-
-def test_the_readers_of_memory_agree() -> None:
-    whole, light = process_memory(os.getpid()), resident_bytes()
-    assert whole is not None and light == pytest.approx(whole.rss_bytes, rel=0.05)
-    assert light <= peak_resident_bytes() * 1.01
-    assert 0 < anonymous_bytes() < light
-    assert 0 < available_bytes() <= total_bytes() <= psutil.virtual_memory().total
+    assert resident_bytes(2**22 + 1) is None
 
 
 def test_bandwidth_is_a_plausible_number_and_small_arrays_are_quicker() -> None:

@@ -79,9 +79,9 @@ async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def refused(registry: Registry, name: str, asker: str = "") -> Unavailable:
+async def refused(registry: Registry, name: str) -> Unavailable:
     with pytest.raises(Unavailable) as problem:
-        await registry.hold(name, asker)
+        await registry.hold(name)
     assert problem.value.retry_after_seconds > 0
     return problem.value
 

@@ -26,9 +26,8 @@ from serving.registry.engine_config import Machine, prepare
 from serving.server_options import ModelOptions
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
-from tests.serving.fakes import app_on, ask, complete, served, wait_until
+from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
 from tests.serving.placement.test_plan import machine, with_gpu
-from tests.serving.fakes import scraped
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 

@@ -19,6 +19,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS
 from serving.errors import Cause
 from serving.supervisor.engine_process import SHORT_SPINS, EngineProcess, allocator, environment
+from serving.supervisor.hang_detection import HangWatch
 from serving.supervisor.restart_policy import RecoveryLimits
 
 GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -147,17 +148,25 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
 
 
 def test_a_silent_load_on_a_gpu_is_given_up_earlier() -> None:
-    limits = RecoveryLimits()
-    for device, seconds in (("gpu", limits.gpu_load_timeout_seconds), ("cpu", None)):
-        engine = EngineProcess(0, EngineConfig("fake", "", "m", device=device))
-        engine.pid = os.getpid()
-        engine._heard_at = time.monotonic() - limits.gpu_load_timeout_seconds - 1
-        trouble = engine.trouble(limits)
-        assert (trouble is not None) == (seconds is not None)
-    limits = RecoveryLimits()
-    for backend, given_up in (("torch", True), ("llama_cpp", False)):
-        engine = EngineProcess(0, EngineConfig(backend, "", "m", device="gpu"))
-        engine.pid, engine.ready = os.getpid(), cast(Any, object())
-        engine.took(1)
-        engine._step_at = time.monotonic() - limits.gpu_step_timeout_seconds - 1
-        assert (engine.trouble(limits) is not None) == given_up, backend
+    limits = RecoveryLimits(gpu_load_timeout_seconds=0.05)
+    watch = HangWatch()
+    time.sleep(0.1)
+    found = [watch.trouble(os.getpid(), None, 0, limits, device) for device in ("gpu", "cpu")]
+    assert found[0] is not None and "no word from the loading engine" in found[0]
+    assert found[1] is None
+
+
+def test_no_process_can_be_started_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model must not wait for ever for an engine that never was."""
+
+    def none_left() -> Any:
+        raise OSError(24, "Too many open files")
+
+    async def scenario() -> None:
+        ended = asyncio.Event()
+        engine = EngineProcess(0, EngineConfig("fake", "", "m"))
+        monkeypatch.setattr("serving.supervisor.engine_process.socket.socketpair", none_left)
+        await engine.start(lambda engine, message: None, lambda engine: ended.set())
+        assert ended.is_set() and "Too many open files" in engine.why()[1]
+
+    asyncio.run(scenario())
