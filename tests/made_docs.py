@@ -25,7 +25,7 @@ from reports.prediction.predictor import predictor
 from reports.render.document import Document
 from serving.backends.backend_interface import CAPABILITIES
 from serving.backends.backend_table import BACKENDS
-from serving.http.wire.requests import ChatRequest, CompletionRequest
+from serving.http.api_schemas import ChatRequest, CompletionRequest
 from tests.docs_of_structs import campaign_keys, plan_keys, schema_of
 from tests.house import PACKAGES
 

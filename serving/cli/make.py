@@ -22,9 +22,9 @@ from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.formats import FORMATS
 from models.ladder import LADDER, is_rung, rung
 from models.machine import cpu_flags, total_bytes
-from serving.backends import backend_for, weights_of
-from serving.backends.spec import AUTO
-from serving.placement.memory import LEAST_CONTEXT, Sizes, forecast
+from serving.backends.backend_interface import AUTO
+from serving.backends.backend_table import backend_for, weights_of
+from serving.placement.memory_estimate import LEAST_CONTEXT, Sizes, forecast
 
 _NAMES = typer.Argument(None, metavar="[NAME]...", help="Rungs, local folders or hub ids.")
 

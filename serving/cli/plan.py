@@ -4,7 +4,7 @@
     crossover models plan 8b --memory 64GiB --vram 24GiB    # on one that is not here
     crossover models plan 8b --format Q8_0 --slots 4 --json
 
-Numbers and decision are those of serving.placement.plan, as `crossover serve` uses them.
+Numbers and decision are those of serving.placement, as `crossover serve` uses them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ from models.ladder import LADDER, rung
 from models.readers.config import read_spec
 from models.readers.gguf import read_header
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
-from serving.backends import BACKENDS, missing_backends
-from serving.backends.spec import AUTO
+from serving.backends.backend_interface import AUTO
+from serving.backends.backend_table import BACKENDS, missing_backends
 from serving.bounds import Count, option
 from serving.cli.make import make
 from serving.cli.parameters import command_of
-from serving.hardware.facts import HardwareFacts, hardware_facts
-from serving.hardware.gpu_facts import GpuFacts
-from serving.placement.decision import Attempt, NoPlacement, Obstacles, Placement, PlacementRequest
-from serving.placement.plan import explain, plan
-from serving.placement.policy import Policy
+from serving.hardware.gpus import GpuFacts
+from serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from serving.placement.placement_policy import (
+    Attempt,
+    NoPlacement,
+    Obstacles,
+    Placement,
+    PlacementRequest,
+    Policy,
+    explain,
+    plan,
+)
 
 KV_DTYPES = (AUTO, *KV_ELEMENT_BYTES)
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")

@@ -24,7 +24,7 @@ from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import probe_backend
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.backends.llama_cpp.loading import bytes_in_ram
-from serving.cli.doctor import examine, machine_rows
+from serving.cli.doctor_command import examine, machine_rows
 from serving.errors import BackendUnavailable, OutOfMemory
 from serving.hardware.gpus import VULKAN, FoundGpus, GpuFacts, find_gpus, run_probe
 from serving.hardware.machine_facts import hardware_facts

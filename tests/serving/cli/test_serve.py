@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from serving.hardware.cores import SHARED_NICE
+from serving.hardware.cpu_topology import SHARED_NICE
 from tests.serving.fakes import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -309,7 +309,6 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--cores", "x"], "--cores 'x' is no list of cores"),
         (["fake", "--max-body", "lots"], "--max-body 'lots' is no size"),
         (["fake", "--max-body", "4"], "--max-body '4' is less than 1 KiB; did you mean 4MiB?"),
-        (["fake", "--max-sequences", "0"], "--max-sequences"),
         (["fake", "--deadline", "-1"], "--deadline must be above 0, got -1.0"),
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
@@ -355,8 +354,8 @@ def test_the_console_command_is_the_same_thing_and_teaches() -> None:
 
 def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
     heavy = {"torch", "numpy", "uvicorn", "starlette", "transformers", "llama_cpp"}
-    heavy |= {"asyncio", "psutil", "serving.placement.plan", "models.isolated"}
-    code = f"import sys, serving.cli.serve; print(sorted({heavy!r} & set(sys.modules)))"
+    heavy |= {"asyncio", "psutil", "serving.placement.placement_policy", "models.isolated"}
+    code = f"import sys, serving.cli.serve_command; print(sorted({heavy!r} & set(sys.modules)))"
     assert run("-c", code).stdout.strip() == "[]"
 
 
