@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from models.formats import DEFAULT_FORMATS, FORMATS, PACKED_FORMATS
+from models.formats import DEFAULT_FORMATS, FORMATS
 from models.spec import ModelSpec
 from serving.backends.backend_interface import AUTO
 from serving.backends.llama_cpp.extra_buffers import planned_extra_bytes
@@ -82,7 +82,6 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     weights: str | None  # kind of files: gguf, hf, onnx, none; None: any
     default_format: str = ""  # "": the kind's
     also_reads: tuple[str, ...] = ()  # formats of files that others made
-    cpu_formats: tuple[str, ...] = ()  # formats that only the CPU computes with
     # On the CPU: (model, weight format, CPU flags) -> bytes that it holds beyond the weights' own.
     extra_bytes: Callable[[ModelSpec, str, Collection[str]], int] | None = None
     kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
@@ -168,8 +167,6 @@ def _torch_kv(request: KvRequest) -> str:
     """The type of torch's activations (serving.backends.torch.torch_weights.compute_dtype)."""
     if request.weight_format in ("fp32", "fp16"):
         return request.weight_format
-    if request.weight_format == "dynamic-int8":
-        return "fp32"
     has_bf16 = any(request.isa >= flags for flags in _BF16_FLAGS)
     return "bf16" if request.device == "gpu" or has_bf16 else "fp32"
 
@@ -221,7 +218,6 @@ BACKENDS: dict[str, BackendSpec] = {
     "torch": BackendSpec(
         cls="serving.backends.torch.backend:TorchBackend",
         weights="hf",
-        cpu_formats=PACKED_FORMATS,
         overhead={
             "cpu": Overhead(400 * MIB, 0, 600, 0.35),
             "gpu": Overhead(0, weight_share=0.01, step_bytes=torch_overhead_bytes),

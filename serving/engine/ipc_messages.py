@@ -21,15 +21,6 @@ FRAME = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 
 
-class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Whose sequence it is: slots go round by owner and request, prefixes stay where they are."""
-
-    owner: str = ""  # name of the API key
-    share: float = 1.0  # of the slots and of the queue, where others want them too; 0 to 1
-    request: int = 0  # the same for all answers of one; 0: a request of its own
-    cache: str = ""  # only sequences of the same one share prefixes
-
-
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """One sequence to generate, from validation to the engine. Ids and limits are checked."""
 
@@ -44,7 +35,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     include_stop: bool = False
     whole: bool = False  # the reader wants one Delta at the end (an answer that is not streamed)
     thought_end: int | None = None  # the token that ends the model's reasoning
-    origin: Origin = Origin()
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):

@@ -318,9 +318,6 @@ def _gpu_trouble(
         built_for = f"this build of {backend} is for GPUs of {vendor}"
         text = f"{there} {built_for if vendor else f'{backend} does not use Vulkan'}"
         return Reason(Cause.backend_missing, text)
-    if request.weight_format in spec.cpu_formats:
-        text = f"the format {request.weight_format} of {backend} is packed for the CPU's kernels"
-        return Reason(Cause.forced, text)
     return None
 
 

@@ -263,7 +263,7 @@ class Supervisor:
         self._requests.give(stream, self._current)
         return stream
 
-    def check_room(self, *_: object) -> None:
+    def check_room(self) -> None:
         """Raises Overloaded where not even the shortest sequence may join now."""
         self._requests.check_room(1, 1)
 

@@ -182,7 +182,6 @@ def _engine(variables: Mapping[str, str], wire: int, output: int) -> None:
 
 
 def _main() -> None:
-    import tests.fake_backend
     import serving.engine.engine_loop  # noqa: F401 - all that an engine imports
 
     gc.collect()

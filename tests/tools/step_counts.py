@@ -28,7 +28,6 @@ from serving.backends.kv_rows import RowMap
 from serving.backends.torch.backend import KINDS_OF_DRAWS, StepBatch, TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
 from serving.backends.torch.forward_pass import HeadCache, SlotModel
-from serving.backends.torch.kernels.fused import FusedModel
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import PackedCache
 from serving.sampling.step_rows import DRAWN, Row
@@ -90,14 +89,12 @@ class HostTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def traced(
-    name: str, *, packed: bool, prompts: bool = False, fused: bool = False
-) -> tuple[Kernels, HostTensors]:
+def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, HostTensors]:
     """A step of 8 decode rows of a rung's shape, cut to a few layers; with `prompts` the last row
-    is a piece of a prompt. `fused`: by the kernels in Triton, which are not run."""
+    is a piece of a prompt."""
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
     cache = (PackedCache if packed else HeadCache)(spec, 8, 512, torch.bfloat16, META)
-    model = (FusedModel if fused else SlotModel)(spec, meta_weights(spec), cache)
+    model = SlotModel(spec, meta_weights(spec), cache)
     rows = RowMap(8, 511, 0.0)
     rows.length = [20] * 8
     batch = StepBatch(model, rows, torch.arange(512, device=META))

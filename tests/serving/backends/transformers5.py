@@ -221,14 +221,10 @@ def _generated(folder: Path) -> list[list[int]]:
 def _convert(folder: Path, out: Path) -> dict[str, float | None]:
     """KL of what the converters make, whose comparison runs transformers."""
     from models.convert.gguf import make_gguf
-    from models.convert.torch import make_torch
-    from models.manifest import read_manifest
 
     out.mkdir(exist_ok=True)
-    packed = read_manifest(make_torch(folder, out / f"{folder.name}-int8", "int8"))
-    assert packed is not None
     file = make_gguf(folder, out / f"{folder.name}.gguf", "F32")
-    return {"gguf": file.quality_kl_nats, "torch": packed.quality_kl_nats}
+    return {"gguf": file.quality_kl_nats}
 
 
 def main(arguments: list[str]) -> int:

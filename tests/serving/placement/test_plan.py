@@ -327,7 +327,6 @@ def test_a_placement_survives_json() -> None:
         ("torch", "bf16", ("avx2",), "fp32"),
         ("torch", "bf16", ("avx2", "avx512f", "avx512bw", "avx512vl"), "bf16"),
         ("torch", "fp16", ("avx2",), "fp16"),
-        ("torch", "dynamic-int8", ("avx512f", "avx512bw", "avx512vl"), "fp32"),
     ],
 )
 def test_the_kv_cache_is_planned_as_the_backend_stores_it(

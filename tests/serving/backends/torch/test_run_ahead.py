@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from serving.backends.torch.backend import TorchBackend, known
+from serving.backends.torch.backend import TorchBackend
+from serving.backends.torch.forward_pass import known
 from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.errors import Unsupported
 from serving.sampling.step_rows import DRAWN, NO_TOKEN, Sampling
