@@ -32,7 +32,7 @@ help:
 	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
 	@echo "make reference  the ladder of the shipped results on this machine, beside them (some 60 minutes)"
 	@echo "make test   the tests (some 10 minutes on 2 cores)"
-	@echo "make scale-test  serving and campaigns on a Ray of two nodes, in an environment of its own (installs 600 MB)"
+	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
 	@echo "make test-triton  the Triton kernels of torch's GPU path: in Triton's interpreter, and compiled for GPUs that are not here (200 MB)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"

@@ -23,7 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "What this machine is, which backends work on it, and why the others do not.",
     ),
     "models": (
-        "serving.cli.plan:app",
+        "serving.cli.models_command:app",
         "The models of the ladder, 135M to 70B: list them, make weights, plan their memory.",
     ),
     "serve": (

@@ -34,25 +34,20 @@ from serving.server_options import Policy, ServeOptions
 ADDRESS = "RAY_ADDRESS"
 APPLICATION = "crossover"
 LOOPBACK = "127.0.0.1"
-# Options that one process on one machine can honour, and replicas cannot: field -> why.
-REFUSED: dict[str, str] = {
-    "models_file": "replicas serve one model each, the same",
-    "memory_limit": "it is of one machine",
-    "max_loaded_models": "replicas serve one model each",
-    "idle_unload_seconds": "a replica keeps its model",
-    "admin_key_env": "the admin routes change one engine, and there are several",
-    "admin_key_file": "the admin routes change one engine, and there are several",
-    "cores": "each replica takes cores of its own; --threads says how many",
-    "api_cores": "each replica takes cores of its own; --threads says how many",
-    "allowed_origins": "Ray's proxy answers",
-    "tls_certificate": "Ray's proxy answers; put one with TLS before it",
-    "tls_key": "Ray's proxy answers; put one with TLS before it",
-}
+# Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
+REFUSED = (
+    *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
+    *("admin_key_env", "admin_key_file", "cores", "api_cores"),
+    *("allowed_origins", "tls_certificate", "tls_key"),
+)
 
 
 def launch_on_ray(options: ServeOptions) -> int:
     """Serve until a signal comes; the exit status."""
     check_options(options)
+    (source,) = options.models
+    if os.path.exists(source) and not is_rung(source):  # a replica stands in another folder
+        options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
     prepare_environment()
     from serving.cli.launch import keys_of
     from serving.http.http_server import listen
@@ -68,7 +63,7 @@ def launch_on_ray(options: ServeOptions) -> int:
         cpus, gpus = share_of(nodes, options)
         serve.start(http_options={"host": options.host, "port": port})
         replica = serve.deployment(
-            serve.ingress(Ingress(_absolute(options), api_key, cpus))(Replica),
+            serve.ingress(Ingress(options, api_key, cpus))(Replica),
             name=APPLICATION,
             num_replicas=options.replicas,
             max_ongoing_requests=options.slots + options.max_waiting,
@@ -101,11 +96,12 @@ def launch_on_ray(options: ServeOptions) -> int:
 
 def check_options(options: ServeOptions) -> None:
     """Raises ServingError for an option that cannot be honoured as asked."""
-    flags = flags_of(ServeOptions)
     for field in msgspec.structs.fields(ServeOptions):
         if field.name in REFUSED and getattr(options, field.name) != field.default:
-            flag = flags[field.name]
-            raise ServingError(f"{flag} cannot be honoured with --on ray: {REFUSED[field.name]}")
+            flag = flags_of(ServeOptions)[field.name]
+            raise ServingError(
+                f"{flag} cannot be honoured with --on ray: there are several engines"
+            )
     if len(options.models) != 1:
         count = len(options.models)
         raise ServingError(f"--on ray serves one model, and {count} are named")
@@ -114,32 +110,22 @@ def check_options(options: ServeOptions) -> None:
 
 
 def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, int]:
-    """(cores, GPUs) of each replica. Without --threads the cores are divided evenly.
-
-    Raises ServingError where the nodes hold too few.
-    """
-    cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
-    gpus = sum(int(node["Resources"].get("GPU", 0)) for node in nodes)
+    """(cores, GPUs) of each replica; without --threads the cores are divided evenly."""
+    cores, gpus = (
+        [int(node["Resources"].get(kind, 0)) for node in nodes] for kind in ("CPU", "GPU")
+    )
     count = options.replicas
     wanted = range(max(cores, default=0), 0, -1) if options.threads is None else (options.threads,)
     cpus = next((n for n in wanted if sum(have // n for have in cores) >= count), None)
     if cpus is None:
         each = "1 core" if options.threads is None else f"--threads {options.threads}"
-        has = ", ".join(f"{have} cores" for have in cores)
-        raise ServingError(f"--replicas {count} with {each} each do not fit on the nodes ({has})")
-    takes_gpu = options.policy is not Policy.cpu_only and gpus >= count
+        raise ServingError(f"--replicas {count}, {each} each, do not fit: nodes have {cores} cores")
+    takes_gpu = options.policy is not Policy.cpu_only and sum(gpus) >= count
     if options.policy is Policy.gpu_only and not takes_gpu:
-        raise ServingError(f"--policy gpu-only: {count} replicas need {count} GPUs, not {gpus}")
+        raise ServingError(
+            f"--policy gpu-only: {count} replicas need {count} GPUs, not {sum(gpus)}"
+        )
     return cpus, int(takes_gpu)
-
-
-def _absolute(options: ServeOptions) -> ServeOptions:
-    """The options with paths that mean the same in a replica, which stands in another folder."""
-    (source,) = options.models
-    if not is_rung(source) and os.path.exists(source):
-        source = os.path.abspath(source)
-    cache = None if options.cache is None else os.path.abspath(options.cache)
-    return msgspec.structs.replace(options, models=(source,), cache=cache)
 
 
 # --- in a replica

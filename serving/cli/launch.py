@@ -23,8 +23,8 @@ import uvloop
 from starlette.middleware.cors import CORSMiddleware
 
 from models import formatting
-from models.cli import parse_bytes
 from models.manifest import write_atomically
+from serving.bounds import parse_bytes
 from serving.errors import EngineState, ServingError
 from serving.hardware.machine_facts import resident_bytes
 from serving.http.body_limits import Limits

@@ -2,8 +2,8 @@
 
 import pytest
 
-from models.cli import parse_bytes
-from models.errors import ModelError
+from serving.bounds import parse_bytes
+from serving.errors import ServingError
 
 
 @pytest.mark.parametrize(
@@ -22,5 +22,5 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "5 apples", "1PiB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ModelError, match="^--vram .* is no size"):
+    with pytest.raises(ServingError, match="^--vram .* is no size"):
         parse_bytes(text, "--vram")

@@ -1,38 +1,46 @@
-"""`crossover models plan`: what a model takes in which format on which device, with the arithmetic.
+"""`crossover models`: list the ladder, make weights in the cache, plan the memory that they take.
 
+    crossover models list
+    crossover models make 135m 1b --format Q4_K_M
     crossover models plan 8b                                # on this machine
     crossover models plan 8b --memory 64GiB --vram 24GiB    # on one that is not here
-    crossover models plan 8b --format Q8_0 --slots 4 --json
 
-Numbers and decision are those of serving.placement, as `crossover serve` uses them.
+Numbers and decision of `plan` are those of serving.placement, as `crossover serve` uses them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from models import formatting
-from models.cli import app, parse_bytes
-from models.errors import ModelError
-from models.formats import known_formats
-from models.ladder import LADDER, rung
+from models import resolve as hub
+from models.cache import Wish, delete_synthetic, finished_formats
+from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.formats import FORMATS, known_formats, weight_bytes
+from models.ladder import LADDER, Rung, is_rung, rung
+from models.machine import cpu_flags, total_bytes
 from models.readers.config import read_spec
 from models.readers.gguf import read_header
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends.backend_interface import AUTO
-from serving.backends.backend_table import BACKENDS, missing_backends
-from serving.bounds import Count, option
-from serving.cli.make import make
+from serving.backends.backend_table import BACKENDS, backend_for, missing_backends, weights_of
+from serving.bounds import Count, option, parse_bytes
 from serving.cli.parameters import command_of
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from serving.placement.memory_estimate import LEAST_CONTEXT, Sizes, forecast
 from serving.placement.placement_policy import (
     Attempt,
     NoPlacement,
@@ -43,6 +51,182 @@ from serving.placement.placement_policy import (
     explain,
     plan,
 )
+
+LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="The ladder of models: list them, make weights, plan the memory that they take.",
+)
+
+CACHE = typer.Option(
+    None, "--cache", help="Where weights live (default: $CROSSOVER_CACHE or ~/.cache/crossover)."
+)
+_JSON = typer.Option(False, "--json", help="Print JSON: sizes in bytes.")
+
+
+@app.command("list")
+def list_models(cache: Path | None = CACHE, as_json: bool = _JSON) -> None:
+    """List every rung: parameters, file sizes, KV cache per 1,000 tokens, what is cached."""
+    root = hub.cache_dir(cache)
+    rows = [_listed(one, root) for one in LADDER]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"The ladder (cache: {root})", title_justify="left")
+    for heading in (
+        "rung",
+        "also",
+        "parameters",
+        *LISTED_FORMATS,
+        "KV / 1k tokens",
+        "context",
+        "in the cache",
+    ):
+        table.add_column(
+            heading, justify="left" if heading in ("rung", "also", "in the cache") else "right"
+        )
+    for row in rows:
+        sizes = [formatting.size(row["weight_bytes"][name]) for name in LISTED_FORMATS]
+        facts = (
+            f"{row['parameters']:,}",
+            *sizes,
+            formatting.size(row["kv_bytes_per_1000_tokens"]),
+            f"{row['context']:,}",
+        )
+        table.add_row(row["name"], ", ".join(row["aliases"]), *facts, ", ".join(row["cached"]))
+    Console(width=None if Console().is_terminal else 160).print(table)
+
+
+def _listed(one: Rung, root: Path) -> dict[str, Any]:
+    spec = one.spec
+    return {
+        "name": spec.name,
+        "aliases": list(one.aliases),
+        "parameters": spec.parameters,
+        "family": spec.family,
+        "context": spec.context,
+        "weight_bytes": {name: weight_bytes(spec, name) for name in LISTED_FORMATS},
+        "kv_bytes_per_1000_tokens": 1000 * spec.kv_bytes_per_token(),
+        "cached": finished_formats(spec, root),
+        "source": one.source,
+    }
+
+
+# --- make
+
+_NAMES = typer.Argument(None, metavar="[NAME]...", help="Rungs, local folders or hub ids.")
+
+
+@app.command("make")
+def make(
+    names: list[str] | None = _NAMES,
+    weight_format: str | None = typer.Option(
+        None, "--format", help="Weight format, or gguf, hf, onnx (default: the backend's)."
+    ),
+    backend: str = typer.Option(
+        "llama_cpp", "--backend", help="Whose kind of weights: llama_cpp, torch, onnx."
+    ),
+    cache: Path | None = CACHE,
+    everything: bool = typer.Option(
+        False, "--all", help="Every rung that fits in this machine's memory."
+    ),
+    exporter: str = typer.Option(
+        "genai",
+        "--exporter",
+        help="Who makes ONNX graphs: genai (fused, slot KV), optimum (as on the hub).",
+    ),
+    verify: bool = typer.Option(
+        False, "--verify", help="Compare checksums even of files that were checked before."
+    ),
+) -> None:
+    """Make weights in the cache or check them; damaged synthetic ones are made again."""
+    kind, _ = weights_of(backend)
+    if weight_format in FORMATS:
+        kind, weight_format = weight_format, None
+    if exporter == "optimum" and kind == "onnx" and weight_format is None:
+        weight_format = "fp32"  # optimum exports floats; quantised ones are asked for by name
+    chosen = hub.weight_format_of(kind, weight_format)
+    root = hub.cache_dir(cache)
+    if exporter != "genai" and kind != "onnx":
+        raise UnsupportedModel(f"--exporter {exporter} is for --backend onnx, not for {kind} files")
+    if everything == bool(names):
+        raise UnknownModel("name the models to make, or give --all; not both")
+    wanted = names or fitting(kind, chosen, total_bytes(), cpu_flags())
+    resolve = partial(
+        hub.resolve, kind=kind, weight_format=weight_format, cache=root, exporter=exporter
+    )
+    for name in wanted:
+        with _progress_bar(name) as progress:
+            try:
+                found = resolve(name, progress=progress, full_check=verify)
+            except BrokenWeights as problem:
+                wish = Wish(kind, chosen, root, exporter=exporter)
+                if not is_rung(name) or not delete_synthetic(rung(name).spec, wish):
+                    raise
+                typer.echo(f"{problem}; making it again", err=True)
+                found = resolve(name, progress=progress)
+        typer.echo(_made(found))
+
+
+def fitting(
+    kind: str, weight_format: str, memory_bytes: int, isa: Collection[str] = ()
+) -> list[str]:
+    """The rungs that fit in so much memory of a CPU with these flags, each with one slot."""
+    found = []
+    for one in LADDER:
+        sizes = Sizes(one.spec, 1, LEAST_CONTEXT, LEAST_CONTEXT, AUTO, isa=isa)
+        need = forecast(sizes, backend_for(kind), "cpu", weight_format)
+        if need.total_bytes <= memory_bytes:
+            found.append(one.spec.name)
+    return found
+
+
+def _made(found: hub.ResolvedModel) -> str:
+    """One line for a model that is in the cache."""
+    parts = [f"{found.spec.parameters:,} parameters", found.weight_format or "no weights"]
+    if found.quality_kl_nats is not None:
+        parts.append(f"KL to the float model {found.quality_kl_nats:.4f} nats")
+    return f"{found.name}: {', '.join([*parts, found.path or '-'])}"
+
+
+@contextmanager
+def _progress_bar(name: str) -> Iterator[Any]:
+    """On stderr: a bar with what, how far and how long; lines where it is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        said = ""
+
+        def say(what: str, fraction: float | None) -> None:
+            nonlocal said
+            if what != said:
+                console.print(f"{name}: {what}", highlight=False)
+                said = what
+
+        yield say
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+
+        def progress(what: str, fraction: float | None) -> None:
+            bar.update(
+                task,
+                description=f"{name}: {what}",
+                completed=fraction or 0.0,
+                total=1.0 if fraction is not None else None,
+            )
+
+        yield progress
+
+
+# --- plan
 
 KV_DTYPES = (AUTO, *KV_ELEMENT_BYTES)
 PLANNED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "bf16", "fp32")
@@ -120,7 +304,6 @@ def plan_models(options: PlanOptions) -> None:
         typer.echo("\n".join([words, *_table(one.formats), *_verdict(one)]))
 
 
-app.command("make")(make)
 app.command("plan")(command_of(PlanOptions, plan_models))
 
 
