@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from serving.hardware.cpu_topology import SHARED_NICE
-from tests.serving.fakes import wait_until
+from tests.serving.fakes import ask, wait_until
 
 ROOT = Path(__file__).parents[3]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -368,3 +368,16 @@ def test_doctor_tells_the_same_to_people_and_to_programs(tmp_path: Path) -> None
     )
     assert {one["probe"]["backend"] for one in report["backends"]} == {"llama_cpp", "onnx", "torch"}
     assert report["cache_free_bytes"] > 0 and not (tmp_path / "not-there-yet").exists()
+
+
+def test_pages_of_other_origins_are_shut_out_but_for_those_that_are_named(tmp_path: Path) -> None:
+    page = "https://a.example"
+    with server(tmp_path, "--allowed-origins", page) as one:
+        port = int(one.wait_ready()["url"].rpartition(":")[2])
+        for host, status in (("evil.example:80", 403), ("127.0.0.1", 200), ("[::1]:1", 200)):
+            assert ask(port, "GET", "/v1/models", headers={"Host": host}).status == status
+        wanted = {"Access-Control-Request-Method": "POST"}
+        for origin, allowed in ((page, page), ("https://evil.example", None)):
+            asked = {"Origin": origin, "Host": "localhost", **wanted}
+            answer = ask(port, "OPTIONS", "/v1/completions", headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == allowed
