@@ -138,7 +138,8 @@ async def _run(
     status = 0
     holds = registry.router.metrics.loop_holds
     async with server.serving(listener, holds, lambda: _signalled(server, registry, narrator)):
-        await asyncio.wait({announcing, server.ended}, return_when=asyncio.FIRST_COMPLETED)
+        either: tuple[asyncio.Future[Any], ...] = (announcing, server.ended)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if announcing.done():
             status = 1
             narrator.say(f"giving up: {announcing.result()}")

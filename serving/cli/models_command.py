@@ -47,10 +47,10 @@ from serving.placement.placement_policy import (
     Obstacles,
     Placement,
     PlacementRequest,
-    Policy,
     explain,
     plan,
 )
+from serving.server_options import Policy
 
 LISTED_FORMATS = ("Q4_0", "Q4_K_M", "Q8_0", "F16")
 

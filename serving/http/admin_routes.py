@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -225,7 +225,7 @@ def _no_model(name: str, advice: str) -> ApiError:
 def _registry(request: Request) -> Registry:
     keeper = request.endpoint.router.keeper
     assert keeper is not None, "admin routes are those of a registry"
-    return cast(Registry, keeper)
+    return keeper
 
 
 BODY = ModelOptions  # of /admin/load, where it adds a model; else its name alone

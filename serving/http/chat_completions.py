@@ -96,7 +96,9 @@ async def chat_prompt(
     generation = body.add_generation_prompt is not False and not continued
     if continued:
         turns[-1]["content"] += _END
-    turns, tools = told_of_tools(turns, offered(body), template)
+    tools: list[dict[str, Any]] = []
+    if body.tools or any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
+        turns, tools = told_of_tools(turns, offered(body), template)
 
     def rendered() -> str:
         given = {"tools": tools or None, **variables}

@@ -116,7 +116,7 @@ class HttpServer:
         config = uvicorn.Config(app, ssl_certfile=certificate, ssl_keyfile=key, **options)
         self._server = uvicorn.Server(config)
         # Signals are ours: drain, then close.
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        setattr(self._server, "capture_signals", contextlib.nullcontext)  # noqa: B010
         self.signals = 0
         self.ended: asyncio.Future[None]
         self.aborting: asyncio.Future[Any] | None = None  # kept, or it would be collected

@@ -125,8 +125,10 @@ class Answer(ABC):
         self._turn = asyncio.Lock()  # of writing: one event after the other
         # OpenAI's mark of what decides the numerics.
         ready = self.model.supervisor.ready
-        info = None if ready is None else ready.info
-        self.fingerprint = info and f"{info.name}-{info.device}-{info.weight_format}"
+        self.fingerprint: str | None = None
+        if ready is not None:
+            parts = (ready.info.name, ready.info.device, ready.info.weight_format)
+            self.fingerprint = "-".join(parts)
 
     # What the subclasses say.
 
@@ -262,8 +264,9 @@ class Answer(ABC):
         queue, prefill = delta.queue_seconds, delta.prefill_seconds
         if not self.streamed:
             choice.first_tokens = 1
-            known = queue is not None and prefill is not None
-            choice.first = min(now, choice.submitted + queue + prefill) if known else None
+            choice.first = None
+            if queue is not None and prefill is not None:
+                choice.first = min(now, choice.submitted + queue + prefill)
         if choice.first is not None:
             metrics.ttft.observe(choice.first - self.request.began)
         if queue is not None:
