@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -106,52 +105,38 @@ LABELLED_COUNTERS: dict[str, tuple[str, Sequence[str], str]] = {
 }
 
 
-# kind, name, value, help; a value of None is omitted.
-_State = tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, Callable[..., Any], str]
-STATE: tuple[_State, ...] = (
-    (CounterMetricFamily, "engine_restarts", lambda s: s.restarts, "Restarts in the same place"),
-    (CounterMetricFamily, "engine_fallbacks", lambda s: s.fallbacks, "Another engine took over"),
-    (CounterMetricFamily, "engine_returns", lambda s: s.returns, "The preferred engine came back"),
+# name, help, value of a supervisor; None is omitted. Names in COUNTED are counters.
+COUNTED = ("engine_restarts", "engine_fallbacks", "engine_returns", "num_preemptions")
+STATE: tuple[tuple[str, str, Callable[[Supervisor], float | None]], ...] = (
+    ("engine_restarts", "Restarts in the same place", lambda s: s.restarts),
+    ("engine_fallbacks", "Another engine took over", lambda s: s.fallbacks),
+    ("engine_returns", "The preferred engine came back", lambda s: s.returns),
+    ("num_requests_running", "Sequences in the engine's batch", lambda s: _stats(s).running),
+    ("num_requests_waiting", "Sequences waiting for a slot", lambda s: _stats(s).waiting),
     (
-        *(GaugeMetricFamily, "num_requests_running", lambda s: s.stats.running if s.stats else 0),
-        "Sequences in the engine's batch",
+        *("num_preemptions", "Sequences sent back to the queue; starts again with the engine"),
+        lambda s: _stats(s).preemptions,
     ),
     (
-        *(GaugeMetricFamily, "num_requests_waiting", lambda s: s.stats.waiting if s.stats else 0),
-        "Sequences waiting for a slot",
+        *("engine_standby", "1 while another engine is loaded to take over"),
+        lambda s: s.standby is not None,
     ),
     (
-        *(CounterMetricFamily, "num_preemptions", lambda s: s.stats.preemptions if s.stats else 0),
-        "Sequences sent back to the queue; starts again with the engine",
+        *("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1"),
+        lambda s: s.ready and _stats(s).kv_used_tokens / max(1, s.ready.info.kv_tokens),
     ),
     (
-        *(GaugeMetricFamily, "engine_standby", lambda s: s.standby is not None),
-        "1 while another engine is loaded to take over",
+        *("kv_cache_tokens", "Tokens that the KV cache holds"),
+        lambda s: s.ready and s.ready.info.kv_tokens,
     ),
-    (
-        *(GaugeMetricFamily, "kv_cache_usage_perc", lambda s: _kv_share(s)),
-        "Share of the KV cache in use, 0 to 1",
-    ),
-    (
-        *(GaugeMetricFamily, "kv_cache_tokens", lambda s: s.ready and s.ready.info.kv_tokens),
-        "Tokens that the KV cache holds",
-    ),
-    (
-        *(GaugeMetricFamily, "engine_slots", lambda s: s.ready and s.ready.info.slots),
-        "Sequences that run at once",
-    ),
-    (
-        *(GaugeMetricFamily, "engine_load_seconds", lambda s: s.ready and s.ready.load_seconds),
-        "Time of the last load",
-    ),
+    ("engine_slots", "Sequences that run at once", lambda s: s.ready and s.ready.info.slots),
+    ("engine_load_seconds", "Time of the last load", lambda s: s.ready and s.ready.load_seconds),
 )
+_NO_STATS = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
 
-def _kv_share(served: Supervisor) -> float | None:
-    if served.ready is None:
-        return None
-    used = served.stats.kv_used_tokens if served.stats else 0
-    return used / max(1, served.ready.info.kv_tokens)
+def _stats(served: Supervisor) -> StepStats:
+    return served.stats or _NO_STATS
 
 
 class Metrics:
@@ -268,7 +253,8 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         served = {name: metrics.served for name, metrics in self.models.items()}
-        for kind, name, value, text in STATE:
+        for name, text, value in STATE:
+            kind = CounterMetricFamily if name in COUNTED else GaugeMetricFamily
             family = kind(PREFIX + name, text, labels=["model_name"])
             for model, each in served.items():
                 found = value(each)

@@ -32,8 +32,9 @@ from serving.placement.engine_choice import (
     choose,
 )
 from serving.placement.engine_times import measured_times, prompt_class
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, Policy, plan
+from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
 from serving.placement.times_table import find, keep, read_table, table_path
+from serving.server_options import Policy
 
 BEST = "best"  # in place of a backend's name in a campaign
 # Looked at where no format is asked for. torch's dynamic-int8 is the slower one where tried.

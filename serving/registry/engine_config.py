@@ -42,12 +42,11 @@ from serving.placement.placement_policy import (
     Obstacles,
     Placement,
     PlacementRequest,
-    Policy,
     Reason,
     narrowed,
     plan,
 )
-from serving.server_options import ModelOptions
+from serving.server_options import ModelOptions, Policy
 
 # Nobody says what a server will be asked: the mean lengths of the workload chat, all slots busy.
 USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS = 1166.0, 214.0

@@ -241,7 +241,7 @@ class _Nucleus:
         np.copyto(scratch.floats, scratch.mask)
         ties = np.count_nonzero(work[:token] == work[token])
         above = float(np.dot(weights, scratch.floats)) + ties * float(weights[token])
-        return above < self._sampling.top_p * total
+        return bool(above < self._sampling.top_p * total)
 
     @cached_property
     def _weights(self) -> tuple[Logits, float]:

@@ -2,9 +2,6 @@
 
 import random
 
-import pytest
-
-from serving.engine.slot_allocator import common_prefix
 from tests.fake_backend import continuation
 from tests.serving.engine.schedules import (
     VOCABULARY,
@@ -39,18 +36,3 @@ def test_a_pool_too_small_for_all_prompts_is_not_promised_twice() -> None:
         scheduler.add(request(number, [number + 3] * 140, 5))
     run(scheduler)
     assert scheduler.preemptions == 0
-
-
-def test_a_pool_smaller_than_one_context_is_refused() -> None:
-    with pytest.raises(ValueError, match="context_tokens = 256"):
-        make(kv_tokens=100)
-
-
-def test_common_prefix() -> None:
-    import numpy as np
-
-    a = np.array([1, 2, 3, 4], np.int32)
-    assert common_prefix(a, a[:2]) == 2
-    assert common_prefix(a, np.array([1, 2, 9], np.int32)) == 2
-    assert common_prefix(a, np.array([9], np.int32)) == 0
-    assert common_prefix(a, a[:0]) == 0

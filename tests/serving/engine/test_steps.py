@@ -22,31 +22,6 @@ def test_decoders_run_in_every_step_while_a_long_prompt_is_filled_in_pieces() ->
     assert max(pieces) <= 32
 
 
-@pytest.mark.parametrize("prefill_tokens", [19, 40, 63])
-def test_prompts_are_cut_at_whole_blocks_and_no_crumbs_of_a_second_one_are_taken(
-    prefill_tokens: int,
-) -> None:
-    """Matrix kernels take 16 tokens at a time: what is left of a budget of 19 is not worth a pass
-    for another prompt.
-    """
-    scheduler, backend = make(prefill_tokens=prefill_tokens)
-    scheduler.add(request(1, [5] * 10, 60))
-    scheduler.step()
-    prompts = {1: 150, 2: 131, 3: 9}  # by slot
-    for slot, length in prompts.items():
-        scheduler.add(request(slot + 1, [slot + 6] * length, 4))
-    run(scheduler)
-    for slot, length in prompts.items():
-        pieces = [
-            (start, count)
-            for step in backend.steps
-            for s, start, count in step
-            if s == slot and start < length
-        ]
-        assert sum(count for _, count in pieces) == length
-        assert all(count % 16 == 0 for start, count in pieces if start + count < length), pieces
-
-
 def test_prefill_tokens_is_the_bound_however_little_it_is() -> None:
     scheduler, backend = make(prefill_tokens=5)
     scheduler.add(request(1, [5] * 40, 60))
@@ -55,23 +30,6 @@ def test_prefill_tokens_is_the_bound_however_little_it_is() -> None:
     run(scheduler)
     pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
     assert set(pieces) == {5}, pieces
-
-
-@pytest.mark.clock
-def test_the_budget_shrinks_until_a_mixed_step_fits_its_target() -> None:
-    scheduler, backend = make(
-        step_seconds_target=0.02, options={"prompt_token_seconds": 0.0005, "step_seconds": 0.001}
-    )
-    scheduler.add(request(1, [5] * 40, 100))
-    scheduler.step()
-    scheduler.add(request(2, [7] * 200, 4))
-    for _ in range(7):
-        scheduler.step()
-    pieces = [
-        count for step in backend.steps[1:] for slot, _, count in step if slot == 1 and count > 1
-    ]
-    assert sum(pieces) == 200
-    assert all(16 <= piece <= 48 for piece in pieces[:-1]), pieces
 
 
 class Timed(Recorder):

@@ -15,7 +15,7 @@ import pytest
 
 from models import isolated
 from serving.errors import Cause
-from serving.hardware.gpus import FoundGpus, GpuFacts, cause_of, visible
+from serving.hardware.gpus import FoundGpus, GpuFacts, visible
 from tests.tools.fake_nvml import built
 
 GIB = 1 << 30
@@ -95,19 +95,6 @@ def test_the_sampler_survives_an_old_driver(library: Path) -> None:
     assert (found["gpu_clock_hertz"], found["gpu_memory_clock_hertz"]) == (1.695e9, 9.501e9)
     assert found["gpu_engine_bytes"] is None and found["gpu_throttled"] is None
     assert {"gpu_engine_bytes", "gpu_throttled", "gpu_reserved_bytes"} <= missing.keys()
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("GPU 0 cannot be read: GPU is lost", Cause.no_device),
-        ("NVML Shared Library Not Found", Cause.no_driver),
-        ("Driver/library version mismatch", Cause.driver_mismatch),
-        ("No device were found", Cause.no_device),
-    ],
-)
-def test_causes_in_the_drivers_words(text: str, cause: Cause) -> None:
-    assert cause_of(text) is cause
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,12 @@ from models.machine import (
     available_bytes,
     cgroup_cores,
     cgroup_memory_left,
-    disk_free_bytes,
     total_bytes,
 )
 from serving.hardware.machine_facts import (
     HardwareFacts,
     gemm_rate,
     hardware_facts,
-    read_bandwidth,
     resident_bytes,
 )
 
@@ -150,24 +148,6 @@ def test_the_tightest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
     assert (total_bytes(tmp_path), available_bytes(tmp_path)) == (1000000, 550000)
 
 
-def test_control_groups_of_the_old_kind_are_read_too(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "3:cpu,cpuacct:/c\n4:memory:/m\n",
-            "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": "200000\n",
-            "sys/fs/cgroup/cpu/c/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/m/memory.limit_in_bytes": "5000\n",
-            "sys/fs/cgroup/memory/m/memory.usage_in_bytes": "1000\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        },
-    )
-    assert cgroup_cores(tmp_path) == 2.0
-    assert cgroup_memory_left(tmp_path) == 4000
-
-
 def test_a_quota_cuts_the_usable_cores() -> None:
     facts = msgspec.structs.replace(hardware_facts(), allowed_cores=(0, 1, 2, 3), cgroup_cores=1.5)
     assert facts.usable_cores == 1.5
@@ -176,18 +156,6 @@ def test_a_quota_cuts_the_usable_cores() -> None:
 
 def test_no_process_has_no_memory() -> None:
     assert resident_bytes(2**22 + 1) is None
-
-
-def test_bandwidth_is_a_plausible_number_and_small_arrays_are_quicker() -> None:
-    memory = read_bandwidth(1, seconds=0.1)
-    cache = read_bandwidth(1, seconds=0.05, array_bytes=64 << 10)
-    assert 5e8 < memory < 2e12 and cache > 0.5 * memory
-
-
-def test_disk_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert disk_free_bytes(tmp_path / "a" / "b") == pytest.approx(
-        disk_free_bytes(tmp_path), rel=0.05
-    )
 
 
 def test_reading_facts_imports_nothing_heavy() -> None:

@@ -15,7 +15,6 @@ from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import BACKENDS, BackendSpec, backend_class
 from serving.errors import Cause, Unsupported
 from serving.hardware.gpus import VULKAN, GpuFacts
-from serving.placement.memory_estimate import Sizes, forecast
 from serving.placement.placement_policy import (
     Obstacles,
     Placement,
@@ -117,25 +116,6 @@ def test_the_cpu_that_is_fallen_back_to_has_the_slots_that_fit() -> None:
     more = placed(card, spec=EIGHT, slots=128, memory_gib=33).attempts[1].slots
     assert more > on_cpu.slots, "as many as fit"
     assert len(placed(card, spec=EIGHT, slots=128, memory_gib=4).attempts) == 1
-
-
-def test_kv_rows_of_a_backend_without_a_pool_are_planned_whole() -> None:
-    sizes = Sizes(ONE, 8, 2048, 4096, "auto")
-    whole = msgspec.structs.replace(sizes, kv_tokens=8 * 2048)
-    assert forecast(sizes, "torch", "gpu", "bf16") == forecast(whole, "torch", "gpu", "bf16")
-    pool = forecast(sizes, "llama_cpp", "gpu", "Q4_0").kv_bytes
-    assert pool < forecast(whole, "llama_cpp", "gpu", "Q4_0").kv_bytes
-    in_32_bits = forecast(whole, "torch", "gpu", "fp32").kv_bytes
-    assert in_32_bits == 2 * forecast(whole, "torch", "gpu", "bf16").kv_bytes
-
-
-def test_overheads_of_a_gpu_grow_with_its_slots_and_its_logits() -> None:
-    few, many = (
-        forecast(Sizes(EIGHT, slots, 2048, slots * 2048, "auto"), "torch", "gpu", "bf16")
-        for slots in (1, 256)
-    )
-    logits = 256 * EIGHT.vocabulary
-    assert many.overhead_bytes - few.overhead_bytes > (4 + 2) * logits
 
 
 def test_a_gpu_is_gone_back_to_when_its_own_memory_is_free() -> None:

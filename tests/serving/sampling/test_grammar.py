@@ -13,28 +13,12 @@ import pytest
 
 from models.tokenization.tokenizer import load_tokenizer, shipped_files
 from serving.errors import ServingError, Unsupported
-from serving.sampling import grammar as module
 from serving.sampling.grammar import Grammars, Matcher
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampling
 from tests.shapes import TINY_LLAMA
 
 BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))
-
-GOOD = [
-    'root ::= "yes" | "no"',
-    'root ::= [a-z]+ ("," [a-z]+)*\n',
-    'root ::= item{2,4} # a comment\nitem ::= "a" | [^"\\\\\\x00-\\x1F] | .',
-    'root ::= (\n  "a"\n  | "b"\n)\n\nother-1 ::= root',
-    'root ::= "a" |\n "b"',
-    'root ::= value\nvalue ::= "[" (value ("," value)*)? "]" | [0-9]+',
-    'root ::= ""',
-]
-
-
-@pytest.mark.parametrize("text", GOOD)
-def test_good_grammars_pass(text: str) -> None:
-    BYTES.open(Sampling(grammar=text))
 
 
 @pytest.mark.parametrize(
@@ -171,13 +155,6 @@ def test_a_text_may_come_in_any_tokens(grammars: Grammars, table: list[bytes]) -
     assert {b"t", b"th"} <= first
 
 
-def test_logits_beyond_the_vocabulary_are_never_allowed(grammars: Grammars) -> None:
-    logits = np.zeros(TINY_LLAMA.vocabulary + 40, np.float32)
-    opened(grammars, "root ::= [0-9]").mask(logits)
-    assert np.isfinite(logits[: TINY_LLAMA.vocabulary]).any()
-    assert not np.isfinite(logits[TINY_LLAMA.vocabulary :]).any()
-
-
 def test_a_token_that_is_not_allowed_ends_its_own_request(grammars: Grammars) -> None:
     matcher = opened(grammars, 'root ::= [0-9] "."')
     bystander = opened(grammars, 'root ::= [0-9] "."')
@@ -187,45 +164,6 @@ def test_a_token_that_is_not_allowed_ends_its_own_request(grammars: Grammars) ->
     assert f"token {wrong} was drawn" in str(matcher.error)
     assert allowed(matcher) == ENDS
     assert len(allowed(bystander)) >= 2 and bystander.error is None
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {
-            "type": "object",
-            "properties": {
-                "not": {"type": "string", "maxLength": 4},
-                "minimum": {"type": "integer", "exclusiveMinimum": 1, "maximum": 4},
-                "pattern": {"type": "null"},
-            },
-            "required": ["not", "minimum", "pattern"],
-            "additionalProperties": False,
-        },
-        {"type": "array", "items": {"enum": ["cat", 7]}, "minItems": 1, "maxItems": 3},
-        {"type": "integer", "minimum": 3, "maximum": 12},
-        {"type": "string", "pattern": "^[a-c]{2}[0-9]$"},
-    ],
-    ids=lambda schema: str(schema["type"]),
-)
-def test_every_walk_through_a_schema_is_a_document_of_it(
-    grammars: Grammars, table: list[bytes], schema: dict[str, object]
-) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    for seed in range(12):
-        matcher = grammars.open(Sampling(json_schema=json.dumps(schema)))
-        assert matcher is not None
-        text = b""
-        chance = random.Random(seed)
-        for _ in range(400):
-            choices = allowed(matcher)
-            ends = [token for token in choices if token in ENDS]
-            token = chance.choice(ends or choices)
-            if token in ENDS:
-                break
-            matcher.accept(token)
-            text += table[token]
-        jsonschema.validate(json.loads(text), schema)
 
 
 @pytest.mark.parametrize(
@@ -269,32 +207,6 @@ def test_matching_is_bounded(grammars: Grammars, text: str) -> None:
             break
         matcher.accept(chance.choice(choices))
     assert time.thread_time() - started < 5
-
-
-def test_the_answers_of_a_request_share_one_compilation(
-    table: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts: list[str | None] = []
-
-    def counted(sampling: Sampling) -> str:
-        texts.append(sampling.grammar)
-        return compiled(sampling)
-
-    compiled = module._compiled
-    monkeypatch.setattr(module, "_compiled", counted)
-    grammars = Grammars(table, frozenset(ENDS))
-    first, second = (opened(grammars, 'root ::= "ab"') for _ in range(2))
-    first.accept(next(token for token in allowed(first) if table[token] == b"a"))
-    assert [table[token] for token in allowed(first)] == [b"b"]
-    assert [table[token] for token in allowed(second)] == [b"a"]
-    for _ in range(3):
-        with pytest.raises(Unsupported, match="nothing matches"):
-            opened(grammars, "root ::= root")
-    assert texts == ['root ::= "ab"', "root ::= root"]
-    for number in range(module.KEPT):
-        opened(grammars, f'root ::= "{number}"')
-    opened(grammars, 'root ::= "ab"')
-    assert texts[-1] == 'root ::= "ab"' and len(texts) == module.KEPT + 3
 
 
 LETTERS = "root ::= " + " ".join(["[a-z]{1,1000}"] * 40)

@@ -1,12 +1,9 @@
 """The queue's bounds, and whether predicted waits and Retry-After come true."""
 
 import random
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from serving.supervisor.admission import Ledger, QueueBounds
 
@@ -74,13 +71,6 @@ def test_the_bound_by_wait_needs_evidence() -> None:
         and refusal.kind == "queue_wait"
         and "20.0 s is predicted" in refusal.text
     )
-
-
-def test_another_engine_starts_without_a_pace() -> None:
-    ledger = paced(OPEN, slots=1)
-    assert ledger.predicted_ttft_seconds(10) is not None
-    ledger.serve_with(slots=2)
-    assert ledger.predicted_ttft_seconds(10) is None
 
 
 def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
@@ -254,72 +244,3 @@ def test_the_slot_that_a_new_sequence_finds_is_the_one_that_is_free_first() -> N
     assert ledger.predicted_wait_seconds() == pytest.approx(
         (40 + 30 + 10) / 100
     )  # the fourth does 10 before the second ends
-
-
-def test_who_comes_back_when_told_to_is_let_in_and_the_engine_has_work_meanwhile() -> None:
-    """A burst of 100 on one slot with room for 2; each takes 1 s and comes back when it was told
-    to.
-    """
-    ledger = paced(
-        QueueBounds(
-            waiting_requests=2, waiting_tokens=None, wait_seconds=None, retry_longest_seconds=500.0
-        ),
-        slots=1,
-    )
-    due = [(0.0, number) for number in range(100)]
-    running: list[int] = []
-    tries, idle, finished_at = 0, 0.0, 0.0
-    while due:
-        now, number = heappop(due)
-        while running and finished_at <= now:
-            ledger.progressed(running[0], 50)
-            ledger.finished(running.pop(0))
-            finished_at += 1.0
-        tries += 1
-        refusal = ledger.refusal(50, 50, now)
-        if refusal is not None:
-            heappush(due, (now + refusal.retry_after_seconds, number))
-            continue
-        if not running:
-            idle += now - (finished_at - 1.0) if finished_at else 0.0
-            finished_at = now + 1.0
-        running.append(number)
-        ledger.admit(number, 50, 50)
-    assert tries < 2.2 * 100 and idle < 0.12 * 100
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["admit", "progress", "finish", "restart"]),
-            st.integers(0, 5),
-            st.integers(0, 40),
-        ),
-        max_size=60,
-    )
-)
-def test_the_books_balance_after_any_history(history: list[tuple[str, int, int]]) -> None:
-    ledger = Ledger(OPEN, slots=2)
-    known: set[int] = set()
-    for action, sequence, amount in history:
-        if action == "admit" and sequence not in known:
-            ledger.admit(sequence, amount, amount + 1)
-            known.add(sequence)
-        elif action == "progress":
-            ledger.progressed(sequence, amount)
-        elif action == "restart":
-            ledger.restarted(sequence)
-        elif action == "finish":
-            ledger.finished(sequence)
-            known.discard(sequence)
-        assert len(ledger) == len(known) and 0 <= ledger.waiting <= len(known)
-        assert ledger.outstanding_work >= 0 and ledger.waiting_tokens >= 0
-    for sequence in known:
-        ledger.finished(sequence)
-    assert (len(ledger), ledger.waiting, ledger.waiting_tokens, ledger.outstanding_work) == (
-        0,
-        0,
-        0,
-        0.0,
-    )

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -77,21 +76,6 @@ def test_a_stopped_child_is_found_killed_and_replaced(config: Callable[..., Engi
     run(scenario())
 
 
-def test_an_idle_stopped_child_is_left_alone(config: Callable[..., EngineConfig]) -> None:
-    async def scenario() -> None:
-        async with running(
-            config(), limits=RecoveryLimits(health_timeout_seconds=0.3)
-        ) as supervisor:
-            pid = supervisor.engine_pid
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(1.0)
-            assert supervisor.engine_pid == pid and supervisor.state == "ready"
-            os.kill(pid, signal.SIGCONT)
-
-    run(scenario())
-
-
 @pytest.mark.parametrize(
     ("cause", "starts"),
     [("load_failed", 2), ("load_oom", 2), ("backend_missing", 1), ("unsupported", 1)],
@@ -116,16 +100,6 @@ def test_an_engine_that_cannot_load_is_not_started_for_ever(
             assert kinds(supervisor).count("started") == starts
             with pytest.raises(Unavailable, match="failed"):
                 supervisor.submit(GenerationRequest([1], 1))
-
-    run(scenario())
-
-
-def test_a_backend_that_does_not_exist_is_named(config: Callable[..., EngineConfig]) -> None:
-    async def scenario() -> None:
-        wrong = msgspec.structs.replace(config(), backend="no.such.module:Backend")
-        async with running(wrong, wait=False) as supervisor:
-            with pytest.raises(EngineFailed, match=r"no\.such\.module"):
-                await supervisor.wait_ready(20)
 
     run(scenario())
 
@@ -235,32 +209,6 @@ def test_the_preferred_engine_comes_back_beside_the_one_that_serves(
     run(scenario())
 
 
-def test_a_way_back_that_fails_disturbs_nobody_and_is_not_tried_for_ever(
-    config: Callable[..., EngineConfig],
-) -> None:
-    async def scenario() -> None:
-        limits = RecoveryLimits(
-            return_first_seconds=0.1,
-            steady_seconds=0.0,
-            flips_per_hour=2,
-        )
-        async with running(
-            config(device="gpu", fail_cause="load_oom"), config(), limits=limits
-        ) as supervisor:
-            stream = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
-            await until(lambda: kinds(supervisor).count("died") == 3)
-            assert (await collect(stream)).finish == "length"
-            await asyncio.sleep(0.8)
-            assert kinds(supervisor).count("returning") == 2
-            assert (supervisor.label, supervisor.state, supervisor.returns) == (
-                "fake/cpu",
-                "ready",
-                0,
-            )
-
-    run(scenario())
-
-
 def test_a_request_that_kills_every_engine_is_given_up_and_the_server_lives(
     config: Callable[..., EngineConfig],
 ) -> None:
@@ -288,26 +236,3 @@ def test_the_breaker_opens_after_too_many_deaths(config: Callable[..., EngineCon
             assert supervisor.reason is not None and "died 3 times" in supervisor.reason
 
     run(scenario())
-
-
-def test_a_listener_that_raises_keeps_no_engine_from_its_successor(
-    config: Callable[..., EngineConfig],
-) -> None:
-    def broken(event: object) -> None:
-        raise OSError("no space left")
-
-    async def scenario() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context))
-        async with running(config(), on_event=broken) as supervisor:
-            pid = supervisor.engine_pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: supervisor.state == "restarting")
-            await supervisor.wait_ready(20)
-            assert "died" in kinds(supervisor)
-
-    said: list[dict[str, Any]] = []
-    run(scenario())
-    assert len(said) > 3 and "no space left" in str(said[0]["exception"])
-
-

@@ -65,12 +65,6 @@ def test_the_last_engine_restarts_with_growing_pauses_until_the_breaker_opens() 
     assert verdict.engine is None and "5 times in 40 s" in verdict.text
 
 
-def test_deaths_long_ago_do_not_count() -> None:
-    endings = [ending(Cause.engine_died, 200.0 * n) for n in range(20)]
-    assert after_death(endings, 1, LIMITS).engine == 0
-    assert after_death(endings, 1, LIMITS).delay_seconds == 1.0
-
-
 def test_failed_returns_between_do_not_reset_the_breaker_of_the_engine_that_serves() -> None:
     endings = []
     for n in range(5):
@@ -81,30 +75,9 @@ def test_failed_returns_between_do_not_reset_the_breaker_of_the_engine_that_serv
     assert after_death(endings, 2, LIMITS).engine is None
 
 
-def test_the_way_back_doubles_its_pause_up_to_ten_minutes() -> None:
-    died = [ending(Cause.runtime_oom)]
-    assert return_at(died, 100.0, [], LIMITS) == 130.0
-    assert return_at(died, 100.0, [130.0], LIMITS) == 190.0
-    assert return_at(died, 100.0, [130.0, 190.0], LIMITS) == 310.0
-    patient = RecoveryLimits(flips_per_hour=100)
-    many = [float(n) for n in range(20)]
-    assert return_at(died, 100.0, many, patient) == 700.0
-
-
-def test_at_most_so_many_flips_an_hour() -> None:
-    died = [ending(Cause.runtime_oom)]
-    assert return_at(died, 500.0, [0.0, 100.0, 200.0, 400.0], LIMITS) == 3600.0
-    assert return_at(died, 500.0, [], RecoveryLimits(flips_per_hour=0)) is None
-
-
 def test_an_engine_that_lasted_starts_with_short_pauses_again() -> None:
     died = [ending(Cause.runtime_oom, 50.0), ending(Cause.runtime_oom, 5000.0, ready=4000.0)]
     assert return_at(died, 5000.0, [100.0, 900.0], LIMITS) == 5030.0
-
-
-def test_there_is_no_way_back_after_a_permanent_cause() -> None:
-    assert return_at([ending(Cause.no_driver, ready=None)], 0.0, [], LIMITS) is None
-    assert return_at([], 0.0, [], LIMITS) is None
 
 
 @pytest.mark.parametrize(
