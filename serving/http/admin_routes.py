@@ -9,7 +9,7 @@ opens none of them. Their requests are trusted as the command line is: a source 
 this machine or a hub name.
 
 A load or unload is answered when it is done, and goes on when the client goes away. Errors: 404 no
-model, 400 wrong options, 409 already under way, 503 no room, 507 it can not fit, 500 it did not
+model, 400 wrong options, 503 no room, 507 it can not fit, 500 it did not
 load.
 """
 
@@ -24,7 +24,7 @@ import msgspec
 
 from models.errors import ModelError
 from models.machine import available_bytes
-from serving.errors import Busy, EngineState, LoadFailed, NoRoom, ServingError
+from serving.errors import EngineState, LoadFailed, NoRoom, ServingError
 from serving.http.api_schemas import Wire
 from serving.http.errors import ApiError, as_answer, invalid, scrubbed, try_again
 from serving.http.http_request import Request
@@ -211,8 +211,6 @@ def _as_answer(problem: ServingError | ModelError) -> ApiError:
             return ApiError(507, text, code="does_not_fit")
         case LoadFailed():
             return ApiError(500, text, code="load_failed")
-        case Busy():
-            return ApiError(409, text, code="under_way")
         case _:
             return invalid(text, code="wrong_model")
 
