@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -107,7 +108,7 @@ LABELLED_COUNTERS: dict[str, tuple[str, Sequence[str], str]] = {
 
 # name, help, value of a supervisor; None is omitted. Names in COUNTED are counters.
 COUNTED = ("engine_restarts", "engine_fallbacks", "engine_returns", "num_preemptions")
-STATE: tuple[tuple[str, str, Callable[[Supervisor], float | None]], ...] = (
+STATE: tuple[tuple[str, str, Callable[[Supervisor], Any]], ...] = (
     ("engine_restarts", "Restarts in the same place", lambda s: s.restarts),
     ("engine_fallbacks", "Another engine took over", lambda s: s.fallbacks),
     ("engine_returns", "The preferred engine came back", lambda s: s.returns),

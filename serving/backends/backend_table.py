@@ -97,7 +97,6 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_compiled: bool = False  # pip compiles the package
     # How to get a build for GPUs, by vendor: what to install first, and CMake's flag if it has one.
     gpu_builds: Mapping[str, tuple[str, str]] = {}
-    about: str = ""  # what doctor says where nothing is probed
 
     @property
     def devices(self) -> tuple[str, ...]:

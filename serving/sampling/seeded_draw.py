@@ -70,7 +70,7 @@ class _Scratch(msgspec.Struct, frozen=True):
     """Buffers of one vocabulary size: fresh ones would cost more in page faults than the work."""
 
     weights: Logits
-    floats: Logits
+    ones: Logits
     mask: npt.NDArray[np.bool_]
 
 
@@ -78,7 +78,7 @@ class _Scratch(msgspec.Struct, frozen=True):
 def _scratch(vocabulary: int) -> _Scratch:
     return _Scratch(
         weights=np.empty(vocabulary, np.float32),
-        floats=np.empty(vocabulary, np.float32),
+        ones=np.ones(vocabulary, np.float32),
         mask=np.empty(vocabulary, np.bool_),
     )
 
@@ -231,16 +231,15 @@ class _Nucleus:
 
     def keeps(self, token: int) -> bool:
         """Whether the token stays: the weight above it is less than top-p of the whole."""
-        work, scratch = self._work, self._scratch
+        work = self._work
         if work[token] < self._floor:
             return False
         if self._sampling.top_p >= 1:
             return True
         weights, total = self._weights
-        np.greater(work, work[token], out=scratch.mask)
-        np.copyto(scratch.floats, scratch.mask)
-        ties = np.count_nonzero(work[:token] == work[token])
-        above = float(np.dot(weights, scratch.floats)) + ties * float(weights[token])
+        at_least = np.flatnonzero(np.greater_equal(work, work[token], out=self._scratch.mask))
+        ahead = at_least[(work[at_least] > work[token]) | (at_least < token)]
+        above = float(weights[ahead].sum())
         return bool(above < self._sampling.top_p * total)
 
     @cached_property
@@ -252,4 +251,4 @@ class _Nucleus:
             np.exp(weights, out=weights)
         if self._floor > -math.inf:
             weights[self._work < self._floor] = 0
-        return weights, float(weights.sum(dtype=np.float64))
+        return weights, float(np.dot(weights, self._scratch.ones))

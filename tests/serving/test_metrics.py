@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.engine.ipc_messages import StepStats
-from serving.errors import Overloaded
+from serving.errors import EngineState, Overloaded
 from serving.metrics import PREFIX, Metrics, ServerMetrics
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, complete, served
 
@@ -24,7 +25,7 @@ def scraped(data: bytes) -> dict[tuple[str, ...], float]:
     return found
 
 
-def model_of(server: ServerMetrics, name: str, supervisor: FakeSupervisor) -> Metrics:
+def model_of(server: ServerMetrics, name: str, supervisor: Any) -> Metrics:
     metrics = Metrics(server, name, supervisor)
     server.add(metrics)
     return metrics
@@ -141,7 +142,7 @@ def test_the_engines_state_is_shown_and_what_is_not_known_is_not(
         for key in scraped(ask(port, "GET", "/metrics").body)
         if key[0] == "engine_process_memory_bytes"
     ]
-    supervisor.ready, supervisor.stats, supervisor.state = None, None, "failed"
+    supervisor.ready, supervisor.stats, supervisor.state = None, None, EngineState.failed
     found = scraped(ask(port, "GET", "/metrics").body)
     assert found["engine_state", "failed"] == 1 and ("kv_cache_usage_perc",) not in found
 

@@ -11,13 +11,8 @@ from models.ladder import rung
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import (
-    NoPlacement,
-    Obstacles,
-    PlacementRequest,
-    Policy,
-    plan,
-)
+from serving.placement.placement_policy import NoPlacement, Obstacles, PlacementRequest, plan
+from serving.server_options import Policy
 
 GIB = 1 << 30
 NO_BUILD = {"llama_cpp": (Cause.backend_missing, "this build of llama.cpp is for the CPU only")}

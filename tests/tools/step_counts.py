@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves
 from models.ladder import rung
 from models.spec import ModelSpec
 from serving.backends.kv_rows import RowMap
-from serving.backends.torch.backend import KINDS_OF_DRAWS, StepBatch, TorchBackend
+from serving.backends.torch.backend import TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
-from serving.backends.torch.forward_pass import HeadCache, SlotModel
+from serving.backends.torch.forward_pass import HeadCache, SlotModel, StepBatch
+from serving.backends.torch.load_plan import KINDS_OF_DRAWS
 from serving.backends.torch.torch_weights import Dense, Layer, Weights
 from serving.backends.torch.varlen_attention import PackedCache
 from serving.sampling.step_rows import DRAWN, Row

@@ -16,12 +16,12 @@ from serving.placement.placement_policy import (
     Obstacles,
     Placement,
     PlacementRequest,
-    Policy,
     canonical_format,
     default_backend,
     explain,
     plan,
 )
+from serving.server_options import Policy
 
 GIB = 1 << 30
 SMALL = rung("135m").spec

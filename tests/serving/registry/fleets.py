@@ -87,4 +87,5 @@ async def refused(registry: Registry, name: str) -> Unavailable:
 
 
 def started(registry: Registry, name: str) -> int:
-    return [event.kind for event in registry.tenants[name].supervisor.events].count("started")
+    events = registry.tenants[name].supervisor.events
+    return sum(event.kind == "started" for event in events)

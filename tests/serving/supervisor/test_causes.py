@@ -21,9 +21,9 @@ from models.tokenization.tokenizer import load_tokenizer
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.placement_policy import Policy, explain
+from serving.placement.placement_policy import explain
 from serving.registry.engine_config import Machine, prepare
-from serving.server_options import ModelOptions
+from serving.server_options import ModelOptions, Policy
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
