@@ -35,7 +35,8 @@ from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.best_engine import BEST, Question, best_engine, choice_lines
 from serving.placement.engine_choice import EngineCandidate, EngineChoice, Work
 from serving.placement.memory_estimate import Sizes, forecast
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, Policy, plan
+from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
+from serving.server_options import Policy
 
 
 class WhyNot(msgspec.Struct, frozen=True):
