@@ -233,7 +233,7 @@ def show(diagnosis: Diagnosis) -> None:
         )
     for name, spec in BACKENDS.items():
         if spec.probe is None:
-            table.add_row(name, _mark(True), _mark(False), "-", spec.about)
+            table.add_row(name, _mark(True), _mark(False), "-", "")
     console.print(table)
     console.print()
     if not diagnosis.warnings:
