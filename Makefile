@@ -13,7 +13,6 @@ GPU =
 VENV ?= .venv$(GPU:%=-%)
 SCALE_VENV ?= .venv-scale
 VULKAN_VENV ?= .venv-vulkan
-TRITON = triton==3.6.0
 PIP_FLAGS ?=
 RUNS ?= runs
 IMAGE_BASE ?= localhost/debian:12-slim
@@ -25,16 +24,15 @@ LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
 LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo reference test scale-test test-vulkan test-triton llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: demo reference test scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
 	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
 	@echo "make reference  the ladder of the shipped results on this machine, beside them (some 60 minutes)"
 	@echo "make test   the tests (some 10 minutes on 2 cores)"
-	@echo "make scale-test  serving and campaigns on a Ray of two nodes, in an environment of its own (installs 600 MB)"
+	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
-	@echo "make test-triton  the Triton kernels of torch's GPU path: in Triton's interpreter, and compiled for GPUs that are not here (200 MB)"
 	@echo "make clients  LangChain, LlamaIndex, LiteLLM, openai-js, the AI SDK, GuideLLM, AIPerf and vllm bench serve against our server (installs 4 GB)"
 	@echo "make images test-images  the images of docker/, built with buildah and run with podman (Debian packages; says what is missing)"
 	@echo "make lint-images  hadolint, shellcheck, the schemas of compose and Kubernetes, for docker/"
@@ -54,8 +52,6 @@ reference: $(STAMP)
 	$(BIN)/crossover report $$(ls -td $(RUNS)/*-reference-*/ | head -n 3) --reference
 
 test: $(STAMP)
-	@echo "== transformers 5 in an environment of its own, for the tests of both major versions"
-	@$(BIN)/python -m tests.serving.backends.transformers5
 	@echo "== two at a time; then, alone, what holds a measured time to a bound"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not clock"
 	$(BIN)/python -m pytest -m clock $$(grep -rl "mark\.clock" tests --include="test_*.py")
@@ -72,11 +68,6 @@ test-vulkan:
 	$(MAKE) --no-print-directory llama GPU=vulkan VENV=$(VULKAN_VENV); \
 	ls /dev/dri/renderD* /dev/nvidiactl 2>/dev/null | grep -q . || export GGML_VK_VISIBLE_DEVICES=$${GGML_VK_VISIBLE_DEVICES-0}; \
 	$(VULKAN_VENV)/bin/python -m pytest -m vulkan tests/serving/backends/test_vulkan.py
-
-test-triton: $(STAMP)
-	@if [[ "$$(uname -sm)" != "Linux x86_64" ]]; then echo "test-triton: not run, Triton has no wheel for $$(uname -sm)"; exit 0; fi; \
-	set -e; test -d .venv-triton/$(TRITON) || $(BIN)/pip install --quiet --no-deps --target .venv-triton/$(TRITON) $(PIP_FLAGS) $(TRITON); \
-	PYTHONPATH=.venv-triton/$(TRITON) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m triton tests/serving/backends/torch/test_kernels.py
 
 clients: $(STAMP)
 	tests/end_to_end/clients/install.sh

@@ -19,15 +19,15 @@ LISTING = "crossover_listing"  # attribute of a click context whose group prints
 # verb -> (package.module:object, the line that --help shows)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": (
-        "serving.cli.serve:doctor",
+        "serving.cli.doctor_command:doctor",
         "What this machine is, which backends work on it, and why the others do not.",
     ),
     "models": (
-        "serving.cli.plan:app",
+        "serving.cli.models_command:app",
         "The models of the ladder, 135M to 70B: list them, make weights, plan their memory.",
     ),
     "serve": (
-        "serving.cli.serve:serve",
+        "serving.cli.serve_command:serve",
         "Serve models over an OpenAI-compatible HTTP endpoint.",
     ),
     "load": (

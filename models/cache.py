@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.formats import FORMATS, PACKED_FORMATS, weight_bytes
+from models.formats import FORMATS, weight_bytes
 from models.isolated import run_aside
 from models.manifest import (
     Manifest,
@@ -37,7 +37,6 @@ from models.tokenization.tokenizer import shipped_files, shipped_mark
 
 CONVERTERS = {
     "gguf": "models.convert.gguf:make_gguf",
-    "hf": "models.convert.torch:make_torch",
     "onnx": "models.convert.onnx:make_onnx",
 }
 REBUILD = "models.convert.from_gguf:make_folder"
@@ -58,7 +57,7 @@ class Wish(msgspec.Struct, frozen=True):
     @property
     def is_converted(self) -> bool:
         """True where this is made from a folder of float safetensors, also for a rung."""
-        return self.kind == "onnx" or (self.kind == "hf" and self.weight_format in PACKED_FORMATS)
+        return self.kind == "onnx"
 
     def file_name(self, name: str) -> str:
         """The file or folder for a model of this name."""

@@ -54,12 +54,11 @@ GGUF_FORMATS: dict[str, tuple[str, int]] = {
     "Q4_K_M": ("Q4_K", 15),
 }
 HF_FORMATS: tuple[str, ...] = ("bf16", "fp16", "fp32")
-PACKED_FORMATS = ("int8", "dynamic-int8", "int4")  # of folders that models.convert.torch has packed
 ONNX_FORMATS: tuple[str, ...] = ("int4", "int8", "fp32")
-# Made here, by kind of file. "none": no weights. Packed folders are converted offline.
+# Made here, by kind of file. "none": no weights.
 FORMATS: dict[str, tuple[str, ...]] = {
     "gguf": tuple(GGUF_FORMATS),
-    "hf": (*HF_FORMATS, *PACKED_FORMATS),
+    "hf": HF_FORMATS,
     "onnx": (*ONNX_FORMATS, "dynamic-int8"),
     "none": (),
 }

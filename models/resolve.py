@@ -35,7 +35,7 @@ from models.cache import (
     tokenizer_folder,
 )
 from models.errors import ModelError, UnknownModel, UnsupportedModel
-from models.formats import DEFAULT_FORMATS, PACKED_FORMATS, spelt
+from models.formats import DEFAULT_FORMATS, spelt
 from models.ladder import LADDER, is_rung, rung
 from models.machine import disk_free_bytes
 from models.manifest import Manifest, Progress, read_manifest, verify
@@ -257,10 +257,7 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
         found = _found(graph.file, folder.name, spec, graph.weight_format, source, None)
         return msgspec.structs.replace(found, tokenizer_path=str(folder))
     is_graph = bool(graphs(folder))
-    is_packed = (
-        manifest is not None and manifest.kind == "hf" and manifest.weight_format in PACKED_FORMATS
-    )
-    if (wish.kind == "onnx" and is_graph) or (wish.kind == "hf" and is_packed):
+    if wish.kind == "onnx" and is_graph:
         # A foreign graph does not say what its format is.
         stored = wish.weight_format if is_asked else ""
         if manifest is not None:
@@ -271,7 +268,7 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
             )
         return _found(folder, folder.name, spec, stored, source, manifest)
     stored = check_tensors(folder, spec)
-    if wish.kind == "hf" and not (is_asked and wish.is_converted):
+    if wish.kind == "hf":
         return _found(
             folder, folder.name, spec, wish.weight_format if is_asked else stored, source, manifest
         )

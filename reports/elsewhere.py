@@ -29,7 +29,7 @@ from reports.planning.calibrated import CalibratedMachine
 from reports.planning.hardware import Device, gpus
 from reports.planning.machine_capacity import MachineCapacity, Serving, capacity_of
 from reports.planning.machines import machine_of
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 
 REQUESTS = 5_000  # lengths that are drawn
 TOGETHER = (1, 2, 4, 8)  # GPUs that share each step

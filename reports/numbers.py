@@ -27,7 +27,7 @@ from loadtests.records.schema import EngineTime, RunManifest
 from loadtests.simulation.calibration import prediction_ratio
 from loadtests.simulation.step_time import StepLaw, StepObservation
 from models.spec import ModelSpec
-from serving.backends.base import GpuLoad
+from serving.backends.backend_interface import GpuLoad
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 

@@ -52,8 +52,7 @@ from reports.numbers import (
 from reports.planning.predict import memory_here
 from reports.steps import with_steps
 from reports.warnings import run_warnings
-from serving.backends.base import GpuLoad
-from serving.backends.spec import AUTO
+from serving.backends.backend_interface import AUTO, GpuLoad
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from models.errors import ModelError, printable
-from serving.cli.serve import serve
+from serving.cli.serve_command import serve
 from serving.errors import ServingError
 
 

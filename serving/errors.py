@@ -142,7 +142,3 @@ class NoRoom(ServingError):
 
 class LoadFailed(ServingError):
     """The model did not load; nothing else has changed."""
-
-
-class Busy(ServingError):
-    """The same change of a model is under way already."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -35,20 +35,22 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from serving.backends.base import EngineConfig
-from serving.engine.messages import FinishReason, Ready, StepStats
+from serving.engine.ipc_messages import FinishReason, Ready, StepStats
 from serving.errors import EngineState
-from serving.hardware.memory_sampler import MemorySampler
+from serving.hardware.gpus import GpuFacts, find_gpus
+from serving.hardware.machine_facts import resident_bytes
+from serving.supervisor.supervisor import Supervisor
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 HOLD_PERIOD_SECONDS = 0.05  # between two looks; what is shorter may be missed
 PREFIX = "crossover_"
+PATIENCE_SECONDS = 2.0  # with the GPU's driver, at a scrape
 SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
 FAILURES = tuple(reason for reason in FinishReason if reason not in SUCCESSES)
 LOAD_OUTCOMES = ("ready", "failed")
-UNLOAD_REASONS = ("idle", "evicted", "asked", "swapped")
+UNLOAD_REASONS = ("idle", "evicted", "asked")
 
 
 def _bounds(text: str) -> tuple[float, ...]:
@@ -81,17 +83,13 @@ HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
     "request_queue_time_seconds": (_REQUEST, "From arrival in the engine to the first step"),
     "request_prefill_time_seconds": (_REQUEST, "From the first step to the first token"),
     "request_decode_time_seconds": (_REQUEST, "From the first token to the last"),
-    "request_inference_time_seconds": (_REQUEST, "From the first step to the last token"),
     "request_prompt_tokens": (_COUNTS, "Prompt tokens of one sequence"),
     "request_generation_tokens": (_COUNTS, "Output tokens of one sequence"),
-    "request_params_max_tokens": (_COUNTS, "Most output tokens that a sequence may have"),
-    "request_params_n": (_CHOICES, "Answers asked for by one request"),
     "step_seconds": (_STEP, "One scheduler step of the engine"),
     "step_backend_seconds": (_STEP, "The backend's share of one step"),
     "engine_loop_hold_seconds": (
         *(_HOLDS, "Time between two steps, and of a step beside the backend's share"),
     ),
-    "iteration_tokens_total": (_COUNTS, "Tokens of one step, prompt and output"),
 }
 COUNTERS: dict[str, str] = {
     "prompt_tokens": "Prompt tokens of sequences that got a token",
@@ -108,81 +106,44 @@ LABELLED_COUNTERS: dict[str, tuple[str, Sequence[str], str]] = {
 }
 
 
-class Served(Protocol):
-    """What a scrape reads from the supervisor."""
-
-    state: EngineState
-    stats: StepStats | None
-    restarts: int
-    fallbacks: int
-    returns: int
-    deaths: Any  # cause -> count
-
-    @property
-    def ready(self) -> Ready | None: ...
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def standby(self) -> str | None: ...
-
-    @property
-    def pids(self) -> Sequence[int]: ...
-
-
-# kind, name, value, help; a value of None is omitted.
-_State = tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, Callable[..., Any], str]
-STATE: tuple[_State, ...] = (
-    (CounterMetricFamily, "engine_restarts", lambda s: s.restarts, "Restarts in the same place"),
-    (CounterMetricFamily, "engine_fallbacks", lambda s: s.fallbacks, "Another engine took over"),
-    (CounterMetricFamily, "engine_returns", lambda s: s.returns, "The preferred engine came back"),
+# name, help, value of a supervisor; None is omitted. Names in COUNTED are counters.
+COUNTED = ("engine_restarts", "engine_fallbacks", "engine_returns", "num_preemptions")
+STATE: tuple[tuple[str, str, Callable[[Supervisor], Any]], ...] = (
+    ("engine_restarts", "Restarts in the same place", lambda s: s.restarts),
+    ("engine_fallbacks", "Another engine took over", lambda s: s.fallbacks),
+    ("engine_returns", "The preferred engine came back", lambda s: s.returns),
+    ("num_requests_running", "Sequences in the engine's batch", lambda s: _stats(s).running),
+    ("num_requests_waiting", "Sequences waiting for a slot", lambda s: _stats(s).waiting),
     (
-        *(GaugeMetricFamily, "num_requests_running", lambda s: s.stats.running if s.stats else 0),
-        "Sequences in the engine's batch",
+        *("num_preemptions", "Sequences sent back to the queue; starts again with the engine"),
+        lambda s: _stats(s).preemptions,
     ),
     (
-        *(GaugeMetricFamily, "num_requests_waiting", lambda s: s.stats.waiting if s.stats else 0),
-        "Sequences waiting for a slot",
+        *("engine_standby", "1 while another engine is loaded to take over"),
+        lambda s: s.standby is not None,
     ),
     (
-        *(CounterMetricFamily, "num_preemptions", lambda s: s.stats.preemptions if s.stats else 0),
-        "Sequences sent back to the queue; starts again with the engine",
+        *("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1"),
+        lambda s: s.ready and _stats(s).kv_used_tokens / max(1, s.ready.info.kv_tokens),
     ),
     (
-        *(GaugeMetricFamily, "engine_standby", lambda s: s.standby is not None),
-        "1 while another engine is loaded to take over",
+        *("kv_cache_tokens", "Tokens that the KV cache holds"),
+        lambda s: s.ready and s.ready.info.kv_tokens,
     ),
-    (
-        *(GaugeMetricFamily, "kv_cache_usage_perc", lambda s: _kv_share(s)),
-        "Share of the KV cache in use, 0 to 1",
-    ),
-    (
-        *(GaugeMetricFamily, "kv_cache_tokens", lambda s: s.ready and s.ready.info.kv_tokens),
-        "Tokens that the KV cache holds",
-    ),
-    (
-        *(GaugeMetricFamily, "engine_slots", lambda s: s.ready and s.ready.info.slots),
-        "Sequences that run at once",
-    ),
-    (
-        *(GaugeMetricFamily, "engine_load_seconds", lambda s: s.ready and s.ready.load_seconds),
-        "Time of the last load",
-    ),
+    ("engine_slots", "Sequences that run at once", lambda s: s.ready and s.ready.info.slots),
+    ("engine_load_seconds", "Time of the last load", lambda s: s.ready and s.ready.load_seconds),
 )
+_NO_STATS = StepStats(0, 0, 0, 0.0, 0.0, 0, 0, 0)
 
 
-def _kv_share(served: Served) -> float | None:
-    if served.ready is None:
-        return None
-    used = served.stats.kv_used_tokens if served.stats else 0
-    return used / max(1, served.ready.info.kv_tokens)
+def _stats(served: Supervisor) -> StepStats:
+    return served.stats or _NO_STATS
 
 
 class Metrics:
     """The metrics of one model. The event loop fills it; a scrape reads `served`."""
 
-    def __init__(self, server: ServerMetrics, model: str, served: Served) -> None:
+    def __init__(self, server: ServerMetrics, model: str, served: Supervisor) -> None:
         self.model = model
         self.served = served
         histograms = {name: family.labels(model) for name, family in server.histograms.items()}
@@ -193,15 +154,11 @@ class Metrics:
         self.queue = histograms["request_queue_time_seconds"]
         self.prefill = histograms["request_prefill_time_seconds"]
         self.decode = histograms["request_decode_time_seconds"]
-        self.inference = histograms["request_inference_time_seconds"]
         self.prompt_lengths = histograms["request_prompt_tokens"]
         self.output_lengths = histograms["request_generation_tokens"]
-        self.asked_lengths = histograms["request_params_max_tokens"]
-        self.asked_choices = histograms["request_params_n"]
         self.step = histograms["step_seconds"]
         self.step_backend = histograms["step_backend_seconds"]
         self.engine_holds = histograms["engine_loop_hold_seconds"]
-        self.step_tokens = histograms["iteration_tokens_total"]
         counters = {name: family.labels(model) for name, family in server.counters.items()}
         self.prompt_tokens = counters["prompt_tokens"]
         self.generation_tokens = counters["generation_tokens"]
@@ -235,11 +192,6 @@ class Metrics:
             self.step_backend.observe(stats.backend_seconds)
             beside = stats.step_seconds - stats.backend_seconds
             self.engine_holds.observe(stats.between_seconds + beside)
-            self.step_tokens.observe(stats.decode_rows + stats.prefill_tokens)
-
-    def serve(self, served: Served) -> None:
-        """From now on this supervisor serves the model: counts go on, states are read from it."""
-        self.served = served
 
 
 class ServerMetrics(Collector):
@@ -282,7 +234,7 @@ class ServerMetrics(Collector):
         self._tasks = self._gauge("event_loop_tasks", "Tasks of the HTTP side's event loop")
         self.registry.register(self)
         ProcessCollector(registry=self.registry)  # CPU, memory and file descriptors of this process
-        self._sampler = MemorySampler()
+        self._gpus: tuple[GpuFacts, ...] = ()
 
     def _counter(self, name: str, text: str, labels: str = "") -> Counter:
         return Counter(PREFIX + name, text, labels.split(), registry=self.registry)
@@ -294,25 +246,16 @@ class ServerMetrics(Collector):
         """One more model, or another engine of one that is there."""
         self.models[metrics.model] = metrics
 
-    def remove(self, metrics: Metrics) -> None:
-        """This model is served no more; its counts go with it."""
-        del self.models[metrics.model]
-        for family in (*self.histograms.values(), *self.counters.values()):
-            family.remove(metrics.model)
-        for name, (_, values, _) in LABELLED_COUNTERS.items():
-            for value in values:
-                self.labelled[name].remove(metrics.model, value)
-
     async def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        pids = {pid: name for name, model in self.models.items() for pid in model.served.pids}
-        await self._sampler.sample(pids)
+        self._gpus = (await asyncio.to_thread(find_gpus, timeout_seconds=PATIENCE_SECONDS)).gpus
         self._tasks.set(len(asyncio.all_tasks()))
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
         served = {name: metrics.served for name, metrics in self.models.items()}
-        for kind, name, value, text in STATE:
+        for name, text, value in STATE:
+            kind = CounterMetricFamily if name in COUNTED else GaugeMetricFamily
             family = kind(PREFIX + name, text, labels=["model_name"])
             for model, each in served.items():
                 found = value(each)
@@ -323,20 +266,20 @@ class ServerMetrics(Collector):
         yield from self._memory()
 
     def _memory(self) -> Iterator[Metric]:
-        memory = _gauges(
-            "engine_process_memory_bytes", "Memory of engine processes now", "model_name pid kind"
-        )
-        for model, pid, use in self._sampler.engines:
-            for kind, size in (("rss", use.rss_bytes), ("pss", use.pss_bytes)):
+        memory = _gauges("engine_process_memory_bytes", "RSS of engine processes", "model_name pid")
+        for name, model in self.models.items():
+            for pid in model.served.pids:
+                size = resident_bytes(pid)
                 if size is not None:
-                    memory.add_metric([model, str(pid), kind], size)
+                    memory.add_metric([name, str(pid)], size)
         yield memory
         gpus = _gauges(
             "gpu_memory_bytes", "Memory of each GPU, as its driver says", "gpu name kind"
         )
-        for gpu in self._sampler.gpus:
+        for gpu in self._gpus:
             for kind, size in (("used", gpu.used_bytes), ("total", gpu.total_bytes)):
-                gpus.add_metric([str(gpu.index), gpu.name, kind], size)
+                if size is not None:
+                    gpus.add_metric([str(gpu.index), gpu.name, kind], size)
         yield gpus
 
 
@@ -357,7 +300,7 @@ def _gauges(name: str, text: str, labels: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(PREFIX + name, text, labels=labels.split())
 
 
-def _engines(served: dict[str, Served]) -> Iterator[Metric]:
+def _engines(served: dict[str, Supervisor]) -> Iterator[Metric]:
     """The families of engines with labels of their own."""
     states = _gauges("engine_state", "1 for the state the engine is in", "model_name state")
     info = InfoMetricFamily(PREFIX + "engine", "What serves, or is about to", labels=["model_name"])

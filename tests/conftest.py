@@ -99,8 +99,7 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     lines = CommandLines(
         "crossover",
         "serving.cli.launch",
-        "serving.cli.plan",
-        "models.cli",
+        "serving.cli.models_command",
         "models.resolve",
         "loadtests.cli",
     )

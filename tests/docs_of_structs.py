@@ -16,7 +16,7 @@ from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.length_tables import PRESETS
 from reports.plan import example
 from reports.plan.file import PlanFile
-from serving.registry.options import Standby
+from serving.server_options import Standby
 
 # A type as the code writes it -> as the documentation does.
 TOML_TYPES = {

@@ -12,9 +12,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from reports.check import FUNCTIONS
 from reports.plan import output
@@ -23,10 +20,8 @@ from reports.plan.ranking import Plan
 from reports.plan.sources import planned
 from reports.prediction.predictor import predictor
 from reports.render.document import Document
-from serving.backends import BACKENDS
-from serving.backends.base import CAPABILITIES
-from serving.http.wire.requests import ChatRequest, CompletionRequest
-from serving.http.wire.responses_api import ResponseRequest
+from serving.backends.backend_interface import CAPABILITIES
+from serving.backends.backend_table import BACKENDS
 from tests.docs_of_structs import campaign_keys, plan_keys, schema_of
 from tests.house import PACKAGES
 
@@ -78,46 +73,6 @@ def engines() -> list[str]:
     return out
 
 
-REQUESTS = {"chat": ChatRequest, "completions": CompletionRequest, "responses": ResponseRequest}
-
-
-def keys() -> list[str]:
-    """Every key of a request's body, by the routes that take it; what must be empty is left out."""
-    kinds = tuple(REQUESTS.values())
-    _, schemas = msgspec.json.schema_components(kinds, ref_template="{name}")
-    bodies = {route: schemas[kind.__name__]["properties"] for route, kind in REQUESTS.items()}
-    out = ["| key | chat | completions | responses | values |", "|---" * 5 + "|"]
-    for key in sorted({key for body in bodies.values() for key in body}):
-        told = {route: said for route, body in bodies.items() if (said := _said(body.get(key)))}
-        if told:
-            marks = " | ".join("yes" if route in told else "" for route in REQUESTS)
-            out.append(f"| `{key}` | {marks} | {next(iter(told.values()))} |")
-    return out
-
-
-def _said(schema: dict[str, Any] | None) -> str:
-    """The values of a key in words; "" where there is none but null."""
-    if schema is None:
-        return ""
-    kinds = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
-    if all(one.get("maxItems") == 0 or one.get("enum") == [""] for one in kinds):
-        return ""
-    about = next((text for one in (*kinds, schema) if (text := one.get("description"))), "")
-    values = " or ".join(map(_values, kinds))
-    return f"{values} ({about.rstrip('.')})" if about else values
-
-
-def _values(kind: dict[str, Any]) -> str:
-    if "enum" in kind:
-        return ", ".join(f"`{json.dumps(value)}`" for value in kind["enum"])
-    if "$ref" in kind or "anyOf" in kind:
-        return "object"
-    low, high = kind.get("minimum"), kind.get("maximum", 2**31)
-    bounds = f" {low:g} to {high:g}" if low is not None and high < 2**31 - 1 else ""
-    items = f" of {_values(kind['items'])}" if kind.get("items") else ""
-    return f"{kind.get('type', 'any')}{items}{bounds}"
-
-
 def functions() -> list[str]:
     """What a condition of `report --check` may ask for."""
     return [
@@ -144,7 +99,7 @@ def errors() -> list[str]:
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"map": tree},
-    "docs/api.md": {"engines": engines, "keys": keys},
+    "docs/api.md": {"engines": engines},
     "docs/campaign.md": {"keys": campaign_keys},
     "docs/plan.md": {"keys": plan_keys},
     "docs/report.md": {"functions": functions},

@@ -22,8 +22,8 @@ import crossover
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.generator.options import CommandOptions, check_machines
 from serving.bounds import converted
-from serving.http.wire.decoding import CHAT, COMPLETION, decode
-from serving.registry.options import ServeOptions, models_of
+from serving.http.api_schemas import CHAT, COMPLETION, decode
+from serving.server_options import ServeOptions, models_of
 from tests.docs_site import SITE, loaded_from_elsewhere, outside
 from tests.made_docs import MADE, WHOLE, replaced
 

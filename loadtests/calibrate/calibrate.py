@@ -40,12 +40,15 @@ from models.formatting import duration, significant
 from models.ladder import is_rung
 from models.machine import ROOT, cpu_flags, read_text, total_bytes
 from models.resolve import resolve
-from serving.backends import missing_backends, spec_of, weights_of
-from serving.backends.base import EngineConfig
-from serving.backends.spec import AUTO, KvRequest
-from serving.hardware.bandwidth import array_bytes, read_bandwidth
-from serving.hardware.cores import CoreSplit, physical_of, split_cores
-from serving.hardware.facts import HardwareFacts, hardware_facts
+from serving.backends.backend_interface import AUTO, EngineConfig
+from serving.backends.backend_table import KvRequest, missing_backends, spec_of, weights_of
+from serving.hardware.cpu_topology import CoreSplit, physical_of, split_cores
+from serving.hardware.machine_facts import (
+    HardwareFacts,
+    array_bytes,
+    hardware_facts,
+    read_bandwidth,
+)
 from serving.placement.engine_choice import BUSY
 
 BANDWIDTH_SECONDS = 0.6

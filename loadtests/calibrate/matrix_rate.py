@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from models.isolated import run_python
-from serving.hardware.arithmetic import gemm_rate
+from serving.hardware.machine_facts import gemm_rate
 from serving.placement.engine_times import MeasuringFailed
 
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS")

@@ -25,7 +25,7 @@ from loadtests.host.disturbance import CoreWatch
 from loadtests.records.schema import CoresSample
 from models.isolated import Ran, start_python
 from models.manifest import Progress
-from serving.backends.base import Backend, EngineConfig
+from serving.backends.backend_interface import Backend, EngineConfig
 from serving.placement.engine_times import MeasuringFailed
 from serving.placement.timed_steps import Clock, TimedSteps, in_child
 

@@ -31,8 +31,8 @@ from loadtests.records.events import CellReady, EngineInfo
 from loadtests.records.schema import CoresSample, Probe, RequestRecord
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.calibration import Burst
-from serving.backends.base import EngineConfig
-from serving.hardware.facts import allowed_cores
+from serving.backends.backend_interface import EngineConfig
+from serving.hardware.machine_facts import allowed_cores
 
 PROBE_TOKENS = 8
 RECOVERY_SECONDS = 300.0  # that a server of ours gets to bring its engine back

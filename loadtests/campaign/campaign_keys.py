@@ -18,9 +18,9 @@ from loadtests.generator.endpoint import Target
 from loadtests.generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.requests import Workload
-from serving.backends import BACKENDS
+from serving.backends.backend_table import BACKENDS
 from serving.placement.best_engine import BEST
-from serving.registry.options import Standby
+from serving.server_options import Standby
 
 OnDisturbance = Literal["wait", "ignore"]
 AUTO = "auto"  # in place of models: the rungs around this machine's limit

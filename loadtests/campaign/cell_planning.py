@@ -29,15 +29,14 @@ from models.errors import CrossoverError
 from models.formats import DEFAULT_FORMATS, weight_bytes
 from models.ladder import is_rung, rung
 from models.resolve import resolve
-from serving.backends import BACKENDS
+from serving.backends.backend_table import BACKENDS
 from serving.errors import Cause, ServingError
-from serving.hardware.facts import HardwareFacts, allowed_cores
+from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.best_engine import BEST, Question, best_engine, choice_lines
-from serving.placement.decision import NoPlacement, PlacementRequest
 from serving.placement.engine_choice import EngineCandidate, EngineChoice, Work
-from serving.placement.memory import Sizes, forecast
-from serving.placement.plan import plan
-from serving.placement.policy import Policy
+from serving.placement.memory_estimate import Sizes, forecast
+from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
+from serving.server_options import Policy
 
 
 class WhyNot(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from loadtests.generator.endpoint import Target
 from models.errors import CrossoverError
 from models.formats import DEFAULT_FORMATS
 from models.ladder import is_rung, rung
-from serving.backends import weights_of
+from serving.backends.backend_table import weights_of
 from serving.errors import BackendUnavailable
 from serving.placement.best_engine import BEST
 

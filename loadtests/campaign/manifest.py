@@ -13,7 +13,7 @@ import msgspec
 from loadtests.campaign.campaign_file import Plan
 from loadtests.errors import BadRunFolder
 from loadtests.records.schema import FORMAT_VERSION, RunManifest
-from serving.hardware.facts import HardwareFacts
+from serving.hardware.machine_facts import HardwareFacts
 
 PACKAGES = (
     "llm-crossover",

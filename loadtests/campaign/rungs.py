@@ -24,8 +24,8 @@ from loadtests.records.events import SkipCause
 from loadtests.workload.requests import draw
 from models.formatting import requests, share
 from models.ladder import rung
-from serving.backends import missing_backends
-from serving.hardware.facts import HardwareFacts
+from serving.backends.backend_table import missing_backends
+from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.best_engine import BEST, USUAL, known_times
 from serving.placement.engine_choice import (
     EngineCandidate,

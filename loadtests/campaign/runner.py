@@ -64,7 +64,7 @@ from loadtests.records.events import (
 from loadtests.records.run_folder import RunFolder
 from loadtests.simulation.prediction_words import predicted_beside
 from models import formatting
-from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
+from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from loadtests.host.resources import engine_pids
 from loadtests.records.events import CellReady, EngineInfo
 from models.errors import ModelError
 from models.resolve import resolve
-from serving.hardware.cores import cores_text
-from serving.registry.options import arguments
+from serving.hardware.cpu_topology import cores_text
+from serving.server_options import arguments
 
 
 class Server(ABC):

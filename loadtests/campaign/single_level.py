@@ -39,7 +39,7 @@ from loadtests.records.events import (
 )
 from loadtests.records.run_folder import RunFolder
 from models import formatting
-from serving.hardware.facts import hardware_facts
+from serving.hardware.machine_facts import hardware_facts
 
 LEVEL = "load#1"
 JOIN_SECONDS = 600.0  # that workers may take to join

@@ -1,4 +1,4 @@
-"""One GPU beside the load: NVIDIA's by NVML, AMD's by its driver's files. Survives any driver.
+"""One NVIDIA GPU beside the load, by NVML. Survives any driver.
 
     gpu = Gpu()
     gpu.read(engine_pids)     # the gpu_* fields of a ResourceSample
@@ -13,14 +13,11 @@ Utilisation is the share of time in which some kernel ran: a slow decode has 99 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from models.machine import ROOT
-from serving.hardware import amd
-from serving.hardware.nvml import memory_of, tell, uuid_of
+from serving.hardware.gpus import memory_of, tell, uuid_of
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
 THROTTLES: dict[int, str] = {
@@ -31,14 +28,14 @@ THROTTLES: dict[int, str] = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-_NAMES_DEVICE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NAMES_DEVICE = ("CUDA_VISIBLE_DEVICES",)
 _NOT_TOLD = "this driver does not tell"
 
 
 class Gpu:
     """The engine's GPU. `reason`: why there is none to read; `doubts`: of the last reading."""
 
-    def __init__(self, nvml: Any = None, root: Path = ROOT) -> None:
+    def __init__(self, nvml: Any = None) -> None:
         """`nvml`: a module with pynvml's functions; None: pynvml itself."""
         self.reason: str | None = None
         self.missing: dict[str, str] = {}
@@ -46,7 +43,6 @@ class Gpu:
         self._nvml: Any = nvml
         self._device: Any = None
         self._engine: tuple[int, ...] = ()
-        self._cards = amd.cards(root)
         try:
             if nvml is None:
                 import pynvml
@@ -56,24 +52,20 @@ class Gpu:
             self._device = self._nvml.nvmlDeviceGetHandleByIndex(0)
         except Exception as problem:  # no package, no driver, no device
             self._nvml = None
-            if not self._cards:
-                self.reason = f"no NVIDIA GPU to be read: {problem}"
+            self.reason = f"no NVIDIA GPU to be read: {problem}"
 
     def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
         """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
         self.doubts = []
-        if self._nvml is not None:
-            self._choose(tuple(engine))
-            found, driver = self._by_nvml(engine), "NVML"
-        elif self._cards:
-            found, driver = _by_sysfs(self._card_of(engine)), "amdgpu"
-        else:
+        if self._nvml is None:
             return {}
+        self._choose(tuple(engine))
+        found = self._by_nvml(engine)
         if all(value is None for value in found.values()):
             self.doubts = ["the GPU's driver tells nothing"]
         else:
             self.missing = {name: _NOT_TOLD for name, value in found.items() if value is None}
-        return found | {"gpu_by": driver}
+        return found | {"gpu_by": "NVML"}
 
     def _choose(self, engine: tuple[int, ...]) -> None:
         """The device of these processes, looked for again when they are others."""
@@ -121,14 +113,6 @@ class Gpu:
             else [name for bit, name in THROTTLES.items() if bits & bit],
         }
 
-    def _card_of(self, engine: Sequence[int]) -> Path:
-        wanted = device_named(engine)
-        for card in self._cards:
-            file = card / "unique_id"
-            if wanted and file.exists() and wanted == f"GPU-{file.read_text().strip()}":
-                return card
-        return max(self._cards, key=lambda card: amd.read(card).total_bytes or 0)
-
     def close(self) -> None:
         if self._nvml is not None:
             tell(self._nvml.nvmlShutdown)
@@ -146,17 +130,6 @@ def device_named(engine: Sequence[int]) -> str | None:
             if variables.get(name, "").startswith(("GPU-", "MIG-")):
                 return variables[name]
     return None
-
-
-def _by_sysfs(card: Path) -> dict[str, Any]:
-    now = amd.read(card)
-    return {
-        "gpu_memory_bytes": now.used_bytes,
-        "gpu_utilisation": now.utilisation,
-        "gpu_watts": now.watts,
-        "gpu_energy_joules": now.energy_joules,
-        "gpu_clock_hertz": now.core_hertz,
-    }
 
 
 def _processes(nvml: Any, device: Any) -> list[Any]:

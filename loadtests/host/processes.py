@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from models.isolated import start_python
-from serving.hardware.cores import SHARED_CORES, physical_of
+from serving.hardware.cpu_topology import SHARED_CORES, physical_of
 
 PARENT_BOUND = Path(__file__).with_name("parent_bound.py")
 

@@ -23,7 +23,7 @@ from loadtests.host.gpu import Gpu
 from loadtests.records.schema import ProcessSample, RemoteSample, ResourceSample
 
 PSS_EVERY = 10  # samples: the kernel walks all pages for it
-ENGINE_MODULE = "serving.engine.worker"
+ENGINE_MODULE = "serving.engine.engine_loop"
 RAPL = Path("/sys/class/powercap")
 
 Clock = Callable[[], float]
@@ -184,7 +184,7 @@ def api_pids(server: int) -> list[int]:
 def _is_engine(pid: int) -> bool:
     try:
         return any(
-            part == ENGINE_MODULE or part.endswith("serving/engine/worker.py")
+            part == ENGINE_MODULE or part.endswith("serving/engine/engine_loop.py")
             for part in psutil.Process(pid).cmdline()
         )
     except psutil.Error:

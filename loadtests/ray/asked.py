@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loadtests.campaign.campaign_file import Plan, check_one_machine
 from loadtests.errors import BadCampaign, LoadError
-from serving.ray.environment import is_installed, prepare_environment
+from serving.ray_serve import is_installed, prepare_environment
 
 
 def is_on_ray(on: str | None, plan: Plan | None = None, dry_run: bool = False) -> bool:

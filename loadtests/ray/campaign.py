@@ -41,8 +41,8 @@ from loadtests.records.events import Interrupted, RunFinished, RunStarted, of_ki
 from loadtests.records.run_folder import RunFolder
 from loadtests.records.schema import RunManifest
 from models.cache import CACHE_VARIABLE
-from serving.hardware.facts import HardwareFacts
-from serving.ray.connection import connect, disconnect, last_line, living_nodes
+from serving.hardware.machine_facts import HardwareFacts
+from serving.ray_serve import connect, disconnect, last_line, living_nodes
 
 _measure = ray.remote(max_calls=1)(measure_here)  # a process of its own for each cell
 TRIES = 2  # of a cell whose node is lost, on another one

@@ -16,7 +16,7 @@ from loadtests.errors import LoadError
 from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS, SAMPLES
 from loadtests.records.schema import RunManifest
 from models.cache import CACHE_VARIABLE
-from serving.hardware.facts import HardwareFacts, hardware_facts
+from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 
 FILES = (REQUESTS, SAMPLES, EVENTS)
 

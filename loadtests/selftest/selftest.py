@@ -55,7 +55,7 @@ from loadtests.selftest.checks import (
 )
 from loadtests.workload.arrivals import Constant, Poisson
 from loadtests.workload.requests import Workload
-from serving.hardware.facts import allowed_cores
+from serving.hardware.machine_facts import allowed_cores
 
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
 ARRIVAL_RATE, ARRIVAL_SECONDS = 150.0, 12.0

@@ -24,9 +24,9 @@ from models.cache import Wish, cache_dir, synthetic_path
 from models.errors import printable
 from models.formats import weight_bytes
 from models.ladder import is_rung, rung
-from serving.backends import weights_of
-from serving.hardware.cores import cores_text
-from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
+from serving.backends.backend_table import weights_of
+from serving.hardware.cpu_topology import cores_text
+from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 
 
 def show_plan(plan: Plan) -> None:

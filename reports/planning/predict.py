@@ -15,10 +15,9 @@ from models.formatting import GIB
 from models.spec import ModelSpec
 from reports.numbers import CellNumbers, MemoryNumbers
 from reports.planning.hardware import Device
-from serving.backends import spec_of
-from serving.backends.spec import KvRequest
+from serving.backends.backend_table import KvRequest, spec_of
 from serving.errors import BackendUnavailable
-from serving.placement.memory import extra_weight_bytes, overhead_bytes
+from serving.placement.memory_estimate import extra_weight_bytes, overhead_bytes
 
 # On a GPU beside weights and KV, but for vLLM: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside
 # the allocator, buffers of a step (llm-d's measurements).

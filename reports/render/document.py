@@ -25,7 +25,7 @@ from reports.plan.ranking import Plan
 from reports.render import tables
 from reports.render.elsewhere import elsewhere_records, predicted_records
 from reports.sentences import headline, sentences
-from serving.backends.base import GpuLoad
+from serving.backends.backend_interface import GpuLoad
 
 # A new key leaves it as it is; a key that goes, or that means something else, raises it.
 VERSION = 1

@@ -11,171 +11,76 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
+import json
 import os
-import signal
 import socket
+import ssl
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-import uvicorn
+import uvloop
+from starlette.middleware.cors import CORSMiddleware
 
-from models.cli import parse_bytes
-from serving.cli.announce import announce
-from serving.cli.console import Narrator
-from serving.cli.files import check_files, keys_of, new_admin_key, readable_by_others
-from serving.http.admin import ROUTES as ADMIN_ROUTES
-from serving.http.app import App, app_of
-from serving.http.auth import Key, LocalNames, only_key
-from serving.http.connections import (
-    bound_handshakes,
-    is_loopback,
-    listen,
-    room_for_connections,
-    server_options,
-    url_of,
-)
-from serving.http.limits import Limits
-from serving.http.tracing import make_tracer
-from serving.http.wire.cors import Cors, origins_of
-from serving.metrics import ServerMetrics, watch_loop
-from serving.placement.plan import explain
-from serving.registry.model import ModelRouter
-from serving.registry.options import ModelOptions, ServeOptions, models_of, shared_of
-from serving.registry.prepare import Machine, Prepared, prepare
-from serving.registry.registry import Registry
-from serving.registry.room import RegistryLimits
-from serving.registry.supervised import supervisor_of
-from serving.supervisor.tasks import Background
+from models import formatting
+from models.manifest import write_atomically
+from serving.bounds import parse_bytes
+from serving.errors import EngineState, ServingError
+from serving.hardware.machine_facts import resident_bytes
+from serving.http.body_limits import Limits
+from serving.http.http_server import HttpServer, is_loopback, listen, room_for_connections, url_of
+from serving.http.routes import App
+from serving.logs import Narrator
+from serving.metrics import ServerMetrics
+from serving.placement.placement_policy import explain
+from serving.registry.engine_config import Machine, prepare
+from serving.registry.eviction import RegistryLimits
+from serving.registry.loaded_model import ModelRouter, Tenant
+from serving.registry.model_registry import Registry, supervisor_of
+from serving.server_options import ServeOptions, models_of, shared_of
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Listening(NamedTuple):
-    """An application on a bound port."""
-
-    app: Any
-    port: socket.socket
-    certificate: str | None = None
-    key: str | None = None
-    local_names: bool = False  # a Host that is a name of the DNS is refused
-    origins: tuple[str, ...] = ()  # of pages that may read the answers
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is served. `announce` tells of it, and returns why nothing can ever be served.
-
-    `stop(drain, seconds)` returns how many requests were cut off.
-    """
-
-    what: str
-    start: Callable[[], Awaitable[None]]
-    announce: Callable[[str], Coroutine[Any, Any, str]]
-    stop: Callable[[bool, float], Awaitable[int]]
-    in_flight: Callable[[], int]
+LOOK_SECONDS = 0.5  # between two looks at how far a load is
+EXPOSED = ("X-Request-Id", "X-Crossover-Backend", "Retry-After", "Retry-After-Ms")  # to web pages
 
 
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes. Exit status: 0 after a drain, 1 when nothing could be served or
     requests were cut off."""
-    narrator = begin(options)
-    api_keys, admin_key = keys_of(options)
-    limits = limits_of(options, narrator)
+    narrator = Narrator(sys.stderr or open(os.devnull, "w"), options.log_format == "json")
+    narrator.take_logging(options.log_requests)
+    _check_files(options)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
+    api_key, admin_key = keys_of(options)
+    limits = limits_of(options)
+    with _listening(options, api_key, narrator) as listener:
+        registry = make_registry(options, narrator)
+        local = api_key is None and is_loopback(listener)
+        app: Any = App(registry.router, limits, api_key, admin_key, local)
+        if options.allowed_origins is not None:
+            app = CORSMiddleware(
+                app,
+                [origin.strip() for origin in options.allowed_origins.split(",")],
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=EXPOSED,
+            )
+        server = HttpServer(app, limits, (options.tls_certificate, options.tls_key))
+        url = url_of(listener, tls=options.tls_certificate is not None)
+        run = _run(options, registry, server, listener, url, narrator)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run)
+
+
+def make_registry(options: ServeOptions, narrator: Narrator) -> Registry:
+    """The models with their files, none of them loaded yet; says where each will run and why.
+
+    The process is put on the cores that are its own.
+    """
     memory_limit = None
     if options.memory_limit is not None:
         memory_limit = parse_bytes(options.memory_limit, "--memory-limit")
     models = models_of(options)
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(opened(options, api_keys, narrator))
-        admin = None
-        if options.admin_port is not None:
-            admin = stack.enter_context(listen("127.0.0.1", options.admin_port))
-            if admin_key is None:
-                admin_key, file = new_admin_key(admin.getsockname()[1], options.cache)
-                stack.callback(file.unlink, missing_ok=True)
-                narrator.say(f"the key of the admin routes is in {file}")
-        machine = Machine(options.cache, options.api_cores, narrator.say, narrator.progress)
-        prepared = _prepared(models, machine, narrator)
-        machine.is_serving = True
-        os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
-        registry = Registry(
-            ModelRouter(ServerMetrics()),
-            machine,
-            lambda one, placed: supervisor_of(
-                options, one, placed, narrator.event, narrator.output
-            ),
-            RegistryLimits(
-                memory_limit,
-                options.max_loaded_models,
-                options.load_wait_seconds,
-                options.drain_seconds,
-            ),
-            shared_of(options),
-        )
-        for one in prepared:
-            registry.add(one)
-        narrator.on_lost = registry.router.metrics.lost_lines.inc
-        app = _app(options, registry.router, limits, (api_keys, admin_key))
-        served = [endpoint(options, app, listener, api_keys)]
-        if admin is not None:
-            served.append(_admin(admin, app, admin_key, narrator))
-        count = len(prepared)
-        work = Work(
-            what="the model" if count == 1 else f"{count} models",
-            start=registry.start,
-            announce=lambda url: announce(registry, url, options.ready_file, narrator),
-            stop=registry.stop,
-            in_flight=lambda: registry.in_flight,
-        )
-        return run(serve(options, work, served, narrator))
-
-
-def begin(options: ServeOptions) -> Narrator:
-    """Who tells what happens, once the files that the options name are known to be usable.
-
-    Raises ServingError.
-    """
-    out = sys.stderr or open(os.devnull, "w")  # None where it was closed
-    narrator = Narrator(out, as_json=options.log_format == "json")
-    check_files(options)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no thread a core for one text
-    narrator.take_logging(options.log_requests)
-    return narrator
-
-
-def opened(options: ServeOptions, keys: Sequence[Key], narrator: Narrator) -> socket.socket:
-    """The bound port, and warnings where it is open to more than it should be."""
-    listener = listen(options.host, options.port)
-    if not keys and not is_loopback(listener):
-        narrator.say(
-            f"WARNING: --host {options.host} opens this server to everybody who can reach this "
-            "machine, since it has no key; --api-key-env or --api-key-file gives it one"
-        )
-    if os.geteuid() == 0 and not is_loopback(listener):
-        narrator.say("WARNING: it runs as root; a user of its own could lose less")
-    for what in readable_by_others(options):
-        narrator.say(f"WARNING: {what} can be read by other users: chmod 600")
-    return listener
-
-
-def endpoint(
-    options: ServeOptions, app: App, port: socket.socket, keys: Sequence[Key]
-) -> Listening:
-    """The application on its port, with the options' certificate and origins."""
-    origins = origins_of(options.allowed_origins) if options.allowed_origins is not None else ()
-    local = not keys and is_loopback(port)
-    return Listening(*(app, port, options.tls_certificate, options.tls_key), local, origins)
-
-
-def _prepared(
-    models: Sequence[ModelOptions], machine: Machine, narrator: Narrator
-) -> list[Prepared]:
-    """The models with their files, and lines that say where each will run and why."""
+    machine = Machine(options.cache, options.api_cores, narrator.say, narrator.progress)
     facts = machine.facts()
     prepared = [prepare(model, machine, facts) for model in models]
     for one in prepared:
@@ -185,119 +90,64 @@ def _prepared(
                 f"--standby warm: {one.name} has no engine to fall back to, so none stands by"
             )
     narrator.name_models = len(prepared) > 1
-    return prepared
-
-
-def _app(
-    options: ServeOptions,
-    router: ModelRouter,
-    limits: Limits,
-    keys: tuple[Sequence[Key], str | None],
-) -> App:
-    """The endpoint, with the admin routes where they have a key and no port of their own."""
-    api_keys, admin_key = keys
-    here = options.admin_port is None and admin_key is not None
-    return app_of(
-        router,
-        limits,
-        api_keys,
-        admin=ADMIN_ROUTES if here else (),
-        admin_key=admin_key if here else None,
-        tracer=make_tracer(options.otlp_endpoint),
+    machine.is_serving = True
+    os.sched_setaffinity(0, machine.split(options.cores, options.threads).api)
+    registry = Registry(
+        ModelRouter(ServerMetrics()),
+        machine,
+        lambda one, placed: supervisor_of(options, one, placed, narrator.event, narrator.output),
+        RegistryLimits(
+            memory_limit,
+            options.max_loaded_models,
+            options.load_wait_seconds,
+            options.drain_seconds,
+        ),
+        shared_of(options),
     )
+    for one in prepared:
+        registry.add(one)
+    return registry
 
 
-def _admin(port: socket.socket, app: App, key: str | None, narrator: Narrator) -> Listening:
-    """The admin routes on their own port."""
-    narrator.say(f"admin routes on {url_of(port)}/admin/")
-    routes = App(app.router, app.limits, only_key(key, "admin"), ADMIN_ROUTES)
-    return Listening(routes, port, local_names=True)
-
-
-def limits_of(options: ServeOptions, narrator: Narrator) -> Limits:
+def limits_of(options: ServeOptions) -> Limits:
     """The limits of requests and connections; fewer connections where the system allows fewer."""
     body_bytes = None
     if options.max_body is not None:
         body_bytes = parse_bytes(options.max_body, "--max-body", least_bytes=1024)
-    limits = Limits(
+    return Limits(
         body_bytes=body_bytes,
-        connections=options.max_connections,
-        sequences=options.max_sequences,
+        connections=room_for_connections(Limits().connections),
+        waiting_for_load=options.max_waiting,
         deadline_seconds=options.deadline_seconds,
-        ignore_unknown_fields=options.ignore_unknown_fields,
-        strict_max_tokens=options.strict_max_tokens,
     )
-    connections = room_for_connections(limits.connections)
-    if connections < limits.connections:
-        narrator.say(
-            f"at most {connections} connections at once, not {limits.connections}: "
-            "the hard limit of open files (ulimit -Hn) allows no more"
-        )
-    return msgspec.structs.replace(limits, connections=connections)
 
 
-def _server(served: Listening, app: App) -> uvicorn.Server:
-    outer = Cors(served.app, served.origins) if served.origins else served.app
-    responses = app.router.metrics.responses
-    server = uvicorn.Server(
-        uvicorn.Config(
-            LocalNames(outer) if served.local_names else outer,
-            ssl_certfile=served.certificate,
-            ssl_keyfile=served.key,
-            timeout_graceful_shutdown=5,
-            **server_options(
-                app.limits,
-                lambda status: responses.labels("connection", str(status)).inc(),
-            ),
-        )
-    )
-    # Signals are ours: drain, then close.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    return server
-
-
-async def _serve_all(servers: list[uvicorn.Server], ports: list[socket.socket]) -> None:
-    pairs = zip(servers, ports, strict=True)
-    await asyncio.gather(*(server.serve(sockets=[port]) for server, port in pairs))
-
-
-async def serve(
-    options: ServeOptions, work: Work, served: list[Listening], narrator: Narrator
+async def _run(
+    options: ServeOptions,
+    registry: Registry,
+    server: HttpServer,
+    listener: socket.socket,
+    url: str,
+    narrator: Narrator,
 ) -> int:
     """Serve until a signal comes, or until there can be nothing to serve. The exit status."""
-    app: App = served[0].app
-    servers = [_server(one, app) for one in served]
-    url = url_of(served[0].port, tls=options.tls_certificate is not None)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    bound_handshakes(loop, app.limits.connections)
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, _on_signal, work, stop, narrator)
-    gc.collect()
-    gc.freeze()  # no collection walks through what is there now while tokens wait
-    await work.start()
-    narrator.say(f"listening on {url}, loading {work.what}")
-    watching = asyncio.create_task(watch_loop(app.router.metrics.loop_holds))
-    serving = asyncio.create_task(_serve_all(servers, [one.port for one in served]))
-    announcing = asyncio.create_task(work.announce(url))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, announcing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    count = len(registry.tenants)
+    await registry.start()
+    narrator.say(f"listening on {url}, loading {'the model' if count == 1 else f'{count} models'}")
+    announcing = asyncio.create_task(_announce(registry, url, options.ready_file, narrator))
     status = 0
-    if announcing.done() and not stop.is_set():
-        status = 1
-        narrator.say(f"giving up: {announcing.result()}")
-    elif serving.done() and not stop.is_set():
-        status = 1
-        narrator.say("the HTTP server ended by itself")
-    drain = not announcing.done()
-    cut_off = await work.stop(drain, options.drain_seconds)
-    for task in (announcing, stopping, watching):
-        task.cancel()
-    for server in servers:
-        server.should_exit = True
-    await serving
-    if app.tracer is not None:
-        await asyncio.to_thread(app.tracer.close)
+    holds = registry.router.metrics.loop_holds
+    async with server.serving(listener, holds, lambda: _signalled(server, registry, narrator)):
+        either: tuple[asyncio.Future[Any], ...] = (announcing, server.ended)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if announcing.done():
+            status = 1
+            narrator.say(f"giving up: {announcing.result()}")
+        elif not server.signals:
+            status = 1
+            narrator.say("the HTTP server ended by itself")
+        cut_off = await registry.stop(not announcing.done(), options.drain_seconds)
+        announcing.cancel()
     if options.ready_file:
         with contextlib.suppress(OSError):
             Path(options.ready_file).unlink(missing_ok=True)
@@ -305,25 +155,166 @@ async def serve(
     return 1 if cut_off else status
 
 
-def _on_signal(work: Work, stop: asyncio.Event, narrator: Narrator) -> None:
-    if not stop.is_set():
-        stop.set()
-        narrator.say(f"draining {work.in_flight()} requests; a second signal aborts them")
+def _signalled(server: HttpServer, registry: Registry, narrator: Narrator) -> None:
+    if server.signals == 1:
+        narrator.say(f"draining {registry.in_flight} requests; a second signal aborts them")
     else:
-        _background.keep(work.stop(False, 0.0))
+        server.aborting = asyncio.ensure_future(registry.stop(False, 0.0))
         narrator.say("aborting")
 
 
-_background = Background("the end of the server")
+# --- what it says
 
 
-def run(work: Coroutine[Any, Any, int]) -> int:
-    """The work on uvloop where there is one."""
-    try:
-        import uvloop
+async def _announce(
+    registry: Registry, url: str, ready_file: str | None, narrator: Narrator
+) -> str:
+    """Tell how far loads are, and each time an engine is ready: a line and the ready file.
 
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    except ImportError:
-        factory = asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(work)
+    Returns the reason when nothing can ever be served.
+    """
+    told: dict[str, int] = {}  # model -> pid of the engine that was announced
+    while True:
+        changes = [asyncio.ensure_future(one.supervisor.wait_change()) for one in registry.all()]
+        for tenant in list(registry.tenants.values()):
+            supervisor, name = tenant.supervisor, f"{tenant.name}: " * narrator.name_models
+            is_loading = supervisor.state in (EngineState.loading, EngineState.restarting)
+            if is_loading and supervisor.loading is not None:
+                loading = supervisor.loading
+                narrator.progress(name + loading.what, loading.fraction)
+            pid = supervisor.engine_pid
+            if supervisor.ready is None or pid is None or pid == told.get(tenant.name):
+                continue
+            told[tenant.name] = pid
+            with contextlib.suppress(OSError):  # nobody reads our standard output
+                narrator.end_progress()
+                print(_ready_line(tenant, url, narrator.name_models), flush=True)
+            if ready_file:
+                content = json.dumps(_ready_content(registry, url)).encode()
+                try:
+                    write_atomically(Path(ready_file), content)
+                except OSError as problem:  # a full disk ends no server
+                    narrator.say(f"--ready-file {ready_file} cannot be written: {problem}")
+        tenants = registry.tenants.values()
+        if not told and all(tenant.given_up for tenant in tenants):
+            reasons = ((f"{one.name}: " * narrator.name_models, one) for one in tenants)
+            said = "; ".join(name + (one.supervisor.reason or "") for name, one in reasons)
+            return said or "the engine failed"
+        try:
+            await asyncio.wait(changes, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for change in changes:
+                change.cancel()
+
+
+def _ready_line(tenant: Tenant, url: str, name_model: bool) -> str:
+    supervisor, attempts = tenant.supervisor, tenant.placement.attempts
+    assert supervisor.ready is not None and supervisor.engine_pid is not None
+    measured = formatting.size(resident_bytes(supervisor.engine_pid))
+    here = (one for one in attempts if one.device == supervisor.config.device)
+    predicted = formatting.size(next(here, attempts[0]).need_bytes)
+    name = f"{tenant.name}, " if name_model else ""
+    return (
+        f"ready: {url} ({name}{supervisor.label}, "
+        f"loaded in {supervisor.ready.load_seconds:.1f} s, "
+        f"memory {predicted} predicted, {measured} measured)"
+    )
+
+
+def _ready_content(registry: Registry, url: str) -> dict[str, Any]:
+    """Of the ready file: the first model that serves, and all of them by name."""
+    models = {
+        tenant.name: {
+            "engine_pid": tenant.supervisor.engine_pid,
+            "backend": tenant.supervisor.label,
+        }
+        for tenant in registry.tenants.values()
+        if tenant.supervisor.engine_pid is not None and tenant.supervisor.ready is not None
+    }
+    return {"url": url, "pid": os.getpid(), **next(iter(models.values())), "models": models}
+
+
+# --- what the options name
+
+
+def _listening(options: ServeOptions, api_key: str | None, narrator: Narrator) -> socket.socket:
+    """The bound port, and warnings where it is open to more than it should be."""
+    listener = listen(options.host, options.port)
+    if api_key is None and not is_loopback(listener):
+        narrator.say(
+            f"WARNING: --host {options.host} opens this server to everybody who can reach this "
+            "machine, since it has no key; --api-key-env or --api-key-file gives it one"
+        )
+    if os.geteuid() == 0 and not is_loopback(listener):
+        narrator.say("WARNING: it runs as root; a user of its own could lose less")
+    files = {
+        "--api-key-file": options.api_key_file,
+        "--admin-key-file": options.admin_key_file,
+        "--tls-key": options.tls_key,
+    }
+    for name, file in files.items():
+        if file and os.stat(file).st_mode & 0o77:
+            narrator.say(f"WARNING: {name} {file} can be read by other users: chmod 600")
+    return listener
+
+
+def _check_files(options: ServeOptions) -> None:
+    """Fail before the load for a file that cannot be read or written. Raises ServingError."""
+    certificate, key = options.tls_certificate, options.tls_key
+    if (certificate is None) != (key is None):
+        raise ServingError(
+            "--tls-certificate and --tls-key belong together; one of them is missing"
+        )
+    if certificate is not None:
+        try:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificate, key, password="")
+        except (OSError, ValueError) as problem:
+            raise ServingError(
+                f"--tls-certificate {certificate}, --tls-key {key}: "
+                f"not a certificate and its unencrypted key in PEM form: {problem}"
+            ) from problem
+    if options.ready_file is not None:
+        folder = Path(options.ready_file).absolute().parent
+        if not os.access(folder, os.W_OK):
+            raise ServingError(
+                f"--ready-file {options.ready_file}: "
+                "its folder does not exist or cannot be written to"
+            )
+
+
+def keys_of(options: ServeOptions) -> tuple[str | None, str | None]:
+    """The API key and the admin key; None where none is asked for. Raises ServingError.
+
+    Their variables are taken out of the environment: no engine inherits them.
+    """
+    api = _read_key(options.api_key_env, options.api_key_file, "--api-key")
+    admin = _read_key(options.admin_key_env, options.admin_key_file, "--admin-key")
+    for variable in (options.api_key_env, options.admin_key_env):
+        os.environ.pop(variable or "", None)
+    if admin is not None and admin == api:
+        raise ServingError(
+            "--admin-key-... is the same key as --api-key-...; "
+            "whoever may ask a model may not load and unload them"
+        )
+    return api, admin
+
+
+def _read_key(variable: str | None, file: str | None, option: str) -> str | None:
+    """A key from a variable or a file; the command line could be read by every process."""
+    if variable and file:
+        raise ServingError(f"{option}-env and {option}-file exclude each other")
+    key: str | None = None
+    if variable:
+        key = os.environ.get(variable, "").strip()
+        if not key:
+            raise ServingError(f"{option}-env names {variable}, which is not set or empty")
+    elif file:
+        try:
+            key = Path(file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as problem:
+            reason = getattr(problem, "strerror", None) or problem
+            raise ServingError(f"{option}-file {file}: {reason}") from problem
+        if not key:
+            raise ServingError(f"{option}-file {file} is empty")
+    return key

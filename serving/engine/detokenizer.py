@@ -11,46 +11,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from functools import lru_cache
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-
-
-@lru_cache(maxsize=256)
-def _fallbacks(stop: str) -> tuple[int, ...]:
-    """For each beginning of a stop string, how long its longest end is that also begins it."""
-    found = [0] * len(stop)
-    matched = 0
-    for place in range(1, len(stop)):
-        while matched and stop[place] != stop[matched]:
-            matched = found[matched - 1]
-        matched += stop[place] == stop[matched]
-        found[place] = matched
-    return tuple(found)
-
-
-class _Stop:
-    """One stop string in a text that grows (Knuth, Morris and Pratt 1977): a few steps a character,
-    whatever the strings are."""
-
-    __slots__ = ("text", "matched", "_fallbacks")
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0  # characters at the end of the text so far that begin the string
-        self._fallbacks = _fallbacks(text)
-
-    def end_in(self, fresh: str) -> int | None:
-        """How many characters of `fresh` end the string's first occurrence; None: it has none."""
-        text, fallbacks, matched = self.text, self._fallbacks, self.matched
-        for place, character in enumerate(fresh, 1):
-            while matched and character != text[matched]:
-                matched = fallbacks[matched - 1]
-            matched += character == text[matched]
-            if matched == len(text):
-                return place
-        self.matched = matched
-        return None
 
 
 class StreamText:
@@ -62,10 +24,10 @@ class StreamText:
         self, table: Sequence[bytes], stops: Sequence[str] = (), include_stop: bool = False
     ) -> None:
         self._table = table
-        self._stops = [_Stop(stop) for stop in stops if stop]
+        self._stops = [stop for stop in stops if stop]
         self._include_stop = include_stop
         self._decoder = _UTF8("replace")
-        self._held = ""
+        self._held = ""  # text that may begin a stop string
 
     def push(self, token: int, check_stops: bool = True) -> tuple[str, bool]:
         """Text that can be sent after this token, and whether a stop string ends the sequence."""
@@ -73,22 +35,15 @@ class StreamText:
         if not self._stops:
             return fresh, False
         text = self._held + fresh
+        self._held = ""
         if not check_stops:
-            self._held = ""
-            for stop in self._stops:
-                stop.matched = 0
             return text, False
-        first, length = len(text), 0
-        for stop in self._stops:
-            end = stop.end_in(fresh)
-            if end is not None:
-                found = len(self._held) + end - len(stop.text)
-                if (found, -len(stop.text)) < (first, -length):
-                    first, length = found, len(stop.text)
-        if length:
-            self._held = ""
-            return text[: first + length] if self._include_stop else text[:first], True
-        keep = max(stop.matched for stop in self._stops)
+        # The first one; of those that begin there, the longest.
+        found = [(at, -len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            first, length = min(found)
+            return text[: first - length] if self._include_stop else text[:first], True
+        keep = max(_beginning(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -97,3 +52,9 @@ class StreamText:
         rest = self._held + self._decoder.decode(b"", True)
         self._held = ""
         return rest
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Characters at the end of the text that begin the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,13 @@
-"""How many prompt tokens may share a step with decoding rows; learns what both cost."""
+"""What steps cost, learnt from steps (StepClock), and how many prompt tokens may share a step with
+decoding rows (prefill_tokens).
+
+    clock = StepClock()
+    clock.learn(rows=4, prompt_tokens=256, seconds=0.31)
+    clock.prompt_seconds, clock.rows_seconds(8), clock.tokens_per_second
+
+The engine's scheduler has one for the budget; the supervisor has one, fed by each step's stats, for
+admission and for telling a hung engine from a slow one.
+"""
 
 from __future__ import annotations
 
@@ -8,84 +17,120 @@ PREFILL_SHARE = 3.75  # prefill may always take this many times the decode time 
 PREFILL_WORTH = 120.0  # and this many times what a row costs more among few rows than among many
 LEARNING_RATE = 0.3
 ROW_WEIGHT = 16.0  # share of an error put down to a row's cost, in times of a prompt token's
+PACE_HALF_LIFE_SECONDS = 10.0  # of stepping time
+PACE_EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
 
 
-class PrefillBudget:
-    """Learns the seconds of a prompt token and of n decoding rows."""
+class StepClock:
+    """Seconds of a prompt token and of n decoding rows; paces in tokens per second of stepping.
 
-    def __init__(self, most_tokens: int, step_seconds_target: float) -> None:
-        self._most = most_tokens
-        self._target = step_seconds_target
-        self._prompt_seconds: float | None = None  # of one token
-        self._decode_seconds: dict[int, float] = {}  # by the number of rows
+    Everything is None until steps have told it.
+    """
 
-    def tokens(self, decoding: int) -> int:
-        """Prompt tokens of a step with so many decoding rows: what fits in the target time.
-
-        Two bounds keep prompts going. Where decoding takes most of the target, prefill still gets
-        PREFILL_SHARE times its time. Where few rows decode, each costs more than it would beside
-        more rows: that loss stays small against the time given to prompts.
-        """
-        if self._prompt_seconds is None:
-            return self._most
-        decode_seconds = self._expected(decoding) or 0.0
-        cheapest = min(
-            (seconds / rows for rows, seconds in self._decode_seconds.items()), default=0.0
-        )
-        lost_seconds = decode_seconds / decoding - cheapest
-        left = max(
-            self._target - decode_seconds,
-            PREFILL_SHARE * decode_seconds,
-            PREFILL_WORTH * lost_seconds,
-        )
-        return min(self._most, max(MIN_PREFILL_TOKENS, int(left / self._prompt_seconds)))
+    def __init__(self) -> None:
+        self.prompt_seconds: float | None = None  # of one token
+        self._rows_seconds: dict[int, float] = {}  # by the number of rows
+        self._all = [0.0, 0.0]  # tokens and seconds of steps, fading
+        self._prompts = [0.0, 0.0]  # prompts' tokens and seconds of the steps that had any
 
     def learn(
-        self, decoding: int, prompt_tokens: int, seconds: float, decode_seconds: float | None
+        self, rows: int, prompt_tokens: int, seconds: float, decode_seconds: float | None = None
     ) -> None:
         """Take in a step. `decode_seconds`: the decoding rows' part, where the backend knows it."""
+        if seconds <= 0:
+            return
+        _fade_in(self._all, rows + prompt_tokens, seconds)
+        if prompt_tokens:
+            _fade_in(self._prompts, prompt_tokens, seconds)
         if not prompt_tokens:
-            self._learn_decode(decoding, seconds)
-        elif not decoding:
+            self._learn_rows(rows, seconds)
+        elif not rows:
             self._learn_prompt(prompt_tokens, seconds)
         elif decode_seconds is not None:
-            self._learn_decode(decoding, decode_seconds)
+            self._learn_rows(rows, decode_seconds)
             self._learn_prompt(prompt_tokens, seconds - decode_seconds)
         elif prompt_tokens >= PREFILL_MULTIPLE:
-            self._learn_mixed(decoding, prompt_tokens, seconds)
+            self._learn_mixed(rows, prompt_tokens, seconds)
 
-    def _expected(self, rows: int) -> float | None:
-        """Seconds of decoding rows, from the nearest number seen; None before the first step."""
-        if not self._decode_seconds:
+    def rows_seconds(self, rows: int) -> float | None:
+        """Seconds of a step of so many decoding rows, from the nearest number seen."""
+        if not self._rows_seconds:
             return None
-        nearest = min(self._decode_seconds, key=lambda count: abs(count - rows))
-        return self._decode_seconds[nearest] * rows / nearest
+        nearest = min(self._rows_seconds, key=lambda count: abs(count - rows))
+        return self._rows_seconds[nearest] * rows / nearest
 
-    def _learn_decode(self, decoding: int, seconds: float) -> None:
-        expected = self._expected(decoding)
+    @property
+    def cheapest_row_seconds(self) -> float:
+        """Of one row, among as many as make it cheapest; 0.0: none has been seen."""
+        return min((s / rows for rows, s in self._rows_seconds.items()), default=0.0)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens, prompt and output alike, of a second of stepping."""
+        return _pace(self._all)
+
+    @property
+    def prompt_tokens_per_second(self) -> float | None:
+        """Prompt tokens of a second, of the steps that had any."""
+        return _pace(self._prompts)
+
+    def _learn_rows(self, rows: int, seconds: float) -> None:
+        if not rows:
+            return
+        expected = self.rows_seconds(rows)
         if expected is not None:
             seconds = expected + LEARNING_RATE * (seconds - expected)
-        self._decode_seconds[decoding] = seconds
+        self._rows_seconds[rows] = seconds
 
     def _learn_prompt(self, prompt_tokens: int, seconds: float) -> None:
         if prompt_tokens < PREFILL_MULTIPLE:
             return  # says more of what a step costs than of what a token does
         found = seconds / prompt_tokens
-        before = self._prompt_seconds
+        before = self.prompt_seconds
         if before is not None:
             found = max(before + LEARNING_RATE * (found - before), 0.1 * before)
-        self._prompt_seconds = found
+        self.prompt_seconds = found
 
-    def _learn_mixed(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+    def _learn_mixed(self, rows: int, prompt_tokens: int, seconds: float) -> None:
         """Prompts and rows in one pass: a normalised least-mean-squares step tells them apart
         (Haykin, Adaptive Filter Theory)."""
-        expected = self._expected(decoding)
-        prompt = self._prompt_seconds
+        expected = self.rows_seconds(rows)
+        prompt = self.prompt_seconds
         if prompt is None:
-            prompt = seconds / (prompt_tokens + decoding)
-        row = prompt if expected is None else expected / decoding
-        weight = ROW_WEIGHT * decoding
-        error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * decoding)
-        error /= prompt_tokens**2 + weight * decoding
-        self._prompt_seconds = max(prompt + error * prompt_tokens, 0.1 * prompt)
-        self._decode_seconds[decoding] = decoding * max(row + error * weight, 0.1 * row)
+            prompt = seconds / (prompt_tokens + rows)
+        row = prompt if expected is None else expected / rows
+        weight = ROW_WEIGHT * rows
+        error = LEARNING_RATE * (seconds - prompt * prompt_tokens - row * rows)
+        error /= prompt_tokens**2 + weight * rows
+        self.prompt_seconds = max(prompt + error * prompt_tokens, 0.1 * prompt)
+        self._rows_seconds[rows] = rows * max(row + error * weight, 0.1 * row)
+
+
+def prefill_tokens(clock: StepClock, rows: int, most: int, target_seconds: float) -> int:
+    """Prompt tokens of a step with so many decoding rows: what fits in the target time.
+
+    Two bounds keep prompts going. Where decoding takes most of the target, prefill still gets
+    PREFILL_SHARE times its time. Where few rows decode, each costs more than it would beside more
+    rows: that loss stays small against the time given to prompts.
+    """
+    if clock.prompt_seconds is None:
+        return most
+    decode_seconds = clock.rows_seconds(rows) or 0.0
+    lost_seconds = decode_seconds / rows - clock.cheapest_row_seconds
+    left = max(
+        target_seconds - decode_seconds,
+        PREFILL_SHARE * decode_seconds,
+        PREFILL_WORTH * lost_seconds,
+    )
+    return min(most, max(MIN_PREFILL_TOKENS, int(left / clock.prompt_seconds)))
+
+
+def _fade_in(sums: list[float], tokens: int, seconds: float) -> None:
+    fade = 0.5 ** (seconds / PACE_HALF_LIFE_SECONDS)
+    sums[0] = sums[0] * fade + tokens
+    sums[1] = sums[1] * fade + seconds
+
+
+def _pace(sums: list[float]) -> float | None:
+    tokens, seconds = sums
+    return tokens / seconds if seconds >= PACE_EVIDENCE_SECONDS and tokens > 0 else None

@@ -5,42 +5,55 @@
     while scheduler.busy:
         deltas = scheduler.step()
 
-A free slot goes to the owner with the fewest slots for its share, there to the request with the
-fewest, there to the oldest (`next_of`). A step holds decode rows first, one token each, then prompt
-tokens, by owner and there oldest first (serving.engine.prompt_turns), up to a budget
-(serving.engine.prefill_budget; the backend's whole step where nobody decodes). When the KV pool is
-full, idle prefixes go first, then the youngest sequence returns to the queue with what it has
-generated. Prompt log-probabilities cost one step a token: each is a row that scores the next.
+A free slot goes to the oldest sequence that waits. A step holds decode rows first, one token each,
+then prompt tokens, oldest first, up to a budget (serving.engine.prefill_budget; the backend's whole
+step where nobody decodes). When the KV pool is full, idle prefixes go first, then the youngest
+sequence returns to the queue with what it has generated. Prompt log-probabilities cost one step a
+token: each is a row that scores the next.
 
-Where the backend can launch a step (see serving.backends.base), the next one is launched before the
-tokens of the one under way are read: the device has work while the host makes text. Its rows stand
-for tokens that are still being drawn; where one ends its sequence, what the next step draws for it
-is dropped. Where a row's token must be drawn on the host (grammars, log-probabilities, min_tokens)
-or the pool is full, each step is read before the next.
-
-Knows token ids and numpy arrays; no tensors, sockets or HTTP.
+Where the backend can launch a step (serving.backends.backend_interface), the next one is launched
+before the tokens of the one under way are read: the device has work while the host makes text. Its
+rows stand for tokens that are still being drawn; where one ends its sequence, what the next step
+draws for it is dropped. Where a row's token must be drawn on the host (grammars, log-probabilities,
+min_tokens) or the pool is full, each step is read before the next.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from serving.backends.base import Backend, EngineConfig, Launched
+from serving.backends.backend_interface import Backend, EngineConfig, Launched
 from serving.engine.detokenizer import StreamText
-from serving.engine.flight import Flight
-from serving.engine.messages import Delta, FinishReason, StepStats, Submit
-from serving.engine.output import detail, end_delta, failed_delta, scores_delta, token_delta
-from serving.engine.prefill_budget import PREFILL_MULTIPLE, PrefillBudget
-from serving.engine.prompt_turns import PromptTurns
+from serving.engine.ipc_messages import Delta, FinishReason, StepStats, Submit
+from serving.engine.prefill_budget import PREFILL_MULTIPLE, StepClock, prefill_tokens
 from serving.engine.sequence import Kind, Sequence
-from serving.engine.slot_pool import SlotPool
-from serving.errors import EngineFailed, KvFull, NotNumbers, ServingError
-from serving.sampling.types import NO_TOKEN, Row, Sampled
+from serving.engine.slot_allocator import SlotAllocator
+from serving.errors import EngineFailed, KvFull, NotNumbers, ServingError, Unsupported
+from serving.sampling.step_rows import NO_TOKEN, Row, Sampled
 
 SCORES_AT_ONCE = 512  # of a prompt's tokens in one message; all of them would be megabytes
 MOST_BROKEN = 8  # sequences in a row whose logits are NaN: then it is not the prompts
+
+
+@dataclass(slots=True)
+class Flight:
+    """`launched`: the step may still be under way, else `sampled` is what it drew."""
+
+    rows: list[Row]
+    sequences: list[Sequence]  # of the rows
+    prompt_tokens: int
+    began: float  # by the scheduler's clock
+    seconds: float  # so far, in the backend
+    launched: Launched | None
+    sampled: list[Sampled]
+
+    @property
+    def decoding(self) -> int:
+        """Tokens that are no piece of a prompt."""
+        return sum(len(row.tokens) for row in self.rows) - self.prompt_tokens
 
 
 class Scheduler:
@@ -69,9 +82,10 @@ class Scheduler:
         self._table = token_bytes
         self._eos = eos_ids
         reuses = config.prefix_reuse and "prefix_reuse" in info.capabilities
-        self._slots = SlotPool(backend, reuses)
-        self._budget = PrefillBudget(config.prefill_tokens, config.step_seconds_target)
-        self._turns = PromptTurns()
+        self._slots = SlotAllocator(backend, reuses)
+        self._step_clock = StepClock()
+        self._most_prefill = config.prefill_tokens
+        self._step_target = config.step_seconds_target
         self._by_id: dict[int, Sequence] = {}
         self._cancelled: set[int] = set()
         self._serial = 0
@@ -159,13 +173,10 @@ class Scheduler:
         slots = [row.slot for row in rows]
         budget = self.info.step_tokens - len(rows)
         if rows and filling:
-            budget = min(budget, self._budget.tokens(len(rows)))
+            most, target = self._most_prefill, self._step_target
+            budget = min(budget, prefill_tokens(self._step_clock, len(rows), most, target))
         left = budget
-        self._turns.begin(filling)
-        to_come = list(filling)
-        while to_come:
-            sequence = self._turns.next(to_come)
-            to_come.remove(sequence)
+        for sequence in sorted(filling, key=lambda s: s.serial):
             count = min(sequence.pending, left)
             if count < min(sequence.pending, PREFILL_MULTIPLE) and left < budget:
                 break  # too little is left for a piece of another prompt
@@ -177,7 +188,6 @@ class Scheduler:
             if count <= 0:
                 break
             rows.append(sequence.row(count))
-            self._turns.planned(sequence, count)
             left -= count
         rows.sort(key=lambda row: row.slot)
         return rows, {sequence.slot for sequence in filling}
@@ -244,8 +254,6 @@ class Scheduler:
         sequences = [self.running[row.slot] for row in rows]
         for row, sequence in zip(rows, sequences, strict=True):
             sequence.computed += len(row.tokens)
-            if row.slot in filling:
-                self._turns.gave(sequence, len(row.tokens))
         prompt_tokens = sum(len(row.tokens) for row in rows if row.slot in filling)
         return Flight(rows, sequences, prompt_tokens, began, seconds, launched, sampled)
 
@@ -261,7 +269,7 @@ class Scheduler:
             seconds = now - max(flight.began, self._landed)  # the device is done with one at a time
             self._landed = now
         told = getattr(self.backend, "last_decode_seconds", None)
-        self._budget.learn(flight.decoding, flight.prompt_tokens, seconds, told)
+        self._step_clock.learn(flight.decoding, flight.prompt_tokens, seconds, told)
         drawn = iter(found)
         for row, sequence in zip(flight.rows, flight.sequences, strict=True):
             one = next(drawn) if row.wants_token else None
@@ -285,7 +293,7 @@ class Scheduler:
         if row.target is not None:
             assert found.logprobs is not None
             sequence.scored += 1
-            sequence.scores.append(detail(row.target, found.logprobs))
+            sequence.scores.append(found.logprobs)
             if len(sequence.scores) >= SCORES_AT_ONCE:
                 deltas.append(scores_delta(sequence))
             return
@@ -311,16 +319,16 @@ class Scheduler:
 
     def _admit(self, now: float) -> None:
         while self.waiting and len(self.running) < self.info.slots:
-            sequence = next_of(self.waiting, self.running.values())
+            sequence = self.waiting[0]
             promised = sum(s.length for s in self.running.values())
             if (
                 self.running
                 and promised + sequence.length + len(self.running) > self.info.kv_tokens
             ):
                 return  # it would only be preempted again
-            self.waiting.remove(sequence)
+            self.waiting.popleft()
             computed = {slot: s.held for slot, s in self.running.items()}
-            found = self._slots.take(sequence.reusable, computed, sequence.origin.cache)
+            found = self._slots.take(sequence.reusable, computed)
             sequence.slot, sequence.computed = found
             if sequence.scheduled is None:
                 sequence.scheduled = now
@@ -377,16 +385,56 @@ class Scheduler:
         return deltas
 
 
-def next_of(waiting: Collection[Sequence], running: Collection[Sequence]) -> Sequence:
-    """Who of those that wait (at least one) gets the next slot. Those who had one come first."""
-    if len(waiting) == 1:
-        return next(iter(waiting))
-    owners = Counter(s.origin.owner for s in running)
-    requests = Counter(s.origin.request for s in running if s.origin.request)
+def token_delta(sequence: Sequence, drawn: Sampled, now: float) -> Delta:
+    """Append a drawn token to its sequence; says what that adds to the answer."""
+    token = drawn.token
+    sequence.tokens[sequence.length] = token
+    sequence.length += 1
+    text, finish = _text_and_finish(sequence, token)
+    delta = Delta(sequence.id, 1, text, finish)
+    if token == sequence.thought_end:
+        sequence.thought_end = None  # the first one counts
+        delta.reasoning_tokens = sequence.length - sequence.prompt_length
+    if drawn.logprobs is not None:
+        delta.details = [drawn.logprobs]
+    if sequence.first_token is None:
+        sequence.first_token = now
+        scheduled = now if sequence.scheduled is None else sequence.scheduled
+        delta.cached_tokens = sequence.cached
+        delta.queue_seconds = scheduled - sequence.arrived
+        delta.prefill_seconds = now - scheduled
+        if sequence.scoring is not None:
+            delta.prompt_details = sequence.scores
+            sequence.scores = []
+    return delta
 
-    def place(s: Sequence) -> tuple[bool, float, int, int]:
-        origin = s.origin
-        held = owners[origin.owner] / origin.share, requests[origin.request]
-        return s.scheduled is None, *held, s.serial
 
-    return min(waiting, key=place)
+def scores_delta(sequence: Sequence) -> Delta:
+    """The scores of a piece of the prompt, ahead of the first token."""
+    scores = sequence.scores
+    sequence.scores = []
+    return Delta(sequence.id, 0, "", prompt_details=scores)
+
+
+def _text_and_finish(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
+    if token in sequence.stop_ids and sequence.length > sequence.min_length:
+        return sequence.text.finish(), FinishReason.STOP
+    text, stopped = sequence.text.push(token, sequence.length >= sequence.min_length)
+    if stopped:
+        return text, FinishReason.STOP
+    if sequence.length >= sequence.limit:
+        return text + sequence.text.finish(), FinishReason.LENGTH
+    return text, None
+
+
+def end_delta(sequence: Sequence, finish: FinishReason) -> Delta:
+    """The last Delta of a sequence that ends without a token."""
+    return Delta(sequence.id, 0, sequence.text.finish(), finish)
+
+
+def failed_delta(number: int, problem: ServingError, text: str = "") -> Delta:
+    """The last Delta of a sequence that its own request or an error of ours ends."""
+    if isinstance(problem, Unsupported):
+        refused, parameter = FinishReason.REFUSED, problem.parameter
+        return Delta(number, 0, text, refused, error=str(problem), parameter=parameter)
+    return Delta(number, 0, text, FinishReason.ERROR, error=str(problem))

@@ -7,8 +7,8 @@ from enum import StrEnum
 import numpy as np
 
 from serving.engine.detokenizer import StreamText
-from serving.engine.messages import Submit, TokenDetail
-from serving.sampling.types import DRAWN, Row, Sampling, Tokens
+from serving.engine.ipc_messages import Submit
+from serving.sampling.step_rows import DRAWN, Row, Sampling, TokenDetail, Tokens
 
 MOST_PATIENCE = 64  # tokens until a sequence's steps are launched again, where they were no good
 
@@ -33,7 +33,6 @@ class Sequence:
         self.id = submit.id
         self.serial = serial
         self.sampling = request.sampling
-        self.origin = request.origin
         self.text = text
         self.stop_ids = frozenset(request.stop_token_ids)
         if not request.ignore_eos:

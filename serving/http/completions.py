@@ -10,50 +10,48 @@ from typing import Any
 import msgspec
 from msgspec import UnsetType
 
-from serving.engine.messages import TokenDetail
-from serving.http.call import Call, Choice, Prompt
-from serving.http.exchange import Exchange
-from serving.http.generate import answer
-from serving.http.prompts import COMPLETION_TOKENS, prompts_of, token_limit
-from serving.http.validation import validate
-from serving.http.wire.decoding import COMPLETION
-from serving.http.wire.responses import (
+from serving.engine.ipc_messages import TokenDetail
+from serving.http.api_schemas import (
+    COMPLETION,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     Finish,
     Usage,
+    encode,
     finite,
 )
-from serving.http.wire.sse import encode, event
-from serving.registry.model import ModelRouter
+from serving.http.http_request import Request, event
+from serving.http.request_validation import COMPLETION_TOKENS, prompts_of, token_limit, validate
+from serving.http.sse_stream import Answer, Choice, Prompt
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-async def completions(router: ModelRouter, exchange: Exchange) -> None:
-    request = await exchange.read(COMPLETION)
-    served_model = await exchange.acquire(router, request.model)
-    facts = served_model.facts()
-    valid = validate(request, facts, exchange.limits)
-    served_model.supervisor.check_room(exchange.origin)  # before a long prompt is tokenised
-    bos = request.add_special_tokens is not False
+async def completions(request: Request) -> None:
+    body = await request.read(COMPLETION)
+    limits = request.endpoint.limits
+    model = await request.hold(body.model)
+    facts = model.facts()
+    generation = validate(body, facts, limits)
+    model.supervisor.check_room()  # before a long prompt is tokenised
+    bos = body.add_special_tokens is not False
     prompts: list[Prompt] = []
-    for given in prompts_of(request, facts, exchange.limits):
+    for given in prompts_of(body, facts, limits):
         ids = given
         if prompts:
             await asyncio.sleep(0)  # short texts are tokenised on the loop, one a turn
         if isinstance(ids, str):
-            ids = await served_model.tokens(ids, "prompt", most=facts.context_tokens, bos=bos)
-        limit = token_limit(request, len(ids), facts, exchange.limits, COMPLETION_TOKENS)
+            ids = await model.tokens(ids, "prompt", most=facts.context_tokens, bos=bos)
+        most = token_limit(body, len(ids), facts, COMPLETION_TOKENS)
         text = ""
-        if request.echo:
-            text = given if isinstance(given, str) else await served_model.text_of(given)
-        prompts.append(Prompt(ids, limit, text))
-    await answer(CompletionCall(served_model, exchange, request, valid), prompts)
+        if body.echo:
+            text = given if isinstance(given, str) else await model.text_of(given)
+        prompts.append(Prompt(ids, most, text))
+    await CompletionAnswer(request, body, generation, prompts).send()
 
 
-class CompletionCall(Call):
+class CompletionAnswer(Answer):
     prefix = "cmpl"
 
     def _logprobs(self, choice: Choice) -> CompletionLogprobs | None:
@@ -84,7 +82,7 @@ class CompletionCall(Call):
 
     def _name(self, token: int) -> str:
         r"""A token as a key: its text, `bytes:\xe2\x82` where it is no whole text, or its id."""
-        data = self.served_model.bytes_of(token)
+        data = self.model.bytes_of(token)
         if not data:
             return f"token_id:{token}"
         try:
@@ -104,7 +102,7 @@ class CompletionCall(Call):
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)
-            offset += len(decoder.decode(self.served_model.bytes_of(token)))
+            offset += len(decoder.decode(self.model.bytes_of(token)))
         return offsets
 
     def _completion(
@@ -113,8 +111,8 @@ class CompletionCall(Call):
         return Completion(
             id=self.id,
             created=self.created,
-            model=self.served_model.served_name,
-            system_fingerprint=self.fingerprint(),
+            model=self.model.served_name,
+            system_fingerprint=self.fingerprint,
             choices=choices,
             usage=usage,
         )
@@ -130,26 +128,20 @@ class CompletionCall(Call):
         echo = CompletionChoice(choice.index, choice.prompt.text, self._prompt_logprobs(choice))
         return event(self._completion([echo], self.usage_in(choice)))
 
-    def last_chunk(self, usage: Usage) -> Completion:
+    def usage_chunk(self, usage: Usage) -> Completion:
         return self._completion([], usage)
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> Completion:
-        shown = [
-            CompletionChoice(
-                c.index, c.prompt.text + "".join(c.pieces), self._all_logprobs(c), c.finish
-            )
-            for c in choices
-        ]
+    def body(self, usage: Usage) -> Completion:
+        shown = []
+        for choice in self.choices:
+            before, after = self._prompt_logprobs(choice), self._logprobs(choice)
+            if before is not None and after is not None:
+                after = CompletionLogprobs(
+                    before.tokens + after.tokens,
+                    before.token_logprobs + after.token_logprobs,
+                    before.top_logprobs + after.top_logprobs,
+                    before.text_offset + after.text_offset,
+                )
+            text = choice.prompt.text + "".join(choice.pieces)
+            shown.append(CompletionChoice(choice.index, text, after, choice.finish))
         return self._completion(shown, usage)
-
-    def _all_logprobs(self, choice: Choice) -> CompletionLogprobs | None:
-        before = self._prompt_logprobs(choice)
-        after = self._logprobs(choice)
-        if before is None or after is None:
-            return after
-        return CompletionLogprobs(
-            before.tokens + after.tokens,
-            before.token_logprobs + after.token_logprobs,
-            before.top_logprobs + after.top_logprobs,
-            before.text_offset + after.text_offset,
-        )

@@ -20,10 +20,9 @@ from models.ladder import LADDER
 from models.manifest import Progress
 from models.resolve import is_made, resolve
 from models.spec import ModelSpec
-from serving.backends import BACKENDS, missing_backends, weights_of
-from serving.backends.base import EngineConfig
-from serving.hardware.facts import HardwareFacts
-from serving.placement.decision import NoPlacement, PlacementRequest
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import BACKENDS, missing_backends, weights_of
+from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.engine_choice import (
     BUSY,
     EngineCandidate,
@@ -33,9 +32,9 @@ from serving.placement.engine_choice import (
     choose,
 )
 from serving.placement.engine_times import measured_times, prompt_class
-from serving.placement.plan import plan
-from serving.placement.policy import Policy
+from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
 from serving.placement.times_table import find, keep, read_table, table_path
+from serving.server_options import Policy
 
 BEST = "best"  # in place of a backend's name in a campaign
 # Looked at where no format is asked for. torch's dynamic-int8 is the slower one where tried.

@@ -17,7 +17,7 @@ import msgspec
 
 from models.isolated import run_python
 from models.spec import ModelSpec
-from serving.backends.base import Backend, EngineConfig
+from serving.backends.backend_interface import Backend, EngineConfig
 from serving.errors import ServingError
 from serving.placement.engine_choice import EngineTimes
 from serving.placement.timed_steps import MOST_STEPS, Clock, TimedSteps, in_child

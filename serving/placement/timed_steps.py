@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from serving.backends import backend_class
-from serving.backends.base import Backend, EngineConfig
-from serving.sampling.types import Row
+from serving.backends.backend_interface import Backend, EngineConfig
+from serving.backends.backend_table import backend_class
+from serving.sampling.step_rows import Row
 
 FIRST_TOKEN = 3  # ids below it are special
 MOST_STEPS = 64  # of one kind

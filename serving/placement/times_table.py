@@ -15,7 +15,7 @@ import msgspec
 
 from models.manifest import write_atomically
 from models.resolve import cache_dir
-from serving.hardware.facts import HardwareFacts
+from serving.hardware.machine_facts import HardwareFacts
 from serving.placement.engine_choice import EngineTimes
 
 VERSION = 1

@@ -4,8 +4,8 @@
     matcher.mask(logits)                                        # in each step
     matcher.accept(token)
 
-Every step of compiling and matching is bounded (LIMITS): a grammar that needs more is refused, also
-once it runs.
+llguidance bounds every step of compiling and matching (LIMITS): a grammar that needs more is
+refused, also once it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import copy
 import gc
 import json
 import re
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import ServingError, Unsupported
-from serving.sampling.types import Logits, Sampling
+from serving.sampling.step_rows import Logits, Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -31,15 +30,6 @@ MAX_CHARACTERS = 65_536
 MAX_RULES = 500  # of a GBNF grammar; the converter takes time by their square
 MAX_PATTERNS = 64  # of a JSON schema's patternProperties: llguidance compares each two of them
 KEPT = 8  # texts whose matcher, or why there is none, is known: a request's answers share theirs
-MASK_CPU_SECONDS = 0.25  # of one mask, and of a text in excess of
-TOKEN_CPU_SECONDS = 0.005  # a token; a mask over 152k tokens takes 1 ms
-GBNF_PART = re.compile(
-    # Texts without an end are taken as well: to look for one from each place is quadratic.
-    r"""(?P<text>"(?:\\[\s\S]|[^"\\])*+"?|\[(?:\\[\s\S]|[^\]\\])*+\]?)"""
-    r"""|(?P<comment>\#[^\r\n]*)"""
-    r"""|(?P<name>[\w-]+)|(?P<close>(?<=[*+?}])\s*\)(?=(?:[\s)]|\#[^\r\n]*+)*+[*+?{]))"""
-)
-GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 ERROR_CHARACTERS = 2_000  # of an error of llguidance that are looked at
 WHITESPACE = r"( |\n[ \t]{0,20})"  # between tokens of JSON: one space, or a line's indentation
 LLGUIDANCE_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
@@ -135,14 +125,12 @@ class Matcher:
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
         self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
-        self._cpu_left = MASK_CPU_SECONDS
 
     def copy(self) -> Matcher:
         """Another one at the same place."""
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
         other._bits = self._bits.copy()
-        other._cpu_left = MASK_CPU_SECONDS
         return other
 
     def refusal(self) -> ServingError | None:
@@ -169,19 +157,14 @@ class Matcher:
             if not self._last_allowed(token):
                 self.error = ServingError(f"token {token} was drawn, which the grammar forbids")
                 return
-            started = time.thread_time()
-            self._cpu_left += TOKEN_CPU_SECONDS
             if not self._matcher.consume_token(token):
                 self._give_up(_shortened(self._matcher.get_error()))
-            self._bound(started)
 
     def _allowed(self) -> npt.NDArray[np.bool_]:
         """Whether each token may come next; none where the text is over or the grammar given up."""
         self._bits[:] = 0
         if self.error is None and not self._matcher.is_stopped():
-            started = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            self._bound(started)
         if self._matcher.is_error():
             self._give_up(_shortened(self._matcher.get_error()))
         if self.error is not None:
@@ -194,11 +177,6 @@ class Matcher:
         """Whether the last mask left the token."""
         word = token // 32
         return word < len(self._bits) and bool(self._bits[word] >> token % 32 & 1)
-
-    def _bound(self, started: float) -> None:
-        self._cpu_left -= time.thread_time() - started
-        if self._cpu_left < 0:
-            self._give_up("matching it takes too long")
 
     def _give_up(self, reason: str) -> None:
         if self.error is None:
@@ -242,7 +220,7 @@ def _compiled(sampling: Sampling) -> str:
     text = text_of(sampling) or ""
     try:
         if sampling.grammar is not None:
-            lark = gbnf_to_lark(_convertible(text)).removeprefix("%llguidance {}")
+            lark = gbnf_to_lark(text).removeprefix("%llguidance {}")
         else:
             schema = json.loads(text)
             _check_patterns(schema)
@@ -273,31 +251,6 @@ def _check_patterns(schema: Any) -> None:
             left += one
     if count > MAX_PATTERNS:
         raise ValueError(f"it has {count} patternProperties; {MAX_PATTERNS} are allowed")
-
-
-def _convertible(gbnf: str) -> str:
-    """The same grammar without what gbnf_to_lark gets wrong: a repeated group that ends in a
-    repetition, a rule named start, \\u escapes that begin with 0."""
-    return GBNF_PART.sub(_convertible_part, gbnf)
-
-
-def _convertible_part(part: re.Match[str]) -> str:
-    match part.lastgroup:
-        case "text":
-            return GBNF_ESCAPE.sub(_plain_escape, part[0])
-        case "name" if part[0].lower() == "start":
-            return f"rule-{part[0]}"
-        case "close":
-            return ' "")'  # with two members, the group keeps its brackets
-    return part[0]
-
-
-def _plain_escape(escape: re.Match[str]) -> str:
-    digits = escape[1] or escape[2]
-    code = int(digits, 16) if digits else 0x110000
-    if code < 0x80:
-        return f"\\x{code:02x}"
-    return chr(code) if code < 0xD800 or 0xE000 <= code < 0x110000 else escape[0]
 
 
 def _refusal(problem: ServingError) -> Refusal:

@@ -4,8 +4,8 @@
 
 A step of greedy rows is one argmax. Order of operations and meaning are vLLM's: logit_bias,
 penalties, banned ids, grammar, temperature, min_p, top_k, top_p, then the draw
-(serving.sampling.draw). Presence and frequency penalties count generated tokens, the repetition
-penalty prompt and generated ones. Log-probabilities are those of the raw logits (`raw_logprobs`).
+(serving.sampling.seeded_draw). Presence and frequency penalties count generated tokens, the
+repetition penalty prompt and generated ones. Log-probabilities are those of the raw logits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from serving.errors import NotNumbers, Unsupported
-from serving.sampling.draw import Ids, check_numbers, draw_tokens, top_ids
-from serving.sampling.types import (
+from serving.sampling.seeded_draw import Ids, check_numbers, draw_tokens, top_ids
+from serving.sampling.step_rows import (
     GREEDY_BELOW,
     NO_TOKEN,
     Logits,
     Row,
     Sampled,
     Sampling,
-    TokenLogprobs,
+    TokenDetail,
 )
 
 
@@ -145,7 +145,7 @@ def _within(ids: list[int], vocabulary: int, parameter: str) -> Ids:
     return index
 
 
-def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
+def _logprobs(logits: Logits, token: int, count: int) -> TokenDetail:
     """Log-softmax of the raw logits at `token`, and at the `count` best ids."""
     best = logits.max()
     check_numbers(best)
@@ -155,4 +155,4 @@ def _logprobs(logits: Logits, token: int, count: int) -> TokenLogprobs:
     log_sum = float(best) + float(np.log(weights.sum()))
     ids = top_ids(logits, count) if count > 0 else np.empty(0, np.int64)
     values: list[float] = (logits[ids].astype(np.float64) - log_sum).tolist()
-    return TokenLogprobs(float(logits[token]) - log_sum, ids.tolist(), values)
+    return TokenDetail(token, float(logits[token]) - log_sum, ids.tolist(), values)

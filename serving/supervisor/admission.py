@@ -2,41 +2,33 @@
 
     ledger = Ledger(QueueBounds(ttft_seconds=2.0), slots=16)
     refusal = ledger.refusal(prompt_tokens=300, max_tokens=200, now=clock())
-    if refusal is None: ledger.admit(id, 300, 200, now=clock())
-    ledger.worked(prompt_tokens=30, output_tokens=10, seconds=0.05)      # each step
-    ledger.progressed(id, tokens=1, now=clock()); ledger.finished(id)
+    if refusal is None: ledger.admit(id, 300, 200)
+    ledger.clock.learn(rows=10, prompt_tokens=30, seconds=0.05)      # each step
+    ledger.progressed(id, tokens=1); ledger.finished(id)
 
-Work is counted in tokens, prompt and output alike; pace is tokens per second of stepping, with a
-half-life. Sequences begin in the order they joined, each when a slot is free, and those in slots
-get a token each in the same steps. So it is known which slot a new one will find, and what its
-neighbours will still have to do then; all other work must be done before it begins:
+Work is counted in tokens, prompt and output alike, and done at the step clock's pace. Sequences
+begin in the order they joined, each when a slot is free, and those in slots get a token each in the
+same steps. So it is known which slot a new one will find, and what its neighbours will still have
+to do then; all other work must be done before it begins:
 
     wait = (work outstanding - what the neighbours have left then) / pace     0 while a slot is free
     TTFT = wait + own prompt / pace, at least (prompts outstanding + own prompt) / pace of prompts
 
-(pace of prompts: their tokens per second of the steps that had any). Both are longer by the lag of
-the HTTP process. A TTFT SLO must hold for nearly all that are admitted, not for their mean: each
-forecast is compared with what came of it, and the worst recent miss is kept free. Where no pace is
-known nothing is predicted: the other bounds hold, and with a TTFT SLO nobody may wait. Pure: no
-clock of its own, no sockets.
+Both are longer by the lag of the HTTP process. A TTFT SLO must hold for nearly all that are
+admitted, so MARGIN of it is kept free. Where no pace is known nothing is predicted: the other
+bounds hold, and with a TTFT SLO nobody may wait. Pure: no clock of time of its own, no sockets.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from heapq import heapify, heapreplace
 
 import msgspec
 
-PACE_HALF_LIFE_SECONDS = 10.0  # of stepping time
-PACE_EVIDENCE_SECONDS = 0.5  # stepping time before a pace is believed
-MISSES_KEPT = 200
-MISSES_TELL = 20  # fewer say nothing
-MARGIN_UNTOLD = 0.3  # of the SLO, until the misses tell
-MARGIN_LEAST = 0.1  # of the SLO, beside the worst miss
-TELLING_FORECAST = 0.3  # of the SLO: misses of shorter forecasts say nothing of those near it
+from serving.engine.prefill_budget import StepClock
+
+MARGIN = 0.3  # of the TTFT SLO: forecasts miss
 RETURN_SLACK = 1.1  # spacing of retries over the pace at which places become free
-WIDEST_MARGIN = 0.5  # of the SLO: one stall of the machine must not refuse everybody for good
 
 
 class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +37,7 @@ class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_requests: int | None = 256  # admitted and not begun, beyond the slots
     waiting_tokens: int | None = 1 << 20  # prompt + most output tokens of those
     wait_seconds: float | None = 30.0  # predicted time until a new sequence begins
-    ttft_seconds: float | None = None  # SLO of the TTFT, kept for 99 % of those admitted
+    ttft_seconds: float | None = None  # SLO of the TTFT
     retry_longest_seconds: float = 60.0
     retry_shortest_seconds: float = 0.1
 
@@ -61,62 +53,24 @@ class Refusal(msgspec.Struct, frozen=True):
 class _Entry:
     """One sequence in flight, in tokens."""
 
-    __slots__ = ("prompt", "limit", "begun", "produced", "admitted_at", "forecast")
+    __slots__ = ("prompt", "limit", "begun", "produced")
 
-    def __init__(self, prompt: int, limit: int, admitted_at: float, forecast: float | None) -> None:
+    def __init__(self, prompt: int, limit: int) -> None:
         self.prompt = prompt
         self.limit = limit
         self.begun = False
         self.produced = 0
-        self.admitted_at = admitted_at
-        self.forecast = forecast  # of its TTFT, in seconds
-
-
-class Pace:
-    """Tokens per second of stepping, with a half-life; None until there is evidence."""
-
-    __slots__ = ("_work", "_seconds")
-
-    def __init__(self) -> None:
-        self._work = self._seconds = 0.0
-
-    def worked(self, tokens: int, seconds: float) -> None:
-        fade = 0.5 ** (seconds / PACE_HALF_LIFE_SECONDS)
-        self._work = self._work * fade + tokens
-        self._seconds = self._seconds * fade + seconds
-
-    @property
-    def per_second(self) -> float | None:
-        if self._seconds < PACE_EVIDENCE_SECONDS or self._work <= 0:
-            return None
-        return self._work / self._seconds
-
-
-class Misses:
-    """How much later than forecast recent first tokens came, and the margin that follows."""
-
-    def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=MISSES_KEPT)
-        self._worst = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._last.append(seconds)
-        self._worst = max(self._last)
-
-    def margin_seconds(self, slo: float) -> float:
-        """Seconds of the SLO to keep free for nearly all to come in time."""
-        if len(self._last) < MISSES_TELL:
-            return MARGIN_UNTOLD * slo
-        return min(MARGIN_LEAST * slo + max(0.0, self._worst), WIDEST_MARGIN * slo)
 
 
 class Ledger:
-    """The sequences in flight, the work they still are, and the engine's pace."""
+    """The sequences in flight, the work they still are, and the engine's step clock."""
 
     def __init__(self, bounds: QueueBounds, slots: int) -> None:
         self.bounds = bounds
-        self._slots = slots
+        self.clock = StepClock()
+        self.lag_seconds = 0.0  # how late the HTTP process is, at the moment
         self.waiting_tokens = 0  # prompt + limit of what has not begun
+        self._slots = slots
         self._entries: dict[int, _Entry] = {}
         self._begun = 0
         self._all_prompt = 0  # of everything in flight, begun or not
@@ -124,28 +78,17 @@ class Ledger:
         self._outstanding_limit = 0  # sum of output limits not yet produced
         self._outstanding_prompt = 0  # prompts not yet begun
         self._used_share = 1.0  # of max_tokens, as recent sequences used it
-        self._pace = Pace()
-        self._prompt_pace = Pace()
-        self._misses = Misses()
         self._promised_until = 0.0
-        self.lag_seconds = 0.0  # how late the HTTP process is, at the moment
         self._ends: list[float] | None = None
 
-    @property
-    def slots(self) -> int:
-        return self._slots
-
-    @slots.setter
-    def slots(self, slots: int) -> None:
+    def serve_with(self, slots: int) -> None:
+        """Another engine works now: what the last one could do says nothing."""
         self._slots = slots
         self._ends = None
+        self.clock = StepClock()
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def waits(self, sequence: int) -> bool:
-        """True until it shows its first token."""
-        return sequence in self._entries and not self._entries[sequence].begun
 
     @property
     def waiting(self) -> int:
@@ -153,51 +96,33 @@ class Ledger:
         return len(self._entries) - self._begun
 
     @property
-    def pace(self) -> float | None:
-        """Tokens (prompt and output) per second of stepping; None until there is evidence."""
-        return self._pace.per_second
-
-    @property
     def outstanding_work(self) -> float:
         """Tokens still to be worked; outputs use the share of max_tokens that recent ones used."""
         return self._outstanding_prompt + self._used_share * self._outstanding_limit
 
-    def worked(self, prompt_tokens: int, output_tokens: int, seconds: float) -> None:
-        """Account for one step."""
-        if seconds <= 0:
-            return
-        self._pace.worked(prompt_tokens + output_tokens, seconds)
-        if prompt_tokens:
-            self._prompt_pace.worked(prompt_tokens, seconds)
-
-    def forget_pace(self) -> None:
-        """Another engine works now: what the last one could do says nothing."""
-        self._pace = Pace()
-        self._prompt_pace = Pace()
-        self._misses = Misses()
-
     def predicted_wait_seconds(self) -> float | None:
         """Time until a new sequence begins: 0.0 while a slot is free; None: no pace is known."""
-        if len(self._entries) < self.slots:
+        if len(self._entries) < self._slots:
             return 0.0
-        return None if self.pace is None else max(0.0, self._work_before()) / self.pace
+        pace = self.clock.tokens_per_second
+        return None if pace is None else max(0.0, self._work_before()) / pace
 
     def predicted_ttft_seconds(self, prompt_tokens: int) -> float | None:
         """Time until a new sequence shows its first token; None: no pace is known."""
-        pace = self.pace
+        pace = self.clock.tokens_per_second
         if pace is None:
             return None
         lag = 2 * self.lag_seconds  # this request has waited that long, and its first token will
-        prompt_pace = self._prompt_pace.per_second or pace
+        prompt_pace = self.clock.prompt_tokens_per_second or pace
         prompts = (self._outstanding_prompt + prompt_tokens) / prompt_pace
-        if len(self._entries) < self.slots:
+        if len(self._entries) < self._slots:
             return prompts + lag
         return max(prompts, (self._work_before() + prompt_tokens) / pace) + lag
 
     def _work_before(self) -> float:
         """Tokens to be worked before a sequence that joins full slots begins."""
         ends = self._slot_ends()
-        return self.outstanding_work - sum(ends) + self.slots * ends[0]
+        return self.outstanding_work - sum(ends) + self._slots * ends[0]
 
     def _slot_ends(self) -> list[float]:
         """When each slot is done, in output tokens of one sequence from now; a cached heap."""
@@ -205,7 +130,7 @@ class Ledger:
             share = self._used_share
             entries = self._entries.values()
             ends = [share * (entry.limit - entry.produced) for entry in entries if entry.begun]
-            ends += [0.0] * (self.slots - len(ends))
+            ends += [0.0] * (self._slots - len(ends))
             heapify(ends)
             for entry in entries:
                 if not entry.begun:
@@ -215,21 +140,19 @@ class Ledger:
 
     def refusal(self, prompt_tokens: int, max_tokens: int, now: float) -> Refusal | None:
         """Why a sequence of this size may not join now; None: it may. `now`: monotonic."""
-        backlog = len(self._entries) - self.slots + 1  # places behind the slots, with this one
-        refusal = self._queue_full(prompt_tokens + max_tokens, backlog, now)
-        if refusal is not None:
-            return refusal
-        if self.bounds.ttft_seconds is not None:
-            return self._too_late(prompt_tokens, backlog, self.bounds.ttft_seconds, now)
-        if backlog <= 0:
+        backlog = len(self._entries) - self._slots + 1  # places behind the slots, with this one
+        refusal = None
+        if backlog > 0:
+            refusal = self._queue_full(prompt_tokens + max_tokens, backlog, now)
+        if refusal is None and self.bounds.ttft_seconds is not None:
+            refusal = self._too_late(prompt_tokens, backlog, self.bounds.ttft_seconds, now)
+        if refusal is None and backlog <= 0:
             self._promised_until = now  # there is room: those told to come later have not all come
-        return None
+        return refusal
 
     def _queue_full(self, tokens: int, backlog: int, now: float) -> Refusal | None:
         """The refusal of a sequence of so many tokens by requests, tokens or wait."""
         bounds = self.bounds
-        if backlog <= 0:
-            return None
         if bounds.waiting_requests is not None and backlog > bounds.waiting_requests:
             over = self._seconds_for((backlog - bounds.waiting_requests) * self._mean_work())
             text = f"{bounds.waiting_requests} requests are waiting, the most allowed"
@@ -247,37 +170,32 @@ class Ledger:
 
     def _too_late(self, prompt_tokens: int, backlog: int, slo: float, now: float) -> Refusal | None:
         """The refusal of a sequence whose TTFT would miss the SLO."""
-        alone = backlog <= 0 and self.waiting == 0  # it cannot come at a better time
+        if backlog <= 0 and self.waiting == 0:
+            return None  # it cannot come at a better time
         ttft = self.predicted_ttft_seconds(prompt_tokens)
         if ttft is None:
             if backlog <= 0:
                 return None
             text = "all slots are taken, and the pace of the engine is not known yet"
             return self._refuse("queue_ttft", text, 1.0, now)
-        late = ttft + self._misses.margin_seconds(slo) - slo
-        if late <= 0 or alone:
-            if backlog <= 0:
-                self._promised_until = now
+        late = ttft - (1 - MARGIN) * slo
+        if late <= 0:
             return None
         text = f"the first token is predicted after {ttft:.1f} s, {slo:g} s are promised"
         return self._refuse("queue_ttft", text, late, now)
 
-    def admit(self, sequence: int, prompt_tokens: int, max_tokens: int, now: float) -> None:
-        """The sequence joins. `now`: the clock that `progressed` will be told."""
-        forecast = self.predicted_ttft_seconds(prompt_tokens)
-        self._join(sequence, _Entry(prompt_tokens, max_tokens, now, forecast))
-
-    def _join(self, sequence: int, entry: _Entry) -> None:
-        self._entries[sequence] = entry
-        self._all_prompt += entry.prompt
-        self._all_limit += entry.limit
-        self._outstanding_prompt += entry.prompt
-        self._outstanding_limit += entry.limit
-        self.waiting_tokens += entry.prompt + entry.limit
+    def admit(self, sequence: int, prompt_tokens: int, max_tokens: int) -> None:
+        """The sequence joins."""
+        self._entries[sequence] = _Entry(prompt_tokens, max_tokens)
+        self._all_prompt += prompt_tokens
+        self._all_limit += max_tokens
+        self._outstanding_prompt += prompt_tokens
+        self._outstanding_limit += max_tokens
+        self.waiting_tokens += prompt_tokens + max_tokens
         if self._ends is not None:
-            heapreplace(self._ends, self._ends[0] + self._used_share * entry.limit)
+            heapreplace(self._ends, self._ends[0] + self._used_share * max_tokens)
 
-    def progressed(self, sequence: int, tokens: int, now: float) -> None:
+    def progressed(self, sequence: int, tokens: int) -> None:
         """The sequence showed `tokens` new tokens; the first ones end its waiting."""
         entry = self._entries.get(sequence)
         if entry is None:
@@ -286,7 +204,6 @@ class Ledger:
         if not entry.begun:
             entry.begun = True
             self._begun += 1
-            self._learn(entry, now)
             self._outstanding_prompt -= entry.prompt
             self.waiting_tokens -= entry.prompt + entry.limit
         counted = min(tokens, entry.limit - entry.produced)
@@ -298,7 +215,7 @@ class Ledger:
         entry = self._entries.get(sequence)
         if entry is not None:
             self._drop(sequence)
-            self._join(sequence, _Entry(entry.prompt, entry.limit, entry.admitted_at, None))
+            self.admit(sequence, entry.prompt, entry.limit)
 
     def finished(self, sequence: int, naturally: bool = True) -> None:
         """The sequence is over; `naturally`: no error or cancellation, a typical length."""
@@ -308,11 +225,6 @@ class Ledger:
         if naturally and entry.limit:
             self._used_share += 0.05 * (entry.produced / entry.limit - self._used_share)
         self._drop(sequence)
-
-    def _learn(self, entry: _Entry, now: float) -> None:
-        slo, forecast = self.bounds.ttft_seconds, entry.forecast
-        if slo is not None and forecast is not None and forecast >= TELLING_FORECAST * slo:
-            self._misses.add(now - entry.admitted_at - forecast)
 
     def _drop(self, sequence: int) -> None:
         entry = self._entries.pop(sequence)
@@ -333,7 +245,8 @@ class Ledger:
         return (self._all_prompt + self._used_share * self._all_limit) / len(self._entries)
 
     def _seconds_for(self, work: float) -> float:
-        return work / self.pace if self.pace else 1.0
+        pace = self.clock.tokens_per_second
+        return work / pace if pace else 1.0
 
     def _refuse(self, kind: str, text: str, room_in_seconds: float, now: float) -> Refusal:
         """Refusals are spaced by the time one sequence takes to leave, so that retries do not come

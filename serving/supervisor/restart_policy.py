@@ -1,4 +1,4 @@
-"""What to do when an engine has died, when to go back to the preferred one, and when one is hung.
+"""What to do when an engine has died.
 
 Pure decisions on times that are given. An engine list is in order of preference (GPU first).
 
@@ -11,15 +11,11 @@ Pure decisions on times that are given. An engine list is in order of preference
 | too many deaths in the window (breaker opens) | fall back                 | fail             |
 
 With the next engine on standby, loaded, every cause falls back at once: quicker than any restart.
-
-Failback is tried after `return_first_seconds`, then after twice as long for each attempt that did
-not last, up to `return_longest_seconds`, at most `flips_per_hour` times an hour, never after a
-permanent cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -35,7 +31,6 @@ _FALL_BACK_AT_ONCE = PERMANENT | {
     *(Cause.insufficient_vram, Cause.load_oom, Cause.load_failed),
     *(Cause.runtime_oom, Cause.health_timeout),
 }
-_KEPT_ATTEMPTS = 100
 
 
 class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,12 +47,10 @@ class RecoveryLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lasted_seconds: float = 600.0  # uptime after which the backoff resets
     flips_per_hour: int = 4
     health_timeout_seconds: float = 30.0  # no step for so long with work, and no CPU used
-    # No step for so long with work, CPU used or not: a process that waits for a GPU spins. On a CPU
-    # 512 prompt tokens of 32B take 400 s; an engine may leave layers of a GPU's model to it. Once
-    # its pace is known, both are held to `slow_step` times their largest step at that pace.
-    gpu_step_timeout_seconds: float = 30.0
-    step_timeout_seconds: float = 300.0
-    cpu_step_timeout_seconds: float = 1800.0
+    # No step for so long with work, CPU used or not: a process that waits for a GPU spins. Once its
+    # pace is known, it is held to `slow_step` times its largest step (serving.supervisor.
+    # hang_detection); the first prompt of a large model on a CPU takes minutes.
+    step_timeout_seconds: float = 900.0
     slow_step: float = 10.0
     slow_step_least_seconds: float = 60.0
     # No word for so long from an engine that loads; one on a GPU alone tells of every layer.
@@ -120,111 +113,6 @@ def backoff_seconds(earlier_deaths: int, limits: RecoveryLimits) -> float:
     """The pause before an engine is started again."""
     pause = limits.backoff_first_seconds * 2.0**earlier_deaths
     return min(limits.backoff_longest_seconds, pause)
-
-
-def return_at(
-    endings: Sequence[Ending],
-    fell_back_at: float,
-    returns: Sequence[float],
-    limits: RecoveryLimits,
-) -> float | None:
-    """The earliest time to try the preferred engine, the first, again. None: never.
-
-    `returns`: when earlier attempts began. Never, where its last cause is permanent.
-    """
-    of_preferred = [one for one in endings if one.engine == 0]
-    if not of_preferred or of_preferred[-1].cause in PERMANENT or limits.flips_per_hour <= 0:
-        return None
-    lasted = [
-        one.at_seconds
-        for one in of_preferred
-        if one.ready_seconds is not None and one.ready_seconds >= limits.lasted_seconds
-    ]
-    unlucky = [at for at in returns if not lasted or at >= lasted[-1]]
-    pause = min(limits.return_longest_seconds, limits.return_first_seconds * 2.0 ** len(unlucky))
-    earliest = max(fell_back_at, returns[-1] if returns else fell_back_at) + pause
-    if len(returns) >= limits.flips_per_hour:
-        earliest = max(earliest, returns[-limits.flips_per_hour] + 3600.0)
-    return earliest
-
-
-class Failback:
-    """Whether to try the preferred engine again: it is due, and has looked usable for a while.
-
-    `usable`: could it load now (its GPU has room)? None: nobody can tell, so it is tried.
-    """
-
-    def __init__(
-        self,
-        limits: RecoveryLimits,
-        usable: Callable[[], Awaitable[bool]] | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self.fell_back_at: float | None = None  # None: there is nothing to go back to
-        self.pause_seconds = min(
-            5.0, max(0.05, limits.return_first_seconds / 6, limits.steady_seconds / 6)
-        )
-        self._limits = limits
-        self._usable = usable
-        self._clock = clock
-        self._attempts: list[float] = []
-        self._usable_since: float | None = None
-
-    def forget(self) -> None:
-        """Begin again, as if nothing had ever failed."""
-        self.fell_back_at = None
-        self._usable_since = None
-        self._attempts = []
-
-    def is_due(self, endings: Sequence[Ending]) -> bool:
-        """True when enough time has passed since the fall, and since earlier attempts."""
-        if self.fell_back_at is None:
-            return False
-        at = return_at(endings, self.fell_back_at, self._attempts, self._limits)
-        return at is not None and self._clock() >= at
-
-    async def is_open(self, may: Callable[[], bool]) -> bool:
-        """Ask every `pause_seconds`: True once `may` held and the engine looked usable for
-        `steady_seconds` without a break."""
-        if not may() or (self._usable is not None and not await self._usable()):
-            self._usable_since = None
-            return False
-        now = self._clock()
-        if self._usable_since is None:
-            self._usable_since = now
-        return now - self._usable_since >= self._limits.steady_seconds and may()
-
-    def begin(self) -> None:
-        """An attempt begins now."""
-        self._usable_since = None
-        self._attempts = [*self._attempts[-_KEPT_ATTEMPTS + 1 :], self._clock()]
-
-
-def is_hung(
-    step_age_seconds: float,
-    idle_seconds: float,
-    limits: RecoveryLimits,
-    device: str,
-    longest_seconds: float | None = None,
-) -> bool:
-    """True when an engine with work is to be given up: no step for long while it sleeps, or no step
-    for very long.
-
-    `step_age_seconds`: since the last step, or since work came. `idle_seconds`: without CPU use.
-    `device`: "cpu", "gpu", or "both" where layers may be left to the CPU. `longest_seconds`: what
-    its largest step takes at its pace so far; None: not known.
-    """
-    most = {
-        "cpu": limits.cpu_step_timeout_seconds,
-        "gpu": limits.gpu_step_timeout_seconds,
-        "both": limits.step_timeout_seconds,
-    }[device]
-    if longest_seconds is not None and device != "gpu":
-        slow = max(limits.slow_step * longest_seconds, limits.slow_step_least_seconds)
-        most = min(slow, limits.cpu_step_timeout_seconds)
-    if step_age_seconds > most:
-        return True
-    return min(step_age_seconds, idle_seconds) > limits.health_timeout_seconds
 
 
 def _trailing_unready(endings: Sequence[Ending]) -> int:

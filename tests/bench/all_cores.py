@@ -30,9 +30,9 @@ from loadtests.host.disturbance import CoreWatch
 from loadtests.host.resources import engine_pids
 from loadtests.metrics.disturbance import disturbance_of
 from models.resolve import resolve
-from serving.backends import spec_of
-from serving.hardware.cores import SHARED_NICE, cores_text
-from serving.hardware.facts import allowed_cores
+from serving.backends.backend_table import spec_of
+from serving.hardware.cpu_topology import SHARED_NICE, cores_text
+from serving.hardware.machine_facts import allowed_cores
 from tests.bench.closed_loop import Stream, _one, run
 from tests.bench.llama_server.compare import prompts
 from tests.bench.llama_server.servers import server

@@ -32,7 +32,7 @@ from loadtests.campaign.progress import Progress
 from loadtests.records.schema import CoresSample
 from reports.planning.calibrated import machine_of_file
 from reports.planning.machines import Machine, step_law
-from serving.hardware.facts import hardware_facts
+from serving.hardware.machine_facts import hardware_facts
 
 MODELS = ("llama-3.2-1b:Q4_0", "llama-3.2-3b:Q4_0", "llama-3.2-1b:Q8_0", "llama-3.2-1b:Q4_K_M")
 GRID = Grid(rows=(1, 2, 3, 4, 6, 8, 16), deep_rows=(1, 8), head_rows=(1, 8), prompts=(16, 64, 256))

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 
 from models.resolve import resolve
-from serving.backends import spec_of
-from serving.backends.base import EngineConfig
-from serving.supervisor.engine_environment import allocator
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import spec_of
+from serving.supervisor.engine_process import allocator
 from tests.bench.paired import Figures, Series, machine, machine_line, take_turns
 from tests.bench.peers.jobs import Child
 

@@ -44,9 +44,9 @@ while True:
 ASSERTION = """
 import sys, numpy
 from models.resolve import resolve
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.torch.backend import TorchBackend
-from serving.sampling.types import Row
+from serving.sampling.step_rows import Row
 files = resolve(sys.argv[1], kind="hf", weight_format="bf16")
 config = EngineConfig("torch", files.path, "m", weight_format="bf16", device="gpu", slots=2,
                       context_tokens=256)
@@ -177,7 +177,7 @@ def placement(url: str) -> Any:
 def engine_pid() -> int:
     """The engine below this process."""
     for process in psutil.Process().children(recursive=True):
-        if any(part.endswith("serving.engine.worker") for part in process.cmdline()):
+        if any(part.endswith("serving.engine.engine_loop") for part in process.cmdline()):
             return int(process.pid)
     raise SystemExit("no engine process is there")
 

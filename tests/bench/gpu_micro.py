@@ -26,10 +26,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from models.ladder import rung
 from models.resolve import resolve
 from models.spec import ModelSpec
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.torch.backend import TorchBackend
-from serving.backends.torch.packed import flash_kernel
-from serving.sampling.types import Row
+from serving.backends.torch.varlen_attention import flash_kernel
+from serving.sampling.step_rows import Row
 
 SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,

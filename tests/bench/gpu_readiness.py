@@ -20,12 +20,11 @@ import torch
 from models.ladder import rung
 from models.spec import ModelSpec
 from models.synthetic.write import write_hf_folder
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.torch import need
-from serving.backends.torch.backend import TorchBackend
-from serving.backends.torch.gpu_start import KINDS_OF_DRAWS
-from serving.backends.torch.sampler import draw
-from serving.sampling.types import Row
+from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
+from serving.backends.torch.gpu_sampler import draw
+from serving.sampling.step_rows import Row
 from tests.tools.fake_cuda import FakeCuda, install_flash
 from tests.tools.made_up_machines import made_up_machines, placed_on
 from tests.tools.step_counts import META, HostTensors, Kernels, kernels_of_a_layer, launched, traced

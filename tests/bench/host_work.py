@@ -16,11 +16,11 @@ import time
 
 import numpy as np
 
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig
-from serving.engine.messages import GenerationRequest, Step, Submit, frame
+from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig
+from serving.engine.ipc_messages import GenerationRequest, Step, Submit, frame
 from serving.engine.scheduler import Scheduler
 from serving.sampling.sampler import sample
-from serving.sampling.types import Row, Sampled, Sampling
+from serving.sampling.step_rows import Row, Sampled, Sampling
 
 
 class ReadyLogits:

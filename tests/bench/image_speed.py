@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from serving.hardware.facts import allowed_cores
-from serving.supervisor.engine_environment import allocator
+from serving.hardware.machine_facts import allowed_cores
+from serving.supervisor.engine_process import allocator
 from tests.bench.engines_in_process import COMMAND, PACKAGES, cells, settings
 from tests.bench.paired import Line, Series, machine, machine_line, table, take_turns
 from tests.bench.peers.jobs import Child

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
-from serving.sampling.types import Row
+from serving.sampling.step_rows import Row
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ import msgspec
 
 from models.ladder import rung
 from models.machine import cpu_flags
-from serving.backends.spec import AUTO
-from serving.placement.memory import Sizes, forecast
-from serving.supervisor.engine_environment import allocator
+from serving.backends.backend_interface import AUTO
+from serving.placement.memory_estimate import Sizes, forecast
+from serving.supervisor.engine_process import allocator
 from tests.bench.engines_in_process import COMMAND, engine, settings
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child

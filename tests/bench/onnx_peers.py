@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from models.resolve import resolve
-from serving.backends.base import EngineConfig
-from serving.supervisor.engine_environment import allocator
+from serving.backends.backend_interface import EngineConfig
+from serving.supervisor.engine_process import allocator
 from tests.bench.peers.crossover_http import served
 from tests.bench.peers.jobs import Child
 from tests.bench.peers.match import Player, add_options, compete, in_process, room

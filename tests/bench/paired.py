@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from serving.hardware.facts import hardware_facts
+from serving.hardware.machine_facts import hardware_facts
 
 Figures = dict[str, float | None]
 Runs = dict[str, list[Figures]]  # by contestant, one entry a round

@@ -41,9 +41,9 @@ import uvicorn
 
 from models.resolve import resolve
 from models.tokenization.tokenizer import load_tokenizer
-from serving.backends.base import EngineConfig
-from serving.http.connections import server_options
-from serving.http.limits import Limits
+from serving.backends.backend_interface import EngineConfig
+from serving.http.body_limits import Limits
+from serving.http.http_server import server_options
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 from tests.serving.fakes import app_on

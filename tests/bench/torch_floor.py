@@ -25,7 +25,7 @@ import msgspec
 from models.resolve import resolve
 from models.spec import ModelSpec
 from reports.planning.hardware import gpus
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from tests.bench.paired import Figures, Series, machine, machine_line
 from tests.bench.peers.jobs import Child
 

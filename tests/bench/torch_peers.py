@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from models.resolve import resolve
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from tests.bench.peers.jobs import Child
 from tests.bench.peers.match import Player, add_options, compete, in_process, room
 

@@ -30,7 +30,7 @@ from loadtests.records.events import (
     of_kind,
 )
 from loadtests.records.run_folder import read_events
-from serving.hardware.facts import allowed_cores
+from serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.clock]

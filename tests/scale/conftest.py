@@ -38,7 +38,7 @@ class Nodes:
 
     def workers(self, number: int, name: str) -> list[psutil.Process]:
         """The processes below a node whose title begins so."""
-        return [one for one in self.raylet(number).children(True) if _title(one).startswith(name)]
+        return [one for one in self.raylet(number).children(True) if title_of(one).startswith(name)]
 
     def kill(self, number: int) -> None:
         """SIGKILL to all of a node's processes, as when its machine is gone.
@@ -54,7 +54,7 @@ class Nodes:
         self.nodes.append(self.cluster.add_node(**self._settings))
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
     except psutil.Error:

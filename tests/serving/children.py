@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from models.tokenization.tokenizer import load_tokenizer
-from serving.backends.base import EngineConfig
-from serving.backends.fake import continuation
-from serving.engine.messages import Delta
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import Delta
+from serving.supervisor.inflight_requests import Stream, merged
 from serving.supervisor.restart_policy import RecoveryLimits
-from serving.supervisor.stream import Stream, merged
 from serving.supervisor.supervisor import Supervisor
+from tests.fake_backend import continuation
 
 VOCABULARY = 2048
 QUICK = RecoveryLimits(

@@ -2,17 +2,21 @@
 configurations of the fake backend.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from models.tokenization.tokenizer import shipped
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from tests.serving.children import VOCABULARY
-from tests.serving.fakes import FakeSupervisor, app_on, served
 from tests.tools import engine_forks
+
+if TYPE_CHECKING:
+    from tests.serving.fakes import FakeSupervisor
 
 
 @pytest.fixture(scope="session")
@@ -49,11 +53,15 @@ def forked_engines() -> Iterator[None]:
 
 @pytest.fixture
 def supervisor() -> FakeSupervisor:
+    from tests.serving.fakes import FakeSupervisor
+
     return FakeSupervisor()
 
 
 @pytest.fixture
 def port(supervisor: FakeSupervisor) -> Iterator[int]:
     """Where the app over `supervisor` listens."""
+    from tests.serving.fakes import app_on, served
+
     with served(app_on(supervisor)) as port:
         yield port

@@ -1,9 +1,9 @@
 """A supervisor without an engine, for tests of the HTTP side: answers are scripted, and everything
 that was asked is kept.
 
-It keeps the interface of serving.registry.model.EngineLike, streams are the real
-serving.supervisor.stream.Stream, and `push` plays the engine. By default each sequence is answered
-by itself, one delta per turn of the event loop; with `by_hand` a test pushes the deltas.
+It keeps the interface of serving.registry.loaded_model.EngineLike, streams are the real
+serving.supervisor.inflight_requests.Stream, and `push` plays the engine. By default each sequence
+is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes the deltas.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from types import MappingProxyType
 from typing import Any
 
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from models.errors import BadChat
 from models.tokenization.chat_template import CHATML, CPU_SECONDS, ChatTemplate
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
-from serving.engine.messages import (
+from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
+from serving.engine.ipc_messages import (
     Delta,
     FinishReason,
     GenerationRequest,
-    Origin,
     Ready,
     StepStats,
     TokenDetail,
 )
 from serving.errors import EngineState, Overloaded, Unavailable
-from serving.http.app import App, app_of
-from serving.http.connections import server_options
-from serving.http.limits import Limits
-from serving.metrics import Metrics, ServerMetrics
-from serving.registry.model import ModelRouter, ServedModel, Vocabulary
-from serving.sampling.types import Sampling
-from serving.supervisor.stream import Stream
+from serving.http.body_limits import Limits
+from serving.http.http_server import server_options
+from serving.http.routes import App
+from serving.metrics import PREFIX, Metrics, ServerMetrics
+from serving.registry.loaded_model import ModelRouter, ServedModel, Vocabulary
+from serving.sampling.step_rows import Sampling
+from serving.supervisor.inflight_requests import Stream
 from serving.supervisor.supervisor import Supervisor
 
 INFO = BackendInfo(
@@ -203,7 +203,7 @@ class FakeSupervisor:
         self.cancelled.append(sequence)
         self.push(sequence, "", "cancelled", 0)
 
-    def check_room(self, origin: Origin) -> None:
+    def check_room(self) -> None:
         pass
 
 
@@ -251,7 +251,7 @@ def served(
         listener.bind(("127.0.0.1", 0))
         listener.listen(256)
         server = uvicorn.Server(
-            uvicorn.Config(app, timeout_graceful_shutdown=5, **server_options(limits or Limits()))
+            uvicorn.Config(app, **server_options(limits or Limits()))
         )
         started, asked = threading.Event(), asyncio.Event()
         loops: list[asyncio.AbstractEventLoop] = []
@@ -306,7 +306,7 @@ def app_on(
     tokenizer = tokenizer or ByteTokenizer()
     vocabulary = Vocabulary(tokenizer, tokenizer.token_bytes())
     router.add(ServedModel(supervisor, vocabulary, metrics, placement))
-    return app_of(router, limits or Limits(body_bytes=4 << 20), api_key)
+    return App(router, limits or Limits(body_bytes=4 << 20), api_key)
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -376,3 +376,13 @@ def chat(port: int, headers: Mapping[str, str] | None = None, **fields: Any) -> 
 
 def complete(port: int, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
     return ask(port, "POST", "/v1/completions", {"prompt": "hi", **fields}, headers)
+
+
+def scraped(data: bytes) -> dict[tuple[str, ...], float]:
+    """(name without prefix, label values but the model's...) -> value."""
+    found = {}
+    for family in text_string_to_metric_families(data.decode()):
+        for sample in family.samples:
+            labels = [value for key, value in sorted(sample.labels.items()) if key != "model_name"]
+            found[sample.name.removeprefix(PREFIX), *labels] = sample.value
+    return found

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.bounds import Count, Port, PositiveSeconds, bound, check, explained, spans
 from serving.errors import Unsupported
 

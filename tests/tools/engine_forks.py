@@ -1,5 +1,5 @@
 """Engine processes of the fake backend without an interpreter's start: forks of one process that
-has imported what `python -m serving.engine.worker` imports.
+has imported what `python -m serving.engine.engine_loop` imports.
 
     with forked_engines():                  # the fixture of that name in tests/serving/conftest.py
         ...                                 # supervisors of this process start their engines so
@@ -27,14 +27,14 @@ from typing import Any
 from unittest import mock
 
 from models.isolated import start_python
-from serving.supervisor.engine_environment import CONFIG_VARIABLE, SOCKET_VARIABLE
+from serving.supervisor.engine_process import CONFIG_VARIABLE, SOCKET_VARIABLE
 
 _MODULE = "tests.tools.engine_forks"
 _CONTROL = "CROSSOVER_TESTS_CONTROL"
 
 
 class Fork:
-    """What serving.supervisor.process uses of a Popen: pid, stdout, wait()."""
+    """What serving.supervisor.engine_process uses of a Popen: pid, stdout, wait()."""
 
     def __init__(self, pid: int, output: int, status: int) -> None:
         self.pid = pid
@@ -76,7 +76,7 @@ class Forks:
         config = json.loads(variables.get(CONFIG_VARIABLE, "{}"))
         if config.get("backend") != "fake":
             return start_python(*arguments, environment=environment, **options)
-        assert arguments == ("-m", "serving.engine.worker")
+        assert arguments == ("-m", "serving.engine.engine_loop")
         (wire,) = options["pass_fds"]
         output, output_end = os.pipe()
         status, status_end = os.pipe()
@@ -100,7 +100,7 @@ def forked_engines() -> Iterator[Forks]:
     """Engines of the fake backend that this process starts are forks from now on."""
     forks = Forks()
     try:
-        with mock.patch("serving.supervisor.process.start_python", forks.start):
+        with mock.patch("serving.supervisor.engine_process.start_python", forks.start):
             yield forks
     finally:
         forks.close()
@@ -158,8 +158,8 @@ def _serve(control: socket.socket) -> None:
 
 
 def _engine(variables: Mapping[str, str], wire: int, output: int) -> None:
-    """In the fork: the worker's main(), as `python -m serving.engine.worker` runs it."""
-    from serving.engine import worker
+    """In the fork: the worker's main(), as `python -m serving.engine.engine_loop` runs it."""
+    from serving.engine import engine_loop
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -170,7 +170,7 @@ def _engine(variables: Mapping[str, str], wire: int, output: int) -> None:
     os.environ |= {**variables, SOCKET_VARIABLE: str(wire)}
     status = 1
     try:
-        status = worker.main()
+        status = engine_loop.main()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -182,8 +182,7 @@ def _engine(variables: Mapping[str, str], wire: int, output: int) -> None:
 
 
 def _main() -> None:
-    import serving.backends.fake
-    import serving.engine.worker  # noqa: F401 - all that an engine imports
+    import serving.engine.engine_loop  # noqa: F401 - all that an engine imports
 
     gc.collect()
     gc.freeze()  # or each fork's own collection copies every page

@@ -183,15 +183,14 @@ class FakeCuda:
             patch.setattr(torch.cuda, name, stand_in)
         where = "serving.backends.torch"
         patch.setattr(f"{where}.backend.device_of", lambda name: torch.device("cpu"))
-        patch.setattr(f"{where}.load_watch.gpu_memory", list)
         return self
 
 
 def install_flash(patch: pytest.MonkeyPatch) -> None:
     """The flash kernel's stand-in, and attention that takes it on the CPU, in any type."""
     where = "serving.backends.torch"
-    patch.setattr(f"{where}.packed.flash_kernel", lambda: torch.ops.crossover_test.flash)
-    patch.setattr(f"{where}.settings.flash_trouble", lambda spec, dtype, device: None)
+    patch.setattr(f"{where}.varlen_attention.flash_kernel", lambda: torch.ops.crossover_test.flash)
+    patch.setattr(f"{where}.load_plan.flash_trouble", lambda spec, dtype, device: None)
 
 
 def flash(

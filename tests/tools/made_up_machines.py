@@ -1,22 +1,18 @@
-"""Twelve machines that are not there, and where an 8B model must go on each."""
+"""Eleven machines that are not there, and where an 8B model must go on each."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from models.ladder import rung
 from serving.errors import Cause
-from serving.hardware import amd
-from serving.hardware.facts import HardwareFacts
-from serving.hardware.gpu_facts import GpuFacts
-from serving.placement.decision import NoPlacement, Obstacles, PlacementRequest
-from serving.placement.plan import plan
-from serving.placement.policy import Policy
+from serving.hardware.gpus import GpuFacts
+from serving.hardware.machine_facts import HardwareFacts
+from serving.placement.placement_policy import NoPlacement, Obstacles, PlacementRequest, plan
+from serving.server_options import Policy
 
 GIB = 1 << 30
 NO_BUILD = {"llama_cpp": (Cause.backend_missing, "this build of llama.cpp is for the CPU only")}
@@ -51,24 +47,11 @@ def card(name: str, total: float, free: float, uuid: str, vendor: str = "nvidia"
     return GpuFacts(name, vendor, *sizes, uuid=uuid)
 
 
-def own_graphics() -> tuple[GpuFacts, ...]:
-    """What the files of a Ryzen's own graphics say: that there is no GPU for a model."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        device = root / "sys/class/drm/card0/device"
-        device.mkdir(parents=True)
-        (root / "dev").mkdir()
-        (root / "dev/kfd").touch()
-        (device / "mem_info_vram_total").write_text(str(512 << 20))
-        (device / "mem_info_vram_used").write_text("0")
-        return amd.list_gpus(root)
-
-
 def made_up_machines() -> Iterator[MadeUpMachine]:
     """The machines, in the order of the table."""
     h100, rtx = card("H100", 80, 79, "GPU-h"), card("RTX 4090", 24, 23.5, "GPU-r")
     on_cpu = "cpu", "llama_cpp", ""
-    nvidia, rocm = (Obstacles(vendors={"torch": one}) for one in ("nvidia", "amd"))
+    rocm = Obstacles(vendors={"torch": "amd"})
     mi300 = card("MI300X", 192, 190, "GPU-m", "amd")
     part = msgspec.structs.replace(card("H100 1g.10gb", 9.8, 9.7, "MIG-1"), is_part=True)
     yield MadeUpMachine("no GPU", (), on_cpu)
@@ -76,8 +59,6 @@ def made_up_machines() -> Iterator[MadeUpMachine]:
     yield MadeUpMachine("one RTX 4090", (rtx,), ("gpu", "torch", "GPU-r"))
     small = card("RTX 4070", 12, 11.6, "GPU-s")
     yield MadeUpMachine("a card too small for bf16", (small,), ("gpu", "llama_cpp", "GPU-s"))
-    both = (*own_graphics(), rtx)
-    yield MadeUpMachine("a CPU's graphics beside a card", both, ("gpu", "torch", "GPU-r"), nvidia)
     busy = card("H100", 80, 2, "GPU-1"), card("H100", 80, 78, "GPU-2")
     yield MadeUpMachine("two cards, the first in use", busy, ("gpu", "torch", "GPU-2"))
     yield MadeUpMachine("one card, in use", (busy[0],), on_cpu)

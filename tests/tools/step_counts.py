@@ -24,17 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 from models.ladder import rung
 from models.spec import ModelSpec
-from serving.backends.kv_slots import RowMap
+from serving.backends.kv_rows import RowMap
 from serving.backends.torch.backend import TorchBackend
 from serving.backends.torch.cuda_graphs import DecodeGraphs
-from serving.backends.torch.gpu_start import KINDS_OF_DRAWS
-from serving.backends.torch.kernels.fused import FusedModel
-from serving.backends.torch.matrices import Dense
-from serving.backends.torch.model import HeadCache, SlotModel
-from serving.backends.torch.packed import PackedCache
-from serving.backends.torch.step_batch import StepBatch
-from serving.backends.torch.weights import Layer, Weights
-from serving.sampling.types import DRAWN, Row
+from serving.backends.torch.forward_pass import HeadCache, SlotModel, StepBatch
+from serving.backends.torch.load_plan import KINDS_OF_DRAWS
+from serving.backends.torch.torch_weights import Dense, Layer, Weights
+from serving.backends.torch.varlen_attention import PackedCache
+from serving.sampling.step_rows import DRAWN, Row
 
 _ONE_KERNEL = (rms_norm, torch.rms_norm, scaled_dot_product_attention)
 LAYERS = 3  # that are traced; what is not of a layer comes at most twice
@@ -93,14 +90,12 @@ class HostTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def traced(
-    name: str, *, packed: bool, prompts: bool = False, fused: bool = False
-) -> tuple[Kernels, HostTensors]:
+def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, HostTensors]:
     """A step of 8 decode rows of a rung's shape, cut to a few layers; with `prompts` the last row
-    is a piece of a prompt. `fused`: by the kernels in Triton, which are not run."""
+    is a piece of a prompt."""
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
     cache = (PackedCache if packed else HeadCache)(spec, 8, 512, torch.bfloat16, META)
-    model = (FusedModel if fused else SlotModel)(spec, meta_weights(spec), cache)
+    model = SlotModel(spec, meta_weights(spec), cache)
     rows = RowMap(8, 511, 0.0)
     rows.length = [20] * 8
     batch = StepBatch(model, rows, torch.arange(512, device=META))

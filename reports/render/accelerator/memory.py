@@ -10,7 +10,7 @@ from reports.numbers import CellNumbers, RunNumbers
 from reports.render.accelerator.section import Section
 from reports.render.tables import table_of
 from reports.sentences import title
-from serving.backends.base import GpuLoad
+from serving.backends.backend_interface import GpuLoad
 
 NOTE = (
     "As each engine accounts for it, loaded for the last time. Workspace: logits, activations, and "

@@ -26,8 +26,14 @@ import numpy as np
 
 from models.machine import cpu_name
 from models.manifest import Progress
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
-from serving.backends.kv_slots import FLOPS_PER_THREAD
+from serving.backends.backend_interface import (
+    CAPABILITIES,
+    BackendInfo,
+    EngineConfig,
+    MemoryParts,
+    parse_options,
+)
+from serving.backends.kv_rows import FLOPS_PER_THREAD
 from serving.backends.llama_cpp.batching import KV_BLOCK, NEVER, NO_TOKEN, calls_of, dummies, rides
 from serving.backends.llama_cpp.buffers import Batch, LogitsView
 from serving.backends.llama_cpp.extra_buffers import AMX, REPACK
@@ -40,11 +46,10 @@ from serving.backends.llama_cpp.library import (
 )
 from serving.backends.llama_cpp.loading import Loader, is_memory
 from serving.backends.llama_cpp.options import LlamaOptions, kv_dtype_of
-from serving.backends.options import parse_options
 from serving.errors import EngineFailed, KvFull, OutOfMemory
-from serving.hardware.memory import resident_bytes
+from serving.hardware.machine_facts import resident_bytes
 from serving.sampling.sampler import sample
-from serving.sampling.types import Row, Sampled
+from serving.sampling.step_rows import Row, Sampled
 
 CAN = frozenset(CAPABILITIES)
 READ_BYTES_PER_SECOND = 8e9  # of weights, by one core; a round figure
@@ -52,7 +57,7 @@ _OK, _KV_FULL = 0, 1  # of llama_decode; 2 aborted, -1 bad batch, lower: fatal
 
 
 class LlamaCppBackend:
-    """See serving.backends.base.Backend."""
+    """See serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         self._model: Any = None
@@ -87,7 +92,7 @@ class LlamaCppBackend:
             raise
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.base.Backend.step."""
+        """See serving.backends.backend_interface.Backend.step."""
         for row in rows:
             if row.start != self._lengths[row.slot]:
                 self.truncate(row.slot, row.start)
@@ -140,7 +145,7 @@ class LlamaCppBackend:
         return sorted([*call, *extra], key=lambda row: row.slot) if extra else call
 
     def rides(self, decoding: Collection[int], slot: int) -> bool:
-        """See serving.backends.base."""
+        """See serving.backends.backend_interface."""
         return self._least_cut is not None and rides(decoding, slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -160,7 +165,7 @@ class LlamaCppBackend:
         self._lengths[target] = tokens
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.base.Backend.truncate."""
+        """See serving.backends.backend_interface.Backend.truncate."""
         held = self._lengths[slot]
         if tokens > held:
             raise ValueError(f"slot {slot} holds {held} tokens, and a row starts at {tokens}")
@@ -173,7 +178,7 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def close(self) -> None:
-        """See serving.backends.base.Backend.close."""
+        """See serving.backends.backend_interface.Backend.close."""
         if self._batch is not None:
             self._batch.free()
         if self._context is not None:

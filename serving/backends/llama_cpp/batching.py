@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from serving.sampling.types import Row, Tokens
+from serving.sampling.step_rows import Row, Tokens
 
 NEVER = 1 << 30  # more tokens than any run has
 KV_BLOCK = 256  # llama.cpp rounds the KV length that a pass attends to up to a multiple of this

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import EngineFailed
-from serving.sampling.types import Row
+from serving.sampling.step_rows import Row
 
 
 class Batch:

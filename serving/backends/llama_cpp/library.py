@@ -18,9 +18,9 @@ from typing import Any
 import msgspec
 
 from models.machine import cpu_flags
-from serving.backends.base import MemoryParts
+from serving.backends.backend_interface import MemoryParts
 from serving.errors import BackendUnavailable, Unsupported
-from serving.hardware.gpu_facts import VULKAN
+from serving.hardware.gpus import VULKAN
 
 PACKAGE = "llama-cpp-python"
 

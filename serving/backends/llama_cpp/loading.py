@@ -11,7 +11,7 @@ from models.formatting import size
 from models.machine import cpu_flags
 from models.manifest import Progress
 from models.readers.gguf import read_header
-from serving.backends.base import EngineConfig, MemoryParts
+from serving.backends.backend_interface import EngineConfig, MemoryParts
 from serving.backends.llama_cpp.extra_buffers import AMX, REPACK, extra_bytes, weights_in
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
@@ -26,9 +26,8 @@ from serving.backends.llama_cpp.library import (
 )
 from serving.backends.llama_cpp.options import LlamaOptions, check_config, kv_dtype_of
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
-from serving.hardware.facts import allowed_cores
-from serving.hardware.gpu_facts import VULKAN
-from serving.hardware.memory import refuse_shortage
+from serving.hardware.gpus import VULKAN
+from serving.hardware.machine_facts import allowed_cores, refuse_shortage
 
 
 def bytes_in_ram(file: Path) -> int:

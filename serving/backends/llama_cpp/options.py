@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from models.errors import BrokenWeights
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import AUTO, EngineConfig
 from serving.backends.llama_cpp.library import KV_TYPES, build_details
-from serving.backends.spec import AUTO
 from serving.bounds import Count, check
 from serving.errors import BackendUnavailable, Unsupported
 

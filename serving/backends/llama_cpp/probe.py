@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from serving.backends.backend_table import BackendProbe
 from serving.backends.llama_cpp.library import VENDORS, gpu_build, library
-from serving.backends.spec import BackendProbe
 from serving.errors import Cause
 
 

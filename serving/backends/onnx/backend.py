@@ -14,8 +14,15 @@ import msgspec
 
 from models.errors import BrokenWeights
 from models.manifest import Manifest, read_manifest, verify
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
-from serving.backends.kv_slots import rider_tokens
+from serving.backends.backend_interface import (
+    AUTO,
+    CAPABILITIES,
+    BackendInfo,
+    EngineConfig,
+    MemoryParts,
+    parse_options,
+)
+from serving.backends.kv_rows import rider_tokens
 from serving.backends.onnx.fused import SlotGraph
 from serving.backends.onnx.graph import (
     KV_NAMES,
@@ -28,13 +35,11 @@ from serving.backends.onnx.graph import (
     weight_bytes,
 )
 from serving.backends.onnx.growing import GrowingGraph
-from serving.backends.options import parse_options
-from serving.backends.spec import AUTO
 from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
-from serving.hardware.memory import anonymous_bytes, refuse_shortage
+from serving.hardware.machine_facts import anonymous_bytes, refuse_shortage
 from serving.sampling.sampler import sample
-from serving.sampling.types import Row, Sampled
+from serving.sampling.step_rows import Row, Sampled
 
 CAN = frozenset(CAPABILITIES)
 _OPTIMISATION = {
@@ -57,7 +62,7 @@ class OnnxOptions(msgspec.Struct, frozen=True):
 
 
 class OnnxBackend:
-    """See serving.backends.base.Backend."""
+    """See serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, float | None], None]) -> None:
         options = parse_options(OnnxOptions, config.options, "onnx")
@@ -114,7 +119,7 @@ class OnnxBackend:
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.base.Backend.step."""
+        """See serving.backends.backend_interface.Backend.step."""
         if self._graph is None:
             raise EngineFailed("the backend is closed")
         try:
@@ -135,21 +140,21 @@ class OnnxBackend:
 
     @property
     def last_decode_seconds(self) -> float | None:
-        """See serving.backends.base."""
+        """See serving.backends.backend_interface."""
         return None if self._graph is None else self._graph.last_decode_seconds
 
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """See serving.backends.base.Backend.copy."""
+        """See serving.backends.backend_interface.Backend.copy."""
         if self._graph is not None:
             self._graph.copy(source, target, tokens)
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.base.Backend.truncate."""
+        """See serving.backends.backend_interface.Backend.truncate."""
         if self._graph is not None:
             self._graph.truncate(slot, tokens)
 
     def close(self) -> None:
-        """See serving.backends.base.Backend.close."""
+        """See serving.backends.backend_interface.Backend.close."""
         if self._graph is not None:
             self._graph.close()
         self._graph = None

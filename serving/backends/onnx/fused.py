@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.kv_slots import RowMap
+from serving.backends.kv_rows import RowMap
 from serving.backends.onnx.graph import KV_TYPES, GraphFacts
 from serving.errors import EngineFailed
-from serving.sampling.types import Row
+from serving.sampling.step_rows import Row
 
 Logits = npt.NDArray[np.float32]
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from serving.backends.onnx.graph import KV_TYPES, GraphFacts
 from serving.errors import EngineFailed
-from serving.sampling.types import Row
+from serving.sampling.step_rows import Row
 
 Logits = npt.NDArray[np.float32]
 Cache = list[npt.NDArray[Any]]  # per layer key, value: [kv_heads, tokens, head_dim]

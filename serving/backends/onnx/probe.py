@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from serving.backends.spec import BackendProbe
+from serving.backends.backend_table import BackendProbe
 from serving.errors import Cause
 
 

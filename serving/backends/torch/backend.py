@@ -22,16 +22,25 @@ from torch import Tensor
 from models.manifest import Progress, read_manifest, verify
 from models.readers.config import read_spec
 from models.spec import ModelSpec
-from serving.backends.base import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
-from serving.backends.kv_slots import RowMap, rider_tokens
+from serving.backends.backend_interface import (
+    CAPABILITIES,
+    BackendInfo,
+    EngineConfig,
+    MemoryParts,
+)
+from serving.backends.kv_rows import RowMap, rider_tokens
 from serving.backends.torch.cuda_graphs import DecodeGraphs, bucket_of
-from serving.backends.torch.flight import Flight
-from serving.backends.torch.gpu_start import KINDS_OF_DRAWS, GpuStart, Plan, workspace_of
-from serving.backends.torch.matrices import compute_dtype, cpu_has_bf16
-from serving.backends.torch.model import SlotModel
-from serving.backends.torch.sampler import always_drawn, draw, drawable
-from serving.backends.torch.settings import (
+from serving.backends.torch.device_transfer import fetch, send
+from serving.backends.torch.forward_pass import (
+    SlotModel,
+    StepBatch,
+)
+from serving.backends.torch.gpu_sampler import always_drawn, draw, drawable
+from serving.backends.torch.load_plan import (
+    KINDS_OF_DRAWS,
     KV_NAMES,
+    GpuStart,
+    Plan,
     check_config,
     check_memory,
     check_options,
@@ -39,20 +48,54 @@ from serving.backends.torch.settings import (
     device_of,
     is_shortage,
     memory_errors,
+    workspace_of,
 )
-from serving.backends.torch.step_batch import StepBatch
-from serving.backends.torch.transfer import send
-from serving.backends.torch.weights import load, predicted_bytes, stored_format
+from serving.backends.torch.torch_weights import (
+    compute_dtype,
+    cpu_has_bf16,
+    load,
+    predicted_bytes,
+    stored_format,
+)
 from serving.errors import EngineFailed
 from serving.sampling.sampler import sample
-from serving.sampling.types import DRAWN, Row, Sampled, Tokens
+from serving.sampling.step_rows import DRAWN, Row, Sampled, Tokens
+
+
+class Flight:
+    """See Launched in serving.backends.backend_interface. `rows`: those that want a token, in the
+    logits' order."""
+
+    def __init__(self, tokens: Tensor, good: Tensor, rows: list[Row]) -> None:
+        self.drawn = tokens  # int64 [n] on the device
+        self._place = {row.slot: place for place, row in enumerate(rows)}
+        self._host, self._copied = fetch(torch.stack((tokens, good.long())))
+
+    def tokens(self) -> list[Sampled | None]:
+        """See serving.backends.backend_interface.Launched.tokens."""
+        with memory_errors("a step that was launched"):
+            if self._copied is not None:
+                self._copied.synchronize()
+        tokens, good = self._host.tolist()
+        places = [self._place[slot] for slot in sorted(self._place)]
+        return [Sampled(tokens[place]) if good[place] else None for place in places]
+
+    def numbered(self, rows: list[Row]) -> list[Row]:
+        """The rows of the next step with -1 - n for the n-th token that this one draws."""
+        return [
+            replace(row, tokens=np.array([-1 - self._place[row.slot]], np.int32))
+            if row.tokens[0] == DRAWN
+            else row
+            for row in rows
+        ]
+
 
 CAN = frozenset(CAPABILITIES)
 Made = TypeVar("Made")
 
 
 class TorchBackend:
-    """See serving.backends.base.Backend."""
+    """See serving.backends.backend_interface.Backend."""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         options = check_options(config.options, config.device)
@@ -116,13 +159,13 @@ class TorchBackend:
 
     @torch.inference_mode()
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.base.Backend.step."""
+        """See serving.backends.backend_interface.Backend.step."""
         drawn = self._stepped(rows, lambda model: self._run_and_draw(model, rows))
         return [drawn[row.slot] for row in rows if row.wants_token]
 
     @torch.inference_mode()
     def launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
-        """See `launch` in serving.backends.base."""
+        """See `launch` in serving.backends.backend_interface."""
         wanting = [row for row in rows if row.wants_token]
         if not self._runs_ahead or not all(always_drawn(row) for row in wanting):
             return None
@@ -160,17 +203,17 @@ class TorchBackend:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """See serving.backends.base.Backend.copy."""
+        """See serving.backends.backend_interface.Backend.copy."""
         a, b = self._rows.copied(source, target, tokens)
         if a != b and self._model is not None:
             self._model.copy(a, b, tokens)
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.base.Backend.truncate."""
+        """See serving.backends.backend_interface.Backend.truncate."""
         self._rows.truncate(slot, tokens)
 
     def close(self) -> None:
-        """See serving.backends.base.Backend.close."""
+        """See serving.backends.backend_interface.Backend.close."""
         self._model = None
         self._graphs = None
         self._logits = None
@@ -312,7 +355,6 @@ class TorchBackend:
         details = {"torch": version, "compute_dtype": type_name, "kv_dtype": KV_NAMES[dtype]}
         if self._is_gpu:
             details["attention"] = "flash" if plan.uses_flash else "sdpa"
-            details["kernels"] = options.kernels
             details["prefill_chunk"] = str(self._chunk)
             details["graphs"] = str(options.graphs).lower()
             details["device_sampling"] = str(options.device_sampling).lower()

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.backends.torch.flight import known
-from serving.backends.torch.model import DecodeSpan, SlotModel
-from serving.backends.torch.packed import Packed
+from serving.backends.torch.forward_pass import DecodeSpan, SlotModel, known
+from serving.backends.torch.varlen_attention import Packed
 
 
 def batch_buckets(rows: int) -> list[int]:

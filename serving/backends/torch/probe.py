@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from serving.backends.spec import BackendProbe
+from serving.backends.backend_table import BackendProbe
 from serving.errors import Cause
 
 

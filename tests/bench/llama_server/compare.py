@@ -33,7 +33,7 @@ import psutil
 from loadtests.host.parent_bound import be_urgent
 from models.resolve import ResolvedModel, resolve
 from models.tokenization.tokenizer import load_tokenizer
-from serving.backends import spec_of
+from serving.backends.backend_table import spec_of
 from tests.bench.closed_loop import run
 from tests.bench.llama_server.servers import OURS, PEERS, Launcher, Setup, server
 from tests.bench.paired import Figures, Line, Runs, Series, machine, machine_line, table, take_turns

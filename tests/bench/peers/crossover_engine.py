@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from models.tokenization.tokenizer import load_tokenizer
-from serving.backends import backend_class
-from serving.backends.base import EngineConfig
-from serving.engine.messages import GenerationRequest, Submit
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import backend_class
+from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from tests.bench.peers.jobs import Job, Times, answer_jobs, wait_until
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from tests.bench import closed_loop
 from tests.bench.llama_server.compare import server
 from tests.bench.paired import Figures

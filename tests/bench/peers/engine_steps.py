@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends import backend_class
-from serving.backends.base import Backend, EngineConfig
-from serving.hardware.memory import anonymous_bytes, peak_resident_bytes, resident_bytes
-from serving.sampling.types import Row, Sampling
+from serving.backends.backend_interface import Backend, EngineConfig
+from serving.backends.backend_table import backend_class
+from serving.hardware.machine_facts import anonymous_bytes, peak_resident_bytes, resident_bytes
+from serving.sampling.step_rows import Row, Sampling
 from tests.bench.peers.jobs import Job, answer_jobs
 
 

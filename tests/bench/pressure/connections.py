@@ -7,9 +7,7 @@ Each part has a server of its own with the fake backend, engine on core 0, HTTP 
 core 1:
 
   crowd      2,000 streams at the same time, a slot for each
-  slowloris  500 sockets that send a header byte a second, beside normal traffic: its TTFT with and
-  without them readers    50 clients that read one byte a second of answers of megabytes, beside
-  normal traffic leavers    10,000 requests, 30 % of the clients leave at a random moment slot
+  leavers    10,000 requests, 30 % of the clients leave at a random moment slot
   one slot, one in it, one waiting: the first leaves, the second's first token comes how many steps
   later?
 
@@ -21,10 +19,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
-import socket
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -151,116 +147,6 @@ async def crowd(server: Server, streams: int = 2000, tokens: int = 60) -> Found:
     }
 
 
-async def slowloris(
-    server: Server, sockets: int = 500, seconds: float = 25.0, rate: float = 20.0
-) -> Found:
-    """Each socket sends a byte of a header a second; the server gives a head `header_seconds`."""
-    client, loop = Client(server.port), asyncio.get_running_loop()
-    rest = Rest(server, client)
-    await rest.start()
-    alone = await traffic_for(client, rate, min(5.0, seconds / 3))
-    closed: list[float] = []
-
-    async def slow() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        began = loop.time()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
-        try:
-            while loop.time() < began + seconds:
-                writer.write(b"a")
-                try:
-                    async with asyncio.timeout(1.0):
-                        if not await reader.read(1000) or reader.at_eof():
-                            closed.append(loop.time() - began)
-                            return
-                except TimeoutError:
-                    continue
-        except OSError:
-            closed.append(loop.time() - began)
-        finally:
-            writer.transport.abort()
-
-    crowd_ = [asyncio.create_task(slow()) for _ in range(sockets)]
-    beside = await traffic(client, rate, lambda: all(task.done() for task in crowd_))
-    await asyncio.gather(*crowd_)
-    found = await rest.end()
-    return found | {
-        "sockets": sockets,
-        "closed by the server": len(closed),
-        "closed after, mean": float(np.mean(closed)) if closed else None,
-        "ttft p99 alone": percentile(alone, 99),
-        "ttft p99 beside": percentile(beside, 99),
-        "normal requests": len(beside),
-        "normal complete": sum(one.complete for one in beside),
-        "kept": found["nothing leaked"]
-        and all(one.complete for one in beside)
-        and len(closed) == sockets,
-    }
-
-
-async def readers(
-    server: Server, count: int = 50, tokens: int = 1500, seconds: float = 120.0, rate: float = 20.0
-) -> Found:
-    """Each reads a byte a second with a small window.
-
-    The answers end in the engine all the same; who takes nothing is cut off in time.
-
-    A client notices that only when it has read what lay in its own buffer, an hour later; so the
-    server's descriptors are counted.
-    """
-    client, loop = Client(server.port), asyncio.get_running_loop()
-    rest = Rest(server, client)
-    await rest.start()
-    alone = await traffic_for(client, rate, min(5.0, seconds / 3))
-    body = post(
-        prompt="hello",
-        max_tokens=tokens,
-        stream=True,
-        ignore_eos=True,
-        logprobs=20,
-        temperature=1.0,
-    )
-    before = held(server.api).descriptors
-    end = loop.time() + seconds
-
-    async def slow() -> None:
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            one.setblocking(False)
-            await loop.sock_connect(one, ("127.0.0.1", server.port))
-            await loop.sock_sendall(one, body)
-            while loop.time() < end:
-                with contextlib.suppress(TimeoutError, OSError):
-                    async with asyncio.timeout(1.0):
-                        await loop.sock_recv(one, 1)
-                await asyncio.sleep(1.0)
-
-    crowd_ = [asyncio.create_task(slow()) for _ in range(count)]
-    most = left = 0
-
-    def over() -> bool:
-        nonlocal most, left
-        now = held(server.api)
-        most, left = max(most, now.rss_bytes), now.descriptors - before
-        return loop.time() > end - 3  # they still hold on
-
-    beside = await traffic(client, rate, over)
-    await asyncio.gather(*crowd_)
-    found = await rest.end()
-    return found | {
-        "readers": count,
-        "connections that the server still has at the end": left,
-        "api rss at most": most,
-        "ttft p99 alone": percentile(alone, 99),
-        "ttft p99 beside": percentile(beside, 99),
-        "normal requests": len(beside),
-        "normal complete": sum(one.complete for one in beside),
-        "kept": found["nothing leaked"]
-        and all(one.complete for one in beside)
-        and left < count / 5,
-    }
-
-
 async def leavers(
     server: Server, requests: int = 10_000, users: int = 100, share: float = 0.3
 ) -> Found:
@@ -356,8 +242,6 @@ PARTS: dict[str, tuple[Part, tuple[str, ...]]] = {
             "step_seconds=0.3",
         ),
     ),
-    "slowloris": (slowloris, ("--slots", "16", "--option", "step_seconds=0.005")),
-    "readers": (readers, ("--slots", "64", "--context", "2048", "--option", "step_seconds=0.005")),
     "leavers": (leavers, ("--slots", "64", "--option", "step_seconds=0.005")),
     "slot": (slot, ("--slots", "1", "--max-wait", "1000", "--option", "step_seconds=0.1")),
 }

@@ -28,7 +28,7 @@ import uvloop
 
 from loadtests.host.processes import Child
 from models.isolated import python_path
-from serving.hardware.cores import parse_cores
+from serving.hardware.cpu_topology import parse_cores
 
 T = TypeVar("T")
 _END_OF_CHUNKS = b"0\r\n\r\n"

@@ -15,9 +15,9 @@ from loadtests.calibrate.law import law_of
 from loadtests.calibrate.machine_file import Step, read_machine_file
 from loadtests.calibrate.step_grid import Grid, grid_of
 from models.synthetic.write import write_gguf
-from serving.backends.base import BackendInfo
-from serving.hardware.facts import hardware_facts
-from serving.sampling.types import Row, Sampled
+from serving.backends.backend_interface import BackendInfo
+from serving.hardware.machine_facts import hardware_facts
+from serving.sampling.step_rows import Row, Sampled
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
 
 ROOT = Path(__file__).parents[3]

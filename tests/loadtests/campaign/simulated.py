@@ -35,7 +35,7 @@ from loadtests.records.schema import CoresSample, Probe, RequestRecord, Stranger
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.calibration import Burst
 from loadtests.workload.arrivals import due_times
-from serving.hardware.facts import HardwareFacts, hardware_facts
+from serving.hardware.machine_facts import HardwareFacts, hardware_facts
 
 FACTS = hardware_facts()
 TOKENS = 8

@@ -18,7 +18,7 @@ from loadtests.terminal.run import show_run
 from models.ladder import rung
 from reports.run import read_run
 from reports.write import Asked, write_report
-from serving.hardware.facts import allowed_cores, hardware_facts
+from serving.hardware.machine_facts import allowed_cores, hardware_facts
 from serving.placement.engine_choice import EngineTimes
 from serving.placement.times_table import keep
 from tests.loadtests.campaign.simulated import Simulated, killed_after

@@ -19,7 +19,7 @@ from loadtests.host.processes import divide_cores
 from loadtests.records.events import SkipCause
 from models.formats import weight_bytes
 from models.ladder import rung
-from serving.hardware.facts import hardware_facts
+from serving.hardware.machine_facts import hardware_facts
 
 
 def test_the_server_is_started_as_the_file_says(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from loadtests.campaign.run_state import repeat_of
 from loadtests.campaign.rungs import MEASURED, around_the_limit, forecasts, with_rungs
 from loadtests.errors import BadCampaign
 from models.ladder import rung
-from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
+from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 from serving.placement.engine_choice import EngineTimes
 from serving.placement.times_table import keep
 from tests.loadtests.campaign.simulated import Simulated

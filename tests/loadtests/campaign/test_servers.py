@@ -17,7 +17,7 @@ from loadtests.campaign.cell_planning import layout_of
 from loadtests.campaign.servers import Command, Local, serve_command
 from loadtests.errors import OverMemory, ServerFailed
 from loadtests.host.memory_cap import CapUnavailable, MemoryCap
-from serving.hardware.facts import allowed_cores
+from serving.hardware.machine_facts import allowed_cores
 
 CAMPAIGN = """
 name = "x"
@@ -89,13 +89,13 @@ def test_a_cap_that_takes_no_process_is_watched(
 
 
 def test_a_model_is_no_option(tmp_path: Path) -> None:
-    text = CAMPAIGN.format(more="", options="").replace("135m", "--otlp-endpoint=http://x/y")
+    text = CAMPAIGN.format(more="", options="").replace("135m", "--served-name=http://x/y")
     plan = parse_campaign(text)
     (cell,) = plan.cells
     layout = layout_of(cell, allowed_cores())
     assert layout is not None
     command = serve_command(cell, plan.campaign, layout, tmp_path / "ready")
-    assert command[-2:] == ["--", "--otlp-endpoint=http://x/y"]
+    assert command[-2:] == ["--", "--served-name=http://x/y"]
 
 
 ENGINE = """

@@ -122,7 +122,7 @@ def test_a_dry_run_shows_it_whole_and_starts_nothing(tmp_path: Path) -> None:
 def test_resume_and_repeat_ask_again(tmp_path: Path) -> None:
     """The command that would run is the one in the run folder, which may be a stranger's."""
     from loadtests.campaign.manifest import manifest_of
-    from serving.hardware.facts import hardware_facts
+    from serving.hardware.machine_facts import hardware_facts
 
     plan = parse_campaign(text_of())
     folder = tmp_path / "run"

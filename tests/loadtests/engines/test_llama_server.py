@@ -16,7 +16,7 @@ from loadtests.generator.endpoint import probe
 from loadtests.host.server_metrics import Remote
 from models.cache import cache_dir
 from models.synthetic.write import write_gguf
-from serving.hardware.facts import allowed_cores
+from serving.hardware.machine_facts import allowed_cores
 from tests.shapes import TINY_LLAMA
 
 CAMPAIGN = """

@@ -63,7 +63,7 @@ def test_leaving_a_child_ends_its_whole_group(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_server_are_told_apart(tmp_path: Path) -> None:
-    sleeper = "[sys.executable, '-c', 'import time; time.sleep(60)', 'serving.engine.worker']"
+    sleeper = "[sys.executable, '-c', 'import time; time.sleep(60)', 'serving.engine.engine_loop']"
     script = f"import subprocess, sys; subprocess.run({sleeper})"
     with Child([sys.executable, "-c", script], log=tmp_path / "log") as child:
         engine = wait_for(lambda: engine_pids(child.pid))

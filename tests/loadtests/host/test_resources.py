@@ -81,7 +81,7 @@ def test_a_sampler_that_dies_is_an_error_and_holds_nobody_up() -> None:
 def test_a_server_is_seen_as_engine_and_api() -> None:
     script = (
         "import subprocess, sys; engine = subprocess.Popen([sys.executable, '-c', 'while True: "
-        "pass', 'serving.engine.worker'])\n"
+        "pass', 'serving.engine.engine_loop'])\n"
         "try: sys.stdin.read()\nfinally: engine.kill()"
     )
     server = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)

@@ -15,8 +15,8 @@ from loadtests.ray.cell_on_node import Measured, measure_here
 from loadtests.ray.records import add, files_of_cell
 from loadtests.records.events import CellFinished, Interrupted, RunFinished, RunStarted, of_kind
 from loadtests.records.run_folder import RunFolder, read_events
-from serving.hardware.facts import HardwareFacts
-from serving.hardware.gpu_facts import GpuFacts
+from serving.hardware.gpus import GpuFacts
+from serving.hardware.machine_facts import HardwareFacts
 from tests.loadtests.campaign.campaigns import two_cells
 from tests.loadtests.campaign.checks import check_folder
 from tests.loadtests.campaign.simulated import FACTS, Simulated

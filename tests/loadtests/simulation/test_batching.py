@@ -19,11 +19,11 @@ from loadtests.simulation.batching import (
 )
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
-from serving.backends.base import EngineConfig
-from serving.backends.fake import FakeBackend
+from serving.backends.backend_interface import EngineConfig
 from serving.engine import prefill_budget
-from serving.engine.messages import GenerationRequest, Submit
+from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
+from tests.fake_backend import FakeBackend
 from tests.loadtests.simulation.step_laws import LAWS
 
 STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters

@@ -157,22 +157,6 @@ def test_a_tokenizer_cut_otherwise_is_refused(
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
 
 
-def test_the_hub_packs_a_folder_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    children_here(monkeypatch)
-    as_if_trained(TINY_LLAMA, tmp_path / "mine")
-    found = resolve(
-        str(tmp_path / "mine"), kind="hf", weight_format="int8", cache=tmp_path / "cache"
-    )
-    assert (found.weight_format, found.tokenizer_path) == ("int8", str(tmp_path / "mine"))
-    assert found.quality_kl_nats is not None
-    packed = resolve(found.path, kind="hf")
-    assert (packed.weight_format, packed.quality_kl_nats, packed.synthetic) == (
-        "int8",
-        found.quality_kl_nats,
-        False,
-    )
-    with pytest.raises(UnsupportedModel, match="int8, not bf16"):
-        resolve(found.path, kind="hf", weight_format="bf16")
 
 
 def test_the_hub_converts_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""The contract of serving.backends.base, as checks that every backend's test runs on its own loaded
-backend.
+"""The contract of serving.backends.backend_interface, as checks that every backend's test runs on
+its own loaded backend.
 
     def test_contract(backend: Backend) -> None:
         check_contract(backend, reference)
@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from serving.backends.base import CAPABILITIES, Backend, EngineConfig
-from serving.engine.messages import GenerationRequest, Submit
+from serving.backends.backend_interface import CAPABILITIES, Backend, EngineConfig
+from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
-from serving.sampling.types import Sampling
+from serving.sampling.step_rows import Sampling
 from tests.serving.backends.backend_steps import Reference, Tie, generate, prompt_of, row
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from serving.backends.base import Backend
-from serving.sampling.types import Row, Sampling
+from serving.backends.backend_interface import Backend
+from serving.sampling.step_rows import Row, Sampling
 
 Reference = Callable[[Sequence[int], int], list[int]]
 Tie = Callable[

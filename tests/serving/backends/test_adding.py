@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from serving.backends import backend_for, format_of, missing_backends, spec_of, weights_of
+from serving.backends.backend_table import (
+    backend_for,
+    format_of,
+    missing_backends,
+    spec_of,
+    weights_of,
+)
 from serving.errors import BackendUnavailable, Unsupported
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +38,7 @@ def copy(tmp_path: Path) -> Path:
     code, row = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / FOLDER).parent.mkdir()
     (tmp_path / FOLDER).write_text(code)
-    table = tmp_path / "serving/backends/__init__.py"
+    table = tmp_path / "serving/backends/backend_table.py"
     head, start, rest = table.read_text().partition("BACKENDS: dict[str, BackendSpec] = {\n")
     assert len(row.splitlines()) == 1
     table.write_text(head + start + row + rest)
@@ -102,14 +108,14 @@ def test_the_backend_decides_the_kind_of_file() -> None:
     assert weights_of("mine.module:Mine", "Q8_0") == ("gguf", "Q8_0")
     assert weights_of("mine.module:Mine") == ("hf", "bf16")
     assert weights_of("mine.module:Mine", "fp32") == ("hf", "fp32")
-    assert weights_of("mine.module:Mine", "dynamic-int8") == ("hf", "dynamic-int8")
+    assert weights_of("mine.module:Mine", "dynamic-int8") == ("onnx", "dynamic-int8")
     assert [backend_for(kind) for kind in ("gguf", "hf", "onnx")] == ["llama_cpp", "torch", "onnx"]
     with pytest.raises(Unsupported, match="'torch' has no weight format 'Q4_0'; it has bf16"):
         weights_of("torch", "Q4_0")
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.backends.find_spec", lambda name: None)
+    monkeypatch.setattr("serving.backends.backend_table.find_spec", lambda name: None)
     missing = missing_backends()
     assert set(missing) == {"llama_cpp", "onnx", "torch"}
     assert "llm-crossover[llama-cpp]" in missing["llama_cpp"]

@@ -21,7 +21,7 @@ from models.isolated import run_aside
 from models.manifest import manifest_path
 from models.readers.gguf import read_header
 from models.synthetic.write import write_gguf
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.supervisor.restart_policy import RecoveryLimits
 from tests.serving.backends.hf_folders import hf_folder, onnx_folder
 from tests.serving.fakes import ask, complete, wait_until

@@ -15,7 +15,7 @@ import pytest
 
 from models.convert.gguf import make_gguf
 from models.readers.gguf import read_header
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from tests.serving.backends.backend_contract import check_churn
 from tests.serving.backends.backend_steps import Tie, generate, prompt_of

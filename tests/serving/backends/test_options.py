@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from serving.backends.options import parse_options
+from serving.backends.backend_interface import parse_options
 from serving.errors import Unsupported
 
 

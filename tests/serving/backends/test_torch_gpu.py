@@ -9,36 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from models.synthetic.write import write_hf_folder
-from serving.backends.base import EngineConfig
-from serving.backends.torch import need
-from serving.backends.torch.backend import TorchBackend
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.torch import gpu_memory as need
+from serving.backends.torch.backend import TorchBackend, memory_errors
 from serving.backends.torch.cuda_graphs import batch_buckets
-from serving.backends.torch.matrices import Dense
-from serving.backends.torch.model import (
-    HeadCache,
-    _rotate,
-    rope_tables,
-    turn_into,
-    turn_table,
-)
-from serving.backends.torch.packed import PackedCache, flash_trouble
-from serving.backends.torch.sampler import draw
-from serving.backends.torch.settings import memory_errors
-from serving.backends.torch.transfer import STAGE_BYTES, Uplink, pack, packed_bytes, unpacked
-from serving.backends.torch.weights import load
+from serving.backends.torch.varlen_attention import flash_trouble
 from serving.errors import EngineFailed, OutOfMemory, Unsupported
-from serving.sampling.types import Row, Sampling
+from serving.sampling.step_rows import Sampling
 from tests.serving.backends.backend_contract import check_contract, check_seeded
 from tests.serving.backends.backend_steps import generate, prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder
 from tests.shapes import TINY, TINY_LLAMA
 from tests.tools.fake_cuda import FakeCuda, install_flash
-from tests.tools.step_counts import META, HostTensors, Kernels, kernels_of_a_layer, traced
+from tests.tools.step_counts import kernels_of_a_layer, traced
 
 Make = Callable[..., TorchBackend]
 SAMPLINGS = (
@@ -125,7 +111,7 @@ def test_a_mixed_pass_is_one_call_that_says_where_every_row_is(
         calls.append((*given, named["seqused_k"]))
         return kernel(*given, **named)
 
-    monkeypatch.setattr("serving.backends.torch.packed.flash_kernel", lambda: seen)
+    monkeypatch.setattr("serving.backends.torch.varlen_attention.flash_kernel", lambda: seen)
     backend.step([row(0, [5], 9), row(1, [6], 20), row(2, prompt_of(backend, 7, 3), 0)])
     assert len(calls) == TINY_LLAMA.layers
     query, key, value, starts_q, starts_k, most_q, most_k, _, causal, _, held = calls[0]
@@ -136,16 +122,6 @@ def test_a_mixed_pass_is_one_call_that_says_where_every_row_is(
     assert held.tolist() == [21, 10, 7] and (most_q, most_k) == (7, 21)
 
 
-def test_the_packed_turn_is_rope_to_the_bit() -> None:
-    spec = TINY["tiny-llama3"]
-    for dtype in (torch.float32, torch.bfloat16):
-        cos, sin = (table.to(dtype) for table in rope_tables(spec, 300))
-        x = torch.randn(300, 5, spec.head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-        out = torch.empty(300, 9, spec.head_dim, dtype=dtype)[:, 2:7]
-        turn_into(out, x, turn_table(cos, sin)[:, None])
-        assert torch.equal(out, _rotate(x, cos[:, None], sin[:, None]))
-
-
 def test_what_the_flash_kernels_cannot_do_is_refused_by_name(make: Make) -> None:
     cpu = torch.device("cpu")
     assert "GPUs only" in (flash_trouble(TINY_LLAMA, torch.bfloat16, cpu) or "")
@@ -154,23 +130,6 @@ def test_what_the_flash_kernels_cannot_do_is_refused_by_name(make: Make) -> None
     )
     with pytest.raises(Unsupported, match="attention is flash, and torch has the flash kernels"):
         TorchBackend(config, lambda what, fraction: None)
-
-
-def test_the_caches_copy_and_swap_alike() -> None:
-    settings = (TINY_LLAMA, 3, 64, torch.float32, torch.device("cpu"))
-    packed, plain = PackedCache(*settings), HeadCache(*settings)
-    numbers = torch.randn(3, 64, 2, 2, 16)  # rows, width, key and value, heads, head_dim
-    for layer in range(TINY_LLAMA.layers):
-        packed.layers[layer].copy_(numbers.flatten(0, 1))
-        plain.keys[layer].copy_(numbers[:, :, 0].transpose(1, 2))
-        plain.values[layer].copy_(numbers[:, :, 1].transpose(1, 2))
-    for cache in (packed, plain):
-        cache.copy(0, 2, 9)
-        cache.swap(1, 2, 5, 30)
-    whole = packed.layers[1].unflatten(0, (3, 64))
-    assert torch.equal(whole[:, :, 0], plain.keys[1].transpose(1, 2))
-    assert torch.equal(whole[:, :, 1], plain.values[1].transpose(1, 2))
-    assert torch.equal(whole[1, :9], numbers[0, :9]) and torch.equal(whole[2, :5], numbers[1, :5])
 
 
 # --- graphs
@@ -198,12 +157,6 @@ def test_a_capture_that_fails_costs_the_graphs_not_the_gpu(
     assert "torch: graphs false" in capfd.readouterr().err
     prompt = prompt_of(backend, 20, 1)
     assert generate(backend, prompt, 4) == generated(hf_folder("tiny-llama"))(prompt, 4)
-
-
-def test_cudnn_does_not_choose_attention(make: Make) -> None:
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    make(hf_folder("tiny-llama"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_step_that_nobody_wants_a_token_of_is_waited_for(make: Make, cuda: FakeCuda) -> None:
@@ -248,8 +201,6 @@ def test_a_load_says_where_memory_and_time_went(make: Make, cuda: FakeCuda) -> N
     assert info.gpu.device_total_bytes == 10 << 30
     for seconds in (info.gpu.read_seconds, info.gpu.capture_seconds, info.gpu.first_step_seconds):
         assert seconds is not None and seconds > 0
-    assert info.gpu.context_bytes is None and not info.gpu.valid
-    assert any("NVML does not say" in reason for reason in info.gpu.reasons)
 
 
 def test_a_step_that_finds_no_memory_is_tried_again_without_the_cache(
@@ -293,30 +244,6 @@ def test_errors_of_cudas_libraries_are_memory_or_not(text: str, kind: type[Excep
 # --- what is sent, and how often
 
 
-def test_a_steps_numbers_travel_in_one_buffer() -> None:
-    arrays = [
-        np.arange(5, dtype=np.int64),
-        np.arange(6, dtype=np.float64).reshape(2, 3).T,
-        np.zeros(0, np.int64),
-        np.array([7, 8, 9], np.int32),
-    ]
-    buffer = np.zeros(packed_bytes(arrays), np.uint8)
-    pack(arrays, buffer)
-    for array, tensor in zip(arrays, unpacked(arrays, torch.from_numpy(buffer)), strict=True):
-        assert np.array_equal(array, tensor.numpy()) and array.dtype == tensor.numpy().dtype
-
-
-def test_weights_travel_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.backends.torch.transfer.STAGE_BYTES", 100)
-    assert STAGE_BYTES > 100
-    uplink = Uplink(torch.device("cpu"))
-    tensors = [torch.randn(17, 9).bfloat16(), torch.randn(3), torch.randn(8, 4).t()]
-    for tensor in tensors:
-        assert torch.equal(uplink(tensor), tensor)
-    assert uplink.bytes == sum(one.numel() * one.element_size() for one in tensors)
-    assert uplink.read_seconds > 0 and uplink.transfer_seconds > 0
-
-
 @pytest.mark.parametrize("prompts", [False, True])
 def test_a_layer_is_twelve_kernels(prompts: bool) -> None:
     kernels, host = traced("8b", packed=True, prompts=prompts)
@@ -324,37 +251,3 @@ def test_a_layer_is_twelve_kernels(prompts: bool) -> None:
     assert not kernels.blocking and not host.made
     plain, _ = traced("8b", packed=False, prompts=prompts)
     assert plain.total > kernels.total
-
-
-@pytest.mark.parametrize("prompts", [False, True])
-def test_with_triton_a_layer_is_nine_kernels(prompts: bool) -> None:
-    kernels, host = traced("8b", packed=True, prompts=prompts, fused=True)
-    assert kernels_of_a_layer(kernels) == 9, kernels.calls
-    assert not kernels.blocking and not host.made
-
-
-def test_drawing_sends_its_parameters_in_one_copy() -> None:
-    logits = torch.empty(len(SAMPLINGS), 32000, device=META)
-    rows = [
-        Row(slot, np.array([1], np.int32), 9, True, sampling)
-        for slot, sampling in enumerate(SAMPLINGS)
-    ]
-    kernels = Kernels()
-    with HostTensors(kernels) as host, kernels:
-        draw(logits, rows)
-    assert not kernels.blocking and not host.made
-    assert kernels.calls["_to_copy"] < kernels.total / 3
-
-
-def test_dense_weights_load_alike_through_the_uplink(tmp_path: Path) -> None:
-    folder = tmp_path / "m"
-    write_hf_folder(TINY_LLAMA, folder, dtype="bf16")
-    cpu = torch.device("cpu")
-    ours, theirs = (
-        load(folder, TINY_LLAMA, "bf16", cpu, lambda what, fraction: None, uplink)
-        for uplink in (Uplink(cpu), None)
-    )
-    assert torch.equal(ours.embedding, theirs.embedding)
-    mine, other = ours.layers[1].gate_up, theirs.layers[1].gate_up
-    if isinstance(mine, Dense) and isinstance(other, Dense):
-        assert torch.equal(mine.weight, other.weight)

@@ -6,18 +6,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.backends.spec import BackendProbe
-from serving.cli.doctor import (
+from serving.backends.backend_table import BackendProbe
+from serving.cli.doctor_command import (
     BackendReport,
     Diagnosis,
     advice,
-    compiler_advice,
     machine_rows,
     show,
     warnings_of,
 )
-from serving.hardware.gpu_facts import GpuFacts
-from tests.serving.placement.test_plan import GIB, machine, with_gpu
+from serving.hardware.gpus import GpuFacts
+from tests.serving.placement.test_plan import GIB, machine
 
 WORKS = BackendProbe("llama_cpp", True, "1.0", details={"system_info": "AVX2 = 1 [x]"})
 
@@ -74,41 +73,6 @@ def test_advice_names_the_extra_and_the_compiler_where_it_is_missing() -> None:
         f"llama-cpp-python=={version('llama-cpp-python')}"
     )
     assert advice(WORKS, debian, "g++") is None
-
-
-def test_every_way_to_a_build_for_the_gpu_is_told() -> None:
-    """Of the release that is installed, not from pip's cache, and for cards of no known driver."""
-    pip = "pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=="
-    debian = msgspec.structs.replace(machine(), system="Debian GNU/Linux 13 (trixie)")
-    by_vulkan = (
-        "apt-get install glslc libvulkan-dev spirv-headers mesa-vulkan-drivers, then "
-        f"CMAKE_ARGS=-DGGML_VULKAN=on {pip}{version('llama-cpp-python')}"
-    )
-    assert advice(WORKS, debian, "g++", has_nodes=True) == f"for the GPU: {by_vulkan}"
-    assert advice(WORKS, debian, "g++") is None, "there is no GPU"
-    told = advice(WORKS, with_gpu(), "g++") or ""
-    assert f"CMAKE_ARGS=-DGGML_CUDA=on {pip}" in told and "1.3.272" in told
-    card = GpuFacts("Radeon", "amd", 16 * GIB, 16 * GIB)
-    assert "-DGGML_HIP=on" in (advice(WORKS, machine(gpus=(card,)), "g++") or "")
-    old = msgspec.structs.replace(debian, system="Debian GNU/Linux 12 (bookworm)")
-    assert "docker/vulkan-headers.sh" in (advice(WORKS, old, "g++", has_nodes=True) or "")
-    torch = BackendProbe("torch", True, "2", gpu_cause="backend_missing")
-    assert advice(torch, debian, "g++", has_nodes=True) is None
-    built = msgspec.structs.replace(WORKS, gpu_cause="no_device", gpu_vendor="vulkan")
-    assert advice(built, debian, "g++", has_nodes=True) is None, "it is built for one"
-
-
-@pytest.mark.parametrize(
-    ("system", "tool"),
-    [
-        ("Ubuntu 24.04", "apt-get"),
-        ("Fedora Linux 42", "dnf"),
-        ("Alpine Linux", "apk"),
-        ("Plan 9", "package manager"),
-    ],
-)
-def test_every_system_gets_advice_about_a_compiler(system: str, tool: str) -> None:
-    assert tool in compiler_advice(system)
 
 
 def test_the_page_for_people_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.ladder import LADDER
-from serving.cli.make import fitting
+from serving.cli.models_command import fitting
 
 Ran = subprocess.CompletedProcess[str]
 

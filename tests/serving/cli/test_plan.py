@@ -15,9 +15,8 @@ import pytest
 
 from models import formatting
 from models.ladder import rung
-from serving.cli.plan import machine_of
-from serving.placement.decision import PlacementRequest
-from serving.placement.plan import plan
+from serving.cli.models_command import machine_of
+from serving.placement.placement_policy import PlacementRequest, plan
 
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 

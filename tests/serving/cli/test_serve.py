@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from serving.hardware.cores import SHARED_NICE
-from tests.serving.fakes import wait_until
+from serving.hardware.cpu_topology import SHARED_NICE
+from tests.serving.fakes import ask, wait_until
 
 ROOT = Path(__file__).parents[3]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -309,7 +309,6 @@ def test_a_taken_port_is_one_sentence_and_no_model_is_made_for_it(
         (["fake", "--cores", "x"], "--cores 'x' is no list of cores"),
         (["fake", "--max-body", "lots"], "--max-body 'lots' is no size"),
         (["fake", "--max-body", "4"], "--max-body '4' is less than 1 KiB; did you mean 4MiB?"),
-        (["fake", "--max-sequences", "0"], "--max-sequences"),
         (["fake", "--deadline", "-1"], "--deadline must be above 0, got -1.0"),
         (["fake", "--memory-limit", "lots"], "--memory-limit 'lots' is no size"),
         (["fake", "--api-key-env", "SURELY_NOT_SET"], "SURELY_NOT_SET"),
@@ -355,8 +354,8 @@ def test_the_console_command_is_the_same_thing_and_teaches() -> None:
 
 def test_help_is_quick_since_nothing_heavy_is_imported() -> None:
     heavy = {"torch", "numpy", "uvicorn", "starlette", "transformers", "llama_cpp"}
-    heavy |= {"asyncio", "psutil", "serving.placement.plan", "models.isolated"}
-    code = f"import sys, serving.cli.serve; print(sorted({heavy!r} & set(sys.modules)))"
+    heavy |= {"asyncio", "psutil", "serving.placement.placement_policy", "models.isolated"}
+    code = f"import sys, serving.cli.serve_command; print(sorted({heavy!r} & set(sys.modules)))"
     assert run("-c", code).stdout.strip() == "[]"
 
 
@@ -369,3 +368,16 @@ def test_doctor_tells_the_same_to_people_and_to_programs(tmp_path: Path) -> None
     )
     assert {one["probe"]["backend"] for one in report["backends"]} == {"llama_cpp", "onnx", "torch"}
     assert report["cache_free_bytes"] > 0 and not (tmp_path / "not-there-yet").exists()
+
+
+def test_pages_of_other_origins_are_shut_out_but_for_those_that_are_named(tmp_path: Path) -> None:
+    page = "https://a.example"
+    with server(tmp_path, "--allowed-origins", page) as one:
+        port = int(one.wait_ready()["url"].rpartition(":")[2])
+        for host, status in (("evil.example:80", 403), ("127.0.0.1", 200), ("[::1]:1", 200)):
+            assert ask(port, "GET", "/v1/models", headers={"Host": host}).status == status
+        wanted = {"Access-Control-Request-Method": "POST"}
+        for origin, allowed in ((page, page), ("https://evil.example", None)):
+            asked = {"Origin": origin, "Host": "localhost", **wanted}
+            answer = ask(port, "OPTIONS", "/v1/completions", headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == allowed

@@ -5,11 +5,11 @@ schedule gives wrong tokens.
 import random
 from typing import Any
 
-from serving.backends.base import EngineConfig
-from serving.backends.fake import FakeBackend, continuation
-from serving.engine.messages import Delta, GenerationRequest, Submit
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import Delta, GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
-from serving.sampling.types import Row, Sampled, Sampling
+from serving.sampling.step_rows import Row, Sampled, Sampling
+from tests.fake_backend import FakeBackend, continuation
 
 VOCABULARY = 500
 TABLE = [f" t{i}".encode() for i in range(VOCABULARY)]

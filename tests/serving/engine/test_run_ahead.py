@@ -13,12 +13,12 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.backends.fake import continuation
-from serving.engine.messages import Delta, Origin, Submit
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import Delta, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
-from serving.sampling.types import DRAWN, NO_TOKEN, Row, Sampled, Sampling
+from serving.sampling.step_rows import DRAWN, NO_TOKEN, Row, Sampled, Sampling
+from tests.fake_backend import continuation
 from tests.serving.engine.schedules import (
     TABLE,
     VOCABULARY,
@@ -249,19 +249,6 @@ def test_logits_that_are_no_numbers_are_found_by_a_step_that_is_waited_for() -> 
         assert text_of(out[2]) == expected_text([9, 9], 9)
 
 
-def test_a_step_that_is_not_launched_after_all_is_no_ones_turn() -> None:
-    """Where none can be launched behind another one, each step is planned twice. With two owners
-    the second plan was always for the same one of them."""
-    scheduler, backend = launching(context_tokens=8192, slots=2)
-    launch = backend.launch
-    backend.launch = lambda *given: None if given[1] else launch(*given)  # type: ignore[method-assign]
-    for number, owner in ((1, "a"), (2, "b")):
-        scheduler.add(request(number, [2 + number] * 8000, 1, origin=Origin(owner)))
-    for _ in range(8):
-        scheduler.step()
-    assert {one.id: one.computed for one in scheduler.running.values()} == {1: 2048, 2: 2048}
-
-
 def test_tokens_that_are_never_any_good_are_waited_for() -> None:
     """Each would take three steps: of top-p over a flat distribution, say."""
     scheduler, backend = launching(no_good=1)
@@ -307,4 +294,4 @@ def test_the_time_of_a_launched_step_is_what_passes_between_two_reads() -> None:
         scheduler.step()
         stats = scheduler.stats()
         assert stats.backend_seconds == pytest.approx(stats.step_seconds)
-    assert scheduler._budget._decode_seconds[1] == pytest.approx(0.02, abs=0.001)
+    assert scheduler._step_clock.rows_seconds(1) == pytest.approx(0.02, abs=0.001)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.backends.fake import continuation
+from serving.backends.backend_interface import EngineConfig
 from serving.engine import scheduler as module
-from serving.engine.messages import Delta
+from serving.engine.ipc_messages import Delta
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed, ServingError, Unsupported
-from serving.sampling.types import Row, Sampled, Sampling
-from serving.supervisor.stream import merged
+from serving.sampling.step_rows import Row, Sampled, Sampling
+from serving.supervisor.inflight_requests import merged
+from tests.fake_backend import continuation
 from tests.serving.engine.schedules import (
     TABLE,
     VOCABULARY,

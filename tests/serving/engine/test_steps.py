@@ -2,10 +2,9 @@
 
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.engine.messages import Origin
+from serving.backends.backend_interface import EngineConfig
 from serving.engine.scheduler import Scheduler
-from serving.sampling.types import Row, Sampled
+from serving.sampling.step_rows import Row, Sampled
 from tests.serving.engine.schedules import TABLE, VOCABULARY, Recorder, make, request, run
 
 
@@ -23,31 +22,6 @@ def test_decoders_run_in_every_step_while_a_long_prompt_is_filled_in_pieces() ->
     assert max(pieces) <= 32
 
 
-@pytest.mark.parametrize("prefill_tokens", [19, 40, 63])
-def test_prompts_are_cut_at_whole_blocks_and_no_crumbs_of_a_second_one_are_taken(
-    prefill_tokens: int,
-) -> None:
-    """Matrix kernels take 16 tokens at a time: what is left of a budget of 19 is not worth a pass
-    for another prompt.
-    """
-    scheduler, backend = make(prefill_tokens=prefill_tokens)
-    scheduler.add(request(1, [5] * 10, 60))
-    scheduler.step()
-    prompts = {1: 150, 2: 131, 3: 9}  # by slot
-    for slot, length in prompts.items():
-        scheduler.add(request(slot + 1, [slot + 6] * length, 4))
-    run(scheduler)
-    for slot, length in prompts.items():
-        pieces = [
-            (start, count)
-            for step in backend.steps
-            for s, start, count in step
-            if s == slot and start < length
-        ]
-        assert sum(count for _, count in pieces) == length
-        assert all(count % 16 == 0 for start, count in pieces if start + count < length), pieces
-
-
 def test_prefill_tokens_is_the_bound_however_little_it_is() -> None:
     scheduler, backend = make(prefill_tokens=5)
     scheduler.add(request(1, [5] * 40, 60))
@@ -56,23 +30,6 @@ def test_prefill_tokens_is_the_bound_however_little_it_is() -> None:
     run(scheduler)
     pieces = [count for step in backend.steps for slot, _, count in step if slot == 1 and count > 1]
     assert set(pieces) == {5}, pieces
-
-
-@pytest.mark.clock
-def test_the_budget_shrinks_until_a_mixed_step_fits_its_target() -> None:
-    scheduler, backend = make(
-        step_seconds_target=0.02, options={"prompt_token_seconds": 0.0005, "step_seconds": 0.001}
-    )
-    scheduler.add(request(1, [5] * 40, 100))
-    scheduler.step()
-    scheduler.add(request(2, [7] * 200, 4))
-    for _ in range(7):
-        scheduler.step()
-    pieces = [
-        count for step in backend.steps[1:] for slot, _, count in step if slot == 1 and count > 1
-    ]
-    assert sum(pieces) == 200
-    assert all(16 <= piece <= 48 for piece in pieces[:-1]), pieces
 
 
 class Timed(Recorder):
@@ -134,45 +91,3 @@ def test_while_prompts_keep_coming_a_step_takes_what_the_rule_gives_it(
         allowed = max(0.3, decode * 4.75, decode + 120 * (decode / decoding - cheapest))
         assert backend.now - before <= allowed * over + 0.03, (decoding, filled)
     assert mixed > 30
-
-
-def computed(scheduler: Scheduler) -> dict[int, int]:
-    """Tokens in the KV, by sequence that runs."""
-    return {sequence.id: sequence.computed for sequence in scheduler.running.values()}
-
-
-def test_the_prompts_of_an_owner_hold_up_no_other_ones_first_token() -> None:
-    scheduler, _ = make(context_tokens=4096)
-    for number in (1, 2):
-        scheduler.add(request(number, [number] * 4000, 1, origin=Origin("flood")))
-    scheduler.step()
-    scheduler.add(request(3, [7] * 60, 1, origin=Origin("brief")))
-    scheduler.add(request(4, [8] * 1500, 1, origin=Origin("long")))
-    ended = {delta.id for delta in scheduler.step() if delta.finish}
-    assert ended == {3}, "who comes is next, and a short prompt leaves most of the step to the rest"
-    while 4 in computed(scheduler):
-        now = computed(scheduler)
-        # 512 before the others came; then in turns of a step of 512.
-        assert abs(now[1] - 512 - now[4]) <= 512 and now[2] == 0, now
-        scheduler.step()
-    assert computed(scheduler)[1] < 2600
-    assert set(run(scheduler)) == {1, 2}
-
-
-def test_prompts_share_the_steps_by_the_owners_shares() -> None:
-    scheduler, _ = make(context_tokens=8192)
-    scheduler.add(request(1, [5] * 8000, 1, origin=Origin("a", 0.75)))
-    scheduler.add(request(2, [6] * 8000, 1, origin=Origin("b", 0.25)))
-    for _ in range(16):
-        scheduler.step()
-    assert computed(scheduler) == {1: 12 * 512, 2: 4 * 512}
-
-
-def test_newcomers_without_end_hold_up_no_older_prompt() -> None:
-    scheduler, _ = make(context_tokens=4096)
-    scheduler.add(request(1, [5] * 2048, 1, origin=Origin("old")))
-    for steps in range(1, 20):
-        scheduler.add(request(10 + steps, [6] * 512, 1, origin=Origin(f"new {steps}")))
-        if any(delta.id == 1 for delta in scheduler.step()):
-            break
-    assert steps <= 16, "it has four turns, each among four slots"

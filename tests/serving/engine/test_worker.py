@@ -1,22 +1,19 @@
 """The engine child as it runs in the product: a real process, a real socket, the fake backend."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.backends.fake import continuation
-from serving.engine.messages import (
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.engine_loop import CONFIG_VARIABLE, SOCKET_VARIABLE
+from serving.engine.ipc_messages import (
     Cancel,
     Died,
     Frames,
@@ -30,8 +27,8 @@ from serving.engine.messages import (
     decode_from_engine,
     frame,
 )
-from serving.engine.worker import COMPILER_NICE, CONFIG_VARIABLE, SOCKET_VARIABLE
-from serving.sampling.types import Sampling
+from serving.sampling.step_rows import Sampling
+from tests.fake_backend import continuation
 
 VOCABULARY = 8192
 
@@ -51,7 +48,7 @@ class Child:
             SOCKET_VARIABLE: str(theirs.fileno()),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serving.engine.worker"],
+            [sys.executable, "-m", "serving.engine.engine_loop"],
             env=environment,
             pass_fds=[theirs.fileno()],
             stderr=self._log,
@@ -136,23 +133,6 @@ def test_stop_with_drain_finishes_what_is_in_flight(start: Callable[..., Child])
     assert child.process.wait(10) == 0
 
 
-def test_large_prompts_that_come_at_once_are_read_between_several_steps(
-    start: Callable[..., Child],
-) -> None:
-    child = start(slots=2, context_tokens=1 << 18)
-    child.until(Ready)
-    child.send(Submit(0, GenerationRequest([5], 1 << 17)))
-    child.until(Step)
-    prompt = [100_000] * 250_000
-    child.send(*(Submit(number, GenerationRequest(prompt, 1)) for number in range(1, 9)))
-    counts = [1]
-    while counts[-1] < 9:
-        stats = child.until(Step).stats
-        counts.append(stats.running + stats.waiting)
-    came = [after - before for before, after in zip(counts, counts[1:], strict=False)]
-    assert max(came) <= 3 and sum(came) == 8
-
-
 def test_cancel_reaches_a_running_sequence(start: Callable[..., Child]) -> None:
     child = start(options={"step_seconds": 0.01})
     child.until(Ready)
@@ -186,16 +166,6 @@ def test_a_failure_is_said_before_the_end(
     assert child.process.wait(10) == 2
 
 
-def test_a_start_waits_for_nothing_that_only_some_requests_need() -> None:
-    late = {"asyncio", "concurrent.futures", "llguidance", "numpy.random", "psutil", "ssl"}
-    code = (
-        "import sys, serving.engine.worker, serving.backends.fake; "
-        f"print(sorted({late!r} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_an_unknown_option_ends_the_load_with_its_name(start: Callable[..., Child]) -> None:
     died: Died = start(options={"speed": 9}).until(Died)
     assert "'speed'" in died.message
@@ -218,33 +188,11 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(
     assert finished[1] == ("refused", why, "response_format")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_a_grammar_is_compiled_below_the_step_loop(start: Callable[..., Child]) -> None:
-    child = start()
-    child.until(Ready)
-    child.send(Submit(1, GenerationRequest([5], 3, Sampling(grammar='root ::= "x"'))))
-    while not any(delta.finish for delta in child.until(Step).deltas):
-        pass
-    threads = Path(f"/proc/{child.process.pid}/task").glob("*/stat")
-    nice = {int(stat.read_text().rpartition(")")[2].split()[16]) for stat in threads}
-    assert nice == {os.nice(0), min(19, os.nice(0) + COMPILER_NICE)}
-
-
 def test_it_ends_when_the_parent_is_gone(start: Callable[..., Child]) -> None:
     child = start()
     child.until(Ready)
     child.socket.close()
     assert child.process.wait(10) == 1
-
-
-def test_ctrl_c_is_left_to_the_parent(start: Callable[..., Child]) -> None:
-    child = start()
-    child.until(Ready)
-    child.process.send_signal(signal.SIGINT)
-    time.sleep(0.1)
-    child.send(Submit(1, GenerationRequest([5, 6], 2)))
-    child.until(Step)
-    assert child.process.poll() is None
 
 
 def test_the_fake_continuation_is_what_the_child_streams(

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serving.errors import ServingError
-from serving.hardware.cores import (
+from serving.hardware.cpu_topology import (
     SHARED_NICE,
     cores_text,
     parse_cores,
@@ -64,11 +62,6 @@ def test_a_core_that_is_not_allowed_is_named() -> None:
 def test_what_is_no_list_of_cores_is_refused(text: str) -> None:
     with pytest.raises(ServingError, match="^--cores '.*' is no list of cores"):
         parse_cores(text, "--cores")
-
-
-@given(st.sets(st.integers(0, 300)))
-def test_text_and_numbers_are_each_other_s_inverse(cores: set[int]) -> None:
-    assert parse_cores(cores_text(cores)) == tuple(sorted(cores))
 
 
 def test_siblings_are_read_from_the_kernel_s_files(tmp_path: Path) -> None:

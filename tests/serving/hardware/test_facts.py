@@ -15,18 +15,14 @@ from models.machine import (
     available_bytes,
     cgroup_cores,
     cgroup_memory_left,
-    disk_free_bytes,
     total_bytes,
 )
-from serving.hardware.arithmetic import gemm_rate
-from serving.hardware.bandwidth import read_bandwidth
-from serving.hardware.facts import HardwareFacts, hardware_facts
-from serving.hardware.memory import (
-    anonymous_bytes,
-    peak_resident_bytes,
+from serving.hardware.machine_facts import (
+    HardwareFacts,
+    gemm_rate,
+    hardware_facts,
     resident_bytes,
 )
-from serving.hardware.memory_sampler import process_memory
 
 CPUINFO = """processor\t: 0
 model name\t: Imaginary 9000
@@ -125,25 +121,6 @@ def test_what_cannot_be_read_is_none_not_zero(tmp_path: Path) -> None:
     ) == (None,) * 6
 
 
-def test_an_amd_gpu_is_read_from_sysfs(tmp_path: Path) -> None:
-    folder = "sys/class/drm/card0/device/"
-    write(
-        tmp_path,
-        {
-            "dev/kfd": "",
-            folder + "mem_info_vram_total": f"{16 << 30}\n",
-            folder + "mem_info_vram_used": f"{6 << 30}\n",
-        },
-    )
-    (gpu,) = hardware_facts(root=tmp_path).gpus
-    assert (gpu.vendor, gpu.total_bytes, gpu.free_bytes, gpu.compute_capability) == (
-        "amd",
-        16 << 30,
-        10 << 30,
-        None,
-    )
-
-
 def test_an_nvidia_card_without_its_driver_is_a_cause_of_its_own(tmp_path: Path) -> None:
     write(
         tmp_path,
@@ -171,79 +148,19 @@ def test_the_tightest_quota_on_the_way_up_counts(tmp_path: Path) -> None:
     assert (total_bytes(tmp_path), available_bytes(tmp_path)) == (1000000, 550000)
 
 
-def test_control_groups_of_the_old_kind_are_read_too(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "3:cpu,cpuacct:/c\n4:memory:/m\n",
-            "sys/fs/cgroup/cpu/c/cpu.cfs_quota_us": "200000\n",
-            "sys/fs/cgroup/cpu/c/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/m/memory.limit_in_bytes": "5000\n",
-            "sys/fs/cgroup/memory/m/memory.usage_in_bytes": "1000\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        },
-    )
-    assert cgroup_cores(tmp_path) == 2.0
-    assert cgroup_memory_left(tmp_path) == 4000
-
-
 def test_a_quota_cuts_the_usable_cores() -> None:
     facts = msgspec.structs.replace(hardware_facts(), allowed_cores=(0, 1, 2, 3), cgroup_cores=1.5)
     assert facts.usable_cores == 1.5
     assert msgspec.structs.replace(facts, cgroup_cores=None).usable_cores == 4.0
 
 
-def test_memory_of_a_process_follows_what_it_holds() -> None:
-    program = (
-        "import sys; sys.stdin.readline(); held = bytearray(b'x') * (64 << 20); "
-        "print('held', flush=True); sys.stdin.readline()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        before = process_memory(child.pid)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        child.stdout.readline()
-        after = process_memory(child.pid)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        child.wait(10)
-    assert before is not None and after is not None and after.pss_bytes is not None
-    assert (64 << 20) * 0.9 < after.rss_bytes - before.rss_bytes < (64 << 20) * 1.3
-    assert after.pss_bytes <= after.rss_bytes
-
-
 def test_no_process_has_no_memory() -> None:
-    assert process_memory(2**22 + 1) is None and resident_bytes(2**22 + 1) is None
-
-
-def test_the_readers_of_memory_agree() -> None:
-    whole, light = process_memory(os.getpid()), resident_bytes()
-    assert whole is not None and light == pytest.approx(whole.rss_bytes, rel=0.05)
-    assert light <= peak_resident_bytes() * 1.01
-    assert 0 < anonymous_bytes() < light
-    assert 0 < available_bytes() <= total_bytes() <= psutil.virtual_memory().total
-
-
-def test_bandwidth_is_a_plausible_number_and_small_arrays_are_quicker() -> None:
-    memory = read_bandwidth(1, seconds=0.1)
-    cache = read_bandwidth(1, seconds=0.05, array_bytes=64 << 10)
-    assert 5e8 < memory < 2e12 and cache > 0.5 * memory
-
-
-def test_disk_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert disk_free_bytes(tmp_path / "a" / "b") == pytest.approx(
-        disk_free_bytes(tmp_path), rel=0.05
-    )
+    assert resident_bytes(2**22 + 1) is None
 
 
 def test_reading_facts_imports_nothing_heavy() -> None:
     code = (
-        "import sys, serving.hardware.facts as h; h.hardware_facts(); "
+        "import sys, serving.hardware.machine_facts as h; h.hardware_facts(); "
         "print(sorted({'torch', 'numpy', 'llama_cpp'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

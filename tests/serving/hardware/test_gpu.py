@@ -1,17 +1,20 @@
 """Probes run in processes of their own, with a time limit, and never raise."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from models import isolated
-from serving.backends.probing import probe_backend
-from serving.hardware.gpu import find_gpus, run_probe
+from serving.backends.backend_table import probe_backend
+from serving.hardware.gpus import NvmlChild, find_gpus, run_probe
 
 
 @pytest.fixture
@@ -20,6 +23,13 @@ def impostor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = isolated.python_path()
     monkeypatch.setattr(isolated, "python_path", lambda: f"{tmp_path}:{real}")
     return tmp_path
+
+
+@pytest.fixture
+def child() -> Iterator[NvmlChild]:
+    one = NvmlChild()
+    yield one
+    one.close()
 
 
 def with_driver(root: Path) -> Path:
@@ -39,12 +49,14 @@ def test_without_driver_files_nothing_is_started(
     def started(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("serving.hardware.gpu.run_python", started)
+    monkeypatch.setattr("serving.hardware.gpus.start_python", started)
     found = find_gpus(root=tmp_path)
     assert (found.gpus, found.cause) == ((), "no_device")
 
 
-def test_a_gpu_is_described_as_its_driver_does(impostor: Path, tmp_path: Path) -> None:
+def test_a_gpu_is_described_as_its_driver_does(
+    impostor: Path, tmp_path: Path, child: NvmlChild
+) -> None:
     pynvml(
         impostor,
         """
@@ -58,7 +70,7 @@ def test_a_gpu_is_described_as_its_driver_does(impostor: Path, tmp_path: Path) -
         nvmlDeviceGetName = lambda h: "H200"
         """,
     )
-    (gpu,) = find_gpus(root=with_driver(tmp_path / "root")).gpus
+    (gpu,) = find_gpus(root=with_driver(tmp_path / "root"), child=child).gpus
     assert (gpu.name, gpu.total_bytes, gpu.free_bytes, gpu.driver, gpu.compute_capability) == (
         "H200",
         100,
@@ -84,12 +96,12 @@ def test_a_gpu_is_described_as_its_driver_does(impostor: Path, tmp_path: Path) -
     ],
 )
 def test_an_ill_driver_is_a_cause_and_costs_at_most_the_limit(
-    impostor: Path, tmp_path: Path, body: str, cause: str
+    impostor: Path, tmp_path: Path, child: NvmlChild, body: str, cause: str
 ) -> None:
     pynvml(impostor, body)
     started = time.perf_counter()
     limit = 1.0 if cause == "health_timeout" else 30.0  # of the others, none is a matter of time
-    found = find_gpus(root=with_driver(tmp_path / "root"), timeout_seconds=limit)
+    found = find_gpus(root=with_driver(tmp_path / "root"), timeout_seconds=limit, child=child)
     assert found.gpus == () and found.cause == cause and found.note
     assert time.perf_counter() - started < 30.0, "it would sleep for 60 s"
 
@@ -125,12 +137,35 @@ def test_a_folder_named_models_where_the_user_stands_is_not_imported(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('wrong package')")
     monkeypatch.chdir(tmp_path)
-    code, output, error = run_probe("serving.hardware.nvml:list_gpus", 20)
+    code, output, error = run_probe("serving.hardware.gpus:list_gpus", 20)
     assert code == 0 and output, error
 
 
 def test_an_unknown_probe_is_refused() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "serving.hardware.gpu", "what"], capture_output=True, text=True
+        [sys.executable, "-m", "serving.hardware.gpus", "what"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "usage" in done.stderr
+
+
+def test_one_child_answers_many_questions_and_another_follows_it(
+    impostor: Path, tmp_path: Path, child: NvmlChild
+) -> None:
+    """A fallback that looks at its GPU every few seconds starts no interpreter each time."""
+    body = """
+    import os
+    class M: total, free = 100, os.getpid()
+    nvmlInit = nvmlShutdown = lambda: None
+    nvmlSystemGetDriverVersion = lambda: "1"
+    nvmlDeviceGetCount = lambda: 1
+    nvmlDeviceGetHandleByIndex = lambda i: i
+    nvmlDeviceGetMemoryInfo = lambda h: M
+    nvmlDeviceGetName = lambda h: "H200"
+    """
+    pynvml(impostor, body)
+    root = with_driver(tmp_path / "root")
+    first, second = (find_gpus(root=root, child=child).gpus[0].free_bytes for _ in range(2))
+    assert first is not None and first == second
+    os.kill(first, signal.SIGKILL)
+    find_gpus(root=root, child=child)  # it may have died in the question
+    assert find_gpus(root=root, child=child).gpus[0].free_bytes != first

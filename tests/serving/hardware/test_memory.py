@@ -22,9 +22,8 @@ from models.convert.onnx import make_onnx
 from models.machine import cpu_flags
 from models.spec import ModelSpec
 from models.synthetic.write import write_gguf, write_hf_folder
-from serving.backends.base import BackendInfo, EngineConfig
-from serving.backends.spec import AUTO
-from serving.placement.memory import Sizes, forecast
+from serving.backends.backend_interface import AUTO, BackendInfo, EngineConfig
+from serving.placement.memory_estimate import Sizes, forecast
 from tests.serving.backends.hf_folders import forked_builder
 
 MEDIUM = ModelSpec(
@@ -44,8 +43,8 @@ MEDIUM = ModelSpec(
 SLOTS, CONTEXT = 8, 1024
 LOAD = """
 import sys, msgspec
-from serving.backends import backend_class
-from serving.backends.base import EngineConfig
+from serving.backends.backend_table import backend_class
+from serving.backends.backend_interface import EngineConfig
 config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
 backend = backend_class(config.backend)(config, lambda what, fraction: None)
 print(msgspec.json.encode(backend.info).decode())

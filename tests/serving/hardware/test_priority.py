@@ -13,7 +13,9 @@ from models.isolated import run_python, start_python
 
 CORE = max(os.sched_getaffinity(0))
 BUSY = f"import os; os.sched_setaffinity(0, [{CORE}])\nwhile True: pass"
-LOWERED = f"from serving.hardware.priority import lower_priority\nprint(lower_priority(10))\n{BUSY}"
+LOWERED = (
+    f"from serving.hardware.machine_facts import lower_priority\nprint(lower_priority(10))\n{BUSY}"
+)
 
 
 def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
@@ -38,7 +40,7 @@ def test_a_session_with_a_lower_priority_gets_little_beside_another() -> None:
 def test_a_session_that_cannot_be_lowered_is_said(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from serving.hardware.priority import lower_priority\n"
+        "from serving.hardware.machine_facts import lower_priority\n"
         "for name in sys.argv[1:]: print(lower_priority(7, Path(name)), os.nice(0))"
     )
     ran = run_python("-c", code, str(tmp_path), str(tmp_path / "no" / "file"))

@@ -19,14 +19,13 @@ import openai
 import pytest
 
 from models.tokenization.tokenizer import Tokenizer, load_tokenizer, shipped_files
-from serving.backends.base import EngineConfig
-from serving.backends.fake import continuation
+from serving.backends.backend_interface import EngineConfig
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
-from tests.serving.fakes import app_on, ask, chat, complete, served, wait_until
+from tests.fake_backend import continuation
+from tests.serving.fakes import app_on, ask, chat, complete, scraped, served, wait_until
 from tests.serving.http.test_app_streams import connected, post, read_until
-from tests.serving.test_metrics import scraped
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 

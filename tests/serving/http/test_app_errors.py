@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serving.errors import Overloaded
-from serving.http.limits import Limits
-from serving.http.wire.requests import ChatRequest, CompletionRequest
+from serving.http.api_schemas import ChatRequest, CompletionRequest
+from serving.http.body_limits import Limits
 from tests.serving.fakes import (
     INFO,
     Answer,
@@ -60,24 +60,10 @@ def test_wrong_addresses_have_openais_error_body_too(
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp"],
-)
-def test_a_body_that_is_not_json_by_its_type_is_a_415(port: int, kind: str) -> None:
-    answer = complete(port, {"Content-Type": kind})
-    assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
-
-
-@pytest.mark.parametrize(
     "kind", ["application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
 )
 def test_json_has_several_names(port: int, kind: str) -> None:
     assert complete(port, {"Content-Type": kind}).status == 200
-
-
-def test_a_body_without_a_type_is_a_415(port: int) -> None:
-    answer = ask(port, "POST", "/v1/completions", b'{"prompt": "x"}', {"Content-Type": ""})
-    assert answer.status == 415
 
 
 def test_an_error_names_the_field(port: int, supervisor: FakeSupervisor) -> None:
@@ -208,18 +194,13 @@ def test_a_key_is_asked_for_everywhere_but_by_probes(supervisor: FakeSupervisor)
         assert chat(port, {"Authorization": f"bearer {SECRET}"}).status == 200
 
 
-def test_an_empty_key_is_refused(supervisor: FakeSupervisor) -> None:
-    with pytest.raises(ValueError, match="empty"):
-        app_on(supervisor, api_key=" ")
-
-
 def test_large_bodies_and_heads_are_refused(supervisor: FakeSupervisor) -> None:
-    limits = Limits(body_bytes=1000, header_bytes=2000)
+    limits = Limits(body_bytes=1000)
     with served(app_on(supervisor, limits=limits), limits) as port:
         answer = complete(port, prompt="x" * 1000)
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
         assert complete(port, prompt="x" * 100).status == 200
-        answer = ask(port, "GET", "/health", None, {"X-Long": "x" * 1990})
+        answer = ask(port, "GET", "/health", None, {"X-Long": "x" * 32760})
         assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.http.app import ROUTES
-from serving.http.limits import Limits
-from serving.http.wire.openapi import document
-from serving.supervisor.status import Event
+from serving.http.openapi import document
+from serving.http.routes import ROUTES
+from serving.supervisor.supervisor import Event
 from tests.serving.fakes import FakeSupervisor, app_on, ask, chat, served
 
 
@@ -143,7 +142,7 @@ def test_placement_before_an_engine_is_there(supervisor: FakeSupervisor) -> None
 def test_the_document_describes_every_route_and_resolves(port: int) -> None:
     answer = ask(port, "GET", "/openapi.json")
     found = answer.json
-    assert found == msgspec.json.decode(msgspec.json.encode(document(ROUTES, "m", Limits())))
+    assert found == msgspec.json.decode(msgspec.json.encode(document(ROUTES, "m")))
     assert found["openapi"] == "3.1.0"
     for path, operations in found["paths"].items():
         for method in ("get", "post"):

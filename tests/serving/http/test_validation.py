@@ -9,16 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.backends.base import CAPABILITIES
+from serving.backends.backend_interface import CAPABILITIES
 from serving.errors import ContextOverflow
-from serving.http.chat.template import turns
-from serving.http.limits import Limits
-from serving.http.prompts import prompts_of, token_limit
-from serving.http.validation import seeded, validate
-from serving.http.wire.errors import ApiError, as_answer
-from serving.http.wire.requests import ChatRequest, CompletionRequest, Message, TextPart
-from serving.registry.model import Facts
-from serving.sampling.types import Sampling
+from serving.http.api_schemas import ChatRequest, CompletionRequest, Message, TextPart
+from serving.http.body_limits import Limits
+from serving.http.chat_completions import turns_of
+from serving.http.errors import ApiError, as_answer
+from serving.http.request_validation import ALL_TOKENS, prompts_of, token_limit, validate
+from serving.registry.loaded_model import Facts
+from serving.sampling.step_rows import Sampling
 
 ALL = Facts("fake", 256, 300, frozenset(CAPABILITIES))
 NONE = Facts("plain", 256, 300, frozenset())
@@ -34,7 +33,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def sampling(facts: Facts = ALL, **fields: Any) -> Sampling:
-    return validate(completion(**fields), facts, LIMITS).generation.sampling
+    return validate(completion(**fields), facts, LIMITS).sampling
 
 
 def test_defaults_are_openais() -> None:
@@ -77,7 +76,6 @@ def test_a_backend_that_only_knows_greedy_is_asked_for_greedy() -> None:
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"logit_bias": {3: 1.0}}, "logit_bias"),
         ({"logprobs": 1}, "logprobs"),
-        ({"best_of": 2}, "best_of"),
         ({"grammar": 'root ::= "a"'}, "grammar"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
@@ -110,38 +108,12 @@ def test_json_formats_become_a_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-        {"grammar": "root ::= x\n" + "x ::= x\n" * 500},
-        {"grammar": "x" * 65_537},
-        {"grammar": 'root ::= "a"', "response_format": {"type": "json_object"}},
-    ],
-)
-def test_schemas_and_grammars_have_limits_before_an_engine_sees_them(
-    fields: dict[str, Any],
-) -> None:
-    with pytest.raises(ApiError) as caught:
-        sampling(**fields)
-    assert caught.value.status == 400
-    assert str(caught.value.param).partition(".")[0] in fields
-
-
-@pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": ""}, "stop"),
-        ({"stop": ["ok", ""]}, "stop"),
-        ({"stop": "x" * 1025}, "stop"),
-        ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"logit_bias": {300: 1.0}}, "logit_bias"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
-        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"n": 3, "best_of": 2}, "best_of"),
-        ({"best_of": 2, "stream": True}, "best_of"),
     ],
 )
 def test_limits_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -151,48 +123,10 @@ def test_limits_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
 
 
 def test_logprobs_of_a_chat_count_their_alternatives() -> None:
-    assert validate(chat(logprobs=True), ALL, LIMITS).generation.sampling.logprobs == 0
-    assert (
-        validate(chat(logprobs=True, top_logprobs=5), ALL, LIMITS).generation.sampling.logprobs == 5
-    )
+    assert validate(chat(logprobs=True), ALL, LIMITS).sampling.logprobs == 0
+    assert validate(chat(logprobs=True, top_logprobs=5), ALL, LIMITS).sampling.logprobs == 5
     with pytest.raises(ApiError, match="needs logprobs"):
         validate(chat(top_logprobs=5), ALL, LIMITS)
-
-
-def test_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_keeps_the_requests() -> None:
-    base = Sampling(temperature=1.0, seed=2**63 - 1)
-    seeds = [seeded(base, choice).seed for choice in range(128)]
-    assert (
-        seeds[0] == base.seed
-        and len(set(seeds)) == 128
-        and all(0 <= seed < 2**63 for seed in seeds)
-    )
-    assert seeds == [seeded(base, choice).seed for choice in range(128)]
-
-
-def test_best_of_asks_the_engine_for_what_it_needs_to_choose_and_shows_none_of_it() -> None:
-    found = validate(completion(best_of=4, n=2), ALL, LIMITS)
-    assert (
-        found.choices,
-        found.kept,
-        found.generation.sampling.logprobs,
-        found.shows_logprobs,
-    ) == (
-        4,
-        2,
-        0,
-        False,
-    )
-    found = validate(completion(best_of=4, n=2, logprobs=3), ALL, LIMITS)
-    assert (found.generation.sampling.logprobs, found.shows_logprobs) == (3, True)
-    found = validate(completion(best_of=2, n=2), ALL, LIMITS)
-    assert (found.choices, found.kept, found.generation.sampling.logprobs) == (
-        2,
-        2,
-        None,
-    )  # nothing to choose
-    with pytest.raises(ApiError, match="best_of: 2 prompts times 65"):
-        prompts_of(completion(prompt=["a", "b"], best_of=65), ALL, LIMITS)
 
 
 def test_an_echoed_prompts_log_probabilities_are_a_capability_of_their_own() -> None:
@@ -206,31 +140,25 @@ def test_an_echoed_prompts_log_probabilities_are_a_capability_of_their_own() -> 
 
 def test_the_shorter_deadline_holds() -> None:
     limits = Limits(deadline_seconds=10.0)
-    assert validate(completion(), ALL, limits).generation.deadline_seconds == 10.0
-    assert validate(completion(deadline_seconds=3), ALL, limits).generation.deadline_seconds == 3.0
-    assert (
-        validate(completion(deadline_seconds=30), ALL, limits).generation.deadline_seconds == 10.0
-    )
-    assert validate(completion(), ALL, LIMITS).generation.deadline_seconds is None
+    assert validate(completion(), ALL, limits).deadline_seconds == 10.0
+    assert validate(completion(deadline_seconds=3), ALL, limits).deadline_seconds == 3.0
+    assert validate(completion(deadline_seconds=30), ALL, limits).deadline_seconds == 10.0
+    assert validate(completion(), ALL, LIMITS).deadline_seconds is None
 
 
 def test_max_tokens_defaults_to_16_for_completions_and_to_the_rest_for_chat() -> None:
-    assert token_limit(completion(), 100, ALL, LIMITS, 16) == 16
-    assert token_limit(completion(), 250, ALL, LIMITS, 16) == 6
-    assert token_limit(chat(), 100, ALL, LIMITS, None) == 156
-    assert token_limit(chat(max_completion_tokens=5), 100, ALL, LIMITS, None) == 5
-    assert token_limit(chat(max_completion_tokens=5, max_tokens=5), 100, ALL, LIMITS, None) == 5
-    assert token_limit(completion(max_tokens=-1), 100, ALL, LIMITS, 16) == 156
+    assert token_limit(completion(), 100, ALL, 16) == 16
+    assert token_limit(completion(), 250, ALL, 16) == 6
+    assert token_limit(chat(), 100, ALL, ALL_TOKENS) == 156
+    assert token_limit(chat(max_completion_tokens=5), 100, ALL, ALL_TOKENS) == 5
+    assert token_limit(chat(max_completion_tokens=5, max_tokens=5), 100, ALL, ALL_TOKENS) == 5
+    assert token_limit(completion(max_tokens=-1), 100, ALL, 16) == 156
 
 
-def test_max_tokens_beyond_the_room_is_cut_or_on_request_refused() -> None:
-    asked, strict = chat(max_tokens=2**31 - 1), Limits(strict_max_tokens=True)
-    assert token_limit(asked, 250, ALL, LIMITS, None) == 6
-    with pytest.raises(ContextOverflow, match="maximum context length"):
-        token_limit(asked, 250, ALL, strict, None)
-    assert token_limit(chat(max_tokens=-1), 250, ALL, strict, None) == 6
+def test_max_tokens_beyond_the_room_is_cut() -> None:
+    assert token_limit(chat(max_tokens=2**31 - 1), 250, ALL, ALL_TOKENS) == 6
     with pytest.raises(ApiError, match="min_tokens"):
-        token_limit(completion(max_tokens=9, min_tokens=7), 250, ALL, LIMITS, 16)
+        token_limit(completion(max_tokens=9, min_tokens=7), 250, ALL, 16)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +166,7 @@ def test_max_tokens_beyond_the_room_is_cut_or_on_request_refused() -> None:
 )
 def test_a_context_overflow_says_both_numbers(prompt_tokens: int, max_tokens: int | None) -> None:
     with pytest.raises(ContextOverflow) as caught:
-        token_limit(chat(max_tokens=max_tokens), prompt_tokens, ALL, LIMITS, None)
+        token_limit(chat(max_tokens=max_tokens), prompt_tokens, ALL, ALL_TOKENS)
     answer = as_answer(caught.value)
     assert answer is not None and answer.status == 400
     error = answer.body.error
@@ -251,20 +179,13 @@ def test_a_context_overflow_says_both_numbers(prompt_tokens: int, max_tokens: in
     assert "maximum context length is 256 tokens" in error.message
 
 
-def test_for_no_answer_the_prompt_may_fill_the_context_unless_it_is_scored() -> None:
-    assert token_limit(completion(max_tokens=0), 256, ALL, LIMITS, 16) == 0
-    for prompt_tokens, fields in ((257, {}), (256, {"echo": True, "logprobs": 0})):
-        with pytest.raises(ContextOverflow, match="maximum context length"):
-            token_limit(completion(max_tokens=0, **fields), prompt_tokens, ALL, LIMITS, 16)
-
-
 def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ApiError, match="differ"):
-        token_limit(chat(max_completion_tokens=5, max_tokens=6), 100, ALL, LIMITS, None)
+        token_limit(chat(max_completion_tokens=5, max_tokens=6), 100, ALL, ALL_TOKENS)
     with pytest.raises(ApiError, match="min_tokens"):
-        token_limit(completion(min_tokens=17), 100, ALL, LIMITS, 16)
+        token_limit(completion(min_tokens=17), 100, ALL, 16)
     with pytest.raises(ApiError, match="no tokens"):
-        token_limit(completion(), 0, ALL, LIMITS, 16)
+        token_limit(completion(), 0, ALL, 16)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +227,9 @@ def test_turns_are_texts() -> None:
     parts = Message(
         role="developer", content=[TextPart(type="text", text="a"), TextPart(type="text", text="b")]
     )
-    assert turns([parts, Message(role="assistant")], LIMITS) == [
+    assert turns_of([parts, Message(role="assistant")]) == [
         {"role": "system", "content": "a\nb"},
         {"role": "assistant", "content": ""},
     ]
     with pytest.raises(ApiError, match=r"messages\[0\].content"):
-        turns([Message(role="user")], LIMITS)
-    with pytest.raises(ApiError, match="4096"):
-        turns([Message(role="user", content="x")] * 4097, LIMITS)
+        turns_of([Message(role="user")])

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from models.ladder import rung
-from serving.hardware.facts import hardware_facts
+from serving.hardware.machine_facts import hardware_facts
 from serving.placement.best_engine import Question, best_engine, choice_lines, known_times
-from serving.placement.decision import NoPlacement, PlacementRequest
 from serving.placement.engine_choice import EngineCandidate, EngineChoice, EngineTimes, Work
+from serving.placement.placement_policy import NoPlacement, PlacementRequest
 from serving.placement.times_table import keep, machine_of, read_table, table_path
 
 FACTS = msgspec.structs.replace(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models.synthetic.write import write_gguf
-from serving.backends.base import BackendInfo, EngineConfig
+from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.placement.engine_choice import EngineCandidate, Work, choose
 from serving.placement.engine_times import (
     MeasuringFailed,
@@ -13,7 +13,7 @@ from serving.placement.engine_times import (
     prompt_class,
     step_times,
 )
-from serving.sampling.types import Row, Sampled
+from serving.sampling.step_rows import Row, Sampled
 from tests.serving.backends.hf_folders import onnx_folder
 from tests.shapes import TINY_LLAMA3
 

@@ -11,11 +11,11 @@ import pytest
 
 from serving.errors import Unavailable
 from serving.metrics import ServerMetrics
-from serving.registry.model import ModelRouter
-from serving.registry.options import ModelOptions
-from serving.registry.prepare import Machine, prepare
-from serving.registry.registry import Registry
-from serving.registry.room import RegistryLimits
+from serving.registry.engine_config import Machine, prepare
+from serving.registry.eviction import RegistryLimits
+from serving.registry.loaded_model import ModelRouter
+from serving.registry.model_registry import Registry
+from serving.server_options import ModelOptions
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 
@@ -79,12 +79,13 @@ async def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def refused(registry: Registry, name: str, asker: str = "") -> Unavailable:
+async def refused(registry: Registry, name: str) -> Unavailable:
     with pytest.raises(Unavailable) as problem:
-        await registry.hold(name, asker)
+        await registry.hold(name)
     assert problem.value.retry_after_seconds > 0
     return problem.value
 
 
 def started(registry: Registry, name: str) -> int:
-    return [event.kind for event in registry.tenants[name].supervisor.events].count("started")
+    events = registry.tenants[name].supervisor.events
+    return sum(event.kind == "started" for event in events)

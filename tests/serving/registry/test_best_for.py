@@ -8,11 +8,11 @@ import pytest
 
 from models.cache import Wish, synthetic_path
 from models.ladder import rung
-from serving.hardware.facts import hardware_facts
+from serving.hardware.machine_facts import hardware_facts
 from serving.placement.engine_choice import EngineChoice, EngineTimes
 from serving.placement.times_table import keep
-from serving.registry.options import ModelOptions
-from serving.registry.prepare import Machine, best_for, find_model, place
+from serving.registry.engine_config import Machine, best_for, find_model, place
+from serving.server_options import ModelOptions
 
 SPEC = rung("135m").spec
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.registry.eviction import Resident, make_room
+from serving.placement.placement_policy import Attempt
+from serving.registry.eviction import Resident, bytes_free, bytes_needed, make_room
 
 FREE: dict[str, int | None] = {"cpu": 10}
 
@@ -82,11 +82,6 @@ def test_an_engine_on_standby_needs_room_on_both_devices() -> None:
     assert make_room([{"gpu": 1, "cpu": 12}], residents, {"gpu": 5, "cpu": 10}).evict == ("a",)
 
 
-def test_no_options_are_a_mistake() -> None:
-    with pytest.raises(ValueError, match="nothing"):
-        make_room([], [], {})
-
-
 @given(
     need=st.integers(0, 60),
     free=st.integers(-10, 40),
@@ -115,3 +110,19 @@ def test_whatever_comes_the_answer_fits_spares_the_busy_and_takes_nobody_in_vain
         gone = set(verdict.evict)
         assert gone <= idle and fits(gone)
         assert not any(fits(gone - {name}) for name in gone)
+
+
+def test_of_two_cards_only_the_one_that_is_needed_gives_memory_back() -> None:
+    """Half of the need free on each card is room on none."""
+    residents = [resident("a", 20, 1.0, device="GPU-1"), resident("b", 20, 2.0, device="GPU-2")]
+    free: dict[str, int | None] = {"GPU-2": 4}
+    assert make_room([{"GPU-2": 24}], residents, free).evict == ("b",)
+    assert make_room([{"GPU-2": 30}], residents, free).option is None
+
+
+def test_attempts_and_residents_of_a_gpu_are_told_apart_by_its_uuid() -> None:
+    on_first = Attempt("gpu", "torch", "bf16", "H100", 5, 3, 2, 4, device_id="GPU-1")
+    on_cpu = Attempt("cpu", "llama_cpp", "Q4_0", "CPU", 2, 1, 1, 50)
+    assert bytes_needed([on_first, on_cpu], standby=True) == [{"GPU-1": 10, "cpu": 4}, {"cpu": 4}]
+    held = [Resident("x", {"cpu": 30}, 0.0, False)]
+    assert bytes_free([on_first, on_cpu], held, 5, 60) == {"GPU-1": 4, "cpu": 30}

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from typing import Any
 
 import pytest
 
-from serving.engine.messages import GenerationRequest
-from serving.errors import Busy, LoadFailed
-from serving.http.admin_wire import ModelState
+from serving.engine.ipc_messages import GenerationRequest
+from serving.errors import LoadFailed
 from serving.metrics import ServerMetrics
-from serving.placement.decision import NoPlacement
-from serving.registry import registry, tenant
-from serving.registry.model import ModelRouter
-from serving.registry.prepare import Machine, prepare
-from serving.registry.registry import Registry
-from serving.registry.room import RegistryLimits
-from serving.supervisor.stream import merged
+from serving.placement.placement_policy import NoPlacement
+from serving.registry import loaded_model
+from serving.registry.engine_config import Machine, prepare
+from serving.registry.eviction import RegistryLimits
+from serving.registry.loaded_model import ModelRouter
+from serving.registry.model_registry import Registry
+from serving.supervisor.inflight_requests import merged
 from serving.supervisor.supervisor import Supervisor
 from tests.serving.registry.fleets import (
     MIB,
@@ -62,11 +60,10 @@ def test_a_model_that_does_not_load_is_not_tried_by_every_request() -> None:
 def test_a_model_whose_engines_kept_dying_is_loaded_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tenant, "FUSE_FIRST_SECONDS", 0.5)
-    monkeypatch.setattr(registry, "idle_check_seconds", lambda tenants: 0.01)
+    monkeypatch.setattr(loaded_model, "RETRY_FIRST_SECONDS", 0.5)
 
     async def scenario() -> None:
-        async with fleet_of(model("a", fail_cause="exit", fail_token=9)) as fleet:
+        async with fleet_of(model("a", fail_cause="exit", fail_token=9, idle=600.0)) as fleet:
             a = fleet.tenants["a"]
             for tries in (1, 2):
                 await until(lambda: a.supervisor.state == "ready")
@@ -92,57 +89,6 @@ def test_what_can_never_fit_is_said_to_be_so() -> None:
             with pytest.raises(NoPlacement, match="even alone"):
                 await registry.load("a")
             assert (await refused(registry, "a")).code == "load_failed"
-
-    run(scenario())
-
-
-def test_a_swap_goes_on_serving_and_one_that_fails_changes_nothing() -> None:
-    async def scenario() -> None:
-        async with fleet_of(
-            model("a"), limits=RegistryLimits(most_loaded=1)
-        ) as registry:  # the one that leaves does not count
-            await until(lambda: registry.states()["a"] == "ready")
-            old = registry.tenants["a"]
-            old_pid = old.supervisor.engine_pid
-            with pytest.raises(LoadFailed, match="load_oom"):
-                await registry.swap("a", model("a", fail_cause="load_oom"))
-            assert (
-                registry.tenants["a"] is old
-                and old.supervisor.engine_pid == old_pid
-                and registry.states()["a"] == "ready"
-            )
-            assert "the swap to fake failed" in (ModelState.of(registry.tenants["a"]).problem or "")
-
-            stream = old.supervisor.submit(GenerationRequest([1, 2], 300, ignore_eos=True))
-            swapping = asyncio.create_task(registry.swap("a", model("a", load_seconds=0.3)))
-            await until(lambda: old.swapping_to is not None)
-            with pytest.raises(Busy):
-                await registry.swap("a", model("a"))
-            before = await registry.hold("a")  # served by the old one meanwhile
-            assert old.holders == 1
-            await swapping
-            new = registry.tenants["a"]
-            assert (
-                new is not old
-                and new.supervisor.engine_pid != old_pid
-                and registry.router.models["a"] is new.served_model
-            )
-            assert (
-                registry.states() == {"a": "ready"}
-                and ModelState.of(registry.tenants["a"]).problem is None
-            )
-            await asyncio.sleep(0.1)
-            late = old.supervisor.submit(GenerationRequest([1], 2))  # by who held it before
-            assert merged([delta async for delta in late]).finish == "length"
-            before()
-            assert (
-                merged([delta async for delta in stream]).finish == "length"
-            )  # nobody was cut off
-            await until(lambda: old.supervisor.state == "unloaded")
-            assert (
-                new.served_model.metrics is old.served_model.metrics
-                and new.served_model.metrics.unloads["swapped"] == 1
-            )
 
     run(scenario())
 

@@ -4,7 +4,6 @@ unbounded.
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import time
@@ -14,28 +13,12 @@ import pytest
 
 from models.tokenization.tokenizer import load_tokenizer, shipped_files
 from serving.errors import ServingError, Unsupported
-from serving.sampling import grammar as module
 from serving.sampling.grammar import Grammars, Matcher
 from serving.sampling.sampler import sample
-from serving.sampling.types import Row, Sampling
+from serving.sampling.step_rows import Row, Sampling
 from tests.shapes import TINY_LLAMA
 
 BYTES = Grammars([bytes([byte]) for byte in range(256)] + [b""], frozenset({256}))
-
-GOOD = [
-    'root ::= "yes" | "no"',
-    'root ::= [a-z]+ ("," [a-z]+)*\n',
-    'root ::= item{2,4} # a comment\nitem ::= "a" | [^"\\\\\\x00-\\x1F] | .',
-    'root ::= (\n  "a"\n  | "b"\n)\n\nother-1 ::= root',
-    'root ::= "a" |\n "b"',
-    'root ::= value\nvalue ::= "[" (value ("," value)*)? "]" | [0-9]+',
-    'root ::= ""',
-]
-
-
-@pytest.mark.parametrize("text", GOOD)
-def test_good_grammars_pass(text: str) -> None:
-    BYTES.open(Sampling(grammar=text))
 
 
 @pytest.mark.parametrize(
@@ -166,44 +149,10 @@ def test_a_matcher_follows_its_grammar(grammars: Grammars) -> None:
     assert allowed(matcher) == ENDS and matcher.error is None
 
 
-@pytest.mark.parametrize(
-    ("text", "example"),
-    [
-        ('root ::= ("a"+)+', "aa"),
-        ('root ::= (("ab"?) # one or two\n)*', "abab"),
-        ('root ::= (("x" | "a"){2}){2} "."', "axax."),
-        ('root ::= "(+)" [+)*] (")"+)+', "(+)*))"),
-        ('root ::= start "!"\nstart ::= "start"', "start!"),
-        ('root ::= Start\nStart ::= "(" root ")" | "b"', "(b)"),
-        (r'root ::= "\u0041\u00e9\u0022\\\u005c" "\U0001F600"', 'Aé"\\\\😀'),
-        (r"root ::= [\u0041-\u0043\u005d\u005e]+", "^AC]"),
-        (r"root ::= [^\u0000-\u001F\u3041-\u3093]+", "aé"),
-    ],
-)
-def test_gbnf_means_what_llama_cpp_says(text: str, example: str) -> None:
-    """What llguidance's converter alone refuses."""
-    matcher = opened(BYTES, text)
-    for byte in example.encode():
-        logits = np.zeros(257, np.float32)
-        matcher.mask(logits)
-        assert np.isfinite(logits[byte]), example
-        matcher.accept(byte)
-    logits = np.zeros(257, np.float32)
-    matcher.mask(logits)
-    assert np.isfinite(logits[256]) and matcher.error is None
-
-
 def test_a_text_may_come_in_any_tokens(grammars: Grammars, table: list[bytes]) -> None:
     """What must come next is not held to one way of cutting it into tokens."""
     first = {table[token] for token in allowed(opened(grammars, 'root ::= "the other"'))}
     assert {b"t", b"th"} <= first
-
-
-def test_logits_beyond_the_vocabulary_are_never_allowed(grammars: Grammars) -> None:
-    logits = np.zeros(TINY_LLAMA.vocabulary + 40, np.float32)
-    opened(grammars, "root ::= [0-9]").mask(logits)
-    assert np.isfinite(logits[: TINY_LLAMA.vocabulary]).any()
-    assert not np.isfinite(logits[TINY_LLAMA.vocabulary :]).any()
 
 
 def test_a_token_that_is_not_allowed_ends_its_own_request(grammars: Grammars) -> None:
@@ -215,45 +164,6 @@ def test_a_token_that_is_not_allowed_ends_its_own_request(grammars: Grammars) ->
     assert f"token {wrong} was drawn" in str(matcher.error)
     assert allowed(matcher) == ENDS
     assert len(allowed(bystander)) >= 2 and bystander.error is None
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {
-            "type": "object",
-            "properties": {
-                "not": {"type": "string", "maxLength": 4},
-                "minimum": {"type": "integer", "exclusiveMinimum": 1, "maximum": 4},
-                "pattern": {"type": "null"},
-            },
-            "required": ["not", "minimum", "pattern"],
-            "additionalProperties": False,
-        },
-        {"type": "array", "items": {"enum": ["cat", 7]}, "minItems": 1, "maxItems": 3},
-        {"type": "integer", "minimum": 3, "maximum": 12},
-        {"type": "string", "pattern": "^[a-c]{2}[0-9]$"},
-    ],
-    ids=lambda schema: str(schema["type"]),
-)
-def test_every_walk_through_a_schema_is_a_document_of_it(
-    grammars: Grammars, table: list[bytes], schema: dict[str, object]
-) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    for seed in range(12):
-        matcher = grammars.open(Sampling(json_schema=json.dumps(schema)))
-        assert matcher is not None
-        text = b""
-        chance = random.Random(seed)
-        for _ in range(400):
-            choices = allowed(matcher)
-            ends = [token for token in choices if token in ENDS]
-            token = chance.choice(ends or choices)
-            if token in ENDS:
-                break
-            matcher.accept(token)
-            text += table[token]
-        jsonschema.validate(json.loads(text), schema)
 
 
 @pytest.mark.parametrize(
@@ -283,25 +193,6 @@ def test_every_json_answer_of_a_random_model_parses(
         assert isinstance(json.loads(text.decode()), kind)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(grammar="root ::= " + "[" * 16_000),
-        Sampling(grammar="root ::= " + '\\"' * 8_000),
-        Sampling(json_schema=json.dumps({"type": "string", "format": "\n" * 16_000})),
-        Sampling(json_schema=json.dumps({"type": "string", "format": "Resource '" * 6_000})),
-    ],
-    ids=["classes", "texts", "lines of an error", "names in an error"],
-)
-def test_no_text_is_a_playground_of_our_own_expressions(sampling: Sampling) -> None:
-    """64 KiB of `[` held the engine's interpreter for 80 s: a thread of its own is no help."""
-    BYTES.prepare()
-    started = time.thread_time()
-    with pytest.raises(Unsupported):
-        BYTES.open(sampling)
-    assert time.thread_time() - started < 0.5
-
-
 @pytest.mark.parametrize("text", [DOUBLING, NESTING, 'root ::= ((("a"?){99}){99})'])
 def test_matching_is_bounded(grammars: Grammars, text: str) -> None:
     chance = random.Random(1)
@@ -316,76 +207,6 @@ def test_matching_is_bounded(grammars: Grammars, text: str) -> None:
             break
         matcher.accept(chance.choice(choices))
     assert time.thread_time() - started < 5
-
-
-def test_a_grammar_that_takes_too_long_is_given_up(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matcher = opened(grammars, "root ::= [0-9]+")
-    monkeypatch.setattr(module, "MASK_CPU_SECONDS", -1.0)
-    with pytest.raises(Unsupported, match="too long"):
-        opened(grammars, "root ::= [0-8]+")
-    monkeypatch.setattr(module, "MASK_CPU_SECONDS", 1e-3)  # of a whole text
-    monkeypatch.setattr(module, "TOKEN_CPU_SECONDS", 0.0)
-    matcher, masks = matcher.copy(), 0
-    while (tokens := allowed(matcher)) != ENDS:  # asked once a turn: each asking takes CPU time
-        matcher.accept(next(token for token in tokens if token not in ENDS))
-        masks += 1
-    assert isinstance(matcher.error, Unsupported) and "takes too long" in str(matcher.error)
-    assert 0 < masks < 1000
-
-
-@pytest.mark.parametrize(
-    "text", ['root ::= "a"{1,  ', "a ::= b\n" * 600, 'root ::= "a"', 'root ::= r\nr ::= r "a"']
-)
-def test_nothing_of_a_grammar_waits_for_the_garbage_collector(
-    table: list[bytes], text: str
-) -> None:
-    """The engine's collector hardly ever runs, and it does not see a matcher's megabytes."""
-    grammars = Grammars(table, frozenset(ENDS))
-
-    def ask(number: int) -> None:
-        for _ in range(3):
-            try:
-                opened(grammars, f"{text}\n# {number}")
-            except Unsupported as problem:
-                assert problem.parameter == "grammar"
-
-    ask(0)
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(1, 2 * module.KEPT):
-            ask(number)
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
-
-
-def test_the_answers_of_a_request_share_one_compilation(
-    table: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts: list[str | None] = []
-
-    def counted(sampling: Sampling) -> str:
-        texts.append(sampling.grammar)
-        return compiled(sampling)
-
-    compiled = module._compiled
-    monkeypatch.setattr(module, "_compiled", counted)
-    grammars = Grammars(table, frozenset(ENDS))
-    first, second = (opened(grammars, 'root ::= "ab"') for _ in range(2))
-    first.accept(next(token for token in allowed(first) if table[token] == b"a"))
-    assert [table[token] for token in allowed(first)] == [b"b"]
-    assert [table[token] for token in allowed(second)] == [b"a"]
-    for _ in range(3):
-        with pytest.raises(Unsupported, match="nothing matches"):
-            opened(grammars, "root ::= root")
-    assert texts == ['root ::= "ab"', "root ::= root"]
-    for number in range(module.KEPT):
-        opened(grammars, f'root ::= "{number}"')
-    opened(grammars, 'root ::= "ab"')
-    assert texts[-1] == 'root ::= "ab"' and len(texts) == module.KEPT + 3
 
 
 LETTERS = "root ::= " + " ".join(["[a-z]{1,1000}"] * 40)
@@ -413,53 +234,3 @@ def test_a_grammar_that_outgrows_its_limits_is_refused_by_its_parameter(
         matcher.accept(int(logits.argmax()))
     assert isinstance(matcher.error, Unsupported) and matcher.error.parameter == parameter
     assert "cannot be used: Current row has" in str(matcher.error)
-
-
-PIECES = [
-    *(
-        '"x"',
-        '"yz"',
-        '""',
-        "[a-z]",
-        "[^a]",
-        ".",
-        "root",
-        "a",
-        "|",
-        "|",
-        "::=",
-        "::=",
-        "\n",
-        "(",
-        ")",
-        "*",
-        "+",
-        "?",
-        "{2}",
-        "{0,3}",
-        "{1,}",
-    ),
-    *("[", '"', "#c\n", "<x>", "!<[5]>", "\\", "{", "(a)?"),
-]
-
-
-def test_random_grammars_are_refused_or_work(grammars: Grammars) -> None:
-    chance = random.Random(3)
-    worked = 0
-    for _ in range(300):
-        text = (
-            "root ::= "
-            + " ".join(chance.choices(PIECES, k=chance.randint(1, 12)))
-            + chance.choice(["", '\na ::= "q" | [k-m]'])
-        )
-        try:
-            matcher = opened(grammars, text)
-        except Unsupported:
-            continue
-        worked += 1
-        for _ in range(3):
-            choices = allowed(matcher)
-            if set(choices) <= set(ENDS):
-                break
-            matcher.accept(chance.choice(choices))
-    assert worked > 10, "too few of them are grammars for the test to mean anything"

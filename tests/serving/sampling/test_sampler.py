@@ -15,9 +15,8 @@ from scipy import stats
 from scipy.special import log_softmax, softmax
 
 from serving.errors import Unsupported
-from serving.sampling.draw import top_ids, uniforms
 from serving.sampling.sampler import sample
-from serving.sampling.types import NO_TOKEN, Row, Sampled, Sampling
+from serving.sampling.step_rows import NO_TOKEN, Row, Sampled, Sampling
 
 F32 = npt.NDArray[np.float32]
 
@@ -84,22 +83,6 @@ def assert_drawn_from(
 
 
 # --- uniform numbers
-
-
-def test_uniform_numbers_are_a_function_of_seed_position_and_lane() -> None:
-    first = uniforms(7, 12, 100)
-    uniforms(8, 1, 3)
-    assert np.array_equal(uniforms(7, 12, 100), first)
-    assert np.array_equal(uniforms(7, 12, 5), first[:5])
-    others = [uniforms(*name) for name in ((8, 12, 100), (7, 13, 100), (7, 12, 100, 1))]
-    others.append(uniforms((1 << 63) + 7, 12, 100))
-    assert not any(np.isin(first, other).any() for other in others)
-    assert np.array_equal(uniforms(-1, 1, 4), uniforms((1 << 64) - 1, 1, 4))
-
-
-def test_uniform_numbers_of_neighbours_are_uniform() -> None:
-    values = np.array([uniforms(seed, position, 1) for seed in range(60) for position in range(60)])
-    assert stats.kstest(values.ravel(), "uniform").pvalue > 1e-3
 
 
 # --- greedy
@@ -180,22 +163,6 @@ def test_wide_distributions_are_exact_too(top_p: float) -> None:
     assert_drawn_from(draws(logits, sampling, 4000), expected)
 
 
-@pytest.mark.parametrize("vocabulary", [2, 63, 64, 65, 130])
-def test_small_vocabularies_have_the_exact_distribution(vocabulary: int) -> None:
-    logits = np.linspace(0, 1, vocabulary, dtype=np.float32)
-    counts = np.bincount(draws(logits, Sampling(temperature=1.0), 3000), minlength=vocabulary)
-    assert stats.chisquare(counts, softmax(logits.astype(np.float64)) * 3000).pvalue > 1e-4
-
-
-@pytest.mark.parametrize("levels", [1, 2, 5])
-def test_ties_at_the_edge_of_the_nucleus_go_to_lower_ids(levels: int) -> None:
-    logits = (np.arange(400) % levels).astype(np.float32)
-    sampling = Sampling(temperature=1.0, top_p=0.4)
-    expected = expected_distribution(logits, sampling)
-    tokens = draws(logits, sampling, 3000)
-    assert set(tokens) <= set(np.flatnonzero(expected)) and len(set(tokens)) > 50
-
-
 def test_logits_far_apart_do_not_break_the_draw() -> None:
     logits = np.linspace(-4000, 0, 3000, dtype=np.float32)
     logits[:100] = -np.inf
@@ -239,23 +206,6 @@ def test_no_token_outside_of_the_definition_is_ever_drawn(
     assert top_p == 1.0 or left[: max(0, better)].sum() / left.sum() < top_p + 1e-4
 
 
-@given(
-    st.integers(0, 10_000),
-    st.integers(1, 5000),
-    st.integers(1, 300),
-    st.sampled_from([2, 1000, 1_000_000]),
-)
-@settings(max_examples=150, deadline=None)
-def test_top_ids_is_the_head_of_a_stable_sort(
-    seed: int, vocabulary: int, count: int, levels: int
-) -> None:
-    random = np.random.default_rng(seed)
-    work = random.integers(0, levels, vocabulary).astype(np.float32)
-    work[random.random(vocabulary) < random.random()] = -np.inf
-    expected = np.argsort(-work, kind="stable")[: min(count, int(np.isfinite(work).sum()))]
-    assert top_ids(work, count).tolist() == expected.tolist()
-
-
 # --- independence of batch mates
 
 
@@ -271,33 +221,6 @@ def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
     order = random.permutation(len(rows))
     shuffled = [each.token for each in sample(logits[order], [rows[index] for index in order])]
     assert together == alone == [shuffled[list(order).index(index)] for index in range(len(rows))]
-
-
-def test_the_position_counts_the_tokens_before_however_they_came() -> None:
-    logits = np.random.default_rng(5).standard_normal((1, 2000)).astype(np.float32)
-    sampling = Sampling(temperature=2.0, seed=9)
-    whole = Row(0, np.arange(8, dtype=np.int32), 0, True, sampling)
-    last = Row(3, np.arange(1, dtype=np.int32), 7, True, sampling)
-    assert sample(logits, [whole])[0].token == sample(logits, [last])[0].token
-    others = {sample(logits, [make_row(sampling, position)])[0].token for position in range(1, 40)}
-    assert len(others) > 20
-
-
-def test_tiny_changes_of_the_logits_hardly_ever_change_the_token() -> None:
-    random = np.random.default_rng(6)
-    logits = (random.standard_normal((1, 3000)) * 2).astype(np.float32)
-    nudged = logits + (random.standard_normal((1, 3000)) * 1e-4).astype(np.float32)
-    for kind in (
-        Sampling(temperature=1.0),
-        Sampling(temperature=1.0, top_k=50),
-        Sampling(temperature=1.0, top_p=0.9),
-    ):
-        rows = [make_row(changed(kind, seed=seed)) for seed in range(300)]
-        one, other = (np.repeat(each, len(rows), axis=0) for each in (logits, nudged))
-        same = [
-            a.token == b.token for a, b in zip(sample(one, rows), sample(other, rows), strict=True)
-        ]
-        assert np.mean(same) > 0.98
 
 
 def test_logits_are_not_written() -> None:
@@ -362,7 +285,7 @@ def test_logprobs_are_those_of_the_raw_logits(count: int) -> None:
     ]
     for line, each in enumerate(sample(logits, rows)):
         assert each.logprobs is not None
-        assert each.logprobs.chosen == pytest.approx(exact[line, each.token], abs=1e-5)
+        assert each.logprobs.logprob == pytest.approx(exact[line, each.token], abs=1e-5)
         assert each.logprobs.top_ids == np.argsort(-logits[line], kind="stable")[:count].tolist()
         assert each.logprobs.top_values == pytest.approx(
             exact[line, each.logprobs.top_ids], abs=1e-5
@@ -424,8 +347,3 @@ def test_a_greedy_row_takes_the_best_of_what_is_allowed() -> None:
     assert (free.accepted, bound.accepted) == ([8], [101])
     with pytest.raises(Unsupported, match="grammar"):
         sample(logits, [make_row(Sampling(grammar="x"))])
-
-
-def test_rows_and_logits_must_match() -> None:
-    with pytest.raises(ValueError, match="2 rows of logits for 1"):
-        sample(np.zeros((2, 300), np.float32), [make_row(Sampling())])

@@ -1,14 +1,11 @@
 """The queue's bounds, and whether predicted waits and Retry-After come true."""
 
 import random
-from heapq import heappop, heappush
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from serving.supervisor.admission import Ledger, Misses, QueueBounds
+from serving.supervisor.admission import Ledger, QueueBounds
 
 OPEN = QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=None)
 
@@ -16,16 +13,16 @@ OPEN = QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=None
 def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> Ledger:
     ledger = Ledger(bounds, slots)
     for _ in range(100):
-        ledger.worked(0, int(tokens_per_second / 10), 0.1)
+        ledger.clock.learn(int(tokens_per_second / 10), 0, 0.1)
     return ledger
 
 
 def test_no_refusal_while_a_slot_is_free_whatever_the_bounds() -> None:
     ledger = paced(QueueBounds(waiting_requests=0, waiting_tokens=1, wait_seconds=0.0), slots=2)
     assert ledger.refusal(500, 500, 0.0) is None
-    ledger.admit(1, 500, 500, 0.0)
+    ledger.admit(1, 500, 500)
     assert ledger.refusal(500, 500, 0.0) is None
-    ledger.admit(2, 500, 500, 0.0)
+    ledger.admit(2, 500, 500)
     assert ledger.refusal(500, 500, 0.0) is not None
 
 
@@ -35,7 +32,7 @@ def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
     )
     for number in range(3):
         assert ledger.refusal(10, 10, 0.0) is None
-        ledger.admit(number, 10, 10, 0.0)
+        ledger.admit(number, 10, 10)
     refusal = ledger.refusal(10, 10, 0.0)
     assert (
         refusal is not None
@@ -50,12 +47,12 @@ def test_the_bound_by_tokens_lets_one_big_request_wait() -> None:
     ledger = Ledger(
         QueueBounds(waiting_requests=None, waiting_tokens=100, wait_seconds=None), slots=1
     )
-    ledger.admit(0, 10, 10, 0.0)
-    ledger.progressed(0, 1, 0.0)
+    ledger.admit(0, 10, 10)
+    ledger.progressed(0, 1)
     assert (
         ledger.refusal(5000, 100, 0.0) is None
     )  # alone it can never fit; refusing it would be for ever
-    ledger.admit(1, 60, 30, 0.0)
+    ledger.admit(1, 60, 30)
     refusal = ledger.refusal(5, 10, 0.0)
     assert refusal is not None and refusal.kind == "queue_tokens"
     assert ledger.refusal(5, 5, 0.0) is None
@@ -65,9 +62,9 @@ def test_the_bound_by_wait_needs_evidence() -> None:
     ledger = Ledger(
         QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=1.0), slots=1
     )
-    ledger.admit(0, 1000, 1000, 0.0)
+    ledger.admit(0, 1000, 1000)
     assert ledger.predicted_wait_seconds() is None and ledger.refusal(10, 10, 0.0) is None
-    ledger.worked(0, 100, 1.0)
+    ledger.clock.learn(100, 0, 1.0)
     refusal = ledger.refusal(10, 10, 0.0)
     assert (
         refusal is not None
@@ -76,17 +73,10 @@ def test_the_bound_by_wait_needs_evidence() -> None:
     )
 
 
-def test_another_engine_starts_without_a_pace() -> None:
-    ledger = paced(OPEN, slots=1)
-    assert ledger.pace is not None
-    ledger.forget_pace()
-    assert ledger.pace is None
-
-
 def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
     ledger = paced(QueueBounds(waiting_requests=1, waiting_tokens=None, wait_seconds=None), slots=1)
-    ledger.admit(0, 50, 50, 0.0)
-    ledger.admit(1, 50, 50, 0.0)
+    ledger.admit(0, 50, 50)
+    ledger.admit(1, 50, 50)
     times = [
         refusal.retry_after_seconds for _ in range(5) if (refusal := ledger.refusal(50, 50, 0.0))
     ]
@@ -139,7 +129,7 @@ def simulate(
             if ledger.refusal(prompt, outputs[1], due) is None:
                 queue.append((number, output))
                 arrived[number] = due, ledger.predicted_ttft_seconds(prompt)
-                ledger.admit(number, prompt, outputs[1], due)
+                ledger.admit(number, prompt, outputs[1])
                 number += 1
             elif due > warm_seconds:
                 refused += 1
@@ -163,10 +153,10 @@ def simulate(
         cost = (0.02 + 0.001 * filled) * (1 + noise * abs(rng.gauss(0, 1)))
         now += cost
         busy += cost if now > warm_seconds else 0.0
-        ledger.worked(filled, len(decoding), cost)
+        ledger.clock.learn(len(decoding), filled, cost)
         for sequence in decoding + begun:
             running[sequence][1] -= 1
-            ledger.progressed(sequence, 1, now)
+            ledger.progressed(sequence, 1)
             since, said = arrived[sequence]
             if sequence in begun and since > warm_seconds:
                 ttft.append(now - since)
@@ -213,7 +203,7 @@ def test_while_no_pace_is_known_nobody_waits_for_an_slo() -> None:
     ledger = Ledger(QueueBounds(ttft_seconds=1.0), slots=2)
     for number in range(2):
         assert ledger.refusal(10, 10, 0.0) is None
-        ledger.admit(number, 10, 10, 0.0)
+        ledger.admit(number, 10, 10)
     refusal = ledger.refusal(10, 10, 0.0)
     assert refusal is not None and refusal.kind == "queue_ttft"
 
@@ -221,10 +211,10 @@ def test_while_no_pace_is_known_nobody_waits_for_an_slo() -> None:
 def test_a_prompt_that_can_never_come_in_time_is_let_in_when_it_is_alone() -> None:
     ledger = paced(QueueBounds(ttft_seconds=1.0), slots=2)  # 100 tokens/s
     assert ledger.refusal(500, 10, 0.0) is None
-    ledger.admit(1, 10, 50, 0.0)
+    ledger.admit(1, 10, 50)
     refusal = ledger.refusal(500, 10, 0.0)
     assert refusal is not None and "5.1 s, 1 s are promised" in refusal.text
-    ledger.progressed(1, 1, 0.1)
+    ledger.progressed(1, 1)
     assert ledger.refusal(500, 10, 0.1) is None  # nobody else waits: no better time will come
 
 
@@ -242,99 +232,15 @@ def test_the_slot_that_a_new_sequence_finds_is_the_one_that_is_free_first() -> N
     """
     ledger = paced(OPEN, slots=2)
     for number, limit in ((1, 10), (2, 40), (3, 30)):
-        ledger.admit(number, 0, limit, 0.0)
-    ledger.progressed(1, 0, 0.0)
-    ledger.progressed(2, 0, 0.0)
+        ledger.admit(number, 0, limit)
+    ledger.progressed(1, 0)
+    ledger.progressed(2, 0)
     assert ledger.predicted_wait_seconds() == pytest.approx((10 + 40 + 30) / 100)
     ledger.admit(
-        4, 0, 100, 0.0
+        4, 0, 100
     )  # ends of the slots: 40 and 140; the next one begins at 40, all but 100 of the work done
     assert ledger.predicted_wait_seconds() == pytest.approx((10 + 40 + 30) / 100)
-    ledger.progressed(1, 10, 0.0)
+    ledger.progressed(1, 10)
     assert ledger.predicted_wait_seconds() == pytest.approx(
         (40 + 30 + 10) / 100
     )  # the fourth does 10 before the second ends
-
-
-def test_a_margin_follows_the_worst_of_the_recent_misses_and_is_bounded() -> None:
-    misses = Misses()
-    assert misses.margin_seconds(2.0) == pytest.approx(0.6)
-    for _ in range(30):
-        misses.add(-0.5)
-    assert misses.margin_seconds(2.0) == pytest.approx(0.2)
-    misses.add(0.3)
-    assert misses.margin_seconds(2.0) == pytest.approx(0.5)
-    misses.add(60.0)  # the machine stood still
-    assert misses.margin_seconds(2.0) == pytest.approx(1.0)
-    for _ in range(200):
-        misses.add(0.0)
-    assert misses.margin_seconds(2.0) == pytest.approx(0.2)
-
-
-def test_who_comes_back_when_told_to_is_let_in_and_the_engine_has_work_meanwhile() -> None:
-    """A burst of 100 on one slot with room for 2; each takes 1 s and comes back when it was told
-    to.
-    """
-    ledger = paced(
-        QueueBounds(
-            waiting_requests=2, waiting_tokens=None, wait_seconds=None, retry_longest_seconds=500.0
-        ),
-        slots=1,
-    )
-    due = [(0.0, number) for number in range(100)]
-    running: list[int] = []
-    tries, idle, finished_at = 0, 0.0, 0.0
-    while due:
-        now, number = heappop(due)
-        while running and finished_at <= now:
-            ledger.progressed(running[0], 50, finished_at)
-            ledger.finished(running.pop(0))
-            finished_at += 1.0
-        tries += 1
-        refusal = ledger.refusal(50, 50, now)
-        if refusal is not None:
-            heappush(due, (now + refusal.retry_after_seconds, number))
-            continue
-        if not running:
-            idle += now - (finished_at - 1.0) if finished_at else 0.0
-            finished_at = now + 1.0
-        running.append(number)
-        ledger.admit(number, 50, 50, now)
-    assert tries < 2.2 * 100 and idle < 0.12 * 100
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["admit", "progress", "finish", "restart"]),
-            st.integers(0, 5),
-            st.integers(0, 40),
-        ),
-        max_size=60,
-    )
-)
-def test_the_books_balance_after_any_history(history: list[tuple[str, int, int]]) -> None:
-    ledger = Ledger(OPEN, slots=2)
-    known: set[int] = set()
-    for action, sequence, amount in history:
-        if action == "admit" and sequence not in known:
-            ledger.admit(sequence, amount, amount + 1, 0.0)
-            known.add(sequence)
-        elif action == "progress":
-            ledger.progressed(sequence, amount, 0.0)
-        elif action == "restart":
-            ledger.restarted(sequence)
-        elif action == "finish":
-            ledger.finished(sequence)
-            known.discard(sequence)
-        assert len(ledger) == len(known) and 0 <= ledger.waiting <= len(known)
-        assert ledger.outstanding_work >= 0 and ledger.waiting_tokens >= 0
-    for sequence in known:
-        ledger.finished(sequence)
-    assert (len(ledger), ledger.waiting, ledger.waiting_tokens, ledger.outstanding_work) == (
-        0,
-        0,
-        0,
-        0.0,
-    )

@@ -19,17 +19,15 @@ import pytest
 
 from models.tokenization.tokenizer import load_tokenizer
 from serving.errors import Cause
-from serving.hardware.facts import HardwareFacts
-from serving.hardware.gpu_facts import GpuFacts
-from serving.placement.plan import explain
-from serving.placement.policy import Policy
-from serving.registry.options import ModelOptions
-from serving.registry.prepare import Machine, prepare
+from serving.hardware.gpus import GpuFacts
+from serving.hardware.machine_facts import HardwareFacts
+from serving.placement.placement_policy import explain
+from serving.registry.engine_config import Machine, prepare
+from serving.server_options import ModelOptions, Policy
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
-from tests.serving.fakes import app_on, ask, complete, served, wait_until
+from tests.serving.fakes import app_on, ask, complete, scraped, served, wait_until
 from tests.serving.placement.test_plan import machine, with_gpu
-from tests.serving.test_metrics import scraped
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
 

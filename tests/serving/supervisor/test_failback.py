@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 
 from serving.errors import Cause
-from serving.supervisor.restart_policy import Ending, Failback, RecoveryLimits
+from serving.supervisor.restart_policy import Ending, RecoveryLimits
+from serving.supervisor.return_to_gpu import Failback
 
 LIMITS = RecoveryLimits()  # 30 s until the first attempt, 30 s of looking usable, four an hour
 DIED = [Ending(0, Cause.runtime_oom, "it said so", 0.0, 10.0)]

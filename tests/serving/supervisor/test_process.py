@@ -11,15 +11,13 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from models.isolated import start_python
-from serving.backends import BACKENDS
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.errors import Cause
-from serving.supervisor.engine_environment import SHORT_SPINS, allocator, environment
-from serving.supervisor.process import EngineProcess
+from serving.supervisor.engine_process import EngineProcess
+from serving.supervisor.hang_detection import HangWatch
 from serving.supervisor.restart_policy import RecoveryLimits
 
 GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -40,61 +38,6 @@ def huge_kib(environment: dict[str, str]) -> int:
         check=True,
     )
     return int(done.stdout)
-
-
-@pytest.mark.skipif(
-    not GRANTED.is_file() or "[madvise]" not in GRANTED.read_text(),
-    reason="huge pages are not granted on request here",
-)
-def test_large_allocations_of_an_engine_are_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert huge_kib({}) < 8 << 10 < 32 << 10 < huge_kib(allocator("llama_cpp"))
-    assert allocator("llama_cpp") == allocator("onnx") != {}
-
-
-def test_what_the_user_said_to_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
-    assert allocator("onnx") == {
-        "GLIBC_TUNABLES": "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"
-    }
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
-    assert [allocator(name) for name, spec in BACKENDS.items() if spec.huge_pages] == [{}, {}]
-
-
-def test_torch_keeps_the_allocator_that_it_was_measured_with() -> None:
-    assert allocator("torch") == {}
-
-
-def test_an_engine_that_shares_cores_spins_briefly_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    alone = EngineConfig(backend="fake", model_path="", model_name="fake")
-    shares = msgspec.structs.replace(alone, nice=3)
-    assert "GOMP_SPINCOUNT" not in environment(alone, 3)
-    assert environment(shares, 3)["GOMP_SPINCOUNT"] == SHORT_SPINS
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert environment(shares, 3)["GOMP_SPINCOUNT"] == "7"
-
-
-def test_an_engines_number_is_its_own_until_its_end_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else `kill` could hit who got the number next."""
-    monkeypatch.setattr("serving.supervisor.process.start_python", start_python)  # no fork
-
-    async def scenario() -> None:
-        ended = asyncio.Event()
-        engine = EngineProcess(0, EngineConfig("fake", "", "m"), lambda line: None)
-        await engine.start(lambda engine, message: None, lambda engine: ended.set())
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        time.sleep(1.0)  # the loop cannot hear of it
-        assert engine.alive and Path(f"/proc/{engine.pid}").exists()
-        await asyncio.wait_for(ended.wait(), 20)
-        assert engine.returncode == -signal.SIGKILL and not Path(f"/proc/{engine.pid}").exists()
-
-    asyncio.run(scenario())
 
 
 ABORTED = (
@@ -128,8 +71,8 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As one that is in the driver: here nobody hears of its end."""
-    monkeypatch.setattr("serving.supervisor.process.start_python", start_python)  # no fork
-    monkeypatch.setattr("serving.supervisor.process.STUCK_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)  # no fork
+    monkeypatch.setattr("serving.supervisor.engine_process.STUCK_AFTER_SECONDS", 0.2)
     monkeypatch.setattr(EngineProcess, "_wait", lambda engine: None)
 
     async def scenario() -> None:
@@ -148,17 +91,25 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
 
 
 def test_a_silent_load_on_a_gpu_is_given_up_earlier() -> None:
-    limits = RecoveryLimits()
-    for device, seconds in (("gpu", limits.gpu_load_timeout_seconds), ("cpu", None)):
-        engine = EngineProcess(0, EngineConfig("fake", "", "m", device=device))
-        engine.pid = os.getpid()
-        engine._heard_at = time.monotonic() - limits.gpu_load_timeout_seconds - 1
-        trouble = engine.trouble(limits)
-        assert (trouble is not None) == (seconds is not None)
-    limits = RecoveryLimits()
-    for backend, given_up in (("torch", True), ("llama_cpp", False)):
-        engine = EngineProcess(0, EngineConfig(backend, "", "m", device="gpu"))
-        engine.pid, engine.ready = os.getpid(), cast(Any, object())
-        engine.took(1)
-        engine._step_at = time.monotonic() - limits.gpu_step_timeout_seconds - 1
-        assert (engine.trouble(limits) is not None) == given_up, backend
+    limits = RecoveryLimits(gpu_load_timeout_seconds=0.05)
+    watch = HangWatch()
+    time.sleep(0.1)
+    found = [watch.trouble(os.getpid(), None, 0, limits, device) for device in ("gpu", "cpu")]
+    assert found[0] is not None and "no word from the loading engine" in found[0]
+    assert found[1] is None
+
+
+def test_no_process_can_be_started_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model must not wait for ever for an engine that never was."""
+
+    def none_left() -> Any:
+        raise OSError(24, "Too many open files")
+
+    async def scenario() -> None:
+        ended = asyncio.Event()
+        engine = EngineProcess(0, EngineConfig("fake", "", "m"))
+        monkeypatch.setattr("serving.supervisor.engine_process.socket.socketpair", none_left)
+        await engine.start(lambda engine, message: None, lambda engine: ended.set())
+        assert ended.is_set() and "Too many open files" in engine.why()[1]
+
+    asyncio.run(scenario())

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from serving.backends.base import EngineConfig
-from serving.engine.messages import GenerationRequest
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import GenerationRequest
 from serving.errors import ServingError
-from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
 from tests.serving.children import LONG, QUICK, alive, collect, kinds, run, running, truth, until
 
@@ -84,47 +83,6 @@ def test_it_takes_over_from_an_engine_that_hangs(config: Config) -> None:
     run(scenario())
 
 
-def test_a_standby_that_is_still_loading_is_waited_for_and_not_started_twice(
-    config: Config,
-) -> None:
-    async def scenario() -> None:
-        gpu, cpu = config(device="gpu", fail_cause="runtime_oom"), config(load_seconds=SLOW_LOAD)
-        async with running(gpu, cpu, standby=True, limits=NO_RETURN) as supervisor:
-            await until(lambda: len(supervisor.pids) == 2)
-            assert (
-                await collect(supervisor.submit(GenerationRequest([1], 5, ignore_eos=True)))
-            ).finish == "length"
-            assert supervisor.label == "fake/cpu" and kinds(supervisor).count("started") == 2
-
-    run(scenario())
-
-
-def test_a_standby_that_dies_is_replaced_but_not_for_ever_and_the_serving_engine_does_not_notice(
-    config: Config,
-) -> None:
-    async def scenario() -> None:
-        limits = RecoveryLimits(backoff_first_seconds=0.01, deaths=2)
-        async with running(
-            config(device="gpu"), config(fail_cause="load_oom"), standby=True, limits=limits
-        ) as supervisor:
-            stream = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
-            await until(lambda: kinds(supervisor).count("died") == 2)
-            assert (await collect(stream)).finish == "length"
-            assert kinds(supervisor).count("started") == 1 + 2 and supervisor.standby is None
-            assert (supervisor.state, supervisor.label, supervisor.fallbacks) == (
-                "ready",
-                "fake/gpu",
-                0,
-            )
-        async with running(config(device="gpu"), config(), standby=True) as supervisor:
-            await until(standing_by(supervisor))
-            (pid,) = set(supervisor.pids) - {supervisor.engine_pid}
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: supervisor.standby is not None and pid not in supervisor.pids)
-
-    run(scenario())
-
-
 def test_after_the_way_back_the_other_engine_stands_by_again_and_finishes_what_it_has(
     config: Config,
 ) -> None:
@@ -143,15 +101,6 @@ def test_after_the_way_back_the_other_engine_stands_by_again_and_finishes_what_i
                 supervisor.standby == "fake/cpu" and alive(cpu_pid) and cpu_pid in supervisor.pids
             )
             assert (supervisor.returns, kinds(supervisor).count("started")) == (1, 2)
-
-    run(scenario())
-
-
-def test_without_an_engine_to_fall_back_to_there_is_none_to_stand_by(config: Config) -> None:
-    async def scenario() -> None:
-        async with running(config(), standby=True) as supervisor:
-            await collect(supervisor.submit(GenerationRequest([1], 5)))
-            assert len(supervisor.pids) == 1 and supervisor.standby is None
 
     run(scenario())
 

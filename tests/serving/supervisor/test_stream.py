@@ -2,8 +2,8 @@
 
 import asyncio
 
-from serving.engine.messages import Delta, FinishReason, GenerationRequest, TokenDetail
-from serving.supervisor.stream import MOST_PIECES, Stream, merged
+from serving.engine.ipc_messages import Delta, FinishReason, GenerationRequest, TokenDetail
+from serving.supervisor.inflight_requests import MOST_PIECES, Stream, merged
 
 
 def stream(whole: bool = False) -> Stream:
@@ -77,25 +77,3 @@ def test_what_a_reader_leaves_for_long_is_merged_as_it_comes() -> None:
         assert (found.tokens, found.text) == (5 * MOST_PIECES, "0123456789" * (MOST_PIECES // 2))
 
     asyncio.run(scenario())
-
-
-def test_a_reader_that_is_cancelled_leaves_the_stream_usable() -> None:
-    async def scenario() -> None:
-        source = stream()
-        reading = asyncio.create_task(anext(source))
-        await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        source.push(Delta(7, 1, "x", finish=FinishReason.STOP))
-        assert (await anext(source)).text == "x"
-
-    asyncio.run(scenario())
-
-
-def test_cancel_is_passed_on_once_it_makes_sense() -> None:
-    cancelled: list[int] = []
-    source = Stream(7, GenerationRequest([1], 10), cancelled.append, 0.0)
-    source.cancel()
-    source.push(Delta(7, 0, "", finish=FinishReason.CANCELLED))
-    source.cancel()
-    assert cancelled == [7]

@@ -10,7 +10,7 @@ import pytest
 
 from models.spec import ModelSpec
 from models.synthetic.write import write_gguf
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from tests.serving.backends.llama_cpp.engines import Make
 from tests.shapes import TINY_LLAMA

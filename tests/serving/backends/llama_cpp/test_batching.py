@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from serving.backends.llama_cpp.batching import NEVER, calls_of, dummies, rides
-from serving.sampling.types import Row
+from serving.sampling.step_rows import Row
 
 
 def _pieces(calls: list[list[Row]]) -> list[list[tuple[int, int, int, bool]]]:

@@ -13,13 +13,13 @@ import pytest
 from models.convert.gguf import make_gguf
 from models.spec import ModelSpec
 from models.tokenization.tokenizer import Tokenizer, load_tokenizer
-from serving.backends.base import Backend, EngineConfig
+from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
-from serving.engine.messages import GenerationRequest, Submit
+from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.engine.scheduler import Scheduler
 from serving.errors import EngineFailed
 from serving.sampling.grammar import Grammars
-from serving.sampling.types import Row, Sampled, Sampling
+from serving.sampling.step_rows import Row, Sampled, Sampling
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from models.errors import BrokenWeights
+from serving.backends.backend_interface import parse_options
 from serving.backends.llama_cpp.library import missing_isa
 from serving.backends.llama_cpp.options import LlamaOptions
-from serving.backends.options import parse_options
 from serving.errors import BackendUnavailable, KvFull, OutOfMemory, Unsupported
 from tests.serving.backends.backend_steps import generate, greedy_alone, prompt_of, row
 from tests.serving.backends.llama_cpp.engines import Make

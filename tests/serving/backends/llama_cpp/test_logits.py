@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from models.spec import ModelSpec
-from serving.sampling.types import Row, Sampling
+from serving.sampling.step_rows import Row, Sampling
 from tests.serving.backends.backend_steps import prompt_of, row
 from tests.serving.backends.llama_cpp.engines import SHAPES, Make
 
@@ -96,7 +96,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(make: Make, files: Any, name
         assert sampled.logprobs.top_values == pytest.approx(
             expected[sampled.logprobs.top_ids], abs=0.02
         )
-        assert sampled.logprobs.chosen == pytest.approx(expected.max(), abs=0.02)
+        assert sampled.logprobs.logprob == pytest.approx(expected.max(), abs=0.02)
         assert sampled.logprobs.top_values == pytest.approx(np.sort(expected)[::-1][:8], abs=0.02)
         spread = float(expected.max() - np.median(expected))
         assert spread > 0.5, "logits this flat would pass whatever the forward pass did"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.onnx.backend import OnnxBackend
 from tests.serving.backends.onnx.engines import Make
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from serving.sampling.types import Row, Sampling
+from serving.sampling.step_rows import Row, Sampling
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
@@ -135,7 +135,7 @@ def test_logprobs_and_penalties_reach_the_sampler(make: Make) -> None:
     assert (
         greedy.logprobs is not None
         and greedy.logprobs.top_ids[0] == greedy.token
-        and greedy.logprobs.chosen < 0
+        and greedy.logprobs.logprob < 0
     )
     banned = Row(0, np.array(prompt, np.int32), 0, True, banned=(greedy.token,))
     assert backend.step([banned])[0].token == greedy.logprobs.top_ids[1]

@@ -16,11 +16,11 @@ from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.readers.onnx import patterns
 from models.resolve import resolve
 from models.tokenization.tokenizer import load_tokenizer
+from serving.backends.backend_interface import parse_options
 from serving.backends.onnx.backend import OnnxOptions
 from serving.backends.onnx.graph import graph_file, weight_bytes
-from serving.backends.options import parse_options
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
-from serving.registry.prepare import backend_of_path
+from serving.registry.engine_config import backend_of_path
 from tests.serving.backends.backend_contract import (
     check_churn,
     check_contract,
@@ -45,7 +45,7 @@ def test_memory_is_predicted_and_measured(make: Make) -> None:
 
 def test_the_engine_process_imports_no_torch() -> None:
     code = (
-        "import sys; from serving.backends.base import EngineConfig; from "
+        "import sys; from serving.backends.backend_interface import EngineConfig; from "
         "serving.backends.onnx.backend import OnnxBackend; "
         "OnnxBackend(EngineConfig(backend='onnx', model_path=sys.argv[1], model_name='m', slots=1, "
         "context_tokens=64), lambda *a: None); "

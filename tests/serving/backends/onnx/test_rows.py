@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.backends.kv_slots import RowMap
+from serving.backends.kv_rows import RowMap
 
 
 def test_a_short_hole_is_ridden_and_a_long_one_closed() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
 from serving.backends.torch.backend import TorchBackend
 from tests.serving.backends.torch.engines import Make
 

@@ -9,9 +9,6 @@ import torch
 
 from serving.backends.torch.cuda_graphs import (
     DecodeGraphs,
-    batch_buckets,
-    bucket_of,
-    context_buckets,
 )
 from serving.errors import BackendUnavailable, OutOfMemory
 from tests.serving.backends.backend_contract import (
@@ -114,21 +111,6 @@ def test_the_bucketed_decode_step_gives_the_tokens_of_transformers(make: Make, s
     backend._device_sampling = True
     check_contract(backend, generated(hf_folder(shape)))
     check_churn(backend, generated(hf_folder(shape)), seed=4, requests=32, steps=2000)
-
-
-def test_buckets_cover_every_size_with_little_waste() -> None:
-    assert (
-        batch_buckets(1) == [1]
-        and batch_buckets(5) == [1, 2, 4, 5]
-        and batch_buckets(16) == [1, 2, 4, 8, 16]
-    )
-    assert context_buckets(192) == [192] and context_buckets(1088) == [256, 512, 1024, 1088]
-    for rows in (1, 3, 16, 37, 128, 300):
-        buckets = batch_buckets(rows)
-        assert buckets == sorted(set(buckets)) and buckets[-1] == rows
-        assert all(bucket_of(size, buckets) <= max(2 * size, 8) for size in range(1, rows + 1))
-    with pytest.raises(ValueError, match="largest bucket"):
-        bucket_of(9, [1, 8])
 
 
 def test_a_gpu_is_asked_for_where_there_is_none(make: Make) -> None:

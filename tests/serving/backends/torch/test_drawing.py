@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serving.backends.torch.sampler import draw, drawable
+from serving.backends.torch.gpu_sampler import draw, drawable
 from serving.sampling.sampler import sample
-from serving.sampling.types import NO_TOKEN, Row, Sampling
+from serving.sampling.step_rows import NO_TOKEN, Row, Sampling
 from tests.serving.backends.backend_steps import prompt_of, row
 from tests.serving.backends.hf_folders import hf_folder
 from tests.serving.backends.torch.engines import Make

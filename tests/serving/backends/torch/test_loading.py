@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.synthetic.write import write_hf_folder
-from serving.backends.torch.settings import check_options
+from serving.backends.torch.load_plan import check_options
 from serving.errors import OutOfMemory, Unsupported
 from tests.serving.backends.backend_steps import generate, prompt_of
 from tests.serving.backends.hf_folders import generated, hf_folder
@@ -157,7 +157,6 @@ def test_settings_that_it_cannot_do_are_refused(make: Make) -> None:
     folder = hf_folder("tiny-llama")
     for settings, words in (
         ({"weight_format": "Q4_0"}, "'Q4_0'"),
-        ({"weight_format": "int4"}, "packed beforehand"),
         ({"weight_format": "fp16"}, "bf16 or fp32"),
         ({"context_tokens": 4096}, "4096"),
         ({"kv_dtype": "q8_0"}, "q8_0"),

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from serving.backends.torch.backend import TorchBackend
-from serving.backends.torch.flight import known
-from serving.engine.messages import GenerationRequest, Submit
+from serving.backends.torch.forward_pass import known
+from serving.engine.ipc_messages import GenerationRequest, Submit
 from serving.errors import Unsupported
-from serving.sampling.types import DRAWN, NO_TOKEN, Sampling
+from serving.sampling.step_rows import DRAWN, NO_TOKEN, Sampling
 from tests.serving.backends.backend_contract import check_scheduled, scheduler_on
 from tests.serving.backends.backend_steps import prompt_of, row
 from tests.serving.backends.hf_folders import generated, hf_folder

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from serving.http.chat.parts import MOST_BLANK, AnswerForm, Part, Splitter
+from serving.http.tool_calls import MOST_BLANK, AnswerForm, Part, Splitter
 
 NAMES = frozenset({"add", "now"})
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
 HERMES = AnswerForm("maybe", "hermes", NAMES)
-LLAMA3 = AnswerForm(None, "llama3", NAMES)
 LIST = AnswerForm(None, "list", NAMES)
 ADD = ("call", "add", {"a": 1, "b": "</x>"})
 
@@ -60,13 +59,6 @@ def merged(parts: list[Part]) -> list[Any]:
             [("content", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>')],
         ),
         (
-            LLAMA3,
-            '{"name": "now", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}',
-            [("call", "now", {}), ("call", "add", {"a": 1})],
-        ),
-        (LLAMA3, '{"answer": 4}', [("content", '{"answer": 4}')]),
-        (LLAMA3, "It is {x}", [("content", "It is {x}")]),
-        (
             LIST,
             '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
             [("call", "now", {}), ("call", "now", {})],
@@ -90,7 +82,7 @@ def test_text_is_given_on_as_it_comes() -> None:
     assert splitter.push("d") == [Part("content", "<d")]
 
 
-@pytest.mark.parametrize("form", [HERMES, LLAMA3, AnswerForm("open", "hermes", NAMES)])
+@pytest.mark.parametrize("form", [HERMES, AnswerForm("open", "hermes", NAMES)])
 @pytest.mark.parametrize("text", [" ", "\n", "\n </thi"])
 def test_an_answer_of_blanks_is_not_held_back_and_looked_at_again(
     form: AnswerForm, text: str

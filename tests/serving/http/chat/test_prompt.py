@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from serving.http.limits import Limits
+from serving.http.body_limits import Limits
 from tests.serving.fakes import ByteTokenizer, FakeSupervisor, app_on, ask, chat, served
-from tests.serving.test_metrics import scraped
 
 # As Qwen3's, shortened.
 THINKING = (
@@ -124,21 +123,6 @@ def test_an_effort_that_the_template_does_not_know_is_refused(port: int) -> None
     answer = chat(port, reasoning_effort="high")
     assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
     assert chat(port, reasoning_effort="none").status == 200  # as it is
-
-
-def test_unknown_keys_are_left_out_on_request_and_counted() -> None:
-    messages = [{**HI, "mood": 1, "content": [{"type": "text", "text": "hi", "cache_control": {}}]}]
-    fields: dict[str, Any] = {
-        "timings_per_token": True,
-        "response_format": {"type": "text", "x": 1},
-    }
-    with asked(Limits(ignore_unknown_fields=True)) as (port, supervisor):
-        assert chat(port, messages=messages, **fields).status == 200
-        assert prompt_of(supervisor) == HEAD
-        assert scraped(ask(port, "GET", "/metrics").body)["request_ignored_fields_total",] == 4
-        assert chat(port, max_tokens="x", mood=1).error["param"] == "max_tokens"
-    with asked() as (port, _):
-        assert chat(port, **fields).error["param"] == "timings_per_token"
 
 
 CALLED = {"id": "c", "function": {"name": "f", "arguments": "{}"}}

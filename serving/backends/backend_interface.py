@@ -1,0 +1,203 @@
+"""What a backend is: it takes a step's rows and gives one token for each row that wants one.
+
+A backend owns `slots` KV slots of up to `context_tokens` tokens each. A row is the next piece of
+one sequence: one token when it decodes, many when it prefills. Rows come in ascending slot order,
+at most one per slot. Queues, requests and text are the scheduler's.
+
+The contract (tests/serving/backends/backend_contract.py holds every backend to it):
+  - the KV holds `row.start` tokens of that slot; `row.tokens` are written behind them.
+  - where the slot holds more than `row.start`, the rest is dropped (`truncate` is implied).
+  - a step that does not fit in a shared KV pool raises KvFull and leaves the KV as it was.
+  - greedy results do not depend on the other rows, beyond what the numeric format allows.
+
+A backend may also have
+  - `rides(decoding, slot) -> bool`: whether one token of the prompt in `slot` is best computed with
+    the decoding slots. The scheduler then makes that prompt's piece one token longer.
+  - `launch(rows, after) -> Launched | None`: starts a step and does not wait for it; None, with
+    nothing done, where it would have to. `after`: the step launched just before, or None where that
+    is read already or nobody wants its tokens. A row's only token may be DRAWN: what `after` draws
+    for that slot. Where a launched step finds that `step` has to draw a row's token, its `tokens`
+    has None there, and the row's last token comes again in a `step`.
+  - `last_decode_seconds`: time of the last step's decode rows; None where prompts were among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Protocol, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from serving.bounds import Count, PositiveSeconds, bound
+from serving.errors import Unsupported
+from serving.sampling.step_rows import Row, Sampled
+from serving.server_options import AUTO as AUTO
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+_WORDS = {"on": True, "off": False, "yes": True, "no": False}
+
+
+def parse_options(kind: type[Options], given: Mapping[str, Any], backend: str) -> Options:
+    """The options as a `kind`. Values may be text. Raises Unsupported with key and value."""
+    hints = get_type_hints(kind, include_extras=True)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in hints:
+            known = ", ".join(hints)
+            raise Unsupported(f"the {backend} backend has no option {key!r}; it has {known}", key)
+        try:
+            values[key] = msgspec.convert(_plain(value, hints[key]), hints[key], strict=False)
+        except msgspec.ValidationError as problem:
+            said = str(problem)
+            what = bound(said) or said.removeprefix("Expected ")
+            raise Unsupported(
+                f"option {key} of the {backend} backend must be {what}, got {value!r}", key
+            ) from problem
+    return kind(**values)
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """on, off, yes, no where a bool is wanted; auto where None is."""
+    kinds = (hint, *get_args(hint))
+    if not isinstance(value, str):
+        return value
+    if bool in kinds and value.lower() in _WORDS:
+        return _WORDS[value.lower()]
+    return None if type(None) in kinds and value == "auto" else value
+
+
+class MemoryParts(msgspec.Struct, frozen=True):
+    """Where an engine's memory goes, in bytes. Missing is None."""
+
+    weight_bytes: int | None
+    kv_bytes: int | None
+    compute_bytes: int | None = None
+
+    @property
+    def total_bytes(self) -> int | None:
+        known = [
+            part
+            for part in (self.weight_bytes, self.kv_bytes, self.compute_bytes)
+            if part is not None
+        ]
+        return sum(known) if known else None
+
+
+class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a GPU's memory and the time of a load went. Bytes and seconds. Missing is None.
+
+    `reasons` say why figures are not valid.
+    """
+
+    weight_bytes: int | None = None
+    kv_bytes: int | None = None
+    graph_bytes: int | None = None  # kept by captured graphs, as far as the allocator knows
+    workspace_bytes: int | None = None  # the allocator's rest: logits, libraries, cached blocks
+    context_bytes: int | None = None  # the driver's: context, kernels; the GPU's use by NVML
+    allocated_bytes: int | None = None  # in tensors
+    reserved_bytes: int | None = None  # taken from the driver by the allocator
+    largest_step_bytes: int | None = None  # of a dummy step, beside weights and KV cache
+    device_used_bytes: int | None = None  # by whomever
+    device_total_bytes: int | None = None
+    read_seconds: float | None = None  # weights from the file
+    transfer_seconds: float | None = None  # weights over the bus
+    capture_seconds: float | None = None
+    first_step_seconds: float | None = None  # the first prompt, with what it loads and builds
+    valid: bool = True
+    reasons: tuple[str, ...] = ()
+
+
+class BackendInfo(msgspec.Struct, frozen=True):
+    """What a loaded backend says of itself."""
+
+    name: str
+    device: str  # "cpu" or "gpu"
+    device_name: str
+    slots: int
+    context_tokens: int  # most tokens of one sequence
+    kv_tokens: int  # most tokens of all slots together
+    vocabulary: int
+    weight_format: str
+    step_tokens: int  # most tokens of one step
+    predicted: MemoryParts | None = None  # said before the load
+    measured: MemoryParts | None = None  # as the engine accounts for it after the load
+    capabilities: frozenset[str] = frozenset()  # of CAPABILITIES below
+    details: dict[str, str] = {}  # versions, build flags, system info: for reports
+    gpu: GpuLoad | None = None  # where the device's memory and the load's time went
+
+
+# What a request may ask for beyond greedy decoding; a backend lists what it can.
+CAPABILITIES: dict[str, str] = {
+    "temperature": "`temperature` above 0",
+    "top_p": "`top_p`",
+    "top_k": "`top_k`",
+    "min_p": "`min_p`",
+    "seed": "`seed`: the same tokens whatever the batch mates",
+    "penalties": "`presence_penalty`, `frequency_penalty`, `repetition_penalty`",
+    "logit_bias": "`logit_bias`",
+    "logprobs": "`logprobs`, `top_logprobs`",
+    "grammar": "`grammar` (GBNF)",
+    "json_schema": "`response_format`: `json_object`, `json_schema`",
+    "prefix_reuse": "a conversation's history is not filled again",
+    "prompt_logprobs": "log-probabilities of the prompt",
+}
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything an engine child needs to start; travels to it as JSON, which checks its bounds."""
+
+    backend: str  # a name of serving.backends.BACKENDS or "package.module:Class"
+    model_path: str  # GGUF file, Hugging Face folder or ONNX folder
+    model_name: str  # as served
+    weight_format: str = ""
+    tokenizer_path: str = ""  # tokenizer.json, a folder with one, or a GGUF file
+    device: str = "cpu"  # "cpu" or "gpu"
+    device_id: str = ""  # UUID of the GPU, the only one that the engine sees; "": any
+    device_vendor: str = ""  # of the GPU: "nvidia", "amd" or "vulkan"
+    slots: Count = 16
+    context_tokens: Count = 2048
+    kv_tokens: Count | None = None  # None: slots * context_tokens
+    kv_dtype: str = AUTO  # the backend's own, or one that it holds; another is refused
+    threads: Count | None = None  # None: as many as cores it may run on
+    cores: tuple[int, ...] = ()  # CPU affinity; empty: all
+    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0  # by how much it goes behind HTTP
+    prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
+    step_seconds_target: PositiveSeconds = 0.3  # of a step while someone decodes
+    prefix_reuse: bool = True
+    check_memory: bool = True  # refuse what is predicted not to fit
+    quality_kl_nats: float | None = None  # KL divergence to the float model, where measured
+    options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
+
+
+class Launched(Protocol):
+    """A step that may still be under way."""
+
+    def tokens(self) -> list[Sampled | None]:
+        """Wait for it: what `step` would return, None for each row that `step` has to draw."""
+        ...
+
+
+class Backend(Protocol):
+    """Raises OutOfMemory, BackendUnavailable, Unsupported, BrokenWeights, EngineFailed."""
+
+    info: BackendInfo
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, float | None], None]
+    ) -> None: ...
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        """Run a forward step; one Sampled for each row with `wants_token`, in row order."""
+        ...
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` KV entries of slot `source` to `target` (prefix reuse)."""
+        ...
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        """Keep the first `tokens` KV entries of `slot`; 0 frees its part of a shared pool."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Safe to call twice."""
+        ...

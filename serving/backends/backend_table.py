@@ -1,0 +1,364 @@
+"""The table of backends. A new backend is a folder and a row: see docs/adding-a-backend.md.
+
+"package.module:Class" is accepted wherever a backend's name is; CROSSOVER_BACKENDS gives such ones
+a name of their own: "mine=package.module:Class,...". Where the class has a static method `row`, it
+returns its BackendSpec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from models.formats import DEFAULT_FORMATS, FORMATS, readable_formats
+from models.spec import ModelSpec
+from serving.backends.backend_interface import AUTO
+from serving.backends.llama_cpp.extra_buffers import planned_extra_bytes
+from serving.backends.torch.gpu_memory import overhead_bytes as torch_overhead_bytes
+from serving.errors import BackendUnavailable, Unsupported
+from serving.hardware.gpus import VULKAN, run_probe
+
+MIB = 1 << 20
+
+
+class Overhead(msgspec.Struct, frozen=True):
+    """Memory beside weights and KV cache: libraries, buffers, tokenizer, copies of weights."""
+
+    fixed_bytes: int
+    bytes_per_hidden: int = 0
+    bytes_per_vocabulary: int = 0
+    weight_share: float = 0.0
+    format_shares: Mapping[str, float] = {}  # instead of weight_share
+    # Of the step: (model, weight format, slots) -> bytes, instead of what follows from the logits.
+    step_bytes: Callable[[ModelSpec, str, int], int] | None = None
+
+    def total_bytes(
+        self, model: ModelSpec, weight_format: str, weight_bytes: int, slots: int
+    ) -> int:
+        """Bytes for this model; each slot has a row of float32 logits."""
+        share = self.format_shares.get(weight_format, self.weight_share)
+        if self.step_bytes is not None:
+            step = self.step_bytes(model, weight_format, slots)
+            return self.fixed_bytes + int(share * weight_bytes) + step
+        return (
+            self.fixed_bytes
+            + self.bytes_per_hidden * model.hidden
+            + (self.bytes_per_vocabulary + 4 * slots) * model.vocabulary
+            + int(share * weight_bytes)
+        )
+
+
+UNKNOWN_OVERHEAD = Overhead(500 * MIB, 0, 600, 0.35)
+
+
+class KvRequest(msgspec.Struct, frozen=True):
+    """What decides the type that a KV cache is held in."""
+
+    asked: str  # --kv-dtype; "auto": the backend's own
+    weight_format: str
+    device: str  # "cpu" or "gpu"
+    isa: AbstractSet[str]  # CPU flags
+
+
+def kv_as_asked(request: KvRequest) -> str:
+    """The backend stores the KV cache as --kv-dtype says; in fp16 where it says nothing."""
+    return "fp16" if request.asked == AUTO else request.asked
+
+
+class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of serving.backends.BACKENDS. None and "": there is none."""
+
+    cls: str  # "module:Class", imported when the backend is chosen
+    overhead: Mapping[str, Overhead]  # by device, "cpu" or "gpu"; other devices are refused
+    weights: str | None  # kind of files: gguf, hf, onnx, none; None: any
+    default_format: str = ""  # "": the kind's
+    # On the CPU: (model, weight format, CPU flags, file or "") -> bytes that it holds beyond the
+    # weights' own.
+    extra_bytes: Callable[[ModelSpec, str, Collection[str], str], int] | None = None
+    kv_dtype: Callable[[KvRequest], str] = kv_as_asked  # the type that the KV cache has
+    kv_grain: int = 1  # KV rows are whole multiples of so many tokens
+    kv_spare_tokens: int = 0  # that a KV row has beyond the context
+    shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
+    options: tuple[str, ...] | None = None  # names of its options; None: any
+    may_split: bool = False  # on a GPU it may leave layers to the CPU
+    package: str | None = None  # Python package that must be installed
+    extra: str = ""  # pip extra that installs it
+    probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
+    huge_pages: bool = False  # large allocations are quicker on huge pages
+    is_compiled: bool = False  # pip compiles the package
+    # How to get a build for GPUs, by vendor: what to install first, and CMake's flag if it has one.
+    gpu_builds: Mapping[str, tuple[str, str]] = {}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.overhead)
+
+    def overhead_on(self, device: str) -> Overhead:
+        """Its overhead on a device; a guess for one that it does not name."""
+        return self.overhead.get(device, UNKNOWN_OVERHEAD)
+
+    def kv_row_tokens(self, context_tokens: int) -> int:
+        """Tokens of a slot's own KV row."""
+        return -(-(context_tokens + self.kv_spare_tokens) // self.kv_grain) * self.kv_grain
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Weight formats that can be made for it; (): any."""
+        return FORMATS[self.weights] if self.weights is not None else ()
+
+    @property
+    def readable_formats(self) -> tuple[str, ...]:
+        """Weight formats that its files may have: these, and those that others made."""
+        return readable_formats(self.weights) if self.weights is not None else ()
+
+    @property
+    def format_by_default(self) -> str:
+        return self.default_format or DEFAULT_FORMATS[self.weights or "hf"]
+
+    @property
+    def has_weights(self) -> bool:
+        return self.weights != "none"
+
+    @property
+    def install(self) -> str:
+        """The command that installs its package.
+
+        No index has llm-crossover: pip takes the one that is installed, and adds what is missing.
+        """
+        return f"pip install 'llm-crossover[{self.extra}]'"
+
+    @property
+    def reinstall(self) -> str:
+        """The command that installs its package anew, in the version that is there.
+
+        Not from pip's cache, which has the wheel that was compiled for another CPU.
+        """
+        names = importlib.metadata.packages_distributions().get(self.package or "")
+        if not names:
+            return self.install
+        wanted = f"{names[0].replace('_', '-')}=={importlib.metadata.version(names[0])}"
+        return f"pip install --force-reinstall --no-cache-dir --no-deps {wanted}"
+
+
+class BackendProbe(msgspec.Struct, frozen=True):
+    """What a backend's library says of itself. `works`: it can serve on the CPU."""
+
+    backend: str
+    works: bool
+    version: str | None = None
+    gpu: bool = False  # it can use a GPU here
+    gpu_note: str | None = None  # which device, or why not
+    gpu_cause: str | None = None  # a serving.errors.Cause
+    gpu_vendor: str | None = None  # of the GPUs that this build drives; None: of all
+    problem: str | None = None
+    details: dict[str, str] = {}
+    seconds: float | None = None
+
+
+_BF16_FLAGS = frozenset({"avx512f", "avx512bw", "avx512vl"}), frozenset({"bf16"})
+
+
+def _torch_kv(request: KvRequest) -> str:
+    """The type of torch's activations (serving.backends.torch.torch_weights.compute_dtype)."""
+    if request.weight_format in ("fp32", "fp16"):
+        return request.weight_format
+    has_bf16 = any(request.isa >= flags for flags in _BF16_FLAGS)
+    return "bf16" if request.device == "gpu" or has_bf16 else "fp32"
+
+
+# Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
+# of the measured RSS, weights read into memory. onnx: int4 and int8 keep a prepacked copy, fp32 a
+# quarter. torch on the GPU: what its largest step takes (torch/need.py).
+# Huge pages, 135M on one core: llama_cpp up to 2 % quicker, onnx at one stream 2 to 6 %, torch 0.
+BACKENDS: dict[str, BackendSpec] = {
+    "llama_cpp": BackendSpec(
+        cls="serving.backends.llama_cpp.backend:LlamaCppBackend",
+        weights="gguf",
+        kv_grain=256,
+        may_split=True,
+        overhead={
+            "cpu": Overhead(82_000_000, 46 << 10, 600),
+            "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
+        },
+        extra_bytes=planned_extra_bytes,
+        options=(
+            *("flash_attention", "kv_unified", "mmap", "mlock", "repack", "step_tokens"),
+            *("ubatch_tokens", "prefill_threads", "wait_policy", "gpu_layers", "dry_run"),
+            "warm_up",
+        ),
+        package="llama_cpp",
+        extra="llama-cpp",
+        probe="serving.backends.llama_cpp.probe:probe",
+        huge_pages=True,
+        is_compiled=True,
+        gpu_builds={
+            "nvidia": ("install CUDA's toolkit (nvcc)", "-DGGML_CUDA=on"),
+            "amd": ("install ROCm with hipBLAS and rocBLAS", "-DGGML_HIP=on"),
+            VULKAN: ("install glslc, Vulkan's headers and loader, a driver", "-DGGML_VULKAN=on"),
+        },
+    ),
+    "onnx": BackendSpec(
+        cls="serving.backends.onnx.backend:OnnxBackend",
+        weights="onnx",
+        overhead={"cpu": Overhead(200 * MIB, 0, 600, 0.70, {"fp32": 0.25})},
+        kv_dtype=lambda _: "fp32",  # of the graphs that models.convert.onnx makes
+        shares_kv=False,
+        options=("file", "spinning", "optimisation", "arena", "prefill_chunk"),
+        package="onnxruntime",
+        extra="onnx",
+        probe="serving.backends.onnx.probe:probe",
+        huge_pages=True,
+    ),
+    "torch": BackendSpec(
+        cls="serving.backends.torch.backend:TorchBackend",
+        weights="hf",
+        overhead={
+            "cpu": Overhead(400 * MIB, 0, 600, 0.35),
+            "gpu": Overhead(0, weight_share=0.01, step_bytes=torch_overhead_bytes),
+        },
+        kv_dtype=_torch_kv,
+        shares_kv=False,
+        options=(
+            *("graphs", "device_sampling", "run_ahead", "attention", "margin"),
+            "prefill_chunk",
+        ),
+        kv_grain=64,
+        kv_spare_tokens=1,
+        package="torch",
+        extra="torch",
+        probe="serving.backends.torch.probe:probe",
+        gpu_builds={
+            "nvidia": ("install torch built for CUDA, see pytorch.org", ""),
+            "amd": ("install torch built for ROCm, see pytorch.org", ""),
+        },
+    ),
+}
+# Tried in this order where the user names no backend.
+DEFAULTS: dict[str, tuple[str, ...]] = {"cpu": ("llama_cpp",), "gpu": ("torch", "llama_cpp")}
+
+
+def spec_of(name: str) -> BackendSpec:
+    """The row of a backend; its class's own, or one made up, for "package.module:Class".
+
+    Raises BackendUnavailable.
+    """
+    if name in BACKENDS:
+        return BACKENDS[name]
+    if ":" in name:
+        return _foreign_row(name)
+    raise BackendUnavailable(
+        f"unknown backend {name!r}; known: {', '.join(BACKENDS)}, or package.module:Class"
+    )
+
+
+def _foreign_row(path: str) -> BackendSpec:
+    with contextlib.suppress(BackendUnavailable):  # whoever loads it will say why
+        row = getattr(_imported(path, path), "row", None)
+        if row is not None:
+            found: BackendSpec = row()
+            return found
+    devices = {"cpu": UNKNOWN_OVERHEAD, "gpu": UNKNOWN_OVERHEAD}
+    return BackendSpec(cls=path, weights=None, default_format="fp16", overhead=devices)
+
+
+def backend_class(name: str) -> Any:
+    """The class of a backend. Raises BackendUnavailable with the package to install."""
+    spec = spec_of(name)
+    return _imported(spec.cls, name, f"; {spec.install}" if spec.extra else "")
+
+
+def _imported(path: str, name: str, advice: str = "") -> Any:
+    module_name, _, class_name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as problem:
+        raise BackendUnavailable(
+            f"backend {name!r} cannot be imported: {problem}{advice}"
+        ) from problem
+
+
+def format_of(name: str, weight_format: str | None) -> str:
+    """The weight format as the backend spells it; None: its default. Raises Unsupported."""
+    spec = spec_of(name)
+    if not weight_format:
+        return spec.format_by_default
+    return _spelt(name, weight_format, spec.readable_formats) if spec.formats else weight_format
+
+
+def _spelt(name: str, weight_format: str, formats: tuple[str, ...]) -> str:
+    for one in formats:
+        if one.lower() == weight_format.lower():
+            return one
+    made = ", ".join(spec_of(name).formats or formats)
+    raise Unsupported(
+        f"backend {name!r} has no weight format {weight_format!r}; it has {made}", "weight_format"
+    )
+
+
+def weights_of(name: str, weight_format: str | None = None) -> tuple[str, str]:
+    """Kind of files (gguf, hf, onnx, none) and their format; "" without weights."""
+    spec = spec_of(name)
+    if spec.weights == "none":
+        return spec.weights, ""
+    if spec.weights is not None:
+        return spec.weights, format_of(name, weight_format)
+    if not weight_format:
+        return "hf", DEFAULT_FORMATS["hf"]
+    kinds = ("hf", *FORMATS)  # safetensors first: onnx has fp32 too
+    formats = {kind: readable_formats(kind) for kind in kinds}
+    chosen = weight_format
+    if not any(weight_format in known for known in formats.values()):
+        chosen = _spelt(name, weight_format, sum(formats.values(), ()))
+    return next(kind for kind, known in formats.items() if chosen in known), chosen
+
+
+def backend_for(kind: str) -> str:
+    """The first backend that reads this kind of files."""
+    return next(name for name, spec in BACKENDS.items() if spec.weights == kind)
+
+
+def missing_backends() -> dict[str, str]:
+    """Backends whose package is not installed -> what to do; nothing is imported."""
+    return {
+        name: f"its package {spec.package} is not installed ({spec.install})"
+        for name, spec in BACKENDS.items()
+        if spec.package is not None and find_spec(spec.package) is None
+    }
+
+
+def probed() -> Iterator[str]:
+    """Backends that can be asked what they can do here."""
+    return (name for name, spec in BACKENDS.items() if spec.probe is not None)
+
+
+def probe_backend(name: str, timeout_seconds: float = 60.0) -> BackendProbe:
+    """Import the library in a child and ask it. Never raises, never takes longer than the limit."""
+    function = spec_of(name).probe
+    if function is None:
+        return BackendProbe(name, True)
+    started = time.perf_counter()
+    ran = run_probe(function, timeout_seconds)
+    if ran.status is None:
+        problem = f"importing it did not end within {timeout_seconds:g} s"
+        return BackendProbe(name, False, problem=problem)
+    if ran.status != 0:
+        return BackendProbe(name, False, problem=ran.reason)
+    try:
+        answer = msgspec.json.decode(ran.output, type=BackendProbe)
+    except msgspec.DecodeError as problem:
+        return BackendProbe(name, False, problem=f"the probe answered nonsense: {problem}")
+    return msgspec.structs.replace(answer, seconds=round(time.perf_counter() - started, 3))
+
+
+for _entry in filter(None, os.environ.get("CROSSOVER_BACKENDS", "").split(",")):
+    _name, _, _path = _entry.partition("=")
+    BACKENDS[_name] = _foreign_row(_path)

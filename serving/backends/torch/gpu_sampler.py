@@ -1,0 +1,185 @@
+"""Drawing tokens on the device: a step sends a few integers to the host, not megabytes of logits.
+
+The same draws as serving.sampling.seeded_draw, from the same uniform numbers. What it does not do
+(penalties, bias, bans, grammars, log-probabilities) is left to the host: see `drawable`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serving.backends.torch.device_transfer import send
+from serving.sampling.seeded_draw import MEMBERS, ROUNDS, proposal_numbers, uniforms
+from serving.sampling.step_rows import GREEDY_BELOW, Row
+
+MOST_CANDIDATES = 4096  # top-k and top-p look at so many tokens
+_ROUNDS = ROUNDS[:2]  # of proposals; where none is taken, the host goes on
+
+
+def drawable(row: Row) -> bool:
+    """Whether this sampler does all that the row asks for."""
+    sampling = row.sampling
+    return not row.banned and sampling.logprobs is None and not sampling.needs_logits_work
+
+
+def always_drawn(row: Row) -> bool:
+    """Whether it is known beforehand that the host will not have to draw this row's token, unless
+    `draw` finds it no good."""
+    return drawable(row) and row.sampling.top_k <= MOST_CANDIDATES
+
+
+def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [n] and whether each is good, bool [n]; the host draws the others.
+
+    `logits` float32 [n, vocabulary] on any device. A row is not good where its logits are NaN,
+    top-k or top-p needs more candidates than it looks at, or no proposal is taken. Rows that are
+    not `drawable` get their best token. All parameters go to the device in one copy.
+    """
+    tokens = logits.argmax(-1)
+    good = ~torch.isnan(logits.amax(-1))
+    random = [index for index, row in enumerate(rows) if _is_random(row)]
+    if not random:
+        return tokens, good
+    best_k = [index for index in random if 0 < rows[index].sampling.top_k < logits.shape[1]]
+    free = [index for index in random if index not in best_k]
+    chosen_k, chosen_free = ([rows[index] for index in found] for found in (best_k, free))
+    arrays: list[Any] = [np.array(best_k, np.int64), np.array(free, np.int64)]
+    arrays += [_columns(chosen_k), _columns(chosen_free)]
+    arrays += [_uniform_numbers(chosen_k), _proposal_numbers(chosen_free)]
+    at_k, at_free, columns_k, columns_free, uniform, proposals = send(arrays, logits.device)
+    if best_k:
+        part = logits if len(best_k) == len(logits) else logits[at_k]
+        drawn, fine = _draw_top_k(part, _Cuts(columns_k, chosen_k), uniform)
+        tokens[at_k] = drawn
+        good[at_k] &= fine
+    if free:
+        part = logits if len(free) == len(logits) else logits[at_free]
+        drawn, fine = _draw_proposals(part, _Cuts(columns_free, chosen_free), proposals)
+        tokens[at_free] = drawn
+        good[at_free] &= fine
+    return tokens, good
+
+
+def _is_random(row: Row) -> bool:
+    return row.sampling.temperature >= GREEDY_BELOW and drawable(row)
+
+
+class _Cuts:
+    """What rows cut from their distribution, each a column [n, 1] of doubles on the device."""
+
+    def __init__(self, columns: Tensor, rows: list[Row]) -> None:
+        self.temperature, self.top_k, self.top_p, self.floor = columns.unsqueeze(-1)
+        cuts = [row.sampling.min_p > 0 or row.sampling.top_p < 1 for row in rows]
+        self.has_any = any(cuts)  # beside top-k
+
+
+def _draw_top_k(logits: Tensor, cuts: _Cuts, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse CDF over the candidates, best first. `uniform` [n, 1]."""
+    scaled, ids = _candidates(logits, cuts)
+    weights = scaled.exp()
+    weights = torch.where(
+        (torch.arange(ids.shape[1], device=logits.device) < cuts.top_k) & (scaled >= cuts.floor),
+        weights,
+        0.0,
+    )
+    sums = weights.cumsum(-1)
+    is_kept = (sums - weights < cuts.top_p * sums[:, -1:]) | (cuts.top_p >= 1)
+    weights = torch.where(is_kept, weights, 0.0)
+    sums = weights.cumsum(-1)
+    place = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+    last = ((weights > 0).sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
+    return ids.gather(1, torch.minimum(place, last))[:, 0], cuts.top_k[:, 0] <= ids.shape[1]
+
+
+def _draw_proposals(logits: Tensor, cuts: _Cuts, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The first proposal that is accepted and kept, as serving.sampling.seeded_draw defines them.
+
+    `numbers` [3, n, proposals]: for the group, the member and the acceptance.
+    """
+    count, vocabulary = logits.shape
+    groups = vocabulary // MEMBERS
+    whole = groups * MEMBERS
+    maxima = torch.full((count, groups + 1), -math.inf, device=logits.device)
+    maxima[:, :groups] = logits[:, :whole].view(count, MEMBERS, groups).amax(1)
+    if whole < vocabulary:
+        maxima[:, groups] = logits[:, whole:].amax(1)
+    scale = 1 / cuts.temperature
+    best = maxima.amax(1, keepdim=True)
+    weights = ((maxima - best) * scale.float()).exp().double()
+    sums = weights.cumsum(-1)
+    which, where, acceptance = numbers
+    group = torch.searchsorted(sums, which * sums[:, -1:], right=True).clamp(max=groups)
+    member = (where * MEMBERS).long()
+    token = torch.where(group < groups, member * groups + group, whole + member)
+    exists = token < vocabulary
+    token = token.clamp(max=vocabulary - 1)
+    logit = logits.gather(1, token)
+    taken = exists & (acceptance < ((logit - maxima.gather(1, group)) * scale).exp())
+    if not cuts.has_any:
+        first = taken.to(torch.int8).argmax(-1, keepdim=True)
+        return token.gather(1, first)[:, 0], taken.any(-1)
+    kept, enough = _least_kept(logits, cuts)
+    taken &= logit >= kept
+    first = taken.to(torch.int8).argmax(-1, keepdim=True)
+    return token.gather(1, first)[:, 0], taken.any(-1) & enough
+
+
+def _least_kept(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
+    """The smallest logit [n, 1] that min-p and top-p keep, and whether enough was looked at."""
+    scaled, ids = _candidates(logits, cuts)
+    best = logits.amax(-1, keepdim=True).double()
+    whole = logits.double().sub_(best).div_(cuts.temperature)  # one double a logit, in place
+    is_above = whole >= cuts.floor
+    total = whole.exp_().masked_fill_(~is_above, 0.0).sum(-1, keepdim=True)
+    weights = torch.where(scaled >= cuts.floor, scaled.exp(), 0.0)
+    is_kept = (weights.cumsum(-1) - weights < cuts.top_p * total) & (scaled >= cuts.floor)
+    last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # none: the logits are NaN
+    least = torch.where(
+        cuts.top_p < 1,
+        logits.gather(1, ids.gather(1, last)).double(),
+        best + cuts.floor * cuts.temperature,
+    )
+    return least, (last[:, 0] + 1 < ids.shape[1]) | (ids.shape[1] == logits.shape[1]) | (
+        cuts.top_p[:, 0] >= 1
+    )
+
+
+def _candidates(logits: Tensor, cuts: _Cuts) -> tuple[Tensor, Tensor]:
+    """(logit - best) / temperature of the best tokens, descending, and their ids."""
+    best, ids = logits.topk(min(logits.shape[1], MOST_CANDIDATES), dim=-1)
+    return (best.double() - best[:, :1]) / cuts.temperature, ids
+
+
+def _columns(rows: list[Row]) -> Any:
+    """[4, n] float64: temperature, top_k, top_p, and min_p as a bound of (logit - best) / T."""
+    found = [row.sampling for row in rows]
+    floors = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in found]
+    columns = [[one.temperature, one.top_k, one.top_p] for one in found]
+    return np.array([[*column, floor] for column, floor in zip(columns, floors, strict=True)]).T
+
+
+def _uniform_numbers(rows: list[Row]) -> Any:
+    """[n, 1] for the inverse CDF."""
+    return np.array([uniforms(row.sampling.seed, row.position, 1) for row in rows])
+
+
+def _proposal_numbers(rows: list[Row]) -> Any:
+    """[3, n, proposals]: numbers for the group, the member and the acceptance."""
+    if not rows:
+        return np.empty(0)
+    numbers = [
+        np.concatenate(
+            [
+                proposal_numbers(row.sampling.seed, row.position, lane, count)
+                for lane, count in enumerate(_ROUNDS)
+            ],
+            axis=1,
+        )
+        for row in rows
+    ]
+    return np.stack(numbers, axis=1)

@@ -1,0 +1,49 @@
+"""The verb `serve`: options in, exit status out. Heavy modules are imported on use.
+
+The parameters of `crossover serve` are the fields of serving.server_options.ServeOptions.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from serving.cli.parameters import command_of
+from serving.server_options import ServeOptions
+
+# An empty line between two lines keeps them apart in the help page.
+EPILOG = "\n\n".join(
+    (
+        "Examples:",
+        "crossover serve smollm2-135m  (a rung of the ladder, made with random weights if need be)",
+        "crossover serve ./model.gguf --slots 8  (a file of yours)",
+        "crossover serve 1b --backend onnx --format int4  (another engine, another format)",
+        "crossover serve 3b --policy gpu-only  (an error rather than the CPU)",
+        "crossover serve 135m 360m --idle-unload 600  (two models)",
+        "crossover serve 135m --cores 0-5 --api-cores 6  (who runs where)",
+        "crossover serve 1b --replicas 2 --on ray  (two engines, on the nodes of a Ray cluster)",
+        "crossover serve 135m --port 0 --ready-file ready.json  (for scripts)",
+        "Then:",
+        "curl localhost:8000/v1/completions -H 'content-type: application/json' "
+        '-d \'{"prompt": "Once", "max_tokens": 16}\'',
+        "curl localhost:8000/v1/placement  (what runs where, and why)",
+    )
+)
+
+serve = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def _serve(options: ServeOptions) -> int:
+    """Serve models over an OpenAI-compatible HTTP endpoint.
+
+    They run on the GPU where there is one, else on the CPU, and the server says why.
+    """
+    if options.on == "ray":
+        from serving.ray_serve import launch_on_ray
+
+        return launch_on_ray(options)
+    from serving.cli.launch import launch
+
+    return launch(options)
+
+
+serve.command(name="serve", epilog=EPILOG)(command_of(ServeOptions, _serve))

@@ -1,0 +1,306 @@
+"""The engine process: one backend, one scheduler, one socket to the parent.
+
+Started as `python -m serving.engine.engine_loop` with an EngineConfig as JSON in CROSSOVER_ENGINE
+and the number of an inherited socket in CROSSOVER_ENGINE_FD. A process of its own, because a CUDA
+error or the kernel's OOM killer takes a whole process, and HTTP must not share a GIL with the step
+loop.
+
+Sends Loading while it loads, then Ready, then one Step a scheduler step. Ends with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+
+import msgspec
+
+from models.errors import ModelError
+from models.tokenization.tokenizer import load_tokenizer
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import backend_class
+from serving.engine.ipc_messages import (
+    Cancel,
+    Delta,
+    Died,
+    FinishReason,
+    Frames,
+    FromEngine,
+    Loading,
+    Ready,
+    Step,
+    Stop,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    frame,
+)
+from serving.engine.scheduler import Scheduler, failed_delta
+from serving.errors import BackendUnavailable, Cause, OutOfMemory, ServingError, Unsupported
+from serving.hardware.machine_facts import lower_priority, peak_resident_bytes, resident_bytes
+from serving.sampling.grammar import Grammars, Matcher
+from serving.sampling.seeded_draw import uniforms
+
+# Turns of threads: at the usual 5 ms a step beside a grammar's converter waited up to 50 ms.
+SWITCH_SECONDS = 0.0002
+# Below the step loop: beside a compiler of the same priority, on two cores that are both the
+# engine's, the p99 of a decode step was 74 to 99 ms; with it 27 to 31, without a compiler 25 to 28.
+COMPILER_NICE = 10
+# Of messages between two steps, or this share of the step's time: a prompt of 131,000 tokens takes
+# 5 ms to read and to queue, and several came at once between two tokens of everybody else.
+READ_SECONDS = 0.005
+READ_SHARE = 0.1
+CONFIG_VARIABLE = "CROSSOVER_ENGINE"
+SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the process to its end; the exit status is 0 only after a Stop."""
+    faulthandler.enable()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _die_with_parent()
+    config = msgspec.json.decode(os.environ[CONFIG_VARIABLE].encode(), type=EngineConfig)
+    _prefer_for_oom_kill()
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    if config.nice and (problem := lower_priority(config.nice)) is not None:
+        print(f"engine: {problem}", file=sys.stderr)
+    worker = Worker(config, Link(socket.socket(fileno=int(os.environ[SOCKET_VARIABLE]))))
+    try:
+        worker.load()
+        worker.run()
+        return 0
+    except ParentGone:
+        return 1
+    except Exception as problem:
+        cause = cause_of(problem, loading=not worker.ready)
+        worker.link.send(Died(cause, f"{type(problem).__name__}: {problem}"))
+        if not isinstance(problem, ServingError | ModelError):
+            raise
+        print(f"engine: {problem}", file=sys.stderr)
+        return 2
+
+
+class ParentGone(Exception):
+    """The parent has closed the socket."""
+
+
+class Link:
+    """The socket to the parent. `wake` may be called from any thread; the rest is the loop's."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setblocking(True)
+        self._frames = Frames()
+        self._woken, self._waker = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
+
+    def send(self, message: FromEngine) -> None:
+        try:
+            self._socket.sendall(frame(message))
+        except OSError as problem:
+            raise ParentGone from problem
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return."""
+        os.write(self._waker, b"!")
+
+    def receive(self, wait: bool) -> list[bytes]:
+        """All messages there are, as they came; with `wait`, at least one, or none where it was
+        woken."""
+        messages: list[bytes] = []
+        while ready := self._poll.poll(None if wait and not messages else 0):
+            files = [file for file, _ in ready]
+            if self._woken in files:
+                os.read(self._woken, 1 << 10)
+                wait = False
+            if self._socket.fileno() in files:
+                messages += self._read()
+        return messages
+
+    def _read(self) -> list[bytes]:
+        try:
+            data = self._socket.recv(1 << 20)
+        except OSError as problem:
+            raise ParentGone from problem
+        if not data:
+            raise ParentGone
+        return list(self._frames.feed(data))
+
+
+class Worker:
+    """Loads the backend and runs the step loop; compiles grammars in a thread beside it."""
+
+    def __init__(self, config: EngineConfig, link: Link) -> None:
+        self.config = config
+        self.link = link
+        self.ready = False
+        self._stopping = False
+        self._stepped_at: float | None = None  # the last step's end, where another follows
+        self._unread: deque[bytes] = deque()  # messages that have come
+        self._compiling: dict[int, Submit] = {}
+        self._compiled: deque[tuple[Submit, Matcher | None | Unsupported]] = deque()
+        self._to_compile: SimpleQueue[Submit] = SimpleQueue()
+        self._compiler = threading.Thread(target=self._compile_all, daemon=True, name="grammars")
+
+    def load(self) -> None:
+        """Load backend and tokenizer, then send Ready."""
+        started = time.perf_counter()
+        self.link.send(Loading(None, "starting"))
+        self.backend = backend_class(self.config.backend)(
+            self.config, lambda what, fraction: self.link.send(Loading(fraction, what))
+        )
+        info = self.backend.info
+        tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
+        table = tokenizer.token_bytes()
+        table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
+        self._grammars = Grammars(table, tokenizer.eos_ids)
+        if not info.capabilities.isdisjoint(("grammar", "json_schema")):
+            self._grammars.prepare()
+        self.scheduler = Scheduler(self.backend, table, tokenizer.eos_ids, self.config)
+        seconds = time.perf_counter() - started
+        self.link.send(Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
+        self.ready = True
+        # Done while the parent tells that this engine is ready.
+        uniforms.prepare()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
+
+    def run(self) -> None:
+        """Handle messages and step until a Stop is carried out."""
+        while not self._stopping or self.scheduler.busy or self._compiling:
+            idle = not self.scheduler.busy and (not self._stopping or bool(self._compiling))
+            wait = idle and not self._compiled and not self._unread
+            self._unread += self.link.receive(wait)
+            self._take()
+            if self.scheduler.busy:
+                self.step()
+        self.backend.close()
+
+    def _take(self) -> None:
+        """Carry out what has come, in its order; the rest after the next step where it is much."""
+        step_seconds = self.scheduler.stats().step_seconds
+        until = time.perf_counter() + max(READ_SECONDS, READ_SHARE * step_seconds)
+        while self._compiled or self._unread:
+            if self._compiled:
+                self._take_compiled(*self._compiled.popleft())
+            else:
+                self.handle(decode_to_engine(self._unread.popleft()))
+            if time.perf_counter() > until:
+                break
+
+    def handle(self, message: ToEngine) -> None:
+        """Carry out one message of the parent."""
+        match message:
+            case Submit() if message.request.sampling.is_constrained:
+                self._compiling[message.id] = message
+                if not self._compiler.is_alive():
+                    self._compiler.start()
+                self._to_compile.put(message)
+            case Submit():
+                self._add(message)
+            case Cancel(id=number) if number in self._compiling:
+                del self._compiling[number]
+                self._tell(Delta(number, 0, "", FinishReason.CANCELLED))
+            case Cancel(id=number):
+                self.scheduler.cancel(number)
+            case Stop(drain=drain):
+                self._stopping = True
+                if not drain:
+                    self._compiling.clear()
+                    self.scheduler.drop_all()
+
+    def step(self) -> None:
+        """Run one scheduler step and send what it made."""
+        began = time.perf_counter()
+        deltas = self.scheduler.step()
+        stats = self.scheduler.stats()
+        if self._stepped_at is not None:
+            stats.between_seconds = began - self._stepped_at
+        self._stepped_at = time.perf_counter() if self.scheduler.busy else None
+        self.link.send(Step(deltas, stats))
+
+    def _compile_all(self) -> None:
+        """The compiler's thread: of each request the matcher, or why there is none."""
+        if sys.platform == "linux":  # elsewhere it is the whole process's
+            os.nice(COMPILER_NICE)
+        while True:
+            submit = self._to_compile.get()
+            if submit.id not in self._compiling:
+                continue  # cancelled meanwhile
+            found: Matcher | None | Unsupported
+            try:
+                found = self._grammars.open(submit.request.sampling)
+            except Unsupported as problem:
+                found = problem
+            except Exception as problem:
+                why = f"{type(problem).__name__}: {problem}"
+                found = Unsupported(f"the grammar cannot be used: {why}")
+            self._compiled.append((submit, found))
+            self.link.wake()
+
+    def _take_compiled(self, submit: Submit, found: Matcher | None | Unsupported) -> None:
+        if self._compiling.pop(submit.id, None) is None:
+            return  # cancelled meanwhile
+        if isinstance(found, Unsupported):
+            self._tell(failed_delta(submit.id, found))
+        else:
+            self._add(submit, found)
+
+    def _add(self, submit: Submit, matcher: Matcher | None = None) -> None:
+        refused = self.scheduler.add(submit, matcher)
+        if refused is not None:
+            self._tell(refused)
+
+    def _tell(self, delta: Delta) -> None:
+        """A Delta outside of a step."""
+        stats = msgspec.structs.replace(self.scheduler.stats(), step_seconds=0.0)
+        self.link.send(Step([delta], stats))
+
+
+def cause_of(problem: Exception, loading: bool) -> Cause:
+    """What an exception means to the supervisor."""
+    if isinstance(problem, BackendUnavailable):
+        return Cause.backend_missing
+    if loading and isinstance(problem, Unsupported):
+        return Cause.unsupported  # of its configuration: the next attempt would be refused too
+    if isinstance(problem, OutOfMemory | MemoryError):
+        return Cause.load_oom if loading else Cause.runtime_oom
+    return Cause.load_failed if loading else Cause.engine_died
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel (Linux) for SIGKILL when the parent ends."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _prefer_for_oom_kill() -> None:
+    """When memory runs out, the kernel shall kill the engine and not its parent."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("800")
+    except OSError as problem:
+        print(f"engine: oom_score_adj not set: {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""Messages between the API process and its engine: msgpack structs in length-prefixed frames.
+
+To the engine: Submit, Cancel, Stop. From it: Loading, Ready, Step, Died. One Step per scheduler
+step, whatever the number of streams: one wake-up of the event loop, not one per token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import StrEnum
+
+import msgspec
+
+from serving.backends.backend_interface import BackendInfo
+from serving.errors import Cause
+from serving.sampling.step_rows import Sampling
+from serving.sampling.step_rows import TokenDetail as TokenDetail
+
+FRAME = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 << 20
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to generate, from validation to the engine. Ids and limits are checked."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    deadline_seconds: float | None = None  # from arrival
+    include_stop: bool = False
+    whole: bool = False  # the reader wants one Delta at the end (an answer that is not streamed)
+    thought_end: int | None = None  # the token that ends the model's reasoning
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    """A new sequence, under the number that its Deltas carry."""
+
+    id: int
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    id: int
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True):
+    """End the child. `drain`: first finish what is in flight."""
+
+    drain: bool = False
+
+
+ToEngine = Submit | Cancel | Stop
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+    REFUSED = "refused"  # it asks for what this engine cannot do, or its grammar needs too much
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What one step added to one sequence: drawn tokens, and text that may lag behind them.
+
+    The first delta of a sequence has `cached_tokens` (prompt tokens whose KV was reused),
+    `queue_seconds` (arrival to first scheduled), `prefill_seconds` (first scheduled to first token)
+    and, where asked for, `prompt_details` (of the prompt's tokens from the second on, whose first
+    thousands may come before, without a token).
+    `reasoning_tokens`: output tokens up to the request's `thought_end`, once it is drawn.
+    """
+
+    id: int
+    tokens: int
+    text: str
+    finish: FinishReason | None = None
+    details: list[TokenDetail] = []
+    cached_tokens: int | None = None
+    error: str | None = None
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
+    prompt_details: list[TokenDetail] | None = None
+    parameter: str | None = None  # of the request, that `error` is about
+    reasoning_tokens: int | None = None
+
+
+class StepStats(msgspec.Struct, array_like=True):
+    """The engine's state after a step, and what the step cost."""
+
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    step_seconds: float
+    backend_seconds: float
+    decode_rows: int
+    prefill_tokens: int
+    preemptions: int  # since start
+    between_seconds: float = 0.0  # from the end of the step before to this one's start
+
+
+class Loading(msgspec.Struct, tag="loading", array_like=True):
+    fraction: float | None
+    what: str
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    info: BackendInfo
+    load_seconds: float
+    rss_bytes: int
+    peak_rss_bytes: int
+
+
+class Step(msgspec.Struct, tag="step", array_like=True):
+    deltas: list[Delta]
+    stats: StepStats
+
+
+class Died(msgspec.Struct, tag="died", array_like=True):
+    """The engine's last word, where it could still speak."""
+
+    cause: Cause
+    message: str
+
+
+FromEngine = Loading | Ready | Step | Died
+
+_encoder = msgspec.msgpack.Encoder()
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """The message as bytes for the wire."""
+    body = _encoder.encode(message)
+    return FRAME.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a byte stream into frame bodies. Raises ValueError for a length that is no frame's."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        self._buffer += data
+        position = 0
+        while len(self._buffer) - position >= FRAME.size:
+            (length,) = FRAME.unpack_from(self._buffer, position)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"frame of {length} bytes, more than {MAX_FRAME_BYTES}")
+            end = position + FRAME.size + length
+            if len(self._buffer) < end:
+                break
+            yield bytes(self._buffer[position + FRAME.size : end])
+            position = end
+        del self._buffer[:position]

@@ -1,0 +1,490 @@
+"""What the HTTP interface takes and says, as types; `decode` makes a request of a body.
+
+    request = decode(CHAT, body)          # ApiError 400 names the key that is wrong
+
+Unknown keys are refused. `temperature` 1.0 and `max_tokens` 16 (completions) are OpenAI's defaults
+where a key is left out. Every field of OpenAI's answers is there, null where it says nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from serving.errors import EngineState
+from serving.http.errors import ApiError, ErrorDetail, invalid
+
+T = TypeVar("T")
+MOST_LOGPROBS = 20  # alternatives at one position
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
+_INT31 = 2**31 - 1
+_INT64 = 2**63
+
+# --- requests
+
+
+class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Base of every request."""
+
+
+def _about(text: str, **bounds: Any) -> Meta:
+    return Meta(description=text, **bounds)
+
+
+class StreamOptions(Wire, kw_only=True, frozen=True):
+    """`include_usage`: in a last chunk. `continuous_usage_stats` (vLLM): in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchemaFormat(Wire, kw_only=True, frozen=True):
+    name: str
+    schema: dict[str, Any]
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextFormat(Wire, kw_only=True, frozen=True, tag="text", tag_field="type"):
+    pass
+
+
+class JsonObjectFormat(Wire, kw_only=True, frozen=True, tag="json_object", tag_field="type"):
+    pass
+
+
+class JsonFormat(Wire, kw_only=True, frozen=True, tag="json_schema", tag_field="type"):
+    json_schema: JsonSchemaFormat
+
+
+TokenId = Annotated[int, Meta(ge=0, le=_INT31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Repetition = Annotated[float, Meta(ge=0.01, le=100)]
+Alternatives = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+MaxTokens = Annotated[
+    int,
+    _about("More than the context leaves is cut. -1: all that it leaves.", ge=-1, le=_INT31),
+]
+SpecialTokens = Annotated[bool, _about("Begin a text with the model's BOS token; default true.")]
+AssistantHead = Annotated[
+    bool, _about("End the prompt with the head of the assistant's turn; default true.")
+]
+ContinueFinal = Annotated[
+    bool,
+    _about(
+        "Go on with the last message, which is the assistant's. Left out: where it has text and "
+        "add_generation_prompt is left out too."
+    ),
+]
+TemplateVariables = Annotated[
+    dict[str, Any], _about("Variables of the model's chat template, such as enable_thinking.")
+]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    _about("Where the model's chat template knows reasoning_effort or enable_thinking."),
+]
+
+
+class Generation(Wire, kw_only=True, frozen=True):
+    """What chat and completions have in common."""
+
+    model: Annotated[str, _about("Left out: the only model that is served.")] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    min_tokens: Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)] | None = (
+        None
+    )
+    temperature: Annotated[float, _about("0 is greedy; left out: 1.0.", ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, _about("-1 or 0: all tokens.", ge=-1, le=_INT31)] | None = None
+    min_p: Share | None = None
+    seed: Annotated[int, _about("Left out: drawn.", ge=-_INT64, le=_INT64 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Annotated[Repetition, _about("llama.cpp's name of it.")] | None = None
+    logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
+    n: Annotated[int, _about("Answers to each prompt.", ge=1, le=128)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonFormat | None = None
+    grammar: Annotated[str, _about("GBNF, where the backend can.")] | None = None
+    deadline_seconds: (
+        Annotated[float, _about("From arrival; past it: an error.", ge=0.001, le=86400)] | None
+    ) = None
+    # Without effect: clients send them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    cache_prompt: bool | None = None
+    id_slot: int | None = None
+
+
+class CompletionRequest(Generation, kw_only=True, frozen=True):
+    """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: (
+        Annotated[bool, _about("The prompt first; with `logprobs`, those of its tokens too.")]
+        | None
+    ) = None
+    logprobs: Alternatives | None = None
+    add_special_tokens: SpecialTokens | None = None
+    best_of: Literal[1] | None = None  # as clients send it: without effect
+
+
+class TextPart(Wire, kw_only=True, frozen=True):
+    type: Literal["text"]  # not msgspec's tag, which may be left out where there is one struct
+    text: str
+
+
+class CalledFunction(Wire, kw_only=True, frozen=True):
+    """`arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class CallMade(Wire, kw_only=True, frozen=True):
+    """A call in an assistant's turn, as it came in an answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Wire, kw_only=True, frozen=True):
+    """One turn. The last five keys are taken as clients send an assistant's turn back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallMade] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's
+
+
+class Function(Wire, kw_only=True, frozen=True):
+    """`parameters`: a JSON schema. `strict` has no effect: calls that must come always keep it."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire, kw_only=True, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Wire, kw_only=True, frozen=True):
+    name: str
+
+
+class NamedTool(Wire, kw_only=True, frozen=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Tools = Annotated[list[Tool], Meta(max_length=128)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+
+
+class ChatRequest(Generation, kw_only=True, frozen=True):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    add_generation_prompt: AssistantHead | None = None
+    continue_final_message: ContinueFinal | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    reasoning_effort: Effort | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeRequest(Wire, kw_only=True, frozen=True):
+    """POST /tokenize: exactly one of `prompt` and `messages`. `return_token_strs`: each token as
+    the vocabulary writes it too."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: SpecialTokens | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: AssistantHead | None = None
+    continue_final_message: ContinueFinal | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    reasoning_effort: Effort | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+
+
+ChatInput = ChatRequest | TokenizeRequest  # what a chat template is made to show
+
+
+class DetokenizeRequest(Wire, kw_only=True, frozen=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: (
+        Annotated[bool, _about("false: control tokens as their text; default true.")] | None
+    ) = None
+
+
+CHAT = msgspec.json.Decoder(ChatRequest)
+COMPLETION = msgspec.json.Decoder(CompletionRequest)
+TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+encode = msgspec.json.Encoder().encode
+
+_LONGEST = 600  # characters of msgspec's sentences
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"(unknown|missing required) field `(.*)`", re.DOTALL)
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The body as its type. Raises ApiError 400 that names the key."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        raise _explained(str(problem)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise invalid(f"the body is not JSON: {problem}", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply", code="nested_too_deeply") from None
+
+
+def _explained(message: str) -> ApiError:
+    """msgspec's sentence as ours, with the parameter's path as OpenAI writes it.
+
+    The sentence may repeat a key or value of any length: it is cut before a regular expression
+    sees it. Its end, which says where, is kept.
+    """
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
+    found = _WHERE.match(message)
+    assert found is not None, "it matches any text"
+    what, path = found["what"], (found["path"] or "").removesuffix("[...]")
+    field = _FIELD.search(what[:1].lower() + what[1:])
+    if field:
+        param = f"{path}.{field[2]}" if path else field[2]
+        return invalid(f"{field[1].split()[0]} field {param!r}", param)
+    what = what[:1].lower() + what[1:]
+    if path.endswith(".type") and ".content[" in path:
+        what = f"only parts of type 'text' are supported; {what}"
+    return invalid(f"{path or 'the body'}: {what}", path or None)
+
+
+# --- answers
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+def finite(logprob: float) -> float:
+    """The log-probability as JSON can hold it."""
+    return max(logprob, LOWEST_LOGPROB)
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """`prompt_tokens_details`: the prompt tokens that were found in the KV cache, where known."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """OpenAI's older shape. `text_offset`: characters in the choice's text, echo included."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """`arguments`: JSON as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """`index`: in a chunk, which of the answer's calls this is. A call comes in one chunk."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    """`content`: null where the answer consists of calls."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer, and (with some of these left out) each chunk of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_model_len`: vLLM's name of the context. `state`: of the model's engine."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "crossover"
+    root: str
+    max_model_len: int | None
+    state: EngineState
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The process is alive, whatever the engine is doing."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """200 when `ready` (or `unloaded`: the next request loads it); 503 with an error otherwise.
+
+    `models`: the state of each, where there are several.
+    """
+
+    state: EngineState
+    model: str
+    backend: str
+    reason: str | None = None
+    error: ErrorDetail | UnsetType = UNSET
+    models: dict[str, EngineState] | UnsetType = UNSET

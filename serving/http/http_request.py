@@ -1,0 +1,179 @@
+"""One HTTP request, from its head to the end of its answer: what a handler is given.
+
+    body = await request.read(CHAT)
+    model = await request.hold(body.model)     # loaded where it may be, until the answer has ended
+    await request.answer(value)                # or open_stream, write, close_stream
+
+Answers are written straight to the ASGI server's `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import EngineState, Overloaded
+from serving.http.api_schemas import decode, encode
+from serving.http.body_limits import ClientGone, Limits, header, read_body
+from serving.http.errors import ApiError
+from serving.registry.loaded_model import ModelRouter, ServedModel
+
+T = TypeVar("T")
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+_JSON = b"application/json"
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """What all requests share. `waiting_for_load`: how many wait until their model is loaded."""
+
+    router: ModelRouter
+    limits: Limits
+    waiting_for_load: int = 0
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event with `value` as JSON."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+class Request:
+    """`started`: the head of the answer has left, so an error can only be an event."""
+
+    def __init__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        self.began = time.perf_counter()
+        self.endpoint = endpoint
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.serial = secrets.token_hex(12)
+        given = header(scope, b"x-request-id")
+        is_harmless = given is not None and _REQUEST_ID.fullmatch(given)
+        self.id = given if given and is_harmless else b"req-" + self.serial.encode()
+        self.route = "other"  # as a label: never what a stranger typed
+        self.parameter = ""  # of the path
+        self.trusted = False  # it has the key, or none is asked for
+        self.status: int | None = None
+        self.error: str | None = None  # the code of the error that was answered
+        self.started = self.ended = self.gone = False
+        self.model: ServedModel | None = None  # once it is known
+        self.release: Callable[[], None] | None = None  # lets go of the model
+        self.choices: Sequence[Any] = ()  # its sequences, for the log
+
+    async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as its type. Raises ApiError (400, 408, 413, 415), ClientGone."""
+        limits, tokens = self.endpoint.limits, self.endpoint.router.slot_tokens
+        return decode(decoder, await read_body(self.scope, self._receive, limits, tokens))
+
+    def look_at(self, name: str | None) -> ServedModel:
+        """The model of a request that needs no engine. Raises UnknownModel, ModelNotNamed."""
+        self.model = self.endpoint.router.named(name)
+        return self.model
+
+    async def hold(self, name: str | None) -> ServedModel:
+        """The model, held until the request ends, and loaded first where it may be.
+
+        Raises UnknownModel, ModelNotNamed, Unavailable; Overloaded where too many wait for loads;
+        ClientGone.
+        """
+        endpoint, model = self.endpoint, self.look_at(name)
+        if model.supervisor.state == EngineState.ready:
+            self.model, self.release = await endpoint.router.acquire(model.served_name)
+            return self.model
+        if endpoint.waiting_for_load >= endpoint.limits.waiting_for_load:
+            text = f"{endpoint.waiting_for_load} requests wait for models that are being loaded"
+            raise Overloaded(text, 5.0)
+        endpoint.waiting_for_load += 1
+        holding = asyncio.ensure_future(endpoint.router.acquire(model.served_name))
+        watching = asyncio.ensure_future(self.until_gone())
+        try:
+            await asyncio.wait({holding, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            endpoint.waiting_for_load -= 1
+            watching.cancel()
+            if not holding.done():
+                holding.cancel()
+        if not holding.done():
+            raise ClientGone
+        self.model, self.release = holding.result()
+        return self.model
+
+    async def until_gone(self) -> None:
+        """Returns when the client has closed the connection (or the answer is complete)."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = not self.ended
+
+    @property
+    def backend(self) -> str:
+        """What answers: the engine of the request's model, or the first's."""
+        router = self.endpoint.router
+        model = self.model or (router.first if router.models else None)
+        label = "none" if model is None else model.supervisor.label
+        return "".join(c if " " < c < "\x7f" else "?" for c in label)
+
+    async def _start(self, status: int, kind: bytes, *more: tuple[bytes, bytes]) -> None:
+        self.started = True
+        self.status = status
+        headers = [
+            (b"content-type", kind),
+            (b"x-request-id", self.id),
+            (b"x-crossover-backend", self.backend.encode()),
+            *more,
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def answer(
+        self, value: Any, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        """A whole JSON answer."""
+        await self.answer_bytes(encode(value), _JSON, status, headers)
+
+    async def answer_bytes(
+        self,
+        body: bytes,
+        kind: bytes = _JSON,
+        status: int = 200,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """A whole answer of any type."""
+        more = [
+            (name.lower().encode(), value.encode("latin-1", "replace"))
+            for name, value in (headers or {}).items()
+        ]
+        await self._start(status, kind, *more, (b"content-length", str(len(body)).encode()))
+        await self.close_stream(body)
+
+    async def write(self, data: bytes) -> None:
+        """Some events of a streamed answer; waits while the client's side is full. The first ones
+        come with the head."""
+        if not self.started:
+            no_cache = (b"cache-control", b"no-cache")
+            unbuffered = (b"x-accel-buffering", b"no")
+            await self._start(200, b"text/event-stream; charset=utf-8", no_cache, unbuffered)
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def close_stream(self, data: bytes = b"") -> None:
+        """The last events of a streamed answer."""
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def fail(self, problem: ApiError) -> None:
+        """The problem as an answer; inside a stream as its last event, without a [DONE]."""
+        self.error = problem.code or str(problem.status)
+        if self.ended or self.gone:
+            return
+        if self.started:
+            await self.close_stream(event(problem.body))
+        else:
+            await self.answer(problem.body, problem.status, problem.headers)

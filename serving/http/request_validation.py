@@ -1,0 +1,210 @@
+"""From a decoded request to the GenerationRequest that the engine is sent.
+
+    generation = validate(body, facts, limits)               # shared by its sequences
+    most = token_limit(body, len(ids), facts, COMPLETION_TOKENS)
+
+Pure functions. What a backend cannot do is a 400 that names the parameter.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import cast
+
+from serving.engine.ipc_messages import GenerationRequest
+from serving.errors import ContextOverflow, Unsupported
+from serving.http.api_schemas import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    JsonFormat,
+    JsonObjectFormat,
+    encode,
+)
+from serving.http.body_limits import Limits
+from serving.http.errors import invalid
+from serving.http.tool_calls import must_call, schema_of
+from serving.registry.loaded_model import Facts
+from serving.sampling.grammar import text_of
+from serving.sampling.step_rows import GREEDY_BELOW, Sampling
+
+ALL_TOKENS = -1  # as max_tokens: all that the context leaves
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
+_SMALLEST_TOP_P = 1e-6  # top_p 0 means "the best token only", and a nucleus must hold one
+_SEED_MASK = (1 << 63) - 1
+
+
+def validate(body: Generation, facts: Facts, limits: Limits) -> GenerationRequest:
+    """The request's sampling and stops, without a prompt. Raises ApiError 400."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options: only allowed together with stream: true", "stream_options")
+    if body.stop_token_ids:
+        check_ids(body.stop_token_ids, facts, "stop_token_ids")
+    deadlines = (body.deadline_seconds, limits.deadline_seconds)
+    return GenerationRequest(
+        prompt=[],
+        max_tokens=0,
+        sampling=sampling_of(body, facts),
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
+        stop_token_ids=body.stop_token_ids or [],
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        deadline_seconds=min((d for d in deadlines if d is not None), default=None),
+        include_stop=bool(body.include_stop_str_in_output),
+        whole=not body.stream,
+    )
+
+
+def sampling_of(body: Generation, facts: Facts) -> Sampling:
+    """How tokens are drawn. `temperature` left out: 1.0, or 0 where the backend is greedy only."""
+    temperature = body.temperature
+    if temperature is None:
+        temperature = 1.0 if "temperature" in facts.capabilities else 0.0
+    if temperature < GREEDY_BELOW:
+        temperature = 0.0
+    logprobs: int | None = None
+    if isinstance(body, CompletionRequest):
+        logprobs = body.logprobs
+    elif isinstance(body, ChatRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise invalid("top_logprobs: needs logprobs: true", "top_logprobs")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if logprobs is not None:
+        logprobs = min(logprobs, facts.vocabulary)
+    if body.logit_bias:
+        check_ids(list(body.logit_bias), facts, "logit_bias")
+    penalties = {body.repetition_penalty, body.repeat_penalty} - {None}
+    if len(penalties) > 1:
+        text = "repetition_penalty and repeat_penalty differ; send one of them"
+        raise invalid(text, "repeat_penalty")
+    schema = _schema_of(body)
+    sampling = Sampling(
+        temperature=temperature,
+        top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
+        top_k=min(max(body.top_k or 0, 0), facts.vocabulary),
+        min_p=body.min_p or 0.0,
+        seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=next((one for one in penalties if one is not None), 1.0),
+        logit_bias=body.logit_bias or {},
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if getattr(body, "echo", None) else None,
+        grammar=body.grammar,
+        json_schema=schema,
+    )
+    constrained_by = "tool_choice" if body.response_format is None else "response_format"
+    drawn = temperature > 0  # greedy decoding is the same whatever the first five say
+    needs = (
+        ("temperature", "temperature", drawn),
+        ("top_p", "top_p", drawn and sampling.top_p < 1),
+        ("top_k", "top_k", drawn and sampling.top_k > 0),
+        ("min_p", "min_p", drawn and sampling.min_p > 0),
+        ("seed", "seed", drawn and body.seed is not None),
+        ("penalties", "presence_penalty", sampling.presence_penalty != 0),
+        ("penalties", "frequency_penalty", sampling.frequency_penalty != 0),
+        ("penalties", "repetition_penalty", sampling.repetition_penalty != 1),
+        ("logit_bias", "logit_bias", bool(sampling.logit_bias)),
+        ("grammar", "grammar", body.grammar is not None),
+        ("json_schema", constrained_by, schema is not None),
+        ("logprobs", "logprobs", logprobs is not None),
+        ("prompt_logprobs", "logprobs together with echo", sampling.prompt_logprobs is not None),
+    )
+    for capability, param, asked in needs:
+        if asked and capability not in facts.capabilities:
+            text = f"{param} is not supported by the {facts.backend} backend"
+            raise invalid(text, param.partition(" ")[0], "unsupported_parameter")
+    return sampling
+
+
+def _schema_of(body: Generation) -> str | None:
+    """The JSON schema that the output must follow; the engine reads it, or the grammar."""
+    schema: str | None = None
+    is_call = isinstance(body, ChatRequest) and must_call(body)
+    if isinstance(body, ChatRequest) and is_call:
+        schema = encode(schema_of(body)).decode()
+    match body.response_format:
+        case JsonObjectFormat():
+            schema = '{"type":"object"}'
+        case JsonFormat(json_schema=given):
+            schema = encode(given.schema).decode()
+    if body.grammar is not None and schema is not None:
+        raise invalid("grammar: not together with response_format", "grammar")
+    try:
+        text_of(Sampling(grammar=body.grammar, json_schema=schema))
+    except Unsupported as problem:
+        about = "tools" if is_call else problem.parameter
+        raise invalid(str(problem), about, "unsupported_parameter") from None
+    return schema
+
+
+def prompts_of(body: CompletionRequest, facts: Facts, limits: Limits) -> list[str | list[int]]:
+    """The completion's prompts, each a text or token ids. Raises ApiError 400."""
+    prompt = body.prompt
+    found: list[str | list[int]]
+    if isinstance(prompt, str):
+        found = [prompt]
+    elif prompt and isinstance(prompt[0], int) and len(prompt) > facts.context_tokens:
+        # before a walk through a million ids
+        raise ContextOverflow(len(prompt), None, facts.context_tokens, "prompt")
+    elif (kinds := set(map(type, prompt))) <= {int}:
+        found = [cast(list[int], prompt)]
+    else:
+        found = cast(list[str | list[int]], prompt)
+        if len(kinds) > 1:
+            text = "a list of texts, of token ids, or of lists of token ids; not a mixture"
+            raise invalid(f"prompt: {text}", "prompt")
+    check_sequences(len(found), body.n or 1, limits)
+    for ids in found:
+        if isinstance(ids, list):
+            check_ids(ids, facts, "prompt")
+        elif not ids:
+            raise invalid("prompt: an empty text; at least one token is needed", "prompt")
+    return found
+
+
+def check_sequences(prompts: int, choices: int, limits: Limits) -> None:
+    """Raises ApiError 400 where one request asks for too many sequences."""
+    if prompts * choices > limits.sequences:
+        param = "n" if choices > 1 else "prompt"
+        asked = f"{prompts} prompts times {choices} answers"
+        text = f"{param}: {asked}; {limits.sequences} sequences a request are allowed"
+        raise invalid(text, param)
+
+
+def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
+    """Raises ApiError 400 for no ids, or one that the model does not have."""
+    if not ids:
+        raise invalid(f"{param}: an empty list of token ids; at least one is needed", param)
+    for token in (max(ids), min(ids)):
+        if not 0 <= token < facts.vocabulary:
+            range_ = f"the model has {facts.vocabulary} tokens"
+            raise invalid(f"{param}: token id {token} is out of range; {range_}", param)
+
+
+def token_limit(body: Generation, prompt_tokens: int, facts: Facts, default: int) -> int:
+    """Most output tokens after a prompt: what is asked for, cut to what the context leaves.
+
+    Raises ApiError 400 for an empty prompt, ContextOverflow.
+    """
+    param = "messages" if isinstance(body, ChatRequest) else "prompt"
+    asked, asked_by = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, asked_by = body.max_tokens, "max_tokens"
+    elif body.max_tokens not in (None, asked):
+        text = "max_tokens and max_completion_tokens differ; send one of them"
+        raise invalid(text, "max_completion_tokens")
+    if asked == 0:
+        raise invalid(f"{asked_by}: at least 1 is needed, got 0", asked_by)
+    if prompt_tokens < 1:
+        raise invalid(f"{param}: no tokens in it; at least one is needed", param)
+    room = facts.context_tokens - prompt_tokens
+    if room < 1:
+        raise ContextOverflow(prompt_tokens, asked, facts.context_tokens, param)
+    wanted = default if asked is None else asked
+    limit = room if wanted == ALL_TOKENS else min(wanted, room)
+    if (body.min_tokens or 0) > limit:
+        text = f"{body.min_tokens} is more than the {limit} that {asked_by} allows"
+        raise invalid(f"min_tokens: {text}", "min_tokens")
+    return limit

@@ -1,0 +1,215 @@
+"""The route table, and the ASGI application around it.
+
+    app = App(router, limits, api_key="...")
+    uvicorn.run(app, **server_options(limits))    # serving.http.http_server
+
+Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error has OpenAI's body.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from serving.errors import ServingError
+from serving.http import admin_routes, status_routes
+from serving.http.api_key import check_host, check_key, has_key
+from serving.http.api_schemas import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Detokenized,
+    DetokenizeRequest,
+    Health,
+    ModelCard,
+    ModelList,
+    Readiness,
+    Tokenized,
+    TokenizeRequest,
+    encode,
+)
+from serving.http.body_limits import ClientGone, Limits, check_head
+from serving.http.chat_completions import chat_completions
+from serving.http.completions import completions
+from serving.http.errors import ApiError, as_answer
+from serving.http.http_request import Endpoint, Request
+from serving.http.openapi import Route, document
+from serving.registry.loaded_model import ModelRouter
+
+logger = logging.getLogger("crossover.http")
+CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
+
+
+async def openapi(request: Request) -> None:
+    names = ", ".join(request.endpoint.router.models)
+    await request.answer(document(request.scope["app"].routes, names))
+
+
+ROUTES = (
+    Route(
+        *("POST", "/v1/chat/completions", chat_completions, "Answer a chat"),
+        *(ChatCompletion, ChatRequest, ChatChunk),
+    ),
+    Route(
+        *("POST", "/v1/completions", completions, "Continue a text"),
+        *(Completion, CompletionRequest, Completion),
+    ),
+    Route("GET", "/health", status_routes.health, "The process lives", Health, keyed=False),
+    Route("GET", "/ready", status_routes.ready, "The engine serves", Readiness, keyed=False),
+    Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", "text/plain"),
+    Route("GET", "/v1/models", status_routes.models, "What is served", ModelList),
+    Route("GET", "/v1/models/{name}", status_routes.model_card, "One model", ModelCard),
+    Route(
+        *("POST", "/tokenize", status_routes.tokenize, "Text or chat to token ids"),
+        *(Tokenized, TokenizeRequest),
+    ),
+    Route(
+        *("POST", "/detokenize", status_routes.detokenize, "Token ids to text"),
+        *(Detokenized, DetokenizeRequest),
+    ),
+    Route(
+        *("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
+        status_routes.PlacementView,
+    ),
+    Route("GET", "/openapi.json", openapi, "This document", dict[str, Any]),
+)
+ADMIN_ROUTES = (
+    Route(
+        *("GET", "/admin/models", admin_routes.list_models, "State of every model"),
+        admin_routes.RegistryState,
+    ),
+    Route(
+        *("POST", "/admin/load", admin_routes.load_model, "Load a model, or add one"),
+        *(admin_routes.ModelState, admin_routes.BODY),
+    ),
+    Route(
+        *("POST", "/admin/unload", admin_routes.unload_model, "Unload a model"),
+        *(admin_routes.ModelState, admin_routes.UnloadRequest),
+    ),
+)
+
+
+class App:
+    """Identity, key and limits before the route; errors, counts and a log line after it.
+
+    `local_names`: a Host that is a name of the DNS is refused. Without `admin_key` there are no
+    admin routes.
+    """
+
+    def __init__(
+        self,
+        router: ModelRouter,
+        limits: Limits,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        local_names: bool = False,
+    ) -> None:
+        self.endpoint = Endpoint(router, limits)
+        self.routes = ROUTES if admin_key is None else (*ROUTES, *ADMIN_ROUTES)
+        self._api_key = api_key
+        self._admin_key = admin_key
+        self._local_names = local_names
+        self._table: dict[str, dict[str, Route]] = {}
+        for route in self.routes:
+            for path in {route.path, route.path.removeprefix("/v1")}:
+                self._table.setdefault(path, {})[route.method] = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self
+        request = Request(self.endpoint, scope, receive, send)
+        metrics = self.endpoint.router.metrics
+        metrics.open_requests.inc()
+        try:
+            check_head(scope)
+            if self._local_names:
+                check_host(scope)
+            route = self._route(request)
+            await route.handler(request)
+        except ClientGone:
+            request.gone = True
+        except Exception as problem:
+            await self._fail(request, problem)
+        finally:
+            metrics.open_requests.dec()
+            if request.release is not None:
+                request.release()
+            gone = request.gone or request.status is None
+            code = CLIENT_GONE if gone or request.status is None else request.status
+            metrics.responses.labels(request.route, str(code)).inc()
+            if logger.isEnabledFor(logging.INFO):
+                logger.info("%s", encode(_log_line(request, code)).decode())
+
+    def _route(self, request: Request) -> Route:
+        """Raises ApiError 401 without the key, 404 and 405."""
+        scope, key = request.scope, self._api_key
+        method, path = scope["method"], scope["path"]
+        routes = self._table.get(path)
+        if routes is None:
+            folder, _, name = path.partition("/models/")
+            if name and folder in ("", "/v1"):
+                request.parameter = name
+                routes = self._table["/v1/models/{name}"]
+        route = None if routes is None else routes.get(method)
+        request.trusted = key is None or has_key(scope, key)
+        if path.startswith("/admin/") and self._admin_key is not None:
+            check_key(scope, self._admin_key)
+        elif key is not None and (route is None or route.keyed):
+            check_key(scope, key)
+        if routes is None:
+            text = f"there is no {path[:200]} here; /openapi.json lists what there is"
+            raise ApiError(404, text, code="not_found")
+        if route is None:
+            allowed = ", ".join(sorted(routes))
+            text = f"{method} is not allowed on {path[:200]}; {allowed} is"
+            raise ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
+        request.route = route.path
+        return route
+
+    async def _fail(self, request: Request, problem: Exception) -> None:
+        """The answer to whatever a handler has raised; what nobody foresaw is logged."""
+        answer = as_answer(problem) if isinstance(problem, ServingError) else None
+        if answer is None:
+            number = request.id.decode()
+            logger.error(
+                "request %s failed", number, exc_info=problem, extra={"request_id": number}
+            )
+            text = "the server failed on this request; its log says why"
+            answer = ApiError(500, text, code="internal_error")
+        models = self.endpoint.router.models
+        model = request.model or (self.endpoint.router.first if len(models) == 1 else None)
+        name = "" if model is None else model.served_name
+        self.endpoint.router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
+        await request.fail(answer)
+
+
+def _log_line(request: Request, code: int) -> dict[str, Any]:
+    """One request: what was asked of whom, what came of it, tokens and times."""
+    line: dict[str, Any] = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "event": "request",
+        "request_id": request.id.decode(),
+        "method": request.scope["method"],
+        "path": request.scope["path"][:200],
+        "status": code,
+        "seconds": round(time.perf_counter() - request.began, 6),
+        "backend": request.backend,
+    }
+    if request.model is not None:
+        line["model"] = request.model.served_name
+    if request.error is not None:
+        line["error"] = request.error
+    choices = request.choices
+    if choices:
+        line["prompt_tokens"] = sum(len(c.prompt.ids) for c in choices if c.first_of_prompt)
+        line["completion_tokens"] = sum(choice.tokens for choice in choices)
+        line["finish"] = sorted({c.ended_as for c in choices if c.ended_as is not None})
+        firsts = [choice.first for choice in choices if choice.first is not None]
+        if firsts:
+            line["ttft_seconds"] = round(min(firsts) - request.began, 6)
+    return line

@@ -1,0 +1,247 @@
+"""Replicas on a Ray cluster, by Ray Serve's own ingress: `crossover serve MODEL --on ray`.
+
+    status = launch_on_ray(ServeOptions(models=("1b",), on="ray", replicas=2, threads=4))
+
+Ray Serve's proxy listens on --host and --port and spreads requests over the replicas; each replica
+is this server's app with an engine of its own, and Ray starts it again where it dies. Without
+RAY_ADDRESS a cluster of this machine is started: on 127.0.0.1, without dashboard, and with a token,
+since whoever reaches an open Ray runs code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from models.isolated import python_variables
+from models.ladder import is_rung
+from models.manifest import write_atomically
+from serving.bounds import flags_of
+from serving.errors import EngineFailed, ServingError
+from serving.server_options import Policy, ServeOptions
+
+ADDRESS = "RAY_ADDRESS"
+APPLICATION = "crossover"
+LOOPBACK = "127.0.0.1"
+# Options that one process on one machine can honour, and replicas behind Ray's proxy cannot.
+REFUSED = (
+    *("models_file", "memory_limit", "max_loaded_models", "idle_unload_seconds"),
+    *("admin_key_env", "admin_key_file", "cores", "api_cores"),
+    *("allowed_origins", "tls_certificate", "tls_key"),
+)
+
+
+def launch_on_ray(options: ServeOptions) -> int:
+    """Serve until a signal comes; the exit status."""
+    check_options(options)
+    (source,) = options.models
+    if os.path.exists(source) and not is_rung(source):  # a replica stands in another folder
+        options = msgspec.structs.replace(options, models=(os.path.abspath(source),))
+    prepare_environment()
+    from serving.cli.launch import keys_of
+    from serving.http.http_server import listen
+
+    api_key, _ = keys_of(options)
+    listener = listen(options.host, options.port)
+    port = listener.getsockname()[1]
+    listener.close()  # Ray's proxy takes it
+    nodes = connect()
+    from ray import serve
+
+    try:
+        cpus, gpus = share_of(nodes, options)
+        serve.start(http_options={"host": options.host, "port": port})
+        replica = serve.deployment(
+            serve.ingress(Ingress(options, api_key, cpus))(Replica),
+            name=APPLICATION,
+            num_replicas=options.replicas,
+            max_ongoing_requests=options.slots + options.max_waiting,
+            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            graceful_shutdown_timeout_s=options.drain_seconds,
+            health_check_period_s=1.0,
+        )
+        try:
+            serve.run(replica.bind(), name=APPLICATION, route_prefix="/")
+        except RuntimeError as problem:
+            raise ServingError(f"no replica could be started: {last_line(str(problem))}") from None
+        url = f"http://{LOOPBACK if options.host == '0.0.0.0' else options.host}:{port}"
+        print(f"ready: {url} ({options.replicas} replicas, {cpus} cores each)", flush=True)
+        if options.ready_file:
+            write_atomically(
+                Path(options.ready_file), json.dumps({"url": url, "pid": os.getpid()}).encode()
+            )
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        stop.wait()
+        serve.delete(APPLICATION)  # each replica finishes what it has
+        serve.shutdown()
+    finally:
+        disconnect()
+        if options.ready_file:
+            Path(options.ready_file).unlink(missing_ok=True)
+    return 0
+
+
+def check_options(options: ServeOptions) -> None:
+    """Raises ServingError for an option that cannot be honoured as asked."""
+    for field in msgspec.structs.fields(ServeOptions):
+        if field.name in REFUSED and getattr(options, field.name) != field.default:
+            flag = flags_of(ServeOptions)[field.name]
+            raise ServingError(
+                f"{flag} cannot be honoured with --on ray: there are several engines"
+            )
+    if len(options.models) != 1:
+        count = len(options.models)
+        raise ServingError(f"--on ray serves one model, and {count} are named")
+    if not is_installed():
+        raise ServingError("--on ray needs Ray: pip install 'llm-crossover[scale]'")
+
+
+def share_of(nodes: list[dict[str, Any]], options: ServeOptions) -> tuple[int, int]:
+    """(cores, GPUs) of each replica; without --threads the cores are divided evenly."""
+    cores, gpus = (
+        [int(node["Resources"].get(kind, 0)) for node in nodes] for kind in ("CPU", "GPU")
+    )
+    count = options.replicas
+    wanted = range(max(cores, default=0), 0, -1) if options.threads is None else (options.threads,)
+    cpus = next((n for n in wanted if sum(have // n for have in cores) >= count), None)
+    if cpus is None:
+        each = "1 core" if options.threads is None else f"--threads {options.threads}"
+        raise ServingError(f"--replicas {count}, {each} each, do not fit: nodes have {cores} cores")
+    takes_gpu = options.policy is not Policy.cpu_only and sum(gpus) >= count
+    if options.policy is Policy.gpu_only and not takes_gpu:
+        raise ServingError(
+            f"--policy gpu-only: {count} replicas need {count} GPUs, not {sum(gpus)}"
+        )
+    return cpus, int(takes_gpu)
+
+
+# --- in a replica
+
+_registry: Any = None  # of this process: one replica
+
+
+class Ingress:
+    """The app of a replica, as the ASGI application that Ray Serve is given: it starts the engine
+    in its lifespan, and Ray waits for that."""
+
+    def __init__(self, options: ServeOptions, api_key: str | None, cores: int) -> None:
+        self._options = msgspec.structs.replace(options, threads=cores)
+        self._api_key = api_key
+        self._app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        await receive()
+        try:
+            await self._start()
+        except Exception as problem:
+            await send({"type": "lifespan.startup.failed", "message": str(problem)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await _registry.stop(True, self._options.drain_seconds)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _start(self) -> None:
+        """Returns when the engine serves. Raises ServingError, ModelError."""
+        global _registry
+        from serving.cli.launch import limits_of, make_registry
+        from serving.http.routes import App
+        from serving.logs import Narrator
+
+        narrator = Narrator(sys.stderr)  # the replica's log, which Ray keeps
+        _registry = await asyncio.to_thread(make_registry, self._options, narrator)
+        self._app = App(_registry.router, limits_of(self._options), self._api_key)
+        await _registry.start()
+        (tenant,) = _registry.tenants.values()
+        await tenant.supervisor.wait_ready()
+
+
+class Replica:
+    """Ray Serve makes it in an actor, and replaces it where `check_health` raises."""
+
+    def check_health(self) -> None:
+        for tenant in () if _registry is None else _registry.tenants.values():
+            if tenant.given_up:
+                raise EngineFailed(tenant.supervisor.reason or "the engine failed")
+
+
+# --- the cluster
+
+
+def is_installed() -> bool:
+    """Whether the extra `scale` is there. Imports nothing."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def prepare_environment() -> None:
+    """What Ray reads once, when it is imported: no telemetry; a cluster that is started here asks
+    for a token that only its own processes have, and runs no code of the folder one stands in."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if os.environ.get(ADDRESS) is None:
+        # Without it Ray takes the machine's own address wherever 127.0.0.1 is named.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ.update(python_variables())
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def connect() -> list[dict[str, Any]]:
+    """Join the cluster of RAY_ADDRESS, or start one here. Its living nodes, as Ray describes
+    them. Raises ServingError."""
+    import ray
+
+    from serving.hardware.machine_facts import allowed_cores
+
+    address = os.environ.get(ADDRESS)
+    settings: dict[str, Any] = {}
+    if address is None:
+        count = len(allowed_cores())
+        settings = {"include_dashboard": False, "num_cpus": count, "_node_ip_address": LOOPBACK}
+    try:
+        with contextlib.chdir("/"):  # Ray's workers import from the folder that we stand in
+            ray.init(
+                address=address or "local",
+                namespace=APPLICATION,
+                log_to_driver=False,
+                configure_logging=False,
+                **settings,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as problem:
+        where = f"the Ray cluster of RAY_ADDRESS={address}" if address else "a Ray cluster here"
+        raise ServingError(f"{where} cannot be used: {problem}") from problem
+    return living_nodes()
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that was started here ends."""
+    import ray
+
+    ray.shutdown()
+
+
+def last_line(message: str) -> str:
+    """What a task or a replica raised: the last line of the traceback that Ray quotes."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else "Ray does not say why"

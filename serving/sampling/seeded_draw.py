@@ -1,0 +1,254 @@
+"""Draws tokens from the softmax of logits / temperature, cut by top-k, min-p and top-p.
+
+    draw_tokens([work], [row])    # -> [token]
+
+Random numbers come from Philox keyed by (seed, position): a row's token never depends on its batch
+mates, and repeats after preemption and on another day. Order of the cuts is vLLM's: min-p, top-k,
+top-p, each over what the one before left.
+
+- With top-k: the k best are sorted and one uniform number picks by inverse CDF.
+- Without: exact rejection sampling. The vocabulary lies in groups of 64. A proposal is a group,
+  drawn by the weight of its best token, then a member, accepted by its weight relative to the best.
+  The first accepted token that min-p and top-p keep is the draw. At least 1 of 64 proposals is
+  accepted. This takes exp of V / 64 numbers instead of V.
+- top-p keeps a proposed token where the weight of all tokens above it is less than top-p of the
+  whole: one exp of V numbers a row, with top-p only.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from serving.errors import NotNumbers
+from serving.sampling.step_rows import Logits, Row, Sampling
+
+Ids = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+
+MEMBERS = 64  # tokens in a group
+ROUNDS = (64, 256, 1024, 4096)  # proposals of each round, until one is taken
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Uniforms:
+    """Uniform numbers in [0, 1) as a function of (seed, position, lane). Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._bits: np.random.Philox | None = None
+
+    def prepare(self) -> np.random.Philox:
+        """The generator; its first use imports numpy.random, which takes some 10 ms."""
+        if self._bits is None:
+            self._bits = np.random.Philox(key=0)
+            self._random = np.random.Generator(self._bits).random
+            self._state = self._bits.state
+        return self._bits
+
+    def __call__(self, seed: int, position: int, count: int, lane: int = 0) -> Doubles:
+        """The first `count` numbers; lanes are independent sequences."""
+        bits = self._bits or self.prepare()
+        self._state["state"]["key"][:] = (seed & _WORD, position)
+        self._state["state"]["counter"][:] = (0, 0, 0, lane)
+        bits.state = self._state
+        return self._random(count)
+
+
+uniforms = Uniforms()
+
+
+def proposal_numbers(seed: int, position: int, lane: int, count: int) -> Doubles:
+    """[3, count]: each proposal's numbers for its group, its member and its acceptance."""
+    return uniforms(seed, position, 3 * count, lane).reshape(3, count)
+
+
+class _Scratch(msgspec.Struct, frozen=True):
+    """Buffers of one vocabulary size: fresh ones would cost more in page faults than the work."""
+
+    weights: Logits
+    ones: Logits
+    mask: npt.NDArray[np.bool_]
+
+
+@lru_cache(maxsize=2)
+def _scratch(vocabulary: int) -> _Scratch:
+    return _Scratch(
+        weights=np.empty(vocabulary, np.float32),
+        ones=np.ones(vocabulary, np.float32),
+        mask=np.empty(vocabulary, np.bool_),
+    )
+
+
+def check_numbers(best: npt.NDArray[np.float32] | np.float32) -> None:
+    """`best`: maxima of logits. Raises NotNumbers where one is no number."""
+    if np.isnan(best).any():
+        raise NotNumbers("the model's logits are not numbers (NaN)")
+
+
+def draw_tokens(works: list[Logits], rows: list[Row]) -> list[int]:
+    """One token a row; temperatures are above 0. Raises NotNumbers for logits that are NaN."""
+    tokens = [-1] * len(rows)
+    maxima = np.stack([group_maxima(work) for work in works])
+    best = maxima.max(axis=1)
+    check_numbers(best)
+    pending = []
+    for index, (work, row) in enumerate(zip(works, rows, strict=True)):
+        if not np.isfinite(best[index]):
+            tokens[index] = int(work.argmax())
+        elif 0 < row.sampling.top_k < len(work):
+            ids = top_ids(work, row.sampling.top_k, maxima[index])
+            tokens[index] = _inverse_cdf(work, ids, row)
+        else:
+            pending.append(index)
+    if not pending:
+        return tokens
+    batch = _Envelopes([works[i] for i in pending], [rows[i] for i in pending], maxima[pending])
+    for lane, count in enumerate(ROUNDS):
+        left = [line for line, index in enumerate(pending) if tokens[index] < 0]
+        if not left:
+            break
+        for line, token in zip(left, batch.propose(left, lane, count), strict=True):
+            tokens[pending[line]] = token
+    for index in pending:
+        if tokens[index] < 0:  # hardly any proposal is taken
+            work = works[index]
+            tokens[index] = _inverse_cdf(work, top_ids(work, len(work)), rows[index])
+    return tokens
+
+
+def group_maxima(work: Logits) -> Logits:
+    """Maxima of the groups. Group g < G = V // 64 holds tokens g, g + G, g + 2G, ...; the last
+    group holds the V % 64 tokens left over (-inf where there are none)."""
+    groups = len(work) // MEMBERS
+    maxima = np.full(groups + 1, -np.inf, np.float32)
+    whole = groups * MEMBERS
+    np.maximum.reduce(work[:whole].reshape(MEMBERS, groups), axis=0, out=maxima[:groups])
+    if whole < len(work):
+        maxima[groups] = work[whole:].max()
+    return maxima
+
+
+def top_ids(work: Logits, count: int, maxima: Logits | None = None) -> Ids:
+    """Ids of the `count` largest finite logits, best first, ties by lower id."""
+    count = min(count, len(work))
+    if maxima is None:
+        maxima = group_maxima(work)
+    # The count-th largest group maximum is a bound that at least `count` tokens reach.
+    values = maxima if count * 4 < len(maxima) else work
+    bound = np.partition(values, len(values) - count)[len(values) - count]
+    ids = np.flatnonzero(work >= max(bound, np.finfo(np.float32).min))
+    return ids[np.argsort(-work[ids], kind="stable")[:count]]
+
+
+def _inverse_cdf(work: Logits, ids: Ids, row: Row) -> int:
+    """One of `ids`, best first, after min-p and top-p; one uniform number picks."""
+    sampling = row.sampling
+    weights = np.exp((work[ids] - np.float64(work[ids[0]])) / sampling.temperature)
+    weights = weights[weights >= sampling.min_p]
+    sums = np.cumsum(weights)
+    if sampling.top_p < 1:
+        kept = np.searchsorted(sums - weights, sampling.top_p * sums[-1], side="left")
+        sums = sums[: max(1, int(kept))]
+    (uniform,) = uniforms(sampling.seed, row.position, 1)
+    place = np.searchsorted(sums, uniform * sums[-1], side="right")
+    return int(ids[min(int(place), len(sums) - 1)])
+
+
+class _Envelopes:
+    """Rows without top-k, drawn together: proposals by group maxima, then the row's own cuts."""
+
+    def __init__(self, works: list[Logits], rows: list[Row], maxima: Logits) -> None:
+        self.works = works
+        self.rows = rows
+        self.maxima = maxima
+        self.vocabulary = len(works[0])
+        self.groups = self.vocabulary // MEMBERS
+        self.scale = np.array([1 / row.sampling.temperature for row in rows])[:, None]
+        self.best = maxima.max(axis=1, keepdims=True)
+        # Far below the best at a tiny temperature: exp(-inf) = 0, as it should be.
+        with np.errstate(over="ignore", under="ignore"):
+            self.weights = np.exp((maxima - self.best) * self.scale.astype(np.float32))
+        self.sums = np.cumsum(self.weights.astype(np.float64), axis=1)
+        self.refused = [-math.inf] * len(rows)  # logits below are outside of the nucleus
+
+    def propose(self, lines: list[int], lane: int, count: int) -> list[int]:
+        """For each of `lines` the first proposal that is taken; -1 where none is."""
+        numbers = [self._numbers(line, lane, count) for line in lines]
+        which, where, acceptance = np.stack(numbers, axis=1)
+        wanted = which * self.sums[lines, -1:]
+        places = [
+            np.searchsorted(self.sums[line], wanted[at], side="right")
+            for at, line in enumerate(lines)
+        ]
+        group = np.minimum(np.stack(places), self.groups)
+        member = (where * MEMBERS).astype(np.int64)
+        token = np.where(
+            group < self.groups, member * self.groups + group, self.groups * MEMBERS + member
+        )
+        exists = token < self.vocabulary
+        np.minimum(token, self.vocabulary - 1, out=token)
+        logit = np.stack([self.works[line][token[at]] for at, line in enumerate(lines)])
+        index = np.array(lines)[:, None]
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            share = np.exp((logit - self.maxima[index, group]) * self.scale[lines])
+        taken = exists & (acceptance < share)
+        return [self._first(line, token[at][taken[at]].tolist()) for at, line in enumerate(lines)]
+
+    def _numbers(self, line: int, lane: int, count: int) -> Doubles:
+        row = self.rows[line]
+        return proposal_numbers(row.sampling.seed, row.position, lane, count)
+
+    def _first(self, line: int, tokens: list[int]) -> int:
+        """The first of the accepted proposals that the row's min-p and top-p keep."""
+        sampling = self.rows[line].sampling
+        if tokens and sampling.min_p <= 0 and sampling.top_p >= 1:
+            return tokens[0]
+        work = self.works[line]
+        nucleus = _Nucleus(work, sampling, float(self.best[line, 0]))
+        for token in tokens:
+            if work[token] >= self.refused[line]:
+                if nucleus.keeps(token):
+                    return token
+                self.refused[line] = float(work[token])
+        return -1
+
+
+class _Nucleus:
+    """Which tokens of one row min-p and top-p keep. Uses the shared scratch: one at a time."""
+
+    def __init__(self, work: Logits, sampling: Sampling, best: float) -> None:
+        self._work = work
+        self._sampling = sampling
+        self._best = best
+        self._scratch = _scratch(len(work))
+        self._floor = -math.inf
+        if sampling.min_p > 0:
+            self._floor = best + sampling.temperature * math.log(sampling.min_p)
+
+    def keeps(self, token: int) -> bool:
+        """Whether the token stays: the weight above it is less than top-p of the whole."""
+        work = self._work
+        if work[token] < self._floor:
+            return False
+        if self._sampling.top_p >= 1:
+            return True
+        weights, total = self._weights
+        at_least = np.flatnonzero(np.greater_equal(work, work[token], out=self._scratch.mask))
+        ahead = at_least[(work[at_least] > work[token]) | (at_least < token)]
+        above = float(weights[ahead].sum())
+        return bool(above < self._sampling.top_p * total)
+
+    @cached_property
+    def _weights(self) -> tuple[Logits, float]:
+        weights = self._scratch.weights
+        with np.errstate(over="ignore", under="ignore"):
+            np.subtract(self._work, np.float32(self._best), out=weights)
+            np.multiply(weights, np.float32(1 / self._sampling.temperature), out=weights)
+            np.exp(weights, out=weights)
+        if self._floor > -math.inf:
+            weights[self._work < self._floor] = 0
+        return weights, float(np.dot(weights, self._scratch.ones))

@@ -1,0 +1,342 @@
+"""Options of a server and of a model: the only place that names, bounds and explains them.
+
+Made from these structs: the command line, the models file (`serve --models-file`), the body of
+/admin/load, and the flags of a campaign's [server] table.
+
+    [[model]]
+    source = "135m"               # a rung, a GGUF file, a folder, a hub name
+    name = "small"                # the name in requests
+    policy = "cpu-only"
+    load = "demand"               # load on the first request, not at the start
+
+A key that an entry leaves out has the command line's value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from serving.bounds import Count, Port, PositiveSeconds, Seconds, converted, flags_of, option
+from serving.errors import ServingError
+
+# Panels of the help page.
+ENGINE = "Engine"
+QUEUE = "Queue and faults"
+HTTP = "HTTP"
+MACHINE = "Machine"
+SEVERAL = "Several models"
+
+AUTO = "auto"  # of --kv-dtype: the type that the backend holds by itself
+Standby = Literal["cold", "warm"]
+LogFormat = Literal["text", "json"]
+On = Literal["ray"]
+
+
+class Policy(StrEnum):
+    """Which devices may be used: the GPU first and the CPU after it, or one of the two only."""
+
+    auto = "auto"
+    gpu_only = "gpu-only"
+    cpu_only = "cpu-only"
+
+
+class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model runs: the command line speaks for all models, a models file for one."""
+
+    backend: Annotated[
+        str | None,
+        option(ENGINE, "llama_cpp, onnx, torch, fake or package.module:Class. Default: by device."),
+    ] = None
+    weight_format: Annotated[
+        str | None,
+        option(
+            ENGINE, "Weight format, e.g. Q4_0, Q8_0, int4, bf16. Default: by backend.", "format"
+        ),
+    ] = None
+    calibration: Annotated[
+        bool,
+        option(
+            ENGINE,
+            "Without --backend, where several have weights for the CPU: measure them for seconds, "
+            "once a machine, and take the quickest.",
+        ),
+    ] = True
+    policy: Annotated[
+        Policy, option(MACHINE, "auto: the GPU where the model fits, else the CPU.")
+    ] = Policy.auto
+    threads: Annotated[
+        Count | None, option(MACHINE, "Engine threads. Default: one per physical core of --cores.")
+    ] = None
+    cores: Annotated[
+        str, option(MACHINE, "Engine's cores, e.g. 0-3. Default: all; of over 8 all but 1-2.")
+    ] = ""
+    slots: Annotated[Count, option(ENGINE, "Sequences that run at the same time.")] = 16
+    context_tokens: Annotated[
+        Count | None,
+        option(
+            ENGINE,
+            "Most tokens of one sequence, prompt and output. Default: the model's own, as far as "
+            "the KV cache of all slots takes a quarter of the free memory.",
+            "context",
+        ),
+    ] = None
+    kv_tokens: Annotated[
+        Count | None,
+        option(ENGINE, "Tokens in the KV cache of all slots. Default: slots x context."),
+    ] = None
+    kv_dtype: Annotated[
+        str, option(ENGINE, "KV cache in fp32, fp16, bf16, q8_0, q4_0; auto: the backend's own.")
+    ] = AUTO
+    prefill_tokens: Annotated[
+        Count, option(ENGINE, "Prompt tokens of a step while others decode.")
+    ] = 256
+    step_seconds_target: Annotated[
+        PositiveSeconds,
+        option(
+            ENGINE,
+            "Target time of a step with prompt tokens while others decode: "
+            "less for smooth text, more for throughput.",
+            "step-seconds",
+        ),
+    ] = 0.3
+    prefix_reuse: Annotated[
+        bool, option(ENGINE, "Keep the KV of finished sequences for prompts that begin alike.")
+    ] = True
+    options: Annotated[
+        dict[str, Any],
+        option(ENGINE, "A backend's option: mlock=true, torch.KEY=VALUE.", "option", "KEY=VALUE"),
+    ] = {}
+    check_memory: Annotated[
+        bool, option(MACHINE, "Refuse what is predicted not to fit.", "memory-check")
+    ] = True
+    standby: Annotated[
+        Standby, option(MACHINE, "warm: keep the fallback engine loaded (costs its memory).")
+    ] = "cold"
+    idle_unload_seconds: Annotated[
+        PositiveSeconds | None,
+        option(SEVERAL, "Unload a model without requests for so long.", "idle-unload", "SECONDS"),
+    ] = None
+
+
+class ModelOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model: a MODEL of the command line, a [[model]] of a models file, an admin request."""
+
+    source: str
+    name: str | None = None  # in requests; None: the model's own
+    load: Literal["start", "demand"] = "start"
+
+    def __post_init__(self) -> None:
+        if not self.source or "\0" in self.source:
+            raise ValueError("source must name a model")
+        if self.name is not None and not re.fullmatch(
+            r"[^\s\x00-\x1f/][^\x00-\x1f]{0,199}", self.name
+        ):
+            raise ValueError(
+                f"name {self.name[:50]!r} is no name: 1 to 200 characters, no control characters, "
+                "no slash or blank first"
+            )
+
+
+class ServeOptions(SharedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The command line of `crossover serve`."""
+
+    models: Annotated[
+        tuple[str, ...],
+        option(
+            "",
+            "A rung (135m, 360m, 1b, 3b, ...: random weights), a GGUF file, a model folder, or a "
+            "hub id. Several: all in one server.",
+            metavar="MODEL...",
+            is_argument=True,
+        ),
+    ] = ()
+    models_file: Annotated[
+        str | None,
+        option(SEVERAL, "TOML with a [[model]] for each model and its options.", "", "FILE"),
+    ] = None
+    on: Annotated[
+        On | None,
+        option(SEVERAL, "ray: replicas on the cluster of $RAY_ADDRESS, or on one of this machine."),
+    ] = None
+    replicas: Annotated[
+        Count, option(SEVERAL, "With --on ray: engines, each with --threads cores or a GPU.")
+    ] = 1
+    memory_limit: Annotated[
+        str | None, option(SEVERAL, "RAM for all engines together, e.g. 24GiB.", "", "SIZE")
+    ] = None
+    max_loaded_models: Annotated[
+        Count | None, option(SEVERAL, "Models loaded at the same time.")
+    ] = None
+    load_wait_seconds: Annotated[
+        Seconds, option(SEVERAL, "Seconds that a request waits while its model loads.", "load-wait")
+    ] = 60.0
+    admin_key_env: Annotated[
+        str | None, option(SEVERAL, "Variable with the key of the /admin/ routes.", "", "NAME")
+    ] = None
+    admin_key_file: Annotated[
+        str | None, option(SEVERAL, "File with the key of the /admin/ routes.", "", "FILE")
+    ] = None
+    host: Annotated[
+        str, option(HTTP, "Address to listen on. 0.0.0.0 opens it to the network: set a key.")
+    ] = "127.0.0.1"
+    port: Annotated[Port, option(HTTP, "Port; 0 takes a free one and prints it.")] = 8000
+    served_name: Annotated[
+        str | None, option(HTTP, "The model's name in requests. Default: its own.")
+    ] = None
+    allowed_origins: Annotated[
+        str | None,
+        option(HTTP, "Web pages that may read answers (CORS): origins, or *.", "", "ORIGIN,..."),
+    ] = None
+    api_key_env: Annotated[
+        str | None, option(HTTP, "Environment variable that holds the API key.", "", "NAME")
+    ] = None
+    api_key_file: Annotated[
+        str | None, option(HTTP, "File that holds the API key.", "", "FILE")
+    ] = None
+    tls_certificate: Annotated[
+        str | None, option(HTTP, "Serve HTTPS with this certificate (PEM).", "", "FILE")
+    ] = None
+    tls_key: Annotated[
+        str | None, option(HTTP, "The certificate's private key (PEM).", "", "FILE")
+    ] = None
+    ready_file: Annotated[
+        str | None,
+        option(
+            HTTP, "Written (JSON: url, pid, engine_pid) each time an engine is ready.", "", "FILE"
+        ),
+    ] = None
+    log_requests: Annotated[bool, option(HTTP, "Log every request as one JSON object a line.")] = (
+        False
+    )
+    log_format: Annotated[LogFormat, option(HTTP, "json: one object a line.")] = "text"
+    api_cores: Annotated[
+        str,
+        option(
+            MACHINE, "Cores of the HTTP process. Default: those left; without any, the engine's."
+        ),
+    ] = ""
+    cache: Annotated[
+        str | None,
+        option(MACHINE, "Where weights are kept. Default: $CROSSOVER_CACHE or ~/.cache/crossover."),
+    ] = None
+    max_waiting: Annotated[
+        Count, option(QUEUE, "Requests that may wait for a slot; more get 429.")
+    ] = 256
+    max_wait_seconds: Annotated[
+        Seconds, option(QUEUE, "Longest predicted wait in seconds; beyond it 429.", "max-wait")
+    ] = 30.0
+    ttft_slo_seconds: Annotated[
+        PositiveSeconds | None,
+        option(QUEUE, "TTFT limit in seconds: who is predicted to miss it gets 429.", "ttft-slo"),
+    ] = None
+    health_timeout_seconds: Annotated[
+        Annotated[float, Meta(ge=1)],
+        option(
+            QUEUE,
+            "Seconds without a step until an engine that uses no CPU counts as hung.",
+            "health-timeout",
+        ),
+    ] = 30.0
+    deadline_seconds: Annotated[
+        PositiveSeconds | None,
+        option(
+            QUEUE,
+            "Most seconds of a request; it may ask for less. Default: no limit.",
+            "deadline",
+        ),
+    ] = None
+    max_body: Annotated[
+        str | None,
+        option(
+            HTTP,
+            "Largest body of a request, e.g. 8MiB. Default: 64 KiB and 32 bytes for each token of "
+            "all slots, at most 4 MiB.",
+            "",
+            "SIZE",
+        ),
+    ] = None
+    drain_seconds: Annotated[
+        Seconds,
+        option(QUEUE, "Seconds that requests get to finish after SIGTERM.", "drain-timeout"),
+    ] = 60.0
+
+
+def arguments(values: Mapping[str, Any]) -> list[str]:
+    """The command line for these fields of ServeOptions; None means the default."""
+    flags = flags_of(ServeOptions)
+    words: list[str] = []
+    for name, value in values.items():
+        flag = flags[name]
+        match value:
+            case None:
+                continue
+            case bool():
+                words.append(flag if value else flag.replace("--", "--no-", 1))
+            case dict():
+                for key, item in value.items():
+                    words += [flag, f"{key}={json.dumps(item)}"]
+            case _:
+                words += [flag, str(value)]
+    return words
+
+
+def models_of(options: ServeOptions) -> tuple[ModelOptions, ...]:
+    """The models of a server: the command line's, then the models file's. Raises ServingError."""
+    shared = shared_of(options)
+    found = [model_options({"source": source}, shared, "MODEL") for source in options.models]
+    if options.models_file is not None:
+        where = f"--models-file {options.models_file}"
+        found += [
+            model_options(entry, shared, f"{where}, model {number}")
+            for number, entry in enumerate(entries(options.models_file, where), 1)
+        ]
+    if not found:
+        raise ServingError(
+            "no model to serve; name one (135m, ./model.gguf, ...) or give --models-file"
+        )
+    if options.served_name is not None:
+        if len(found) > 1:
+            raise ServingError(
+                f"--served-name names one model, and {len(found)} are served; "
+                "give each its name in a --models-file"
+            )
+        found = [msgspec.structs.replace(found[0], name=options.served_name)]
+    return tuple(found)
+
+
+def entries(file: str, where: str) -> list[dict[str, Any]]:
+    """The [[model]] tables of a models file. Raises ServingError."""
+    try:
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ServingError(f"{where}: {problem.strerror}") from problem
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise ServingError(f"{where} is no TOML: {problem}") from problem
+    found = content.pop("model", [])
+    if content:
+        raise ServingError(
+            f"{where}: unknown key {next(iter(content))!r}; [[model]] sections are known"
+        )
+    is_list = isinstance(found, list) and all(isinstance(entry, dict) for entry in found)
+    if not is_list or not found:
+        raise ServingError(f"{where} has no [[model]] section")
+    return list(found)
+
+
+def shared_of(options: ServeOptions) -> dict[str, Any]:
+    """The command line's value of each option that a model may override."""
+    return {name: getattr(options, name) for name in SharedOptions.__struct_fields__}
+
+
+def model_options(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> ModelOptions:
+    """One model's options: its entry over the shared ones. Raises ServingError."""
+    return converted({**shared, **given}, ModelOptions, f"{where}: ")

@@ -1,0 +1,260 @@
+"""The sequences in flight: which engine has which, and what becomes of them when it ends.
+
+    requests = InflightRequests(bounds, slots)
+    stream = requests.admit(GenerationRequest(...))     # raises Overloaded
+    requests.give(stream, engine)                       # to an engine that is ready
+    requests.hear(engine, step)                         # what the engine added
+    requests.move(engine, "it died", None, place=1)     # unread ones again
+    async for delta in stream: ...                      # the reader's side
+
+What arrives between two reads of a stream is merged into one Delta. Where the request says `whole`
+there is one Delta, at the end; such a sequence can begin again on another engine up to its last
+token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from serving.engine.ipc_messages import (
+    Cancel,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Step,
+    Submit,
+)
+from serving.errors import Overloaded
+from serving.supervisor.admission import Ledger, QueueBounds
+from serving.supervisor.engine_process import EngineProcess
+
+MOST_ATTEMPTS = 2  # of one sequence with an engine: it may be the one that kills it
+MOST_PIECES = 1000  # that a reader leaves are merged: a hundred thousand at once take 50 ms
+# Of a Delta: known once in a sequence.
+_ONCE = ("cached_tokens", "queue_seconds", "prefill_seconds", "reasoning_tokens")
+_NATURAL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Stream:
+    """The Deltas of one sequence, up to the one with `finish`. For one reader, on one loop."""
+
+    def __init__(
+        self,
+        number: int,
+        request: GenerationRequest,
+        cancel: Callable[[int], None],
+        arrived: float,
+    ) -> None:
+        self.id = number
+        self.request = request
+        self.arrived = arrived  # the supervisor's clock
+        self.places: list[int] = []  # of the engines it was given to
+        self.finished = False
+        self.handed_over = False  # the reader has seen something: it cannot begin again
+        self._cancel = cancel
+        self._pieces: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+
+    def cancel(self) -> None:
+        """Give the sequence up; its last Delta (finish "cancelled") still comes."""
+        if not self.finished:
+            self._cancel(self.id)
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._readable():
+            if self._ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        delta = merged(self._pieces)
+        self._pieces = []
+        self.handed_over = True
+        self._ended = delta.finish is not None
+        return delta
+
+    def push(self, delta: Delta) -> None:
+        """The supervisor's side: one more Delta. Ignored after the last one."""
+        if self.finished:
+            return
+        self._pieces.append(delta)
+        if len(self._pieces) >= MOST_PIECES:
+            self._pieces = [merged(self._pieces)]
+        self.finished = delta.finish is not None
+        if self._waiter is not None and not self._waiter.done() and self._readable():
+            self._waiter.set_result(None)
+
+    def start_again(self) -> None:
+        """Forget what has come so far; only while nothing has been handed over."""
+        self._pieces = []
+
+    def _readable(self) -> bool:
+        if self.finished or self.request.whole:
+            return bool(self._pieces) and self.finished
+        return any(piece.tokens for piece in self._pieces)
+
+
+def merged(pieces: list[Delta]) -> Delta:
+    """Consecutive Deltas of one sequence (at least one) as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+
+    def first(field: str) -> Any:
+        values = (getattr(piece, field) for piece in pieces)
+        return next((value for value in values if value is not None), None)
+
+    scores = [piece.prompt_details for piece in pieces if piece.prompt_details is not None]
+    return Delta(
+        id=pieces[0].id,
+        tokens=sum(piece.tokens for piece in pieces),
+        text="".join(piece.text for piece in pieces),
+        finish=pieces[-1].finish,
+        details=[detail for piece in pieces for detail in piece.details],
+        prompt_details=list(chain(*scores)) if scores else None,
+        error=pieces[-1].error,
+        parameter=pieces[-1].parameter,
+        **{name: first(name) for name in _ONCE},
+    )
+
+
+class InflightRequests:
+    """Everything submitted and not finished, and the ledger that decides who may join."""
+
+    def __init__(self, bounds: QueueBounds, slots: int) -> None:
+        self.ledger = Ledger(bounds, slots)
+        self.failed = 0  # ended with an error of ours, ever
+        self._streams: dict[int, Stream] = {}
+        self._engines: dict[int, EngineProcess] = {}  # who has it; the others wait for an engine
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def check_room(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises Overloaded where a sequence of this size may not join now."""
+        refusal = self.ledger.refusal(prompt_tokens, max_tokens, time.monotonic())
+        if refusal is not None:
+            raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
+
+    def admit(self, request: GenerationRequest) -> Stream:
+        """A new sequence, not yet given to an engine. Raises Overloaded."""
+        prompt_tokens = len(request.prompt)
+        self.check_room(prompt_tokens, request.max_tokens)
+        stream = Stream(next(self._ids), request, self.cancel, time.monotonic())
+        self._streams[stream.id] = stream
+        if request.sampling.prompt_logprobs is None:
+            self.ledger.admit(stream.id, prompt_tokens, request.max_tokens)
+        else:  # each token of the prompt is a step, as each of the answer is
+            self.ledger.admit(stream.id, 1, prompt_tokens - 1 + request.max_tokens)
+        return stream
+
+    def give(self, stream: Stream, engine: EngineProcess) -> None:
+        """Send it to an engine; one that is given again has the rest of its deadline left."""
+        request = stream.request
+        if request.deadline_seconds is not None and stream.places:
+            left = request.deadline_seconds - (time.monotonic() - stream.arrived)
+            if left <= 0:
+                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+                return
+            request = msgspec.structs.replace(request, deadline_seconds=left)
+        engine.took(stream.id)
+        stream.places.append(engine.place)
+        self._engines[stream.id] = engine
+        engine.send(Submit(stream.id, request))
+
+    def give_waiting(self, engine: EngineProcess) -> None:
+        """Send every sequence that waits for an engine to this one, oldest first."""
+        for stream in self._waiting():
+            self.give(stream, engine)
+
+    def end_overdue(self) -> None:
+        """End every sequence that waits for an engine and whose deadline is past."""
+        now = time.monotonic()
+        for stream in self._waiting():
+            seconds = stream.request.deadline_seconds
+            if seconds is not None and now - stream.arrived >= seconds:
+                self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
+
+    def hear(self, engine: EngineProcess, step: Step) -> None:
+        """What one step of an engine added, to the sequences that it still has."""
+        for delta in step.deltas:
+            if self._engines.get(delta.id) is not engine:
+                continue
+            steps = delta.tokens + len(delta.prompt_details or ())
+            if steps:
+                self.ledger.progressed(delta.id, steps)
+            if delta.finish is None:
+                self._streams[delta.id].push(delta)
+            else:
+                self._end(delta)
+
+    def move(
+        self,
+        engine: EngineProcess,
+        message: str,
+        successor: EngineProcess | None,
+        place: int | None,
+    ) -> None:
+        """The engine is gone. Sequences whose reader has seen nothing begin again on `successor`,
+        or when there is an engine; it is the `place`-th of the list, None where none is to come.
+
+        The others, and those that have been there MOST_ATTEMPTS times, end with finish "error".
+        """
+        for sequence in sorted(engine.sequences):
+            stream = self._streams[sequence]
+            tried = place is None or stream.places.count(place) >= MOST_ATTEMPTS
+            if stream.handed_over or tried:
+                self._fail(stream, f"the engine ended while this request was running: {message}")
+                continue
+            engine.sequences.discard(sequence)
+            del self._engines[sequence]
+            stream.start_again()
+            self.ledger.restarted(sequence)
+            if successor is not None:
+                self.give(stream, successor)
+
+    def cancel(self, sequence: int) -> None:
+        """The reader gives up. The engine says when it is over; without one it is over now."""
+        engine = self._engines.get(sequence)
+        if engine is not None:
+            engine.send(Cancel(sequence))
+        elif sequence in self._streams:
+            self._end(Delta(sequence, 0, "", finish=FinishReason.CANCELLED))
+
+    def fail_waiting(self, message: str) -> None:
+        """End every sequence that waits for an engine with an error."""
+        for stream in self._waiting():
+            self._fail(stream, message)
+
+    def fail_all(self, message: str) -> None:
+        """End everything with an error."""
+        for stream in list(self._streams.values()):
+            self._fail(stream, message)
+
+    def _waiting(self) -> list[Stream]:
+        return [stream for key, stream in self._streams.items() if key not in self._engines]
+
+    def _fail(self, stream: Stream, message: str) -> None:
+        self.failed += 1
+        self._end(Delta(stream.id, 0, "", finish=FinishReason.ERROR, error=message))
+
+    def _end(self, delta: Delta) -> None:
+        stream = self._streams.pop(delta.id)
+        engine = self._engines.pop(delta.id, None)
+        if engine is not None:
+            engine.sequences.discard(delta.id)
+        self.ledger.finished(delta.id, delta.finish in _NATURAL)
+        stream.push(delta)

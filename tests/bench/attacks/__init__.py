@@ -1,1 +1,0 @@
-"""Attacks at full size against real servers: `python -m tests.bench.attacks [WORD...]`."""

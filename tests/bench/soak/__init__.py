@@ -1,1 +1,0 @@
-"""Normal traffic alone, then with attackers beside: `python -m tests.bench.soak`."""

@@ -1,0 +1,65 @@
+"""Where nobody takes what the server says, it serves, recovers, says how it is, and ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from serving.logs import Narrator
+from tests.serving.cli.test_serve import ROOT
+from tests.serving.fakes import ask, complete, wait_until
+
+
+def _broken_pipe() -> IO[str]:
+    end, ours = os.pipe()
+    os.close(end)
+    return os.fdopen(ours, "w")
+
+
+@pytest.mark.parametrize("kind", ["a broken pipe", "closed"])
+def test_a_server_whose_log_nobody_takes_stays_true(tmp_path: Path, kind: str) -> None:
+    ready_file = tmp_path / "folder" / "ready.json"
+    ready_file.parent.mkdir()
+    serve = f"exec {sys.executable} -m serving fake --port 0 --log-requests"
+    command = f"{serve} --ready-file {ready_file} {'>&- 2>&-' if kind == 'closed' else ''}"
+    with _broken_pipe() as out:
+        child = subprocess.Popen(["bash", "-c", command], cwd=ROOT, stdout=out, stderr=out)
+    try:
+        wait_until(lambda: ready_file.exists() or child.poll() is not None)
+        about = json.loads(ready_file.read_text())
+        port = int(about["url"].rsplit(":", 1)[1])
+        shutil.rmtree(ready_file.parent)  # it cannot be written again
+        ready_file.parent.touch()
+        os.kill(about["engine_pid"], 9)
+        wait_until(lambda: ask(port, "GET", "/ready").status == 503)
+        wait_until(lambda: ask(port, "GET", "/ready").status == 200)
+        assert complete(port, max_tokens=2).status == 200
+        child.terminate()
+        assert child.wait(20) == 0
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+def test_a_full_disk_raises_nothing() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        narrator = Narrator(io.TextIOWrapper(full, write_through=True))
+        narrator.say("one", "two")
+
+
+def test_a_terminal_that_went_away_raises_nothing() -> None:
+    master, slave = os.openpty()
+    with io.TextIOWrapper(os.fdopen(slave, "wb", buffering=0), write_through=True) as out:
+        narrator = Narrator(out)
+        narrator.progress("weights", 0.5)
+        os.close(master)
+        narrator.progress("weights", 0.7)
+        narrator.say("ready")

@@ -1,0 +1,249 @@
+"""What the command line and a models file ask for: options out, every mistake named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from loadtests.campaign.campaign_keys import Server as CampaignServer
+from serving.backends.backend_interface import EngineConfig
+from serving.bounds import unbounded
+from serving.cli.serve_command import serve
+from serving.errors import ServingError
+from serving.server_options import (
+    ModelOptions,
+    Policy,
+    ServeOptions,
+    SharedOptions,
+    arguments,
+    model_options,
+    models_of,
+)
+from serving.supervisor.admission import QueueBounds
+from serving.supervisor.restart_policy import RecoveryLimits
+
+# Options of a cell that a campaign says elsewhere: in the cell, in its hardware, or not at all.
+NOT_IN_A_CAMPAIGN = {
+    *("backend", "weight_format", "threads", "cores", "idle_unload_seconds", "calibration"),
+}
+
+
+def another(field: msgspec.structs.FieldInfo) -> Any:
+    """A value of the option's type that is not its default."""
+    kind = unbounded(field.type)
+    kind = get_args(kind)[0] if type(None) in get_args(kind) else kind
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != field.default)
+    if get_origin(kind) is tuple:
+        return ("135m", "360m")
+    values = {bool: field.default is False, int: 3, float: 3.5, str: "x", Policy: Policy.cpu_only}
+    return values.get(kind, {"a": 1, "b": "true", "c": [1.5]})
+
+
+def on_the_command_line(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServeOptions:
+    """What `crossover serve` would launch."""
+    launched: list[ServeOptions] = []
+    monkeypatch.setattr("serving.cli.launch.launch", lambda options: launched.append(options) or 0)
+    done = CliRunner().invoke(serve, list(words))
+    assert done.exit_code == 0, done.output + repr(done.exception)
+    return launched[0]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [one for one in msgspec.structs.fields(ServeOptions) if one.name != "on"],
+    ids=lambda f: f.name,
+)
+def test_every_option_is_set_by_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, field: msgspec.structs.FieldInfo
+) -> None:
+    value = another(field)
+    words = list(value) if field.name == "models" else arguments({field.name: value})
+    given = on_the_command_line(monkeypatch, *words)
+    assert given == ServeOptions(**{field.name: value})
+
+
+@pytest.mark.parametrize("field", msgspec.structs.fields(SharedOptions), ids=lambda f: f.name)
+def test_every_option_of_a_model_is_set_by_a_models_file_and_by_the_admin_route(
+    tmp_path: Path, field: msgspec.structs.FieldInfo
+) -> None:
+    value = another(field)
+    toml = json.dumps(value) if not isinstance(value, dict) else '{a = 1, b = "true", c = [1.5]}'
+    (from_file,) = asked(tmp_path, f"[[model]]\nsource = 'fake'\n{field.name} = {toml}")
+    assert getattr(from_file, field.name) == value
+    body = json.loads(json.dumps({"name": "x", "source": "fake", field.name: value}))
+    assert getattr(model_options(body, {}, "the request"), field.name) == value
+
+
+def test_a_campaigns_server_table_has_the_options_of_a_model_and_their_defaults() -> None:
+    theirs = {
+        {"step_seconds": "step_seconds_target"}.get(field.name, field.name): field.default
+        for field in msgspec.structs.fields(CampaignServer)
+    }
+    ours = {field.name: field.default for field in msgspec.structs.fields(ServeOptions)}
+    assert {*SharedOptions.__struct_fields__} - NOT_IN_A_CAMPAIGN <= theirs.keys()
+    assert theirs.keys() - {"ready_seconds"} <= ours.keys()
+    assert theirs["context_tokens"] == 2048  # not what memory allows: runs are compared
+    for name in theirs.keys() - {"ready_seconds", "options", "context_tokens"}:
+        assert theirs[name] in (None, ours[name]), name
+
+
+def test_defaults_are_those_of_the_classes_that_the_options_become() -> None:
+    options, bounds, limits = ServeOptions(), QueueBounds(), RecoveryLimits()
+    config = EngineConfig("fake", "", "x")
+    shared = {*SharedOptions.__struct_fields__} & {*EngineConfig.__struct_fields__}
+    for name in shared - {"backend", "weight_format", "threads", "cores", "context_tokens"}:
+        assert getattr(options, name) == getattr(config, name), name
+    assert (options.max_waiting, options.max_wait_seconds, options.ttft_slo_seconds) == (
+        bounds.waiting_requests,
+        bounds.wait_seconds,
+        bounds.ttft_seconds,
+    )
+    assert options.health_timeout_seconds == limits.health_timeout_seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--slots 0", "--slots must be at least 1, got 0"),
+        ("--port 70000", "--port must be at most 65535, got 70000"),
+        ("--load-wait -1", "--load-wait must be at least 0, got -1.0"),
+        ("--health-timeout 0.5", "--health-timeout must be at least 1, got 0.5"),
+        ("--step-seconds 0", "--step-seconds must be above 0, got 0.0"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_flag_bound_and_value(words: str, said: str) -> None:
+    done = CliRunner().invoke(serve, ["fake", *words.split()])
+    assert isinstance(done.exception, ServingError)
+    assert str(done.exception) == said
+
+
+def test_the_help_page_shows_bounds_and_square_brackets() -> None:
+    shown = CliRunner().invoke(serve, ["--help"], env={"COLUMNS": "200"}).output
+    for part in ("TOML with a [[model]] for each", "<int >= 1>", "<int 0-65535>", "<float >= 1>"):
+        assert part in shown
+
+
+def test_a_value_that_is_no_choice_is_refused() -> None:
+    done = CliRunner().invoke(serve, ["fake", "--standby", "hot"])
+    assert done.exit_code == 2 and "hot" in done.output
+
+
+def test_an_option_of_a_model_is_refused_by_its_key() -> None:
+    with pytest.raises(ServingError, match="MODEL: threads must be at least 1, got 0"):
+        model_options({"source": "fake", "threads": 0}, {}, "MODEL")
+
+
+def asked(
+    folder: Path, content: str | None = None, *sources: str, **options: Any
+) -> tuple[ModelOptions, ...]:
+    file = None
+    if content is not None:
+        file = folder / "models.toml"
+        file.write_text(content)
+    return models_of(
+        ServeOptions(models=sources, models_file=None if file is None else str(file), **options)
+    )
+
+
+def test_the_command_line_says_the_same_of_every_model(tmp_path: Path) -> None:
+    found = asked(
+        tmp_path,
+        None,
+        "135m",
+        "360m",
+        slots=4,
+        policy=Policy.cpu_only,
+        options={"mlock": True},
+        idle_unload_seconds=9.0,
+    )
+    assert [one.source for one in found] == ["135m", "360m"] and {one.name for one in found} == {
+        None
+    }
+    assert {
+        (one.slots, one.policy, one.options["mlock"], one.idle_unload_seconds) for one in found
+    } == {(4, Policy.cpu_only, True, 9.0)}
+
+
+def test_an_entry_of_the_models_file_overrides_what_all_share_and_options_are_replaced_whole(
+    tmp_path: Path,
+) -> None:
+    content = """
+[[model]]
+source = "135m"
+name = "small"
+policy = "gpu-only"
+load = "demand"
+idle_unload_seconds = 60
+options = {flash_attention = true}
+[[model]]
+source = "360m"
+"""
+    first, second, third = asked(tmp_path, content, "1b", slots=4, options={"mlock": True})
+    assert (first.source, second.source, third.source) == ("1b", "135m", "360m")
+    assert (second.name, second.policy, second.load, second.idle_unload_seconds) == (
+        "small",
+        Policy.gpu_only,
+        "demand",
+        60.0,
+    )
+    assert second.options == {"flash_attention": True} and third.options == {"mlock": True}
+    assert (second.slots, third.policy, third.load) == (4, Policy.auto, "start")
+
+
+def test_one_model_may_be_named_on_the_command_line(tmp_path: Path) -> None:
+    assert asked(tmp_path, None, "135m", served_name="chat")[0].name == "chat"
+    with pytest.raises(ServingError, match="--served-name names one model, and 2 are served"):
+        asked(tmp_path, None, "135m", "360m", served_name="chat")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[[model]]\nname = 'x'", "source"),
+        ("[[model]]\nsource = 'fake'\n[[model]]\nsource = 'fake'\nslotz = 1", "model 2: .*slotz"),
+        ("[[model]]\nsource = 'fake'\nslots = -1", "slots must be at least 1, got -1"),
+        (
+            "[[model]]\nsource = 'fake'\nstep_seconds_target = 0.0",
+            "step_seconds_target must be above 0, got 0.0",
+        ),
+        (
+            "[[model]]\nsource = 'fake'\nstep_seconds_target = inf",
+            "step_seconds_target must be finite, got inf",
+        ),
+        ("[[model]]\nsource = 'fake'\nthreads = 0", "threads must be at least 1"),
+        (
+            "[[model]]\nsource = 'fake'\nidle_unload_seconds = 0",
+            "idle_unload_seconds must be above 0",
+        ),
+        ("[[model]]\nsource = 'fake'\npolicy = 'tpu'", "tpu"),
+        ("[[model]]\nsource = 'fake'\nstandby = 'hot'", "hot"),
+        ("[[model]]\nsource = 'fake'\nload = 'never'", "never"),
+        ("[[model]]\nsource = ''", "source must name a model"),
+        ("[[model]]\nsource = 'fake'\nname = '/x'", "is no name"),
+        ("[[models]]\nsource = 'fake'", "unknown key 'models'"),
+        ("model = 'fake'", "no .*model.* section"),
+        ("", "no .*model.* section"),
+        ("[[model]", "is no TOML"),
+    ],
+)
+def test_a_wrong_models_file_is_refused_with_the_key_and_the_place(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    with pytest.raises(ServingError, match=message) as refused:
+        asked(tmp_path, content)
+    assert "--models-file" in str(refused.value)
+
+
+def test_a_models_file_that_is_not_there_and_no_model_at_all_are_said_to_be_so(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ServingError, match="no-such.toml: No such file"):
+        models_of(ServeOptions(models=(), models_file=str(tmp_path / "no-such.toml")))
+    with pytest.raises(ServingError, match="no model to serve"):
+        models_of(ServeOptions(models=()))
