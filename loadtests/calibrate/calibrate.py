@@ -46,7 +46,7 @@ from serving.backends.spec import AUTO, KvRequest
 from serving.hardware.bandwidth import array_bytes, read_bandwidth
 from serving.hardware.cores import CoreSplit, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, hardware_facts
-from serving.placement.engine_choice import BUSY
+from serving.placement.fastest_backend import BUSY
 
 BANDWIDTH_SECONDS = 0.6
 MATRIX_SECONDS = 1.0

@@ -11,7 +11,7 @@ import numpy as np
 
 from models.isolated import run_python
 from serving.hardware.arithmetic import gemm_rate
-from serving.placement.engine_times import MeasuringFailed
+from serving.placement.fastest_backend import MeasuringFailed
 
 VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS")
 TIMEOUT_SECONDS = 60.0

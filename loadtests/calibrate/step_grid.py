@@ -2,8 +2,8 @@
 
     found = measured_grid(config, Grid(), lambda what, fraction: None)
 
-The child loads the backend as a server does (serving.placement.timed_steps) and says each figure
-as it comes. Meanwhile the parent watches who else wants its cores.
+The child loads the backend as a server does (serving.placement.fastest_backend) and says each
+figure as it comes. Meanwhile the parent watches who else wants its cores.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from loadtests.records.schema import CoresSample
 from models.isolated import Ran, start_python
 from models.manifest import Progress
 from serving.backends.base import Backend, EngineConfig
-from serving.placement.engine_times import MeasuringFailed
-from serving.placement.timed_steps import Clock, TimedSteps, in_child
+from serving.placement.fastest_backend import Clock, MeasuringFailed, TimedSteps, in_child
 
 CONFIG_VARIABLE = "CROSSOVER_CALIBRATED_ENGINE"
 WATCH_SECONDS = 1.0

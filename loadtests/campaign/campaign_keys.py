@@ -19,7 +19,7 @@ from loadtests.generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.requests import Workload
 from serving.backends import BACKENDS
-from serving.placement.best_engine import BEST
+from serving.placement.fastest_backend import BEST
 from serving.registry.options import Standby
 
 OnDisturbance = Literal["wait", "ignore"]

@@ -32,9 +32,16 @@ from models.resolve import resolve
 from serving.backends import BACKENDS
 from serving.errors import Cause, ServingError
 from serving.hardware.facts import HardwareFacts, allowed_cores
-from serving.placement.best_engine import BEST, Question, best_engine, choice_lines
 from serving.placement.decision import NoPlacement, PlacementRequest
-from serving.placement.engine_choice import EngineCandidate, EngineChoice, Work
+from serving.placement.fastest_backend import (
+    BEST,
+    EngineCandidate,
+    EngineChoice,
+    Question,
+    Work,
+    choice_lines,
+    fastest_backend,
+)
 from serving.placement.memory import Sizes, forecast
 from serving.placement.plan import plan
 from serving.placement.policy import Policy
@@ -142,7 +149,7 @@ def _best_of(
     def say(line: str) -> None:
         progress.say(f"  {line}")
 
-    return best_engine(question_of(cell, campaign), facts, say, tick)
+    return fastest_backend(question_of(cell, campaign), facts, say, tick)
 
 
 def question_of(cell: Cell, campaign: Campaign) -> Question:
@@ -171,7 +178,6 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
         cores=layout.engine,
         formats=cell.formats,
         cache=server.cache,
-        may_convert=True,
     )
 
 

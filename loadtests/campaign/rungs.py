@@ -26,11 +26,13 @@ from models.formatting import requests, share
 from models.ladder import rung
 from serving.backends import missing_backends
 from serving.hardware.facts import HardwareFacts
-from serving.placement.best_engine import BEST, USUAL, known_times
-from serving.placement.engine_choice import (
+from serving.placement.fastest_backend import (
+    BEST,
+    USUAL,
     EngineCandidate,
     EngineTimes,
     Work,
+    known_times,
     requests_per_second,
 )
 

@@ -26,7 +26,6 @@ class Result(msgspec.Struct, frozen=True):
     weight_format: str
     spec: ModelSpec
     quality_kl_nats: float | None  # KL divergence to the float model; None: not measured
-    exporter: str = ""  # of ONNX graphs
 
 
 def source_spec(source: Path, wanted: ModelSpec | None) -> ModelSpec:
@@ -64,7 +63,7 @@ def manifest_of(source: Path, files: dict[str, Path], result: Result) -> Manifes
         weight_format=result.weight_format,
         source=before.source if before is not None else source.name,
         files={name: file_facts(file) for name, file in files.items()},
-        generator=converter(result.kind, result.exporter),
+        generator=converter(result.kind),
         seed=before.seed if before is not None else None,
         quality_kl_nats=result.quality_kl_nats,
     )

@@ -25,9 +25,7 @@ from serving.hardware.cores import cores_text, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, hardware_facts
 from serving.hardware.gpu import render_nodes
 from serving.hardware.gpu_facts import VULKAN
-from serving.placement.best_engine import times_words
-from serving.placement.engine_choice import EngineTimes
-from serving.placement.times_table import read_table, table_path
+from serving.placement.fastest_backend import EngineTimes, read_table, table_path, times_words
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
@@ -69,7 +67,7 @@ def examine(*, bandwidth: bool = False, cache: str | None = None) -> Diagnosis:
         probes = list(pool.map(_probe, probed()))
     folder = cache_dir(cache)
     free = disk_free_bytes(folder)
-    table, note = read_table(cache, facts)
+    rows, note = read_table(cache, facts)
     has_nodes = bool(render_nodes())
     return Diagnosis(
         facts=facts,
@@ -80,7 +78,7 @@ def examine(*, bandwidth: bool = False, cache: str | None = None) -> Diagnosis:
         cache=str(folder),
         cache_free_bytes=free,
         warnings=tuple(warnings_of(facts, probes, free)),
-        engine_times=table.rows,
+        engine_times=rows,
         engine_times_note=note,
     )
 

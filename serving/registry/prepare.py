@@ -25,9 +25,14 @@ from serving.backends.probing import probe_backend
 from serving.errors import Cause, Unsupported
 from serving.hardware.cores import CoreSplit, parse_cores, physical_of, split_cores
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.best_engine import Question, best_engine, choice_lines
 from serving.placement.decision import NoPlacement, Obstacles, Placement, PlacementRequest, Reason
-from serving.placement.engine_choice import EngineChoice, Work
+from serving.placement.fastest_backend import (
+    EngineChoice,
+    Question,
+    Work,
+    choice_lines,
+    fastest_backend,
+)
 from serving.placement.plan import narrowed, plan
 from serving.placement.policy import Policy
 from serving.registry.options import ModelOptions
@@ -194,11 +199,10 @@ def best_for(
         cores=split.engine,
         formats=(model.weight_format,) if model.weight_format else (),
         cache=machine.cache,
-        usual=(placement.backend, placement.weight_format),
         may_measure=not machine.is_serving,
     )
     try:
-        return best_engine(question, facts, machine.say, machine.progress)
+        return fastest_backend(question, facts, machine.say, machine.progress)
     except NoPlacement as problem:
         machine.say(f"no best engine, so the usual one: {problem}")
         return None

@@ -19,8 +19,8 @@ from models.ladder import rung
 from reports.run import read_run
 from reports.write import Asked, write_report
 from serving.hardware.facts import allowed_cores, hardware_facts
-from serving.placement.engine_choice import EngineTimes
-from serving.placement.times_table import keep
+from serving.placement.fastest_backend import EngineTimes
+from serving.placement.fastest_backend import keep
 from tests.loadtests.campaign.simulated import Simulated, killed_after
 
 CAMPAIGN = """
@@ -55,7 +55,7 @@ def plan(tmp_path: Path) -> Plan:
     layout = layout_of(found.cells[0], allowed_cores())
     assert layout is not None
     spec = rung("135m").spec
-    for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "dynamic-int8", 0.01)):
+    for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
         one = EngineTimes(
             model=spec.name,
             parameters=spec.parameters,
@@ -79,10 +79,10 @@ def choices(folder: Path) -> list[EngineChosen]:
 
 
 def test_the_best_engine_is_one_cell_for_all_formats() -> None:
-    more = 'formats = ["Q4_0", "dynamic-int8"]'
+    more = 'formats = ["Q4_0", "int8"]'
     cells = parse_campaign(CAMPAIGN.format(cache="c", more=more)).cells
     assert [(cell.key, cell.formats) for cell in cells] == [
-        ("smollm2-135m-best", ("Q4_0", "dynamic-int8"))
+        ("smollm2-135m-best", ("Q4_0", "int8"))
     ]
 
 
@@ -99,14 +99,14 @@ def test_the_choice_is_on_record_and_the_report_shows_the_losers(
     world = Simulated()
     folder = world.run(plan, tmp_path)
     (choice,) = choices(folder)
-    assert (choice.backend, choice.weight_format) == ("onnx", "dynamic-int8")
+    assert (choice.backend, choice.weight_format) == ("onnx", "int8")
     assert [(one.backend, one.is_chosen) for one in choice.engines] == [
         ("llama_cpp", False),
         ("onnx", True),
     ]
-    assert "best engine: onnx dynamic-int8" in world.said.getvalue()
+    assert "best engine: onnx int8" in world.said.getvalue()
     (cell,) = read_run(folder).cells
-    assert (cell.backend, cell.weight_format) == ("onnx", "dynamic-int8")
+    assert (cell.backend, cell.weight_format) == ("onnx", "int8")
     out = tmp_path / "report"
     write_report([folder], out, Asked(formats=("html", "md")))
     for name in ("report.md", "index.html"):
@@ -131,15 +131,15 @@ def test_a_repeat_a_comparison_and_the_server_have_the_engine_that_was_chosen(
 ) -> None:
     folder = Simulated().run(plan, tmp_path)
     (compared,) = read_values(folder).cells
-    assert (compared.facts["backend"], compared.facts["format"]) == ("onnx", "dynamic-int8")
+    assert (compared.facts["backend"], compared.facts["format"]) == ("onnx", "int8")
     console = Console(file=StringIO(), width=200)
     show_run(folder, console)
-    assert "best engine: onnx dynamic-int8: " in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "best engine: onnx int8: " in console.file.getvalue()  # type: ignore[attr-defined]
     (cell,) = repeat_of(folder).cells
     assert (cell.key, cell.backend) == ("smollm2-135m-best", "onnx")
     layout = layout_of(cell, allowed_cores())
     assert layout is not None
     words = serve_command(cell, plan.campaign, layout, tmp_path / "ready.json")
     options = dict(zip(words, words[1:], strict=False))
-    assert (options["--backend"], options["--format"]) == ("onnx", "dynamic-int8")
+    assert (options["--backend"], options["--format"]) == ("onnx", "int8")
     assert options["--policy"] == "cpu-only"
