@@ -12,19 +12,17 @@ than one matrix. Other architectures: models.export_with_optimum.
     fp32  as they are
 
 Trained models have a few channels a hundred times as large as the others, on which one scale a
-token spends its 8 bits. So trained weights are first turned (class Turned): the same function in a
-basis in which all channels are alike. Without VNNI, sums of two 8-bit products saturate 16 bits:
-there int8 weights have 7 bits (`int8_bits`; the manifest's generator says so).
+token spends its 8 bits. So for int8 trained weights are first turned (models.turned_weights): the
+same function in a basis in which all channels are alike. Without VNNI, sums of two 8-bit products
+saturate 16 bits: there int8 weights have 7 bits (`int8_bits`; the manifest's generator says so).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +48,13 @@ from models.readers.config import FAMILIES, read_config
 from models.readers.safetensors import check_tensors, read_tensors
 from models.spec import ModelSpec
 from models.synthetic.write import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
-from models.tokenization.tokenizer import shipped_files
+from models.tokenization.tokenizer import load_tokenizer, shipped_files
+from models.turned_weights import BLOCK, EMBEDDING, HEAD, TEXT, Floats, Rows, Turned
 
-Floats = npt.NDArray[np.float32]
-# Rows first..last of a tensor (elements of a vector), by its Hugging Face name. Of a tied model
-# lm_head.weight is the embedding.
-Rows = Callable[[str, int, int], Floats]
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DATA = "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
-BLOCK = 1 << 20  # floats that a thread works on
 THREADS = 2
 TYPES = {"f4": 1, "u1": 2, "i1": 3, "i8": 7}  # numpy's names -> onnx's TensorProto.DataType
-DOWN_SMOOTHING = 0.5
 
 
 def make_onnx(
@@ -93,11 +84,19 @@ def make_onnx(
     before = read_manifest(source)
     is_random = before is not None and before.seed is not None
     if weight_format == "int8" and not is_random:
-        rows = Turned(found, rows)
+        rows = Turned(found, rows, _read_text(source, found))
     with atomic_folder(target) as folder:
         copy_texts(source, folder)
         _write(found, rows, folder, weight_format, before, source.name, progress)
     return target
+
+
+def _read_text(source: Path, spec: ModelSpec) -> npt.NDArray[np.int64] | None:
+    """Ids of turned_weights.TEXT, [1, tokens]; None where the folder has no tokenizer of it."""
+    if not (source / "tokenizer.json").is_file():
+        return None
+    ids = load_tokenizer(source).encode(TEXT)[: spec.context]
+    return np.array([ids], np.int64) if ids and max(ids) < spec.vocabulary else None
 
 
 def make_random_onnx(
@@ -196,122 +195,6 @@ def random_rows(spec: ModelSpec, seed: int = 0) -> Rows:
         return values * np.float32(gain / math.sqrt(each))
 
     return rows
-
-
-@lru_cache(maxsize=8)
-def _factors(size: int) -> tuple[Floats, ...]:
-    """Orthogonal matrices whose Kronecker product has `size` rows: cosines, then Hadamard's."""
-    power = size & -size
-    odd = size // power
-    n = np.arange(odd)
-    cosines = np.cos(np.pi * (n[None] + 0.5) * n[:, None] / odd) * np.sqrt(2 / odd)
-    cosines[0] /= np.sqrt(2)
-    found = [cosines.astype(np.float32)]
-    exponent = power.bit_length() - 1
-    for bits in (exponent // 2, exponent - exponent // 2):
-        hadamard = np.ones((1, 1))
-        for _ in range(bits):
-            hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]]) / np.sqrt(2)
-        found.append(hadamard.astype(np.float32))
-    return tuple(found)
-
-
-def turned(values: Floats) -> Floats:
-    """[rows, size] times an orthogonal matrix that mixes all columns alike."""
-    factors = _factors(values.shape[1])
-    y = values.reshape(-1, *(len(one) for one in factors))
-    y = np.matmul(y, factors[2])
-    y = np.matmul(factors[1], y)
-    y = np.matmul(factors[0], y.reshape(len(values), len(factors[0]), -1))
-    return np.ascontiguousarray(y.reshape(values.shape))
-
-
-class Turned:
-    """The rows of the same model with its hidden state turned, and its MLP's channels evened.
-
-    A root mean square does not change when a vector is turned. So, with the weights of each norm
-    moved into the matrices behind it, all that reads the hidden state is multiplied by an
-    orthogonal matrix on its inputs, and all that writes it on its outputs. Channel j of an MLP is
-    divided by s_j in up_proj and multiplied by it in down_proj, s_j by the sizes of the weights.
-    No data is needed, and the graph stays as it is.
-    """
-
-    NORMS = {
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
-        **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),
-    }
-
-    def __init__(self, spec: ModelSpec, rows: Rows) -> None:
-        self._rows = rows
-        self._hidden = spec.hidden
-        self._intermediate = spec.intermediate
-        self._lock = threading.Lock()
-        self._held: tuple[str, Any] = ("", None)  # the last whole matrix that was asked for
-        self._evened: tuple[str, Any] = ("", None)  # the last layer's divisors
-
-    def __call__(self, name: str, first: int, last: int) -> Floats:
-        layer, _, part = name.removesuffix(".weight").rpartition(".")
-        layer = layer.rpartition(".")[0]  # model.layers.7
-        if name.endswith("layernorm.weight") or name == "model.norm.weight":
-            return np.ones(last - first, np.float32)
-        if name == EMBEDDING:
-            return turned(self._rows(name, first, last))
-        if name == HEAD:
-            norm = self._rows("model.norm.weight", 0, self._hidden)
-            return turned(self._rows(name, first, last) * norm)
-        if part in self.NORMS and name.endswith(".weight"):
-            norm = self._rows(f"{layer}.{self.NORMS[part]}", 0, self._hidden)
-            values = turned(self._rows(name, first, last) * norm)
-            if part == "up_proj":
-                values /= self._divisors(layer)[first:last, None]
-            return values
-        if part in ("o_proj", "down_proj"):
-            with self._lock:
-                if self._held[0] != name:
-                    self._held = (name, self._written(name, layer))
-                return self._held[1][first:last].copy()
-        return self._rows(name, first, last)  # biases, norms of heads
-
-    def _written(self, name: str, layer: str) -> Floats:
-        """A whole matrix that writes the hidden state, [hidden, inputs]."""
-        whole = self._rows(name, 0, self._hidden)
-        if "down_proj" in name:
-            whole *= self._divisors(layer)
-        step = max(1, BLOCK // self._hidden)
-        for at in range(0, whole.shape[1], step):
-            columns = np.ascontiguousarray(whole[:, at : at + step].T)
-            whole[:, at : at + step] = turned(columns).T
-        return whole
-
-    def _divisors(self, layer: str) -> Floats:
-        """s_j of a layer's MLP, [intermediate]."""
-        name, found = self._evened
-        if name != layer:
-            found = _divisors(self._rows, layer, self._hidden, self._intermediate)
-            self._evened = (layer, found)
-        return found
-
-
-def _divisors(rows: Rows, layer: str, hidden: int, intermediate: int) -> Floats:
-    """Of each channel of an MLP: its expected size against the size of what multiplies it."""
-    norm = rows(f"{layer}.post_attention_layernorm.weight", 0, hidden)
-    sizes = np.ones(intermediate, np.float32)
-    step = max(1, BLOCK // hidden)
-    for part in ("gate_proj", "up_proj"):
-        for first in range(0, intermediate, step):
-            last = min(intermediate, first + step)
-            values = rows(f"{layer}.mlp.{part}.weight", first, last) * norm
-            sizes[first:last] *= np.linalg.norm(values, axis=1)
-    largest = np.zeros(intermediate, np.float32)
-    for first in range(0, hidden, max(1, BLOCK // intermediate)):
-        last = min(hidden, first + max(1, BLOCK // intermediate))
-        values = rows(f"{layer}.mlp.down_proj.weight", first, last)
-        np.maximum(largest, np.abs(values).max(0), out=largest)
-    least = np.float32(1e-6)
-    found = np.maximum(sizes, least) ** DOWN_SMOOTHING / np.maximum(largest, least) ** (
-        1 - DOWN_SMOOTHING
-    )
-    return (found / np.exp(np.mean(np.log(found)))).astype(np.float32)
 
 
 class GraphWriter:

@@ -31,8 +31,9 @@ def _torch_kv(request: KvRequest) -> str:
 
 
 # Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
-# of the measured RSS, weights read into memory. onnx: the file stays mapped, and matrices are
-# packed into memory of its own, 4 bits with their scales into 1.4 times as much. torch on the GPU: what its largest step takes (torch/need.py).
+# of the measured RSS, weights read into memory. onnx: the file stays mapped, matrices are packed
+# into memory of its own: int8 into as much, 4 bits with their scales into 1.4 times as much. torch
+# on the GPU: what its largest step takes (torch/need.py).
 # Huge pages, 135M on one core: llama_cpp up to 2 % quicker, onnx at one stream 2 to 6 %, torch 0.
 BACKENDS: dict[str, BackendSpec] = {
     "llama_cpp": BackendSpec(

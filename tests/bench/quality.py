@@ -2,7 +2,7 @@
 as the engines serve it.
 
     python -m tests.bench.quality --model smollm2-135m onnx:fp32 onnx:int8 onnx:int4
-    onnx:dynamic-int8 llama_cpp:Q8_0 torch:int4
+    onnx:int8 llama_cpp:Q8_0 torch:int4
 
 Reference: transformers in float32 over the unquantised folder. Every format is made from that same
 folder (the GGUF files too, which are not the ladder's own random ones), loaded by its backend, and
@@ -36,7 +36,7 @@ from tests.bench.peers.jobs import Child
 # of log-probabilities taken from float32 logits; what is below it may even come out negative
 ROUNDING_NATS = 1e-7
 DEFAULT = (
-    "onnx:fp32 onnx:int8 onnx:dynamic-int8 onnx:int4 llama_cpp:Q8_0 llama_cpp:Q4_K_M "
+    "onnx:fp32 onnx:int8 onnx:int4 llama_cpp:Q8_0 llama_cpp:Q4_K_M "
     "llama_cpp:Q4_0 "
     "torch:bf16 torch:int8 torch:dynamic-int8 torch:int4"
 )

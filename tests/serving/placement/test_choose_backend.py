@@ -99,5 +99,5 @@ def test_a_choice_by_disturbed_measurements_says_so() -> None:
 
 
 def test_where_no_engine_is_possible_there_is_no_choice() -> None:
-    with pytest.raises(ValueError, match="no engine"):
+    with pytest.raises(ValueError, match="no candidate"):
         choose([candidate("onnx", "int8", None, "not installed")], FEW)

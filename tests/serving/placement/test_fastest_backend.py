@@ -9,10 +9,20 @@ import pytest
 
 from models.ladder import rung
 from serving.hardware.facts import hardware_facts
-from serving.placement.fastest_backend import Question, fastest_backend, choice_lines, known_times
 from serving.placement.decision import NoPlacement, PlacementRequest
-from serving.placement.fastest_backend import EngineCandidate, EngineChoice, EngineTimes, Work
-from serving.placement.fastest_backend import keep, read_table, table_path
+from serving.placement.fastest_backend import (
+    EngineCandidate,
+    EngineChoice,
+    EngineTimes,
+    Question,
+    Work,
+    choice_lines,
+    fastest_backend,
+    keep,
+    known_times,
+    read_table,
+    table_path,
+)
 
 FACTS = msgspec.structs.replace(
     hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None

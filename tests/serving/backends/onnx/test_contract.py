@@ -4,13 +4,10 @@ transformers' generate.
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from serving.sampling.types import Row, Sampling
 from tests.serving.backends.backend_contract import (
@@ -75,22 +72,10 @@ def test_quantised_graphs_give_the_same_tokens_alone_and_batched(make: Make, nam
     check_churn(backend, greedy_alone(alone), seed=3, requests=32, steps=2000)
 
 
-def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(make: Make) -> None:
     """One with a scale for the whole batch, as quantisers write them; ours have one a token."""
     assert "batch_dependent" not in make(onnx_folder("llama3-int8")).info.details
-    foreign = tmp_path / "foreign"
-    shutil.copytree(onnx_folder("llama3-fp32"), foreign)
-    (foreign / "crossover.json").unlink()
-    quantize_dynamic(
-        foreign / "model.onnx",
-        foreign / "small.onnx",
-        op_types_to_quantize=["MatMul"],
-        weight_type=QuantType.QInt8,
-    )
-    (foreign / "small.onnx").replace(foreign / "model.onnx")
-    backend = make(foreign)
+    backend = make(onnx_folder("gpt2-growing-int8"))
     assert backend.info.details["batch_dependent"] == "true"
     prompt = prompt_of(backend, 20, 1)
     assert generate(backend, prompt, 6) == generate(backend, prompt, 6, slot=3)  # alone it repeats

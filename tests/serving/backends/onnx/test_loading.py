@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.readers.onnx import patterns
+from models.readers.onnx import graph_of, patterns
 from models.resolve import resolve
 from models.tokenization.tokenizer import load_tokenizer
 from serving.backends.onnx.backend import OnnxOptions
@@ -241,8 +240,8 @@ def test_repositories_of_the_hub_are_served(
 
 def test_a_format_that_the_repository_lacks_is_named(hub_cache: Path) -> None:
     (folder,) = hub_cache.glob("models--someone--tiny/snapshots/*")
-    with pytest.raises(UnknownModel, match=r"no graph of format fp16"):
-        resolve(str(folder), kind="onnx", weight_format="int8")
+    with pytest.raises(UnknownModel, match=r"no graph of format fp16; it has onnx/model\.onnx, "):
+        graph_of(folder, "fp16")
     assert backend_of_path(folder) == "onnx"
     assert patterns("int4")[0][-3:] == [
         "onnx/model_q4.onnx",
