@@ -37,9 +37,10 @@ from models.tokenization.tokenizer import shipped_files, shipped_mark
 
 CONVERTERS = {
     "gguf": "models.convert.gguf:make_gguf",
-    "onnx": "models.convert.onnx:make_onnx",
+    "onnx": "models.convert_to_onnx:make_onnx",
 }
 REBUILD = "models.convert.from_gguf:make_folder"
+RANDOM_ONNX = "models.convert_to_onnx:make_random_onnx"
 SPARE_DISK_BYTES = 256 << 20
 CACHE_VARIABLE = "CROSSOVER_CACHE"
 
@@ -52,11 +53,10 @@ class Wish(msgspec.Struct, frozen=True):
     cache: Path
     progress: Progress | None = None
     full_check: bool = False
-    exporter: str = "genai"  # of ONNX graphs
 
     @property
     def is_converted(self) -> bool:
-        """True where this is made from a folder of float safetensors, also for a rung."""
+        """True where this is made from a folder of float safetensors; of a rung, not ONNX."""
         return self.kind == "onnx"
 
     def file_name(self, name: str) -> str:
@@ -66,8 +66,7 @@ class Wish(msgspec.Struct, frozen=True):
         if self.kind == "gguf":
             return f"{name}-{self.weight_format}.gguf"
         if self.kind == "onnx":
-            made_by = "" if self.exporter == "genai" else f"-{self.exporter}"
-            return f"{name}-onnx-{self.weight_format}{made_by}"
+            return f"{name}-onnx-{self.weight_format}"
         return f"{name}-{self.weight_format}"
 
 
@@ -90,15 +89,20 @@ def synthetic_path(spec: ModelSpec, wish: Wish) -> Path:
 def synthetic(spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
     """A rung's weights, made on demand. Raises BrokenWeights where existing ones are damaged."""
     path = synthetic_path(spec, wish)
-    if wish.is_converted:
+    if wish.is_converted and wish.kind != "onnx":
         folder, _ = synthetic(spec, msgspec.structs.replace(wish, kind="hf", weight_format="bf16"))
         return path, _convert(folder, path, spec, wish)
     with making(path):
         manifest = read_manifest(path) if path.exists() else None
         if manifest is None or not _is_current(manifest, spec, wish):
             _check_disk(path, weight_bytes(spec, wish.weight_format))
-            write = write_gguf if wish.kind == "gguf" else write_hf_folder
-            manifest = write(spec, path, wish.weight_format, progress=wish.progress)
+            if wish.kind == "onnx":
+                run_aside(RANDOM_ONNX, wish.progress, spec, path, wish.weight_format)
+                manifest = read_manifest(path)
+                assert manifest is not None
+            else:
+                write = write_gguf if wish.kind == "gguf" else write_hf_folder
+                manifest = write(spec, path, wish.weight_format, progress=wish.progress)
         verify(path, manifest, full=wish.full_check, progress=wish.progress)
     return path, manifest
 
@@ -189,15 +193,13 @@ def _convert(source: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
         manifest = read_manifest(path) if path.exists() else None
         if (
             manifest is None
-            or manifest.generator != converter(wish.kind, wish.exporter)
+            or manifest.generator != converter(wish.kind, wish.weight_format)
             or msgspec.structs.replace(manifest.spec, name=spec.name) != spec
         ):
             _check_disk(
                 path,
-                weight_bytes(spec, "fp32" if wish.kind == "onnx" else "fp16")
-                + weight_bytes(spec, wish.weight_format),
+                weight_bytes(spec, "fp16") + weight_bytes(spec, wish.weight_format),
             )
-            settings = {"exporter": wish.exporter} if wish.kind == "onnx" else {}
             run_aside(
                 REBUILD if source.is_file() else CONVERTERS[wish.kind],
                 wish.progress,
@@ -205,7 +207,6 @@ def _convert(source: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
                 path,
                 wish.weight_format,
                 spec=spec,
-                **settings,
             )
             manifest = read_manifest(path)
             assert manifest is not None
@@ -215,8 +216,11 @@ def _convert(source: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
 
 def _is_current(manifest: Manifest, spec: ModelSpec, wish: Wish) -> bool:
     """True where the cache holds this very model as this version makes it."""
+    made_by = GENERATOR
+    if wish.kind == "onnx":
+        made_by = f"{converter('onnx', wish.weight_format)}, {GENERATOR}"
     wanted = Manifest(
-        manifest.kind, spec, wish.weight_format, "synthetic", manifest.files, GENERATOR, 0
+        manifest.kind, spec, wish.weight_format, "synthetic", manifest.files, made_by, 0
     )
     return manifest == wanted
 

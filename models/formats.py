@@ -59,7 +59,7 @@ ONNX_FORMATS: tuple[str, ...] = ("int4", "int8", "fp32")
 FORMATS: dict[str, tuple[str, ...]] = {
     "gguf": tuple(GGUF_FORMATS),
     "hf": HF_FORMATS,
-    "onnx": (*ONNX_FORMATS, "dynamic-int8"),
+    "onnx": ONNX_FORMATS,
     "none": (),
 }
 DEFAULT_FORMATS = {"gguf": "Q4_0", "hf": "bf16", "onnx": "int4", "none": ""}

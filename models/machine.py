@@ -7,6 +7,7 @@ imported.
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a huge number
 def cpu_flags(root: Path = ROOT) -> frozenset[str]:
     """Instruction sets as /proc/cpuinfo names them (`flags`; on ARM `Features`)."""
     return frozenset((_cpuinfo(root, "flags|Features") or "").split())
+
+
+def int8_bits() -> int:
+    """Bits of int8 weights here: 8 with VNNI (or on ARM), else 7.
+
+    x86 without VNNI adds two products of an unsigned and a signed byte in 16 bits, which saturate:
+    255 x 64 x 2 fits, 255 x 127 x 2 does not.
+    """
+    is_arm = platform.machine().lower() in ("aarch64", "arm64")
+    return 8 if is_arm or {"avx512_vnni", "avx_vnni"} & cpu_flags() else 7
 
 
 def cpu_name(root: Path = ROOT) -> str | None:

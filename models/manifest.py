@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from models.errors import BrokenWeights
+from models.machine import int8_bits
 from models.spec import ModelSpec
 
 MANIFEST_VERSION = 1
@@ -27,7 +28,7 @@ CHUNK_BYTES = 8 << 20
 
 # The converter of each kind of file. Its number goes up when the same source would give other
 # files: what an earlier one left in the cache is made again.
-_CONVERTERS = {"gguf": "convert 2", "onnx": "convert_onnx 3"}
+_CONVERTERS = {"gguf": "convert 2", "onnx": "convert_to_onnx 1"}
 
 Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 
@@ -54,9 +55,10 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int = MANIFEST_VERSION
 
 
-def converter(kind: str, exporter: str = "") -> str:
-    """The converter's name in a manifest; ONNX has two exporters."""
-    return f"{_CONVERTERS[kind]} {exporter}" if kind == "onnx" else _CONVERTERS[kind]
+def converter(kind: str, weight_format: str = "") -> str:
+    """The converter's name in a manifest; ONNX weights of int8 depend on the CPU."""
+    has_bits = kind == "onnx" and weight_format == "int8"
+    return _CONVERTERS[kind] + (f", {int8_bits()} bits" if has_bits else "")
 
 
 def manifest_path(weights: Path) -> Path:

@@ -35,11 +35,12 @@ from models.cache import (
     tokenizer_folder,
 )
 from models.errors import ModelError, UnknownModel, UnsupportedModel
+from models.export_with_optimum import foreign_spec
 from models.formats import DEFAULT_FORMATS, spelt
 from models.ladder import LADDER, is_rung, rung
 from models.machine import disk_free_bytes
 from models.manifest import Manifest, Progress, read_manifest, verify
-from models.readers.config import read_spec
+from models.readers.config import FAMILIES, read_config, spec_of
 from models.readers.gguf import read_header
 from models.readers.onnx import graph_of, graphs, is_layout, patterns
 from models.readers.safetensors import check_tensors
@@ -85,6 +86,8 @@ def weight_format_of(kind: str, weight_format: str | None = None) -> str:
     """The format as files of this kind spell it; None: the default. Raises UnsupportedModel."""
     if kind == "none" or not weight_format:
         return DEFAULT_FORMATS[kind]
+    if kind == "onnx" and weight_format == "dynamic-int8":  # its name before 1.0
+        weight_format = "int8"
     return spelt(kind, weight_format)
 
 
@@ -96,18 +99,16 @@ def resolve(
     cache: str | Path | None = None,
     progress: Progress | None = None,
     full_check: bool = False,
-    exporter: str = "genai",
 ) -> ResolvedModel:
     """Find or make the files of `kind` (gguf, hf, onnx, none) for the model `name`.
 
     `full_check` compares checksums even of files that were checked before.
-    `exporter`: genai or optimum, for the ONNX graphs that are made here.
 
     Raises UnknownModel, UnsupportedModel, BrokenWeights, or ModelError where the disk is too small
     or a converter died.
     """
     chosen = weight_format_of(kind, weight_format)
-    wish = Wish(kind, chosen, cache_dir(cache), progress, full_check, exporter)
+    wish = Wish(kind, chosen, cache_dir(cache), progress, full_check)
     # Else `chosen` is a default, and files that are there may have another format.
     is_asked = bool(weight_format)
     if kind == "none":
@@ -250,7 +251,10 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
                 f"name one of {', '.join(file.name for file in ggufs)}"
             )
         return _local_gguf(fitting[0], source, wish, is_asked)
-    spec = read_spec(folder, folder.name)
+    config = read_config(folder)
+    # What the writer does not know is exported by optimum.
+    is_foreign = wish.kind == "onnx" and config.get("model_type") not in FAMILIES
+    spec = (foreign_spec if is_foreign else spec_of)(config, folder.name)
     manifest = _checked_manifest(folder, wish)
     if wish.kind == "onnx" and is_layout(folder):
         graph = graph_of(folder, wish.weight_format if is_asked else None)
@@ -261,13 +265,13 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
         # A foreign graph does not say what its format is.
         stored = wish.weight_format if is_asked else ""
         if manifest is not None:
-            stored = manifest.weight_format
+            stored = weight_format_of(wish.kind, manifest.weight_format)
         if is_asked and stored != wish.weight_format:
             raise UnsupportedModel(
                 f"{folder.name} holds weights of format {stored}, not {wish.weight_format}"
             )
         return _found(folder, folder.name, spec, stored, source, manifest)
-    stored = check_tensors(folder, spec)
+    stored = "" if is_foreign else check_tensors(folder, spec)
     if wish.kind == "hf":
         return _found(
             folder, folder.name, spec, wish.weight_format if is_asked else stored, source, manifest

@@ -14,8 +14,7 @@ import msgspec
 
 # Bits that one weight takes in each format, block scales counted in.
 # GGUF types: ggml's block layouts (Q4_0: 32 weights in 18 bytes; Q8_0: 34 bytes; Q6_K: 256 weights
-# in 210 bytes). int8 / int4 are per-block symmetric formats with one float32 scale per 32 weights
-# (MatMulNBits, block_size 32).
+# in 210 bytes). int4 has one float32 scale for 32 weights (MatMulNBits), int8 one for an output.
 BITS_PER_WEIGHT: dict[str, float] = {
     "fp32": 32.0,
     "fp16": 16.0,
@@ -30,8 +29,8 @@ BITS_PER_WEIGHT: dict[str, float] = {
     "Q4_K_M": 4.89,  # a mixture: as an 8B model has it; models.formats.weight_bytes is exact
     "Q4_1": 5.0,
     "Q4_0": 4.5,
-    "int8": 9.0,
-    "dynamic-int8": 8.0,  # a scale for each output only
+    "int8": 8.0,
+    "dynamic-int8": 8.0,
     "int4": 5.0,
 }
 

@@ -16,7 +16,7 @@ from models.formats import DEFAULT_FORMATS
 from models.ladder import is_rung, rung
 from serving.backends.backend_table import weights_of
 from serving.errors import BackendUnavailable
-from serving.placement.best_engine import BEST
+from serving.placement.fastest_backend import BEST
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):

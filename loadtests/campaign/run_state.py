@@ -36,7 +36,7 @@ from loadtests.records.events import (
 from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
 from loadtests.records.schema import RequestRecord, RunManifest
 from loadtests.simulation.calibration import Prediction
-from serving.placement.best_engine import BEST
+from serving.placement.fastest_backend import BEST
 
 
 @dataclass

@@ -27,7 +27,6 @@ class Result(msgspec.Struct, frozen=True):
     weight_format: str
     spec: ModelSpec
     quality: Comparison | None  # with the float model, on text; None: not measured
-    exporter: str = ""  # of ONNX graphs
 
 
 def source_spec(source: Path, wanted: ModelSpec | None) -> ModelSpec:
@@ -69,7 +68,7 @@ def manifest_of(source: Path, files: dict[str, Path], result: Result) -> Manifes
         weight_format=result.weight_format,
         source=before.source if before is not None else source.name,
         files={name: file_facts(file) for name, file in files.items()},
-        generator=converter(result.kind, result.exporter),
+        generator=converter(result.kind),
         seed=before.seed if before is not None else None,
         quality_kl_nats=None if quality is None else quality.kl_nats,
         greedy_agreement=None if quality is None else quality.agreement,

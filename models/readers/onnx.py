@@ -19,9 +19,9 @@ from models.errors import UnknownModel
 ENDS: dict[str, tuple[str, ...]] = {
     "fp32": ("",),
     "int4": ("_q4",),
-    "dynamic-int8": ("_quantized", "_int8", "_uint8"),
+    "int8": ("_quantized", "_int8", "_uint8"),
 }
-PREFERRED = ("int4", "dynamic-int8", "fp32")  # where no format is asked for
+PREFERRED = ("int4", "int8", "fp32")  # where no format is asked for
 
 
 class Graph(msgspec.Struct, frozen=True):

@@ -176,8 +176,9 @@ def _torch_kv(request: KvRequest) -> str:
 
 
 # Overheads. llama_cpp on the CPU: fitted to loads of 135M, 360M and 1B (2 to 16 slots), within 5 %
-# of the measured RSS, weights read into memory. onnx: int4 and int8 keep a prepacked copy, fp32 a
-# quarter. torch on the GPU: what its largest step takes (torch/need.py).
+# of the measured RSS, weights read into memory. onnx: the file stays mapped, matrices are packed
+# into memory of its own: int8 into as much, 4 bits with their scales into 1.4 times as much. torch
+# on the GPU: what its largest step takes (torch/gpu_memory.py).
 # Huge pages, 135M on one core: llama_cpp up to 2 % quicker, onnx at one stream 2 to 6 %, torch 0.
 BACKENDS: dict[str, BackendSpec] = {
     "llama_cpp": BackendSpec(
@@ -209,8 +210,8 @@ BACKENDS: dict[str, BackendSpec] = {
     "onnx": BackendSpec(
         cls="serving.backends.onnx.backend:OnnxBackend",
         weights="onnx",
-        overhead={"cpu": Overhead(200 * MIB, 0, 600, 0.70, {"fp32": 0.25})},
-        kv_dtype=lambda _: "fp32",  # of the graphs that models.convert.onnx makes
+        overhead={"cpu": Overhead(200 * MIB, 0, 600, 0.10, {"int4": 0.40, "fp32": 0.25})},
+        kv_dtype=lambda _: "fp32",  # of the graphs that models.convert_to_onnx writes
         shares_kv=False,
         options=("file", "spinning", "optimisation", "arena", "prefill_chunk"),
         package="onnxruntime",

@@ -27,7 +27,7 @@ from rich.table import Table
 from models import formatting
 from models import resolve as hub
 from models.cache import Wish, converted_models, delete_synthetic, finished_formats
-from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.errors import BrokenWeights, ModelError, UnknownModel
 from models.formats import FORMATS, known_formats, weight_bytes
 from models.ladder import LADDER, Rung, is_rung, rung
 from models.machine import cpu_flags, total_bytes
@@ -157,11 +157,6 @@ def make(
     everything: bool = typer.Option(
         False, "--all", help="Every rung that fits in this machine's memory."
     ),
-    exporter: str = typer.Option(
-        "genai",
-        "--exporter",
-        help="Who makes ONNX graphs: genai (fused, slot KV), optimum (as on the hub).",
-    ),
     verify: bool = typer.Option(
         False, "--verify", help="Compare checksums even of files that were checked before."
     ),
@@ -170,24 +165,18 @@ def make(
     kind, _ = weights_of(backend)
     if weight_format in FORMATS:
         kind, weight_format = weight_format, None
-    if exporter == "optimum" and kind == "onnx" and weight_format is None:
-        weight_format = "fp32"  # optimum exports floats; quantised ones are asked for by name
     chosen = hub.weight_format_of(kind, weight_format)
     root = hub.cache_dir(cache)
-    if exporter != "genai" and kind != "onnx":
-        raise UnsupportedModel(f"--exporter {exporter} is for --backend onnx, not for {kind} files")
     if everything == bool(names):
         raise UnknownModel("name the models to make, or give --all; not both")
     wanted = names or fitting(kind, chosen, total_bytes(), cpu_flags())
-    resolve = partial(
-        hub.resolve, kind=kind, weight_format=weight_format, cache=root, exporter=exporter
-    )
+    resolve = partial(hub.resolve, kind=kind, weight_format=weight_format, cache=root)
     for name in wanted:
         with _progress_bar(name) as progress:
             try:
                 found = resolve(name, progress=progress, full_check=verify)
             except BrokenWeights as problem:
-                wish = Wish(kind, chosen, root, exporter=exporter)
+                wish = Wish(kind, chosen, root)
                 if not is_rung(name) or not delete_synthetic(rung(name).spec, wish):
                     raise
                 typer.echo(f"{problem}; making it again", err=True)

@@ -35,8 +35,13 @@ from serving.errors import Cause, Unsupported
 from serving.hardware.cpu_topology import CoreSplit, parse_cores, physical_of, split_cores
 from serving.hardware.gpus import GpuFacts, render_nodes
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.best_engine import Question, best_engine, choice_lines
-from serving.placement.engine_choice import EngineChoice, Work
+from serving.placement.fastest_backend import (
+    EngineChoice,
+    Question,
+    Work,
+    choice_lines,
+    fastest_backend,
+)
 from serving.placement.placement_policy import (
     NoPlacement,
     Obstacles,
@@ -227,11 +232,10 @@ def best_for(
         cores=split.engine,
         formats=(model.weight_format,) if model.weight_format else (),
         cache=machine.cache,
-        usual=(placement.backend, placement.weight_format),
         may_measure=not machine.is_serving,
     )
     try:
-        return best_engine(question, facts, machine.say, machine.progress)
+        return fastest_backend(question, facts, machine.say, machine.progress)
     except NoPlacement as problem:
         machine.say(f"no best engine, so the usual one: {problem}")
         return None

@@ -1,8 +1,8 @@
 """The three engines in process, without scheduler and HTTP: prefill, and decode at several batch
 sizes, in turns.
 
-    python -m tests.bench.engines_in_process --model smollm2-135m llama_cpp:Q4_0 onnx:int4
-    onnx:dynamic-int8 torch:bf16
+    python -m tests.bench.engines_in_process --models 135m 1b --rows 1 4 16 llama_cpp:Q4_0 onnx:int4
+    onnx:int8 torch:bf16
 
 Each engine is in a process of its own, all on the same cores with as many threads; in a round each
 does every cell once. Printed are the medians over the rounds, least and greatest beside them.
@@ -69,7 +69,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("engines", type=engine, nargs="+", metavar="BACKEND:FORMAT")
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill")
     parser.add_argument(
@@ -82,19 +82,26 @@ def main() -> None:
         "--json", type=Path, help="keeps every run; one that is there is gone on with"
     )
     arguments = parser.parse_args()
+    if arguments.json is not None and len(arguments.models) > 1:
+        parser.error("--json keeps the runs of one model")
+    for model in arguments.models:
+        measure(model, arguments)
+
+
+def measure(model: str, arguments: argparse.Namespace) -> None:
+    """All rounds of one model, and its table."""
     context = max(arguments.prompt, arguments.context + arguments.steps)
     facts = machine(*PACKAGES)
     print(machine_line(facts), flush=True)
     about = {
-        key: getattr(arguments, key)
-        for key in ("model", "rows", "prompt", "context", "steps", "cores")
-    }
+        key: getattr(arguments, key) for key in ("rows", "prompt", "context", "steps", "cores")
+    } | {"model": model}
     series = Series.opened(arguments.json, about, facts)
     with contextlib.ExitStack() as stack:
         turns = {}
         for backend, weight_format in arguments.engines:
             config = settings(
-                arguments.model,
+                model,
                 backend,
                 weight_format,
                 max(arguments.rows) + 1,
@@ -111,7 +118,7 @@ def main() -> None:
         )
     series.save(arguments.json)
     columns = ["prefill", *(f"{rows} rows" for rows in arguments.rows)]
-    print(f"{arguments.model}, {len(arguments.cores)} thread(s), tokens/s: median (least-greatest)")
+    print(f"{model}, {len(arguments.cores)} thread(s), tokens/s: median (least-greatest)")
     print(f"{'':28}" + "".join(f"{column:>20}" for column in columns))
     for name, found in runs.items():
         print(f"{name:28}" + "".join(f"{spread(found, column):>20}" for column in columns))

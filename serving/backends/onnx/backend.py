@@ -30,7 +30,6 @@ from serving.backends.onnx.graph import (
     graph_file,
     is_batch_dependent,
     read_facts,
-    read_json,
     resident_bytes,
     weight_bytes,
 )
@@ -222,7 +221,7 @@ def _details(
     if facts.grouped:
         batching = (
             "decode rows in one call over neighbouring KV rows, appended in place; "
-            "prompts one call each"
+            "short prompts share a call"
         )
     elif facts.position_ids:
         batching = "decode rows in one call, padded on the left; the cache is copied every step"
@@ -239,10 +238,8 @@ def _details(
     }
     if manifest is not None and manifest.quality_kl_nats is not None:
         details["quality_kl_nats"] = f"{manifest.quality_kl_nats:.3g}"
-    conversion = read_json(file.parent / "conversion.json")
-    for key in ("exporter", "quantiser_target", "activation_scales"):
-        if key in conversion:
-            details[key] = str(conversion[key]).lower()
+    if manifest is not None:
+        details["made_by"] = manifest.generator
     if is_batch_dependent(file):
         details["batch_dependent"] = "true"
     return details

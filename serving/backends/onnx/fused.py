@@ -3,7 +3,8 @@
 Each layer's keys and values are one numpy buffer [rows, kv_heads, context, head_dim]. The graph's
 past_* and present_* are bound to the same view of rows lo..hi, so the operator appends in place;
 how long each row is enters by the sums of `attention_mask`. A ragged decode step is one call with
-no padding, and a prompt is prefilled straight into its row, chunk by chunk.
+no padding, and a prompt is prefilled straight into its row, chunk by chunk. Short prompts of
+neighbouring rows share a call, padded right: all weights are read once for them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from serving.sampling.step_rows import Row
 
 Logits = npt.NDArray[np.float32]
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
+# A call of prompts saves time where it is short: 1.5 x at 4 of 16 tokens, 1.2 x at 4 of 64, nothing
+# at 4 of 128 (1B, int8, two threads).
+_SHARED_TOKENS = 256
+_SHARED_PADDING = 1.25  # tokens with padding / tokens, at most
 _MASK_GRAIN = 64  # mask widths are multiples of this, so that onnxruntime sees few different shapes
 
 
@@ -69,11 +74,15 @@ class SlotGraph:
             before = time.perf_counter()
             parts.append(self._decode(decoding))
             self.last_decode_seconds = time.perf_counter() - before
-        for row in rows:
-            if len(row.tokens) > 1:
-                logits = self._prefill(row, chunk)
-                if row.wants_token:
-                    parts.append((logits, [row]))
+        prompts = [row for row in rows if len(row.tokens) > 1]
+        for group in self._neighbours(prompts, chunk):
+            if len(group) == 1:
+                logits = self._prefill(group[0], chunk)
+            else:
+                logits = self._prefill_together(group)
+            wanted = [at for at, row in enumerate(group) if row.wants_token]
+            if wanted:
+                parts.append((logits[wanted], [group[at] for at in wanted]))
         if len(parts) == 1:
             return parts[0]
         wanted = [row for _, part in parts for row in part]
@@ -133,13 +142,52 @@ class SlotGraph:
         # The output buffer is used again by the next call of this step.
         return _as_float32(out.copy())
 
+    def _neighbours(self, prompts: list[Row], chunk: int) -> list[list[Row]]:
+        """The prompts in groups that share a call: short ones from their first token, of about the
+        same length, in rows side by side. The graph must take each row's own last token.
+        """
+        groups: list[list[Row]] = []
+        for row in sorted(prompts, key=lambda row: self.rows.row_of[row.slot]):
+            group = groups[-1] if groups else []
+            joined = [*group, row]
+            lengths = [len(one.tokens) for one in joined]
+            padded = max(lengths) * len(joined)
+            fits = padded <= min(
+                _SHARED_TOKENS, chunk * len(joined), _SHARED_PADDING * sum(lengths)
+            )
+            places = [self.rows.row_of[one.slot] for one in joined]
+            if (
+                group
+                and self._facts.ragged_prompts
+                and not any(one.start for one in joined)
+                and places[-1] == places[0] + len(places) - 1
+                and fits
+            ):
+                group.append(row)
+            else:
+                groups.append([row])
+        return groups
+
+    def _prefill_together(self, group: list[Row]) -> Logits:
+        places = [self.rows.place_of(row) for row in group]
+        totals = np.array([len(row.tokens) for row in group], np.int64)
+        ids = np.zeros((len(group), int(totals.max())), np.int64)
+        for at, row in enumerate(group):
+            ids[at, : len(row.tokens)] = row.tokens
+        out = self._call(places[0], places[-1] + 1, totals, ids)[:, -1]
+        for place, total in zip(places, totals, strict=True):
+            self.rows.length[place] = int(total)
+        return _as_float32(out.copy())
+
     def _call(
         self, lo: int, hi: int, totals: npt.NDArray[np.int64], ids: npt.NDArray[np.int64] | None
     ) -> npt.NDArray[Any]:
-        """Logits [hi - lo, 1 or n, vocabulary], a view. `ids`: [1, n]; None: self._ids."""
+        """Logits [hi - lo, 1 or n, vocabulary], a view. `ids`: [rows, n]; None: self._ids."""
         binding = self._binding(lo, hi)
         longest = int(totals.max())
         width = min(self.rows.context_tokens, -(-longest // _MASK_GRAIN) * _MASK_GRAIN)
+        if ids is not None and len(ids) > 1:
+            width = longest  # wider, GroupQueryAttention would take it for a past
         binding.bind_cpu_input(
             "attention_mask", (self._columns[:width] < totals[:, None]).astype(np.int64)
         )

@@ -1,8 +1,8 @@
 """What an ONNX folder holds: the file, the kind of graph, the KV cache's shape, its memory.
 
 Two kinds of graph are served:
-  grouped  attention by GroupQueryAttention, which appends to a KV buffer in place (made by
-           onnxruntime-genai's builder and by models.convert.onnx): fused.py
+  grouped  attention by GroupQueryAttention, which appends to a KV buffer in place (written by
+           models.convert_to_onnx): fused.py
   growing  past_key_values in, longer present.* out (optimum, most of the hub): growing.py
 
 All of it is read from the session's inputs and outputs, the config beside the graph, and file
@@ -48,7 +48,8 @@ class GraphFacts(msgspec.Struct, frozen=True):
     kv_type: str  # onnxruntime's name, a key of KV_TYPES
     logits_type: str
     vocabulary: int
-    last_logits_only: bool  # the head was pruned to the last position
+    last_logits_only: bool  # the head was pruned to one position of each row
+    ragged_prompts: bool  # ... each row's own last token, not the last column's
     position_ids: bool
     context_tokens: int | None  # of the model; None: nothing beside the graph says
 
@@ -102,29 +103,27 @@ def is_grouped(file: Path) -> bool:
 
 
 def is_batch_dependent(file: Path) -> bool:
-    """Whether activations are rounded with one scale for a batch (see onnx_per_token.py)."""
+    """Whether activations are rounded with one scale for a batch (optimum's dynamic int8)."""
     return _mentions(file, b"DynamicQuantizeLinear")
 
 
 def resident_bytes(file: Path) -> int:
     """Private memory that loading will take, predicted from the files.
 
-    onnxruntime maps external data and repacks the matrices into memory of its own; a float
-    embedding that is only looked up stays mapped. Within 5 % with onnxruntime 1.31 on 135M and
-    360M: an int4 block of 32 weights takes 28 bytes for 20 in the file, int8 1.16 x its file,
-    dynamic int8 1.02 x.
+    onnxruntime maps the file and packs the matrices into memory of its own: int8 into as much (8B:
+    7.6 GB measured of a file of 8.1 GB), int4 blocks of 32 into 1.4 times as much. The embedding is
+    only looked up and stays mapped; a tied float32 head is a copy of it.
     """
-    size, config = weight_bytes(file), _config_beside(file)
-    embedding = 4 * int(config.get("vocab_size") or 0) * int(config.get("hidden_size") or 0)
+    size = weight_bytes(file)
+    if not is_grouped(file):
+        return int(1.4 * size)  # a foreign graph: an upper figure
+    config = _config_beside(file)
+    embedding = int(config.get("vocab_size") or 0) * int(config.get("hidden_size") or 0)
     if _mentions(file, b"MatMulNBits"):
-        looked_up = 0 if _mentions(file, b"GatherBlockQuantized") else embedding
-        return int((1.16 if _mentions(file, b"weight_Q8") else 1.4) * max(0, size - looked_up))
-    tied = bool(config.get("tie_word_embeddings"))
+        return int(1.4 * max(0, size - embedding))
     if _mentions(file, b"MatMulInteger"):
-        return int(1.02 * (size if tied else max(0, size - embedding)))
-    if is_grouped(file):  # a tied embedding is the head transposed, into a copy
-        return size + embedding if tied else max(0, size - embedding)
-    return int(1.4 * size)  # a foreign graph: an upper figure
+        return max(0, size - embedding)
+    return size if config.get("tie_word_embeddings") else max(0, size - 4 * embedding)
 
 
 def _mentions(file: Path, word: bytes) -> bool:
@@ -180,6 +179,7 @@ def read_facts(session: Any, file: Path) -> GraphFacts:
         logits_type=logits.type,
         vocabulary=size("vocabulary", logits.shape[2], "vocabulary"),
         last_logits_only=logits.shape[1] == 1,
+        ragged_prompts=logits.shape[1] == 1 and _mentions(file, b"GatherND"),
         position_ids="position_ids" in inputs,
         context_tokens=config.get("context"),
     )
@@ -226,10 +226,11 @@ def _shape_config(file: Path) -> dict[str, Any]:
                 "context": model.get("context_length"),
             }
     config = _config_beside(file)
-    heads = config.get("num_attention_heads") or 1
+    heads = config.get("num_attention_heads") or config.get("n_head") or 1
+    hidden = config.get("hidden_size") or config.get("n_embd") or 0
     return {
-        "kv_heads": config.get("num_key_value_heads") or config.get("num_attention_heads"),
-        "head_dim": config.get("head_dim") or config.get("hidden_size", 0) // heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
         "vocabulary": config.get("vocab_size"),
-        "context": config.get("max_position_embeddings"),
+        "context": config.get("max_position_embeddings") or config.get("n_positions"),
     }

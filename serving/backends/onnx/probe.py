@@ -13,7 +13,7 @@ def probe() -> BackendProbe:
     import onnxruntime
 
     details = {"providers": ", ".join(onnxruntime.get_available_providers())}
-    for name in ("onnxruntime-genai", "onnx", "optimum"):
+    for name in ("onnx", "optimum"):
         try:
             details[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

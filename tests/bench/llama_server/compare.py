@@ -4,7 +4,7 @@
     python -m tests.bench.llama_server.compare --spread 0.5        # answers of different lengths
     python -m tests.bench.llama_server.compare --temperature 0.8   # sampled, not greedy
     python -m tests.bench.llama_server.compare --theirs llama-cpp-python:Q4_0
-    python -m tests.bench.llama_server.compare --ours onnx:dynamic-int8 --theirs llama-server:Q8_0
+    python -m tests.bench.llama_server.compare --ours onnx:int8 --theirs llama-server:Q8_0
     python -m tests.bench.llama_server.compare --ours llama_cpp:Q4_0
     llama_cpp:Q4_0@/another/checkout
 

@@ -1,7 +1,7 @@
 """A contestant in a process of its own, driven by lines of JSON: load once, then one job after the
 other, on cores of its own.
 
-    with Child([sys.executable, "-m", "tests.bench.peers.genai_generator"], {"folder": ...},
+    with Child([sys.executable, "-m", "tests.bench.peers.engine_steps"], {"folder": ...},
     cores=[0]) as child:
         answer = child.ask(job)
 

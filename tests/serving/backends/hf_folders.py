@@ -1,25 +1,16 @@
 """Hugging Face and ONNX folders of the tiny shapes, made once for all tests that ask, and what
 transformers generates from them.
-
-ONNX folders take some seconds each, so that those which any test in this run wants are made two at
-a time.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import importlib
-import multiprocessing
-import os
-import runpy
+import json
 import shutil
-import sys
 import tempfile
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +18,30 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from models.convert import onnx as convert_onnx
 from models.convert.compare import TRANSFORMERS_LOCK
-from models.convert.onnx import make_onnx
+from models.convert_to_onnx import make_onnx
+from models.export_with_optimum import export_onnx
 from models.synthetic.write import write_hf_folder
+from models.tokenization.tokenizer import shipped_files
 from tests.serving.backends.backend_steps import Reference
 from tests.shapes import TINY
 
-# name -> (shape, precision, exporter). Large random weights (initializer_range 0.1), so that greedy
-# tokens are far from ties.
+# name -> (shape, format). Large random weights (initializer_range 0.1), so that greedy tokens are
+# far from ties. optimum exports those called growing.
 ONNX = {
-    "llama-fp32": ("tiny-llama", "fp32", "genai"),
-    "llama3-fp32": ("tiny-llama3", "fp32", "genai"),
-    "qwen2-fp32": ("tiny-qwen2", "fp32", "genai"),
-    "qwen3-fp32": ("tiny-qwen3", "fp32", "genai"),
-    "mistral-fp32": ("tiny-mistral", "fp32", "genai"),
-    "llama-int8": ("tiny-llama", "int8", "genai"),
-    "qwen3-int4": ("tiny-qwen3", "int4", "genai"),
-    "llama3-dynamic": ("tiny-llama3", "dynamic-int8", "genai"),
-    "qwen3-growing": ("tiny-qwen3", "fp32", "optimum"),
-    "qwen2-growing-dynamic": ("tiny-qwen2", "dynamic-int8", "optimum"),
+    "llama-fp32": ("tiny-llama", "fp32"),
+    "llama3-fp32": ("tiny-llama3", "fp32"),
+    "qwen2-fp32": ("tiny-qwen2", "fp32"),
+    "qwen3-fp32": ("tiny-qwen3", "fp32"),
+    "mistral-fp32": ("tiny-mistral", "fp32"),
+    "llama-int8": ("tiny-llama", "int8"),
+    "llama3-int8": ("tiny-llama3", "int8"),
+    "qwen2-int8": ("tiny-qwen2", "int8"),
+    "qwen3-int4": ("tiny-qwen3", "int4"),
+    "qwen3-growing": ("tiny-qwen3", "fp32"),
+    "gpt2-growing": ("tiny-gpt2", "fp32"),
+    "gpt2-growing-int8": ("tiny-gpt2", "int8"),
 }
-
-PRELOADED = ["onnxruntime_genai.models.builder"]  # and with it torch and transformers
 
 
 @functools.cache
@@ -61,58 +53,26 @@ def _root() -> Path:
 
 @functools.cache
 def hf_folder(shape: str, dtype: str = "fp32") -> Path:
-    """A folder of one of tests.shapes with seeded weights."""
+    """A folder of one of tests.shapes, or of a GPT-2, with seeded weights."""
     folder = _root() / f"{shape}-{dtype}"
-    write_hf_folder(TINY[shape], folder, dtype=dtype, seed=5, initializer_range=0.1)
+    if shape == "tiny-gpt2":
+        _write_gpt2(folder)
+    else:
+        write_hf_folder(TINY[shape], folder, dtype=dtype, seed=5, initializer_range=0.1)
     return folder
 
 
-def _as_python_would(arguments: list[str]) -> None:
-    """`python -m MODULE ...` or `python -c CODE ...`, in this process, a fork made for it."""
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    kind, what, *rest = arguments
-    sys.argv = [what, *rest]
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        if kind == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
-        else:
-            exec(what, {"__name__": "__main__"})
+def _write_gpt2(folder: Path) -> None:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-
-def _forked(arguments: list[str], what: str) -> None:
-    """models.convert.onnx's child, but as a fork of a process that has imported the builder: that
-    takes 4 of a conversion's 5 seconds.
-
-    Only for the folders below; other tests of the converter go the product's way, with a new
-    interpreter.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    child = context.Process(target=_as_python_would, args=(arguments,))
-    child.start()
-    child.join()
-    assert child.exitcode == 0, f"{what} failed: {arguments}"
-
-
-_new_interpreter = convert_onnx._child
-
-
-def _child(arguments: list[str], what: str) -> None:
-    ours = threading.current_thread().name.startswith("builders")
-    (_forked if ours else _new_interpreter)(arguments, what)
-
-
-convert_onnx._child = _child
-
-
-def forked_builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The converter's child as such a fork, for tests that are not about how it is started."""
-    monkeypatch.setattr(convert_onnx, "_child", _forked)
+    sizes = {"vocab_size": 704, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    torch.manual_seed(5)
+    with TRANSFORMERS_LOCK:
+        model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2))
+        model.save_pretrained(folder)
+    for name, content in shipped_files(704, 256).items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
 
 def children_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,28 +88,13 @@ def children_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def _builders() -> dict[str, Future[Path]]:
-    from transformers import AutoModelForCausalLM  # noqa: F401 - its lazy import is not safe in two threads at once
-
-    def made(name: str) -> Path:
-        shape, precision, exporter = ONNX[name]
-        return make_onnx(
-            hf_folder(shape),
-            _root() / "onnx" / name,
-            precision,
-            spec=TINY[shape],
-            exporter=exporter,
-        )
-
-    pool = ThreadPoolExecutor(2, "builders")
-    for shape, _, _ in ONNX.values():
-        hf_folder(shape)
-    return {name: pool.submit(made, name) for name in ONNX}
-
-
 def onnx_folder(name: str) -> Path:
     """One of ONNX, converted by the product's own converter."""
-    return _builders()[name].result()
+    shape, weight_format = ONNX[name]
+    out = _root() / "onnx" / name
+    if "growing" in name:
+        return export_onnx(hf_folder(shape), out, weight_format)
+    return make_onnx(hf_folder(shape), out, weight_format, spec=TINY[shape])
 
 
 def onnx_source(name: str) -> Path:

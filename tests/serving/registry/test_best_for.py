@@ -9,8 +9,7 @@ import pytest
 from models.cache import Wish, synthetic_path
 from models.ladder import rung
 from serving.hardware.machine_facts import hardware_facts
-from serving.placement.engine_choice import EngineChoice, EngineTimes
-from serving.placement.times_table import keep
+from serving.placement.fastest_backend import EngineChoice, EngineTimes, keep
 from serving.registry.engine_config import Machine, best_for, find_model, place
 from serving.server_options import ModelOptions
 
@@ -21,8 +20,8 @@ SPEC = rung("135m").spec
 def machine(tmp_path: Path) -> Machine:
     """Where both engines' weights are there, and onnx is twice as quick with one thread."""
     machine = Machine(str(tmp_path))
-    synthetic_path(SPEC, Wish("onnx", "dynamic-int8", tmp_path)).mkdir(parents=True)
-    for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "dynamic-int8", 0.01)):
+    synthetic_path(SPEC, Wish("onnx", "int8", tmp_path)).mkdir(parents=True)
+    for backend, name, seconds in (("llama_cpp", "Q4_0", 0.02), ("onnx", "int8", 0.01)):
         one = EngineTimes(
             model=SPEC.name,
             parameters=SPEC.parameters,
@@ -55,7 +54,7 @@ def test_the_kept_table_decides_between_engines_whose_weights_are_there(
     machine.is_serving = is_serving
     choice = taken(machine)
     assert choice is not None
-    assert (choice.backend, choice.weight_format) == ("onnx", "dynamic-int8")
+    assert (choice.backend, choice.weight_format) == ("onnx", "int8")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +76,7 @@ def test_the_format_asked_for_decides(machine: Machine, weight_format: str, back
     assert choice is not None and choice.backend == backend
 
 
-def test_weights_are_not_converted_for_a_server_that_starts(machine: Machine) -> None:
-    synthetic_path(SPEC, Wish("onnx", "dynamic-int8", Path(machine.cache or ""))).rmdir()
+def test_weights_that_are_not_made_do_not_exclude_an_engine(machine: Machine) -> None:
+    synthetic_path(SPEC, Wish("onnx", "int8", Path(machine.cache or ""))).rmdir()
     choice = taken(machine)
-    assert choice is not None and choice.backend == "llama_cpp"
-    assert "crossover models make 135m" in choice.candidates[1].why_not
+    assert choice is not None and choice.backend == "onnx"

@@ -4,13 +4,10 @@ transformers' generate.
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from serving.sampling.step_rows import Row, Sampling
 from tests.serving.backends.backend_contract import (
@@ -57,42 +54,28 @@ def test_prompt_logprobs_are_those_of_transformers(make: Make, name: str) -> Non
     )
 
 
-def test_growing_graphs_give_the_tokens_of_transformers(make: Make) -> None:
-    backend = make(onnx_folder("qwen3-growing"))
+@pytest.mark.parametrize("name", ["qwen3-growing", "gpt2-growing"])
+def test_growing_graphs_give_the_tokens_of_transformers(make: Make, name: str) -> None:
+    backend = make(onnx_folder(name))
     assert (
         backend.info.details["graph"] == "growing past_key_values"
         and "copied every step" in backend.info.details["batching"]
     )
-    check_contract(backend, generated(onnx_source("qwen3-growing")))
-    check_churn(backend, generated(onnx_source("qwen3-growing")), seed=2, requests=32, steps=2000)
+    check_contract(backend, generated(onnx_source(name)))
+    check_churn(backend, generated(onnx_source(name)), seed=2, requests=32, steps=2000)
 
 
-@pytest.mark.parametrize("name", ["llama-int8", "qwen3-int4", "llama3-dynamic"])
+@pytest.mark.parametrize("name", ["llama-int8", "qwen3-int4", "llama3-int8"])
 def test_quantised_graphs_give_the_same_tokens_alone_and_batched(make: Make, name: str) -> None:
     backend, alone = make(onnx_folder(name)), make(onnx_folder(name), slots=1)
     check_contract(backend, greedy_alone(alone))
     check_churn(backend, greedy_alone(alone), seed=3, requests=32, steps=2000)
 
 
-def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(
-    make: Make, tmp_path: Path
-) -> None:
-    """One with a scale for the whole batch, as quantisers write them: ours have been rewritten
-    (models/convert/onnx_per_token.py).
-    """
-    assert "batch_dependent" not in make(onnx_folder("llama3-dynamic")).info.details
-    foreign = tmp_path / "foreign"
-    shutil.copytree(onnx_folder("llama3-fp32"), foreign)
-    for name in ("conversion.json", "crossover.json"):
-        (foreign / name).unlink()
-    quantize_dynamic(
-        foreign / "model.onnx",
-        foreign / "small.onnx",
-        op_types_to_quantize=["MatMul"],
-        weight_type=QuantType.QInt8,
-    )
-    (foreign / "small.onnx").replace(foreign / "model.onnx")
-    backend = make(foreign)
+def test_a_foreign_dynamic_graph_says_that_it_depends_on_the_batch(make: Make) -> None:
+    """One with a scale for the whole batch, as quantisers write them; ours have one a token."""
+    assert "batch_dependent" not in make(onnx_folder("llama3-int8")).info.details
+    backend = make(onnx_folder("gpt2-growing-int8"))
     assert backend.info.details["batch_dependent"] == "true"
     prompt = prompt_of(backend, 20, 1)
     assert generate(backend, prompt, 6) == generate(backend, prompt, 6, slot=3)  # alone it repeats
@@ -144,3 +127,15 @@ def test_logprobs_and_penalties_reach_the_sampler(make: Make) -> None:
 def test_a_row_that_contradicts_the_cache_ends_the_engine(make: Make) -> None:
     for name in ("llama-fp32", "qwen3-growing"):
         check_contradictions(make(onnx_folder(name)))
+
+
+def test_short_prompts_of_unlike_lengths_in_one_pass_are_as_each_alone(make: Make) -> None:
+    backend, alone = make(onnx_folder("llama-int8")), make(onnx_folder("llama-int8"), slots=1)
+    prompts = [prompt_of(backend, tokens, slot) for slot, tokens in enumerate((9, 12, 11, 10))]
+    rows = [row(slot, prompt, 0) for slot, prompt in enumerate(prompts)]
+    assert backend._graph is not None and len(backend._graph._neighbours(rows, 512)) == 1  # type: ignore[union-attr]
+    first = [result.token for result in backend.step(rows)]
+    after = [row(slot, [token], len(prompts[slot])) for slot, token in enumerate(first)]
+    second = [result.token for result in backend.step(after)]
+    expected = [generate(alone, prompt, 2) for prompt in prompts]
+    assert [list(pair) for pair in zip(first, second, strict=True)] == expected

@@ -13,7 +13,7 @@ import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.readers.onnx import patterns
+from models.readers.onnx import graph_of, patterns
 from models.resolve import resolve
 from models.tokenization.tokenizer import load_tokenizer
 from serving.backends.backend_interface import parse_options
@@ -39,7 +39,7 @@ def test_memory_is_predicted_and_measured(make: Make) -> None:
         predicted.kv_bytes == measured.kv_bytes == 4 * 256 * 2 * 2 * 2 * 16 * 4
     )  # slots, context, layers, k and v, heads, width, float32
     files = sum(file.stat().st_size for file in folder.glob("model.onnx*"))
-    assert predicted.weight_bytes == files - 704 * 64 * 4  # an untied embedding stays mapped
+    assert predicted.weight_bytes in (files, files - 704 * 64 * 4)  # tied: the head is a copy
     assert measured.weight_bytes is not None  # what it is worth shows on bigger graphs only
 
 
@@ -203,7 +203,7 @@ def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("weight_format", "file"),
-    [("fp32", "model.onnx"), (None, "model_q4.onnx"), ("dynamic-int8", "model_quantized.onnx")],
+    [("fp32", "model.onnx"), (None, "model_q4.onnx"), ("int8", "model_quantized.onnx")],
 )
 def test_repositories_of_the_hub_are_served(
     make: Make,
@@ -240,10 +240,8 @@ def test_repositories_of_the_hub_are_served(
 
 def test_a_format_that_the_repository_lacks_is_named(hub_cache: Path) -> None:
     (folder,) = hub_cache.glob("models--someone--tiny/snapshots/*")
-    with pytest.raises(
-        UnknownModel, match=r"no graph of format int8; it has onnx/model\.onnx, onnx/model_q4\.onnx"
-    ):
-        resolve(str(folder), kind="onnx", weight_format="int8")
+    with pytest.raises(UnknownModel, match=r"no graph of format fp16; it has onnx/model\.onnx, "):
+        graph_of(folder, "fp16")
     assert backend_of_path(folder) == "onnx"
     assert patterns("int4")[0][-3:] == [
         "onnx/model_q4.onnx",
@@ -253,6 +251,5 @@ def test_a_format_that_the_repository_lacks_is_named(hub_cache: Path) -> None:
 
 
 def test_what_the_converter_wrote_is_in_the_details(make: Make) -> None:
-    folder = onnx_folder("qwen3-int4")
-    info = make(folder).info
-    assert info.weight_format == "int4" and info.details["exporter"] == "genai"
+    info = make(onnx_folder("llama-int8")).info
+    assert info.weight_format == "int8" and "bits" in info.details["made_by"]

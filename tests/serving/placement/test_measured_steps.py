@@ -6,12 +6,14 @@ import pytest
 
 from models.synthetic.write import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
-from serving.placement.engine_choice import EngineCandidate, Work, choose
-from serving.placement.engine_times import (
+from serving.placement.fastest_backend import (
+    EngineCandidate,
     MeasuringFailed,
+    Work,
+    choose,
+    measured_steps,
     measured_times,
     prompt_class,
-    step_times,
 )
 from serving.sampling.step_rows import Row, Sampled
 from tests.serving.backends.hf_folders import onnx_folder
@@ -45,16 +47,22 @@ class Scripted:
 @pytest.mark.parametrize("slots", [1, 8])
 def test_the_times_are_those_of_the_script(slots: int) -> None:
     backend = Scripted(slots)
-    found = step_times(backend, 64, clock=lambda: backend.now)  # type: ignore[arg-type]
-    assert found.prompt_tokens_per_second == pytest.approx(64 / 0.034)
-    assert found.decode_seconds == pytest.approx(0.003)
-    assert found.decode_slots_seconds == pytest.approx(0.002 + 0.001 * slots)
+    found = measured_steps(backend, 64, clock=lambda: backend.now)  # type: ignore[arg-type]
+    law = {"base": 0.002, "row": 0.001, "prompt_token": 0.0005}
+    for one in found:
+        rows = law["row"] * one.decode_rows
+        assert one.seconds == pytest.approx(
+            law["base"] + rows + law["prompt_token"] * one.prompt_tokens
+        )
+    kinds = {(one.decode_rows, one.prompt_tokens) for one in found}
+    assert {(0, 16), (0, 64), (1, 0), (slots, 0)} <= kinds
+    assert ((7, 16) in kinds and (4, 0) in kinds) == (slots == 8)
 
 
 def test_a_slow_engine_is_measured_in_little_time_all_the_same() -> None:
     backend = Scripted(16, step_tokens=32)
-    found = step_times(backend, 256, 0.01, lambda: backend.now)  # type: ignore[arg-type]
-    assert found.prompt_tokens_per_second == pytest.approx(16 / 0.010)
+    found = measured_steps(backend, 256, 0.01, lambda: backend.now)  # type: ignore[arg-type]
+    assert max(one.prompt_tokens for one in found) == 16
     assert max(backend.held[1:]) < 64
 
 
@@ -77,7 +85,7 @@ def test_the_quicker_of_two_engines_in_processes_of_their_own_is_chosen() -> Non
 def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
     gguf = tmp_path / "tiny.gguf"
     write_gguf(TINY_LLAMA3, gguf, "Q4_0")
-    for backend, path in (("llama_cpp", gguf), ("onnx", onnx_folder("llama3-dynamic"))):
+    for backend, path in (("llama_cpp", gguf), ("onnx", onnx_folder("llama3-int8"))):
         config = EngineConfig(backend, str(path), "tiny", slots=2, threads=1)
         found = measured_times(config, TINY_LLAMA3, 16, PART_SECONDS)
         assert found.prompt_tokens_per_second > 100

@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 
-from serving.placement.engine_choice import (
+from serving.placement.fastest_backend import (
     EngineCandidate,
     EngineTimes,
     Work,
@@ -44,7 +44,7 @@ def candidate(
 
 
 FOUR_BITS = candidate("llama_cpp", "Q4_0", times(100.0, 0.010, 0.080))
-EIGHT_BITS = candidate("onnx", "dynamic-int8", times(200.0, 0.015, 0.060))
+EIGHT_BITS = candidate("onnx", "int8", times(200.0, 0.015, 0.060))
 
 
 def test_a_request_takes_its_prefill_and_its_share_of_the_steps() -> None:
@@ -58,7 +58,7 @@ def test_a_request_takes_its_prefill_and_its_share_of_the_steps() -> None:
 def test_the_work_decides_between_the_same_two_engines() -> None:
     alone, many = choose([FOUR_BITS, EIGHT_BITS], FEW), choose([FOUR_BITS, EIGHT_BITS], MANY)
     assert (alone.backend, alone.weight_format) == ("llama_cpp", "Q4_0")
-    assert (many.backend, many.weight_format) == ("onnx", "dynamic-int8")
+    assert (many.backend, many.weight_format) == ("onnx", "int8")
     assert "2.0 x that of llama_cpp Q4_0" in many.reason
     assert [one.requests_per_second is not None for one in many.candidates] == [True, True]
 
@@ -76,9 +76,9 @@ def test_a_near_tie_is_said_and_goes_to_the_format_nearer_to_the_float_model(
     faster: float,
 ) -> None:
     four = candidate("llama_cpp", "Q4_0", times(100.0 * faster, 0.010 / faster, 0.080 / faster))
-    eight = candidate("onnx", "dynamic-int8", times(100.0, 0.010, 0.080))
+    eight = candidate("onnx", "int8", times(100.0, 0.010, 0.080))
     choice = choose([four, eight], MANY)
-    assert choice.weight_format == "dynamic-int8"
+    assert choice.weight_format == "int8"
     assert "near tie with llama_cpp Q4_0" in choice.reason
     assert "4.5 bits are further from the float model" in choice.reason
 
@@ -94,10 +94,10 @@ def test_what_was_not_measured_loses_against_what_was() -> None:
 def test_a_choice_by_disturbed_measurements_says_so() -> None:
     quiet = choose([FOUR_BITS, EIGHT_BITS], MANY)
     found = msgspec.structs.replace(times(200.0, 0.015, 0.060), waited_share=0.3)
-    busy = choose([FOUR_BITS, candidate("onnx", "dynamic-int8", found)], MANY)
+    busy = choose([FOUR_BITS, candidate("onnx", "int8", found)], MANY)
     assert busy.reason == quiet.reason + "; other work on the machine disturbed the measurement"
 
 
 def test_where_no_engine_is_possible_there_is_no_choice() -> None:
-    with pytest.raises(ValueError, match="no engine"):
-        choose([candidate("onnx", "dynamic-int8", None, "not installed")], FEW)
+    with pytest.raises(ValueError, match="no candidate"):
+        choose([candidate("onnx", "int8", None, "not installed")], FEW)

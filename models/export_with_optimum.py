@@ -1,0 +1,195 @@
+"""Checkpoints of architectures that models.convert_to_onnx does not know, by optimum-onnx.
+
+    export_onnx(Path("gpt2"), Path("gpt2-int8"), "int8")
+
+optimum exports the float32 graph with a growing `past_key_values` and quantises it: dynamic int8,
+products with stored matrices only. Each runs in a child process, offline. It needs some 17 bytes
+of memory a parameter. One scale serves a whole step of activations, so a row's logits depend on
+the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from models.convert.source_and_manifest import TOKENIZER_FILES
+from models.errors import BrokenWeights, ModelError, UnsupportedModel
+from models.isolated import run_python
+from models.machine import int8_bits
+from models.manifest import (
+    Manifest,
+    Progress,
+    atomic_folder,
+    converter,
+    file_facts,
+    write_manifest,
+)
+from models.readers.config import read_config, v4_config
+from models.spec import ModelSpec
+
+MODEL = "model.onnx"
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+# transformers' name of a size, and what older architectures call it.
+SIZES = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions"),
+}
+
+
+def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
+    """The sizes of an architecture that is exported by optimum; its other parts stay unknown.
+
+    Raises UnsupportedModel naming what config.json lacks.
+    """
+    sizes = {}
+    for key, names in SIZES.items():
+        value = next((config[one] for one in names if config.get(one) is not None), None)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:
+            raise UnsupportedModel(f"{name} has {names[0]} {value!r} in its config.json")
+        sizes[key] = value
+    return ModelSpec(
+        name=name,
+        family=str(config.get("model_type")),
+        **sizes,
+        kv_heads=config.get("num_key_value_heads") or sizes["heads"],
+        head_dim=config.get("head_dim") or sizes["hidden"] // sizes["heads"],
+        intermediate=config.get("intermediate_size")
+        or config.get("n_inner")
+        or 4 * sizes["hidden"],
+        tied=bool(config.get("tie_word_embeddings", True)),
+        rope_theta=10_000.0,
+    )
+
+
+def export_onnx(
+    source: Path, target: Path, weight_format: str, *, progress: Progress | None = None
+) -> Path:
+    """Export a Hugging Face folder to `target`, replaced whole if it was there.
+
+    Raises UnsupportedModel (a format that optimum does not make, optimum is not there),
+    BrokenWeights, ModelError.
+    """
+    say = progress or (lambda what, fraction: None)
+    family = read_config(source).get("model_type")
+    if weight_format not in ("fp32", "int8"):
+        raise UnsupportedModel(
+            f"{source.name} is of architecture {family!r}, which optimum exports to fp32 or int8, "
+            f"not to {weight_format}"
+        )
+    if importlib.util.find_spec("optimum") is None:
+        raise UnsupportedModel(
+            f"{source.name} is of architecture {family!r}, which optimum must export; "
+            "pip install 'llm-crossover[optimum]'"
+        )
+    if not list(source.glob("*.safetensors")):
+        raise UnsupportedModel(f"{source.name} holds no *.safetensors; pickles are not read")
+    spec = foreign_spec(read_config(source), source.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # `making` finds what a killed conversion leaves by this name.
+    left = f".{target.name.lstrip('.')}."
+    with tempfile.TemporaryDirectory(".part", left, dir=target.parent) as scratch:
+        staged, made = Path(scratch, source.name), Path(scratch, "fp32")
+        staged.mkdir()
+        for file in source.iterdir():
+            if file.suffix in (".json", ".safetensors", ".txt", ".jinja"):
+                (staged / file.name).symlink_to(file.resolve())
+        (staged / "config.json").unlink()  # without keys that name code
+        config = json.dumps(v4_config(read_config(source)))
+        (staged / "config.json").write_text(config, encoding="utf-8")
+        say("exporting by optimum", 0.1)
+        _child("export", staged, made)
+        if weight_format == "int8":
+            say("quantising by optimum", 0.6)
+            _child("quantise", made, Path(scratch, "int8"))
+            made = Path(scratch, "int8")
+        with atomic_folder(target) as folder:
+            for file in made.glob(f"{MODEL}*"):
+                shutil.move(file, folder / file.name)
+            for name in ("config.json", *TOKENIZER_FILES):
+                if (staged / name).is_file():
+                    shutil.copyfile(staged / name, folder / name)
+            manifest = Manifest(
+                kind="onnx",
+                spec=spec,
+                weight_format=weight_format,
+                source=source.name,
+                files={one.name: file_facts(one) for one in sorted(folder.iterdir())},
+                generator=converter("onnx", weight_format),
+            )
+            write_manifest(folder, manifest)
+    return target
+
+
+def _child(what: str, source: Path, target: Path) -> None:
+    """`what` in a child: its memory is freed, its output kept off ours."""
+    arguments = ("-m", "models.export_with_optimum", what, str(source), str(target))
+    ran = run_python(*arguments, environment=OFFLINE)
+    if ran.status == -9:
+        raise ModelError("optimum was killed, most likely because memory ran out")
+    if ran.status:
+        raise BrokenWeights(f"optimum could not {what} {source.name}: {ran.reason}")
+
+
+def _export(source: Path, target: Path) -> None:
+    from optimum.exporters.onnx import main_export
+
+    main_export(
+        str(source),
+        str(target),
+        task="text-generation-with-past",
+        do_validation=False,
+        local_files_only=True,
+        device="cpu",
+    )
+
+
+def without_weights(graph: Any) -> list[str]:
+    """Names of the MatMul nodes of an onnx.GraphProto whose second factor is no stored matrix:
+    queries x keys, positions x frequencies. 8 bits cannot hold those.
+    """
+    constants = {tensor.name for tensor in graph.initializer}
+    return [
+        node.name
+        for node in graph.node
+        if node.op_type == "MatMul" and node.input[1] not in constants
+    ]
+
+
+def _quantise(source: Path, target: Path) -> None:
+    import onnx
+    from optimum.onnxruntime import ORTQuantizer
+    from optimum.onnxruntime.configuration import AutoQuantizationConfig
+
+    graph = onnx.load(str(source / MODEL), load_external_data=False).graph
+    kind = AutoQuantizationConfig.avx512_vnni if int8_bits() == 8 else AutoQuantizationConfig.avx512
+    narrow = {"reduce_range": True} if int8_bits() == 7 else {}
+    settings = kind(
+        is_static=False, per_channel=True, nodes_to_exclude=without_weights(graph), **narrow
+    )
+    quantiser = ORTQuantizer.from_pretrained(str(source), file_name=MODEL)
+    quantiser.quantize(
+        save_dir=str(target),
+        quantization_config=settings,
+        file_suffix="",
+        use_external_data_format=True,
+    )
+
+
+if __name__ == "__main__":
+    {"export": _export, "quantise": _quantise}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

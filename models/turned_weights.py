@@ -1,0 +1,230 @@
+"""Trained weights in a basis in which 8 bits hold them: the same function, another inside.
+
+    rows = Turned(spec, rows, token_ids)
+
+A trained model has a few channels a hundred times as large as the others; with one scale a token
+they take the 8 bits of an activation for themselves. Two changes of basis leave the function and
+the graph as they are:
+
+  - A root mean square does not change when a vector is turned. With the weights of each norm moved
+    into the matrices behind it, all that reads the hidden state is multiplied by an orthogonal
+    matrix (which mixes all channels alike) on its inputs, all that writes it on its outputs.
+  - Channel j of an MLP is divided by s_j in up_proj and multiplied by it in down_proj. Which s is
+    best is computed from a forward pass over some tokens, layer by layer in float32, and from
+    down_proj's weights: the error of rounding both is known up to a factor.
+
+SmolLM2-135M-Instruct, KL to float32: see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from models.spec import ModelSpec
+from models.synthetic.write import rope_factors
+
+Floats = npt.NDArray[np.float32]
+# Rows first..last of a tensor (elements of a vector), by its Hugging Face name. Of a tied model
+# lm_head.weight is the embedding.
+Rows = Callable[[str, int, int], Floats]
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BLOCK = 1 << 20  # floats of a matrix that are worked on at once
+EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of an MLP channel's size in s; the rest is the weights'
+# Read once by the model that is converted: 8 bits are spent where text needs them.
+TEXT = """The harbour was quiet when the first boats came in. Three men unloaded crates of fish
+and argued about the price of diesel, which had risen by 12.5 % since March 2021. "You can't run a
+business like this," said the eldest; nobody answered. In 1969 his father had paid less than a tenth
+of that, and the sea had been full.
+
+def mean(values):
+    total = sum(values)
+    return total / len(values)
+
+Question: What is the boiling point of water at an altitude of 3,000 metres? Answer: about 90
+degrees Celsius, since the air pressure is lower there. Photosynthesis turns carbon dioxide and
+water into glucose and oxygen; the light-dependent reactions take place in the thylakoid membranes.
+To cancel your order, please send an e-mail to the support team within 14 days and include your
+customer number. Paris, Berlin, Madrid and Rome are capitals in Europe. She had never liked the
+house, she thought, and yet she could not bring herself to sell it: too many summers lay in its
+rooms. The committee will meet on Tuesday to discuss the budget, the new library and whether
+bicycles should be allowed on the promenade."""
+
+
+@lru_cache(maxsize=8)
+def _factors(size: int) -> tuple[Floats, ...]:
+    """Orthogonal matrices whose Kronecker product has `size` rows: cosines, then Hadamard's."""
+    power = size & -size
+    odd = size // power
+    n = np.arange(odd)
+    cosines = np.cos(np.pi * (n[None] + 0.5) * n[:, None] / odd) * np.sqrt(2 / odd)
+    cosines[0] /= np.sqrt(2)
+    found = [cosines.astype(np.float32)]
+    exponent = power.bit_length() - 1
+    for bits in (exponent // 2, exponent - exponent // 2):
+        hadamard = np.ones((1, 1))
+        for _ in range(bits):
+            hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]]) / np.sqrt(2)
+        found.append(hadamard.astype(np.float32))
+    return tuple(found)
+
+
+def turned(values: Floats) -> Floats:
+    """[rows, size] times an orthogonal matrix that mixes all columns alike."""
+    factors = _factors(values.shape[1])
+    y = values.reshape(-1, *(len(one) for one in factors))
+    y = np.matmul(y, factors[2])
+    y = np.matmul(factors[1], y)
+    y = np.matmul(factors[0], y.reshape(len(values), len(factors[0]), -1))
+    return np.ascontiguousarray(y.reshape(values.shape))
+
+
+class Turned:
+    """The rows of the same model in such a basis.
+
+    `ids`: tokens [sequences, tokens] to even the MLPs' channels by; None: they stay as they are.
+    """
+
+    NORMS = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
+        **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),
+    }
+
+    def __init__(
+        self, spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        self._rows = rows
+        self._spec = spec
+        self._lock = threading.Lock()
+        self._held: tuple[str, Any] = ("", None)  # the last whole matrix that was asked for
+        self._evened: tuple[str, Any] = ("", None)  # the last layer's s
+        self._layers = mlp_inputs(spec, rows, ids) if ids is not None else None
+
+    def __call__(self, name: str, first: int, last: int) -> Floats:
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        layer = layer.rpartition(".")[0]  # model.layers.7
+        if name.endswith("layernorm.weight") or name == "model.norm.weight":
+            return np.ones(last - first, np.float32)
+        if name == EMBEDDING:
+            return turned(self._rows(name, first, last))
+        if name == HEAD:
+            return turned(self._rows(name, first, last) * self._norm("model.norm.weight"))
+        if part in self.NORMS and name.endswith(".weight"):
+            norm = self._norm(f"{layer}.{self.NORMS[part]}")
+            values = turned(self._rows(name, first, last) * norm)
+            if part == "up_proj":
+                values /= self._divisors(layer)[first:last, None]
+            return values
+        if part in ("o_proj", "down_proj"):
+            divisors = self._divisors(layer) if part == "down_proj" else np.float32(1)
+            with self._lock:
+                if self._held[0] != name:
+                    self._held = (name, self._written(name, divisors))
+                whole: Floats = self._held[1]
+            return whole[first:last].copy()
+        return self._rows(name, first, last)  # biases, norms of heads
+
+    def _norm(self, name: str) -> Floats:
+        return self._rows(name, 0, self._spec.hidden)
+
+    def _written(self, name: str, divisors: Any) -> Floats:
+        """A whole matrix that writes the hidden state, [hidden, inputs]."""
+        whole = self._rows(name, 0, self._spec.hidden) * divisors
+        step = max(1, BLOCK // self._spec.hidden)
+        for at in range(0, whole.shape[1], step):
+            columns = np.ascontiguousarray(whole[:, at : at + step].T)
+            whole[:, at : at + step] = turned(columns).T
+        return whole
+
+    def _divisors(self, layer: str) -> Floats:
+        """s of a layer's MLP, [intermediate]. Layers are asked for in order."""
+        with self._lock:
+            if self._evened[0] != layer:
+                found = np.ones(self._spec.intermediate, np.float32)
+                if self._layers is not None:
+                    x = next(self._layers)
+                    name = f"{layer}.mlp.down_proj.weight"
+                    found = even_channels(x, self._rows(name, 0, self._spec.hidden))
+                self._evened = (layer, found)
+            result: Floats = self._evened[1]
+            return result
+
+
+def even_channels(x: Floats, weight: Floats) -> Floats:
+    """s [inputs] for which rounding x / s by a scale a token, and weight * s by a scale a row, does
+    least harm to their product. x: [tokens, inputs], weight: [outputs, inputs].
+    """
+    sizes = np.maximum(np.sqrt(np.mean(x**2, 0)), np.float32(1e-6))
+    weights = np.maximum(np.abs(weight).max(0), np.float32(1e-6))
+    squares = np.einsum("ij,ij->j", weight, weight)
+    candidates = [np.ones_like(sizes)]
+    for exponent in EXPONENTS:
+        s = sizes**exponent / weights ** (1 - exponent)
+        candidates.append((s / np.exp(np.mean(np.log(s)))).astype(np.float32))
+
+    def harm(s: Floats) -> float:
+        tokens = np.mean(np.abs(x / s).max(1) ** 2) * np.sum(s**2 * squares)
+        rows = np.sum(np.abs(weight * s).max(1) ** 2) * np.sum((sizes / s) ** 2)
+        return float(tokens + rows)
+
+    return min(candidates, key=harm)
+
+
+def mlp_inputs(spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64]) -> Iterator[Floats]:
+    """What down_proj reads in each layer, [tokens, intermediate], for ids [sequences, tokens]."""
+    count, length = ids.shape
+    group, half = spec.heads // spec.kv_heads, spec.head_dim // 2
+    frequencies = 1.0 / spec.rope_theta ** (np.arange(half) / half)
+    if spec.rope_scaling is not None:
+        frequencies = frequencies / rope_factors(spec, spec.rope_scaling)
+    angles = np.outer(np.arange(length), frequencies)[:, None]
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    mask = np.triu(np.full((length, length), -np.inf, np.float32), 1)
+
+    def product(x: Floats, name: str, outputs: int) -> Floats:
+        step = max(1, BLOCK // x.shape[1])
+        parts = [
+            x @ rows(f"{name}.weight", first, min(outputs, first + step)).T
+            for first in range(0, outputs, step)
+        ]
+        return np.concatenate(parts, 1)
+
+    def norm(x: Floats, name: str) -> Floats:
+        size = np.sqrt(np.mean(x**2, -1, keepdims=True) + np.float32(spec.norm_epsilon))
+        return x / size * rows(name, 0, x.shape[-1])
+
+    def heads(x: Floats, path: str, part: str, number: int) -> Floats:
+        y = product(x, f"{path}.{part}_proj", number * spec.head_dim)
+        if spec.qkv_bias:
+            y = y + rows(f"{path}.{part}_proj.bias", 0, y.shape[1])
+        y = y.reshape(count, length, number, spec.head_dim)
+        if part == "v":
+            return y
+        if spec.qk_norm:
+            y = norm(y, f"{path}.{part}_norm.weight")
+        a, b = y[..., :half], y[..., half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = np.concatenate([rows(EMBEDDING, int(one), int(one) + 1) for one in ids.reshape(-1)])
+    for layer in range(spec.layers):
+        path = f"model.layers.{layer}"
+        y, attention = norm(x, f"{path}.input_layernorm.weight"), f"{path}.self_attn"
+        q = heads(y, attention, "q", spec.heads)
+        q = q.reshape(count, length, spec.kv_heads, group, spec.head_dim)
+        k, v = (heads(y, attention, part, spec.kv_heads) for part in ("k", "v"))
+        scores = np.einsum("nqhgd,nkhd->nhgqk", q, k) * np.float32(spec.head_dim**-0.5) + mask
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        scores /= scores.sum(-1, keepdims=True)
+        y = np.einsum("nhgqk,nkhd->nqhgd", scores, v).reshape(count * length, -1)
+        x = x + product(y, f"{attention}.o_proj", spec.hidden)
+        y = norm(x, f"{path}.post_attention_layernorm.weight")
+        gate = product(y, f"{path}.mlp.gate_proj", spec.intermediate)
+        y = gate / (1 + np.exp(-gate)) * product(y, f"{path}.mlp.up_proj", spec.intermediate)
+        yield y
+        x = x + product(y, f"{path}.mlp.down_proj", spec.hidden)
