@@ -31,23 +31,23 @@ VERBS: dict[str, tuple[str, str]] = {
         "Serve models over an OpenAI-compatible HTTP endpoint.",
     ),
     "load": (
-        "loadtests.cli:load",
+        "loadtests.cli.load_command:load",
         "Send load at one rate to an endpoint: TTFT, TPOT, and whether the SLO is met.",
     ),
     "campaign": (
-        "loadtests.cli:campaign",
+        "loadtests.cli.campaign_command:campaign",
         "Find the highest rate at which each model meets the SLO: init, run, resume, repeat, show.",
     ),
     "compare": (
-        "loadtests.compare_cli:comparison",
+        "loadtests.cli.compare_command:comparison",
         "Say whether runs are faster or slower than others, beyond what repeated runs differ by.",
     ),
     "selftest": (
-        "loadtests.cli:selftest",
+        "loadtests.cli.selftest_command:selftest",
         "Check the accuracy of the load generator on this machine.",
     ),
     "calibrate": (
-        "loadtests.calibrate.cli:app",
+        "loadtests.cli.calibrate_command:app",
         "Measure this machine in a minute, into a file for `plan` and `report`.",
     ),
     "hardware": (

@@ -102,7 +102,7 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
         "serving.cli.plan",
         "models.cli",
         "models.resolve",
-        "loadtests.cli",
+        "loadtests.cli.campaign_command",
     )
     yield lines.run
     lines.close()

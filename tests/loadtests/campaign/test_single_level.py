@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.cli import load
+from loadtests.cli.load_command import load
 from loadtests.generator.endpoint import Target, check_target
 from loadtests.records.events import LevelPurpose, LevelStarted, of_kind
 from loadtests.records.run_folder import read_events

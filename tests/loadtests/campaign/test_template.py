@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.campaign_keys import CampaignFile, Server
-from loadtests.cli import campaign
+from loadtests.cli.campaign_command import campaign
 from loadtests.terminal.template import (
     SECTIONS,
     STARTED,

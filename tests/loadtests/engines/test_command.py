@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loadtests.campaign.campaign_file import check_trust, parse_campaign
-from loadtests.cli import campaign
+from loadtests.cli.campaign_command import campaign
 from loadtests.engines.command import Engine, argv, formats_of
 from loadtests.errors import BadCampaign
 from loadtests.records.run_folder import RunFolder

@@ -25,7 +25,7 @@ import zmq
 
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.single_level import _wait_for_workers
-from loadtests.cli import load
+from loadtests.cli.load_command import load
 from loadtests.errors import LevelInterrupted, LoadError
 from loadtests.generator.channel import LoadGenerator
 from loadtests.generator.endpoint import Target

@@ -1,4 +1,4 @@
-"""The verbs `campaign init | run | resume | repeat | show`, `load` and `selftest`.
+"""The verb `campaign`: init, run, resume, repeat, show.
 
 Options in, lines and an exit status out. A verb imports what it needs when it is called.
 """
@@ -10,13 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from loadtests.errors import Incomplete, LoadError
-from loadtests.generator.options import CommandOptions, check_machines
 from loadtests.ray.option import On
-from serving.cli.parameters import command_of
 
 Beside = Annotated[
     bool,
@@ -215,110 +211,3 @@ def show(folder: Folder) -> None:
     from loadtests.terminal.run import show_run
 
     show_run(folder)
-
-
-def _load(options: CommandOptions) -> None:
-    """Send one level of load to a URL and say what came back: TTFT, TPOT, good requests, verdict.
-
-    \b
-    crossover load http://127.0.0.1:8000 --rate 2
-    crossover load http://127.0.0.1:8000 --concurrency 8 --workload 256x64 --duration 60
-    crossover load https://api.example.com/v1 --api chat --api-key-env KEY --rate 0.5
-    crossover load http://10.0.0.5:8000 --rate 800 --workers 4
-    crossover load http://10.0.0.5:8000 --rate 800 --master --bind 10.0.0.7 --expect-workers 2
-    crossover load http://10.0.0.5:8000 --join 10.0.0.7     # on each of the two
-    """
-    check_machines(options)
-    from loadtests.host.signals import signals_interrupt
-
-    try:
-        with signals_interrupt():
-            if options.join is not None:
-                _join(options, options.join)
-            else:
-                _send(options)
-    except KeyboardInterrupt:
-        raise Incomplete("stopped") from None
-
-
-load = command_of(CommandOptions, _load)
-
-
-def _join(options: CommandOptions, master: str) -> None:
-    from loadtests.generator.launcher import PORT, run_worker
-    from loadtests.generator.option_values import parse_place, target_of
-
-    target = target_of(options.url, options)
-    host, port = parse_place("--join", master, PORT)
-    typer.echo(f"joining {host}:{port}; sends to {target.url} and nowhere else", err=True)
-    run_worker(host, port, msgspec.json.encode(target))
-    typer.echo("the master has ended", err=True)
-
-
-def _send(options: CommandOptions) -> None:
-    from loadtests.generator.launcher import PORT, Listening
-    from loadtests.generator.launcher import spare as started_early
-
-    listening = None
-    if options.master:
-        from loadtests.generator.option_values import parse_place
-
-        place = parse_place("--bind", options.bind or "127.0.0.1", PORT)
-        listening = Listening(options.expect_workers or 1, *place)
-    with started_early(options.concurrency or 1, options.workers or 1, listening) as spare:
-        from loadtests.campaign.campaign_file import slo_of
-        from loadtests.campaign.campaign_keys import SloSpec
-        from loadtests.campaign.progress import Progress
-        from loadtests.campaign.single_level import single_level
-        from loadtests.generator.option_values import plan_of_command
-        from loadtests.metrics.slo import SLO_PRESETS
-        from loadtests.terminal.level import show_level, show_workers, wide_console
-
-        if options.slo not in SLO_PRESETS:
-            raise LoadError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
-        slo = slo_of(SloSpec(preset=options.slo, target=options.target))
-        with Progress() as progress:
-            plan = plan_of_command(options)
-            measured, folder = single_level(plan, slo, options.out, progress, spare)
-    console = wide_console()
-    show_level(measured.summary, console)
-    show_workers(measured.workers, console)
-    if folder is not None:
-        console.print(f"records: {folder}")
-
-
-def selftest(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PART", help="Only this part: times, counts, arrivals, lateness or capacity."
-        ),
-    ] = None,
-) -> None:
-    """Check the accuracy of the load generator on this machine against a server of known timing.
-
-    A table in two to three minutes; exit status 1 when something fails.
-    """
-    from loadtests.campaign.progress import Progress
-    from loadtests.selftest.selftest import PARTS, run_selftest
-    from loadtests.terminal.selftest import show_selftest
-
-    unknown = [name for name in only or () if name not in PARTS]
-    if unknown:
-        raise LoadError(f"--only {unknown[0]!r} is not one of {', '.join(PARTS)}")
-    with Progress() as progress:
-        report = run_selftest(progress, only)
-    if as_json:
-        rows = [msgspec.to_builtins(row) | {"error": row.error} for row in report.rows]
-        whole = {
-            "passed": report.passed,
-            "seconds": round(report.seconds, 1),
-            "host": msgspec.to_builtins(report.host),
-            "rows": rows,
-        }
-        typer.echo(msgspec.json.format(msgspec.json.encode(whole), indent=2).decode())
-    else:
-        show_selftest(report)
-    if not report.passed:
-        raise typer.Exit(1)
