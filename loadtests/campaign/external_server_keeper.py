@@ -1,6 +1,6 @@
 """Keeps an engine of others: starts it, cleans what it prints, and ends all that it started.
 
-    python -I -S keeper.py SETTINGS        # JSON, see `main`
+    python -I -S external_server_keeper.py SETTINGS        # JSON, see `main`
 
 SIGTERM is passed on; after `stop_seconds` whatever still lives is killed. The keeper gets it too
 when its parent ends, by whatever signal, so that no engine outlives a campaign. It ends as the
