@@ -26,8 +26,8 @@ from loadtests.metrics.slo import Slo
 from loadtests.records.events import Capacity, PredictedRate
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Policy
+from loadtests.simulation.old_simulated_capacity import SimulatedCapacity, predict
 from loadtests.simulation.prediction_error import NORMAL, error_scale, packaged_pairs
-from loadtests.simulation.simulated_capacity import SimulatedCapacity, predict
 from loadtests.simulation.step_observations import (
     most_at_once,
     observations_of,

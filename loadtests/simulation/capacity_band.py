@@ -27,17 +27,16 @@ import numpy as np
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
 from loadtests.simulation.batching import Pairs, Policy, Simulated, simulate
-from loadtests.simulation.simulated_capacity import LEAST_LENGTHS
+from loadtests.simulation.old_simulated_capacity import LEAST_LENGTHS
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import (
     Arrivals,
     Gamma,
     OnOff,
     Poisson,
-    cycle_seconds,
     due_times,
-    phases,
 )
+from loadtests.workload.goodness_of_fit import cycle_seconds, phases
 
 STEP = 0.08  # of ln(rate), between the rates of the grid
 LEAST_REQUESTS = 1_500  # of a run

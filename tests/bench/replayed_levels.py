@@ -25,7 +25,7 @@ from loadtests.records.events import Calibrated, CellFinished, LevelFinished, Le
 from loadtests.records.run_folder import RunRecords, read_records
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Array, Pairs, Policy, simulate
-from loadtests.simulation.simulated_capacity import predict
+from loadtests.simulation.old_simulated_capacity import predict
 from loadtests.simulation.speed_under_load import speed_under_load, usual_speed
 from loadtests.simulation.step_observations import observations_of_burst
 from loadtests.simulation.step_replay import ReplayedSteps, Residuals, residuals_of

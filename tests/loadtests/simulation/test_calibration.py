@@ -20,7 +20,7 @@ from loadtests.simulation.calibration import (
     prediction_ratio,
     time_box,
 )
-from loadtests.simulation.simulated_capacity import predict
+from loadtests.simulation.old_simulated_capacity import predict
 from loadtests.simulation.step_observations import (
     most_at_once,
     observations_of,

@@ -10,7 +10,7 @@ from loadtests.errors import LoadError
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.simulation.batching import Pairs, Policy, simulate
 from loadtests.simulation.capacity_band import capacity_band
-from loadtests.simulation.simulated_capacity import predict
+from loadtests.simulation.old_simulated_capacity import predict
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Arrivals, Diurnal, Gamma, OnOff, Piecewise, due_times
 from loadtests.workload.requests import Workload, draw

@@ -5,9 +5,9 @@ import pytest
 
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import SLO_PRESETS, Slo
-from loadtests.simulation import simulated_capacity
+from loadtests.simulation import old_simulated_capacity as simulated_capacity
 from loadtests.simulation.batching import Array, Policy, simulate
-from loadtests.simulation.simulated_capacity import _Server, predict
+from loadtests.simulation.old_simulated_capacity import _Server, predict
 from loadtests.simulation.step_replay import Residuals
 from loadtests.workload.arrivals import Diurnal, Gamma, OnOff, Poisson, due_times
 from tests.loadtests.simulation.step_laws import LAWS

@@ -7,7 +7,7 @@ import pytest
 
 from loadtests.metrics.slo import Slo
 from loadtests.simulation.batching import Policy
-from loadtests.simulation.simulated_capacity import predict
+from loadtests.simulation.old_simulated_capacity import predict
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Poisson
 from reports.plan.forecast import Shape

@@ -9,7 +9,7 @@ import pytest
 
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.simulation.batching import Pairs, Policy
-from loadtests.simulation.simulated_capacity import predict
+from loadtests.simulation.old_simulated_capacity import predict
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Poisson
 from loadtests.workload.requests import Workload, draw
