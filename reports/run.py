@@ -33,9 +33,9 @@ from loadtests.metrics.request_metrics import (
 from loadtests.metrics.slo import Slo, is_as_strict
 from loadtests.metrics.stationarity import grows, in_flight_at_ends
 from loadtests.records import events as journal
-from loadtests.records import run_folder
+from loadtests.records import old_run_folder as run_folder
 from loadtests.records.events import Event, of_kind
-from loadtests.records.run_folder import LevelRecords, RunRecords
+from loadtests.records.old_run_folder import LevelRecords, RunRecords
 from loadtests.records.schema import RequestRecord, ResourceSample, RunManifest
 from models.errors import UnknownModel
 from models.ladder import rung

@@ -19,7 +19,7 @@ from loadtests.records.events import (
     RunFinished,
     of_kind,
 )
-from loadtests.records.run_folder import RunRecords
+from loadtests.records.old_run_folder import RunRecords
 from loadtests.records.schema import ResourceSample
 from models import formatting
 from models.formatting import model_title

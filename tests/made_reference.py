@@ -20,7 +20,7 @@ import msgspec
 from loadtests.capacity.words import in_short, left_out_words
 from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.records.events import CapacityStatus
-from loadtests.records.run_folder import RunRecords
+from loadtests.records.old_run_folder import RunRecords
 from models import formatting
 from models.formatting import model_title
 from models.ladder import is_rung, rung

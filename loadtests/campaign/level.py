@@ -36,7 +36,7 @@ from loadtests.generator.workers.facts import on_masters_clock, workers_of
 from loadtests.metrics.disturbance import in_words
 from loadtests.metrics.level_summary import Summary
 from loadtests.records.events import LevelFinished, LevelPurpose, LevelStarted
-from loadtests.records.run_folder import LevelRecords
+from loadtests.records.old_run_folder import LevelRecords
 from loadtests.records.schema import Disturbance, RequestRecord, WorkerFacts
 from loadtests.simulation.calibration import Burst
 from loadtests.workload.requests import Ask, Workload

@@ -33,7 +33,7 @@ from loadtests.records.events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
+from loadtests.records.old_run_folder import LevelRecords, RunFolder, read_records
 from loadtests.records.schema import RequestRecord, RunManifest
 from loadtests.simulation.calibration import Prediction
 from serving.placement.best_engine import BEST

@@ -61,7 +61,7 @@ from loadtests.records.events import (
     SkipCause,
     of_kind,
 )
-from loadtests.records.run_folder import RunFolder
+from loadtests.records.old_run_folder import RunFolder
 from loadtests.simulation.prediction_words import predicted_beside
 from models import formatting
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts

@@ -37,7 +37,7 @@ from loadtests.records.events import (
     RunFinished,
     RunStarted,
 )
-from loadtests.records.run_folder import RunFolder
+from loadtests.records.old_run_folder import RunFolder
 from models import formatting
 from serving.hardware.facts import hardware_facts
 

@@ -24,7 +24,7 @@ from loadtests.generator.sse_request import Ask, stream
 from loadtests.host.sampler import Sampler, Scraped
 from loadtests.host.server_metrics import Remote
 from loadtests.metrics.disturbance import disturbance_of, in_words, is_lost
-from loadtests.records.run_folder import RunFolder
+from loadtests.records.old_run_folder import RunFolder
 from loadtests.records.schema import Disturbance, EngineTime, Probe, ResourceSample
 from models import formatting
 

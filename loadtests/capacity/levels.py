@@ -11,7 +11,7 @@ from loadtests.metrics.level import summarise, with_facts
 from loadtests.metrics.level_summary import Summary, Window
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import LevelStarted
-from loadtests.records.run_folder import LevelRecords
+from loadtests.records.old_run_folder import LevelRecords
 from loadtests.records.schema import (
     Disturbance,
     RequestRecord,

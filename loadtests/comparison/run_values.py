@@ -26,7 +26,7 @@ from loadtests.metrics.energy import Energy, energy_of
 from loadtests.metrics.level_summary import Summary
 from loadtests.metrics.slo import Slo
 from loadtests.records.events import EngineChosen, LevelStarted, of_kind
-from loadtests.records.run_folder import MANIFEST, LevelRecords, read_records
+from loadtests.records.old_run_folder import MANIFEST, LevelRecords, read_records
 from loadtests.records.schema import RunManifest
 from models import formatting
 

@@ -38,7 +38,7 @@ from loadtests.ray.nodes import Node, fits, kind_of_cell, needs, next_of, node_o
 from loadtests.ray.records import add, files_of_cell
 from loadtests.records.comparability import machine_differences
 from loadtests.records.events import Interrupted, RunFinished, RunStarted, of_kind
-from loadtests.records.run_folder import RunFolder
+from loadtests.records.old_run_folder import RunFolder
 from loadtests.records.schema import RunManifest
 from models.cache import CACHE_VARIABLE
 from serving.hardware.facts import HardwareFacts

@@ -13,7 +13,7 @@ import msgspec
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.runner import World, resume
 from loadtests.errors import LoadError
-from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS, SAMPLES
+from loadtests.records.old_run_folder import EVENTS, MANIFEST, REQUESTS, SAMPLES
 from loadtests.records.schema import RunManifest
 from models.cache import CACHE_VARIABLE
 from serving.hardware.facts import HardwareFacts, hardware_facts

@@ -12,7 +12,7 @@ from loadtests.campaign.cells import Cell
 from loadtests.campaign.run_state import campaign_of
 from loadtests.ray.cell_on_node import Measured
 from loadtests.records.events import AnyEvent, Event, LevelFinished
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     EVENTS,
     MANIFEST,
     REQUESTS,

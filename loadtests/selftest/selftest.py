@@ -40,7 +40,7 @@ from loadtests.generator.load_plan import LoadPlan
 from loadtests.generator.messages import Ended, Recorded
 from loadtests.host.processes import Child, divide_cores
 from loadtests.records.events import CellFinished, of_kind
-from loadtests.records.run_folder import read_events
+from loadtests.records.old_run_folder import read_events
 from loadtests.records.schema import RequestRecord
 from loadtests.selftest.checks import (
     Row,

@@ -20,7 +20,7 @@ from loadtests.records.events import (
     RunFinished,
     of_kind,
 )
-from loadtests.records.run_folder import read_records
+from loadtests.records.old_run_folder import read_records
 from loadtests.simulation.prediction_words import predicted_beside
 from loadtests.terminal.level import level_row, wide_console
 from models import formatting

@@ -12,7 +12,7 @@ import numpy as np
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo, is_as_strict
 from loadtests.records.events import Calibrated, of_kind
-from loadtests.records.run_folder import RunRecords
+from loadtests.records.old_run_folder import RunRecords
 from loadtests.records.schema import RunManifest
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.prediction_error import error_scale, packaged_pairs

@@ -45,7 +45,7 @@ from loadtests.records.events import (
     NeverQuiet,
     Waited,
 )
-from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS, SAMPLES, RunRecords
+from loadtests.records.old_run_folder import EVENTS, MANIFEST, REQUESTS, SAMPLES, RunRecords
 from loadtests.records.schema import Disturbance, RequestRecord, ResourceSample, RunManifest
 from models import formatting
 from models.errors import UnknownModel

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from loadtests.records.run_folder import RunRecords
+from loadtests.records.old_run_folder import RunRecords
 from loadtests.records.schema import RequestRecord
 from reports.errors import MissingPackage
 from reports.render.tables import Record

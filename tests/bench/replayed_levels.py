@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from loadtests.records.events import Calibrated, CellFinished, LevelFinished, LevelStarted, of_kind
-from loadtests.records.run_folder import RunRecords, read_records
+from loadtests.records.old_run_folder import RunRecords, read_records
 from loadtests.records.schema import RequestRecord
 from loadtests.simulation.batching import Array, Pairs, Policy, simulate
 from loadtests.simulation.old_simulated_capacity import predict

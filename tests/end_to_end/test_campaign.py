@@ -38,7 +38,7 @@ from loadtests.records.events import (
     completed_levels,
     of_kind,
 )
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     read_events,
     read_manifest,
     read_records,

@@ -29,7 +29,7 @@ from loadtests.records.events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import read_events
+from loadtests.records.old_run_folder import read_events
 from serving.hardware.facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 

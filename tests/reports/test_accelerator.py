@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.records.run_folder import EVENTS, SAMPLES
+from loadtests.records.old_run_folder import EVENTS, SAMPLES
 from loadtests.records.schema import EngineTime
 from loadtests.simulation.step_time import StepLaw, StepObservation
 from models.formats import weight_bytes

@@ -14,7 +14,7 @@ from loadtests.campaign.manifest import manifest_of
 from loadtests.campaign.progress import Progress
 from loadtests.ray.nodes import Node
 from loadtests.records.events import CellFinished, Interrupted, RunFinished, RunResumed, of_kind
-from loadtests.records.run_folder import RunFolder, read_events
+from loadtests.records.old_run_folder import RunFolder, read_events
 from serving.hardware.facts import hardware_facts
 from tests.end_to_end.test_campaign import FAKE, ROOT, only_folder
 from tests.loadtests.campaign.checks import check_folder

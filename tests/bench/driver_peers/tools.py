@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from loadtests.metrics.request_metrics import e2e_seconds, tpot_seconds, ttft_seconds
-from loadtests.records.run_folder import read_lines
+from loadtests.records.old_run_folder import read_lines
 from loadtests.records.schema import RequestRecord
 from models.tokenization.tokenizer import shipped_files
 

@@ -9,7 +9,7 @@ from loadtests.records.events import (
     LevelStarted,
     of_kind,
 )
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     read_events,
 )
 from tests.loadtests.campaign.simulated import (

@@ -13,7 +13,7 @@ from loadtests.records.events import (
     RunFinished,
     of_kind,
 )
-from loadtests.records.run_folder import read_events, read_records
+from loadtests.records.old_run_folder import read_events, read_records
 
 
 def check_folder(folder: Path) -> None:

@@ -30,7 +30,7 @@ from loadtests.capacity.levels import Ending, holds_disturbed, judge
 from loadtests.errors import BurstDisturbed, LevelInterrupted
 from loadtests.metrics.disturbance import disturbance_of, in_words
 from loadtests.records.events import CellReady, Event, LevelFinished, LevelPurpose, LevelStarted
-from loadtests.records.run_folder import LevelRecords, RunFolder
+from loadtests.records.old_run_folder import LevelRecords, RunFolder
 from loadtests.records.schema import CoresSample, Probe, RequestRecord, Stranger
 from loadtests.simulation.batching import Policy
 from loadtests.simulation.calibration import Burst

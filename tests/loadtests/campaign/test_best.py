@@ -13,7 +13,7 @@ from loadtests.campaign.servers import serve_command
 from loadtests.comparison.run_values import read as read_values
 from loadtests.errors import BadCampaign
 from loadtests.records.events import EngineChosen, of_kind
-from loadtests.records.run_folder import read_events
+from loadtests.records.old_run_folder import read_events
 from loadtests.terminal.run import show_run
 from models.ladder import rung
 from reports.run import read_run

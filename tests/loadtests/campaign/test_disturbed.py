@@ -18,7 +18,7 @@ from loadtests.records.events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import read_events, read_manifest, read_records
+from loadtests.records.old_run_folder import read_events, read_manifest, read_records
 from loadtests.records.schema import Probe
 from reports.findings import crossover
 from reports.run import read_run, slos_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.runner import run
-from loadtests.records.run_folder import read_records
+from loadtests.records.old_run_folder import read_records
 from tests.loadtests.campaign.checks import check_folder
 
 Start = Callable[..., str]

@@ -15,13 +15,13 @@ from loadtests.comparison.run_values import read_arm
 from loadtests.errors import (
     BadRunFolder,
 )
-from loadtests.records import run_folder
+from loadtests.records import old_run_folder as run_folder
 from loadtests.records.events import (
     Calibrated,
     of_kind,
 )
 from loadtests.records.lines import read_lines
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     REQUESTS,
     read_events,
     read_manifest,

@@ -39,7 +39,7 @@ from loadtests.records.events import (
     SkipCause,
     of_kind,
 )
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     REQUESTS,
     read_events,
     read_records,

@@ -26,7 +26,7 @@ from loadtests.records.events import (
     LevelFinished,
     of_kind,
 )
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     read_events,
     read_records,
 )

@@ -18,7 +18,7 @@ import pytest
 from loadtests.cli.load_command import load
 from loadtests.generator.endpoint import Target, check_target
 from loadtests.records.events import LevelPurpose, LevelStarted, of_kind
-from loadtests.records.run_folder import read_events
+from loadtests.records.old_run_folder import read_events
 from models.errors import CrossoverError
 from tests.loadtests.campaign.checks import check_folder
 

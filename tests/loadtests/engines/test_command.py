@@ -11,7 +11,7 @@ from loadtests.campaign.campaign_file import check_trust, parse_campaign
 from loadtests.cli.campaign_command import campaign
 from loadtests.engines.command import Engine, argv, formats_of
 from loadtests.errors import BadCampaign
-from loadtests.records.run_folder import RunFolder
+from loadtests.records.old_run_folder import RunFolder
 
 FILE = """
 name = "x"

@@ -14,7 +14,7 @@ from loadtests.errors import LevelFailed
 from loadtests.ray.cell_on_node import Measured, measure_here
 from loadtests.ray.records import add, files_of_cell
 from loadtests.records.events import CellFinished, Interrupted, RunFinished, RunStarted, of_kind
-from loadtests.records.run_folder import RunFolder, read_events
+from loadtests.records.old_run_folder import RunFolder, read_events
 from serving.hardware.facts import HardwareFacts
 from serving.hardware.gpu_facts import GpuFacts
 from tests.loadtests.campaign.campaigns import two_cells

@@ -28,7 +28,7 @@ from loadtests.records.events import (
     started_levels,
 )
 from loadtests.records.lines import Read
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     EVENTS,
     LOCK,
     MANIFEST,

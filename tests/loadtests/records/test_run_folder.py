@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.errors import BadRunFolder
-from loadtests.records import run_folder
+from loadtests.records import old_run_folder as run_folder
 from loadtests.records.events import (
     Event,
 )
 from loadtests.records.lines import Appender, Read
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     EVENTS,
     MANIFEST,
     REQUESTS,

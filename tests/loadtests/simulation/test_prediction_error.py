@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.records.run_folder import read_events
+from loadtests.records.old_run_folder import read_events
 from loadtests.simulation.prediction_error import (
     FLOOR,
     Pair,

@@ -38,7 +38,7 @@ from loadtests.generator.workers.member import allowed
 from loadtests.host.processes import Child
 from loadtests.metrics.level_summary import LATE_SECONDS
 from loadtests.records.events import LevelAbandoned, of_kind
-from loadtests.records.run_folder import LevelRecords, read_records
+from loadtests.records.old_run_folder import LevelRecords, read_records
 from loadtests.records.schema import RequestRecord
 from loadtests.workload.arrivals import Poisson, due_times
 from loadtests.workload.goodness_of_fit import check
