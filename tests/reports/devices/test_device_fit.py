@@ -6,10 +6,10 @@ import gzip
 import numpy as np
 import pytest
 
-from reports.prediction import fit
-from reports.prediction.facts import DATA
-from reports.prediction.predictor import predictor
-from reports.prediction.published import published_rows, published_table
+from reports.devices.device_step_times import predictor
+from tests.bench.device_fit import fit
+from tests.bench.device_fit.facts import DATA
+from tests.bench.device_fit.published import published_rows, published_table
 
 # MAPE in percent with each device left out, rates for decode and prompts: at most these.
 MOST = {

@@ -1,6 +1,9 @@
 """Fit the predictor's constants to the published rows, and say how wrong they are.
 
-    python -m reports.prediction.fit        # writes data/constants.json and data/errors.csv.gz
+    python -m tests.bench.device_fit.fit    # writes step_time_constants.json and data/errors.csv.gz
+
+    TPOT     = t + phi * (n - 1) / output * prompt       n: streams that fit the KV room
+    TTFT     = t0 + prompt * (s + (n + 1) / 2k) + queue  k: weight of the opening burst
 
 Gauss-Newton (Levenberg's damping) on Huber's loss of log errors; each node is shrunk to its prior
 by a ridge. Each device is left out in turn, and predicted by constants that never saw it.
@@ -14,16 +17,29 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from reports.prediction.constants import ACCELERATOR, CPU, Constant
-from reports.prediction.facts import DATA
-from reports.prediction.law import Array, Columns, accelerator_seconds, cpu_seconds, features
-from reports.prediction.predictor import ClassError, Predictor
-from reports.prediction.published import CLOSED_LOOP, ENERGY, POWER, Row, published_rows
+from reports.devices import device_step_times
+from reports.devices.device_step_times import (
+    ACCELERATOR,
+    CPU,
+    Array,
+    Case,
+    ClassError,
+    Columns,
+    Constant,
+    Predictor,
+    accelerator_decode,
+    accelerator_prefill,
+    cpu_seconds,
+    features,
+)
+from tests.bench.device_fit.facts import DATA
+from tests.bench.device_fit.published import CLOSED_LOOP, ENERGY, POWER, Row, published_rows
 
 WEIGHTS = {POWER: 0.3, CLOSED_LOOP: 0.3, ENERGY: 0.3}  # rougher, or many rows of few devices
 SIGMA = 0.15  # log error that counts as one
@@ -34,7 +50,69 @@ BUMP = 1e-4  # of a log, for derivatives
 SETTLED = 2e-4  # of a log: no constant moves more
 DIGITS = 3  # of a shipped log
 
+METRICS = ("decode", "prefill", "tpot", "ttft")  # the last two of a closed loop of streams
+KV_MEMORY_SHARE = 0.92  # of the memory, less the weights, is the KV cache's
+CONSTANTS_FILE = Path(device_step_times.__file__).with_name("step_time_constants.json")
+
 Law = Callable[[Columns, Columns], Array]
+
+
+def _server(case: Case) -> str | None:
+    return case.family if case.is_server else None
+
+
+SERVING: dict[str, Constant] = {
+    **ACCELERATOR,
+    # share of others' prompts that delays a token
+    "phi": Constant(0.8, 0.4, ((_server, 0.4),)),
+    # prompts waited for at an arrival
+    "s": Constant(2.0, 0.5, ((_server, 0.5),)),
+    # the opening burst counts 1/k
+    "k": Constant(5.0, 0.7, ((_server, 0.7),)),
+    # from the socket to the queue, seconds
+    "t0": Constant(30e-3, 0.7, ((_server, 0.5),)),
+}
+
+
+def facts_of(rows: Sequence[Row]) -> dict[str, Array]:
+    """What the formulas take, and what a closed loop's do besides."""
+    more = {
+        "metric": [float(METRICS.index(row.metric)) for row in rows],
+        "streams": [row.case.rows for row in rows],
+        "output": [row.case.output for row in rows],
+        "file": [row.case.file_bytes for row in rows],
+        "memory": [row.case.chip.gib * 2**30 * row.case.devices for row in rows],
+    }
+    return features([row.case for row in rows]) | {k: np.array(v) for k, v in more.items()}
+
+
+def accelerator_seconds(v: Columns, f: Columns) -> Array:
+    """Of each row's metric, by its constants `v` and facts `f`."""
+    one = accelerator_prefill(v, f, 1.0)
+    each = f["kv"] * (f["prompt"] + 0.5 * f["output"])
+    room = np.maximum(KV_MEMORY_SHARE * f["memory"] - f["file"], 2e9) / each
+    fitting = np.maximum(np.minimum(f["streams"], room), 1.0)
+    running = np.where(f["server"] > 0, fitting, f["streams"])
+    tpot = accelerator_decode(v, f, running)
+    tpot = tpot + v["phi"] * np.maximum(running - 1, 0) / f["output"] * one
+    queue = (f["streams"] / running - 1) * (one + f["output"] * tpot)
+    ttft = v["t0"] + one * (v["s"] + (running + 1) / (2 * v["k"])) + queue
+    rows = f["rows"]
+    said = [accelerator_decode(v, f, rows), accelerator_prefill(v, f, rows), tpot, ttft]
+    return np.choose(f["metric"].astype(int), said)
+
+
+def cpu_law(v: Columns, f: Columns) -> Array:
+    """Of each row's metric: decode or prompts."""
+    return cpu_seconds(v, f, f["metric"] == 1)
+
+
+def seconds_of(by: Predictor, rows: Sequence[Row]) -> Array:
+    """What a predictor says of rows that are all of accelerators or all of CPUs."""
+    cases = [row.case for row in rows]
+    if cases[0].chip.is_cpu:
+        return cpu_law(by.values(CPU, cases), facts_of(rows))
+    return accelerator_seconds(by.values(SERVING, cases), facts_of(rows))
 
 
 class Problem:
@@ -51,7 +129,7 @@ class Problem:
 
         self.law = law
         self.rows = rows
-        self.facts = features([row.case for row in rows], [row.metric for row in rows])
+        self.facts = facts_of(rows)
         self.seen = np.log([row.seconds for row in rows])
         self.weights = np.array([WEIGHTS.get(row.case.group, 1.0) for row in rows])
         names = {
@@ -154,8 +232,8 @@ def problems(rows: Sequence[Row], kept: Collection[str] | None = None) -> list[P
     cpus = [row for row in rows if row.case.chip.is_cpu]
     others = [row for row in rows if not row.case.chip.is_cpu]
     return [
-        Problem(cpu_seconds, CPU, cpus, kept),
-        Problem(accelerator_seconds, ACCELERATOR, others, kept),
+        Problem(cpu_law, CPU, cpus, kept),
+        Problem(accelerator_seconds, SERVING, others, kept),
     ]
 
 
@@ -249,20 +327,18 @@ def table(errors: Mapping[str, ClassError]) -> str:
 
 
 def write(fitted: Fitted) -> Predictor:
-    """constants.json, and errors.csv.gz: ln(predicted / seen) of rows whose device was left out."""
+    """step_time_constants.json, and errors.csv.gz: ln(predicted / seen) of rows whose device was left out."""
     logs = {node: round(value, DIGITS) for node, value in fitted.logs.items()}
     log_errors = np.round(fitted.log_errors, DIGITS)
     made = Predictor(logs, class_errors(fitted.rows, log_errors))
     text = msgspec.json.format(msgspec.json.encode(made), indent=1)
-    with open(str(DATA.joinpath("constants.json")), "wb") as file:
-        file.write(text + b"\n")
+    CONSTANTS_FILE.write_bytes(text + b"\n")
     lines = [
         f"{row.id},{row.metric},{error:.{DIGITS}f}\n"
         for row, error in zip(fitted.rows, log_errors, strict=True)
     ]
     packed = gzip.compress("".join(["id,metric,ln_error\n", *lines]).encode(), 9, mtime=0)
-    with open(str(DATA.joinpath("errors.csv.gz")), "wb") as file:
-        file.write(packed)
+    DATA.joinpath("errors.csv.gz").write_bytes(packed)
     return made
 
 

@@ -14,8 +14,14 @@ from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
-from reports.prediction.case import Case
-from reports.prediction.facts import DATA, chip, is_format, shape
+from tests.bench.device_fit.facts import (
+    DATA,
+    PublishedCase,
+    case_of_shape,
+    chip,
+    is_format,
+    shape,
+)
 
 CLOSED_LOOP, ENERGY, POWER = "gpu_serving_closed_loop", "serving_energy", "single_stream_power"
 ENERGY_PROMPT_TOKENS = 200  # a guess: of ML.ENERGY's chat requests
@@ -33,7 +39,7 @@ class Row(NamedTuple):
     """One published number."""
 
     id: str
-    case: Case
+    case: PublishedCase
     metric: str
     seconds: float
 
@@ -65,7 +71,7 @@ def published_rows() -> tuple[tuple[Row, ...], Counter[str]]:
     return tuple(found), left_out
 
 
-def case_of(line: dict[str, str]) -> Case:
+def case_of(line: dict[str, str]) -> PublishedCase:
     """What a line of the table measured. Raises KeyError where it cannot be placed."""
     kind, hardware, engine = line["kind"], line["hardware"], line["engine"]
     fmt = line["quant"]
@@ -78,10 +84,10 @@ def case_of(line: dict[str, str]) -> Case:
     if line["hw_class"] == "gpu/cpu" or "Cluster" in hardware or not is_format(fmt):
         raise KeyError("CPU and GPU together, a cluster, or a format that is not known")
     prompt, output = number(line["prompt_tokens"]), number(line["output_tokens"])
-    return Case(
-        chip=chip(hardware),
+    return case_of_shape(
+        chip(hardware),
+        shape(line["model"]),
         engine=engine,
-        shape=shape(line["model"]),
         fmt=fmt,
         rows=number(line["streams"]) or 1,
         context=_context(kind, engine, prompt, output),
@@ -103,7 +109,7 @@ def _context(kind: str, engine: str, prompt: float, output: float) -> float:
     return (ENERGY_PROMPT_TOKENS if kind == ENERGY else prompt) + output / 2
 
 
-def _measured(line: dict[str, str], case: Case) -> list[tuple[str, float]]:
+def _measured(line: dict[str, str], case: PublishedCase) -> list[tuple[str, float]]:
     """The metrics of a line, in seconds; 0.0: not published."""
     tokens = number(line["output_tokens_per_second"])
     prompts = number(line["prompt_tokens_per_second"])
@@ -121,7 +127,7 @@ def _measured(line: dict[str, str], case: Case) -> list[tuple[str, float]]:
     ]
 
 
-def _unusable(line: dict[str, str], case: Case, metric: str) -> str | None:
+def _unusable(line: dict[str, str], case: PublishedCase, metric: str) -> str | None:
     """Why a row is not fitted: it contradicts its neighbours, or its host is too weak."""
     name, engine = case.chip.name, case.engine
     if "gb200" in line["hardware"] and "1.3.0rc1" in engine:
@@ -136,7 +142,7 @@ def _unusable(line: dict[str, str], case: Case, metric: str) -> str | None:
     if case.group == POWER and not case.chip.is_cpu:
         if _WEAK_HOSTS.match(line["hardware"]):
             return "GPU on a single-board or Arm host"
-        if case.chip.gib and 1.12 * case.shape.file_bytes(case.fmt) / 2**30 > case.chip.gib:
+        if case.chip.gib and 1.12 * case.file_bytes / 2**30 > case.chip.gib:
             return "model does not fit the GPU"
     return None
 
