@@ -1,0 +1,92 @@
+"""Where a GPU takes over, and which: the one rule that page, map, sentence and plan follow.
+
+    takes_over(cell, data.slo)         # TakeOver(device="NVIDIA T4", rate=..., dollars=...)
+
+**The rule: the cheapest in the catalogue whose low end (90 %, one-sided) holds the rate.** The rate
+is what a CPU's limit asks for: a little more than it holds; where a model is not even good alone,
+the smallest rate that anybody would ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from loadtests.analysis.slo import Slo
+from models.spec import ModelSpec
+from reports.devices.device_capacity import (
+    DeviceCapacity,
+    Machine,
+    Traffic,
+    capacity_of,
+    holds,
+    machine_of,
+)
+from reports.devices.device_catalog import priced_gpus
+from reports.errors import ReportError
+from reports.report_data import CellData, ReportData
+
+ABOVE = 1.1  # times the CPU's limit: what a GPU that takes over holds at least
+LEAST_RATE = 1 / 3600  # requests/s: one an hour, where the CPU holds nothing
+
+
+class TakeOver(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU that takes over from a cell's CPU: predicted. None of `gpu`: `reason` says why."""
+
+    rate: float  # requests/s that were asked of it
+    gpu: DeviceCapacity | None
+    reason: str = ""
+
+
+def cheapest(
+    machines: Sequence[Machine],
+    spec: ModelSpec,
+    weight_format: str,
+    traffic: Traffic,
+    slo: Slo,
+    rate: float,
+) -> Machine | None:
+    """The first of `machines`, which are in order of price, whose low end holds the rate."""
+    for machine in machines:
+        try:
+            if holds(machine, spec, weight_format, traffic, slo, rate) == "yes":
+                return machine
+        except ReportError:  # its memory does not suffice, or its peak is not known
+            continue
+    return None
+
+
+def gpu_format(weight_format: str) -> str:
+    """What a GPU's engine serves a model in: 16 bits where the CPU's format is its own."""
+    return "bf16"
+
+
+def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
+    """For one cell on a CPU; None where its shape, its requests or its limit is not known, and
+    where a GPU serves it already."""
+    if cell.spec is None or cell.traffic is None or cell.limit is None or cell.device == "gpu":
+        return None
+    asked = max(cell.limit * ABOVE, LEAST_RATE)
+    machines = [machine_of(device) for device in priced_gpus()]
+    kind = gpu_format(cell.weight_format)
+    found = cheapest(machines, cell.spec, kind, cell.traffic, slo, asked)
+    if found is None:
+        return TakeOver(
+            rate=asked, gpu=None, reason="no single GPU of the catalogue surely holds it"
+        )
+    return TakeOver(rate=asked, gpu=capacity_of(found, cell.spec, kind, cell.traffic, slo, 1))
+
+
+def best_cells(data: ReportData) -> list[CellData]:
+    """One cell a model, smallest first: the one with the highest confirmed rate, then limit."""
+    best: dict[str, CellData] = {}
+    for cell in data.cells:
+        now = best.get(cell.model)
+        if now is None or _worth(cell) > _worth(now):
+            best[cell.model] = cell
+    return list(best.values())
+
+
+def _worth(cell: CellData) -> tuple[float, float]:
+    return cell.held or 0.0, cell.limit or 0.0
