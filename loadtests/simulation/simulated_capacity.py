@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
-from loadtests.metrics.slo import Slo
 from loadtests.simulation.batching_simulator import (
     Array,
     SchedulingPolicy,
@@ -36,7 +36,12 @@ from loadtests.workload.arrivals import (
     due_times,
     generator,
 )
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import Workload, draw
+
+LOADED = 1.07  # steps under load over the law of a calibration
+SD_CALIBRATED = 0.14  # of ln(simulated / true), for each unit of steepness: before any level
+SD_LEVEL = 0.08  # ... with the factor of one level
+LEAST_TELLING = 0.7  # of the capacity: a level at a lower rate teaches nothing about it
 
 REQUESTS = 8_000  # a rate: the seed then leaves 2 % of the capacity; 2,000 leave 3 to 5 %
 QUICK_REQUESTS = 2_000  # for sliders
@@ -118,7 +123,12 @@ def capacity(
     if rate > 0:
         # A server slower by a factor, under rates lower by it, is the same server under limits
         # tighter by it: the capacity of the slower one is told from rates that were played.
-        slower = server.crossing(slo.tighter(SLOWER), below=rate) / SLOWER
+        ttft, tpot = (
+            None if limit is None else limit / SLOWER
+            for limit in (slo.ttft_seconds, slo.tpot_seconds)
+        )
+        tighter = msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot)
+        slower = server.crossing(tighter, below=rate) / SLOWER
         if slower > 0:
             steepness = max(1.0, math.log(rate / slower) / math.log(SLOWER))
     return SimulatedCapacity(rate=rate, steepness=steepness, alone_share=alone)
