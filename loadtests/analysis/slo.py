@@ -3,8 +3,8 @@
     >>> chat = SLO_PRESETS["chat"]
     >>> chat.ttft_seconds, chat.tpot_seconds, chat.target
     (2.0, 0.1, 0.99)
-    >>> [verdict(good, due, chat) for good, due in ((300, 300), (50, 50), (45, 50))]
-    ['holds', 'unresolved', 'fails']
+    >>> requests_to_hold(chat)
+    268
 
 A request is good when it had no error, TTFT <= ttft_seconds and TPOT <= tpot_seconds. A level
 holds when the share of good requests among all that were due is at least `target`, at the stated
@@ -18,8 +18,6 @@ from statistics import NormalDist
 from typing import Literal
 
 import msgspec
-
-from loadtests.analysis.good_share_interval import wilson
 
 Verdict = Literal["holds", "fails", "unresolved"]
 
@@ -44,6 +42,12 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence must be between 0.5 and 1, got {self.confidence}")
 
+    def tighter(self, factor: float) -> Slo:
+        """With limits that are lower by a factor."""
+        limits = (self.ttft_seconds, self.tpot_seconds)
+        ttft, tpot = (None if limit is None else limit / factor for limit in limits)
+        return msgspec.structs.replace(self, ttft_seconds=ttft, tpot_seconds=tpot)
+
 
 _MLPERF = "MLPerf Inference v5.1"
 
@@ -60,17 +64,6 @@ SLO_PRESETS: dict[str, Slo] = {
         Slo("batch", None, None, source="no latency limit: throughput and cost only"),
     )
 }
-
-
-def verdict(good: float, due: float, slo: Slo, dispersion: float = 1.0) -> Verdict:
-    """Whether a level with `good` of `due` requests meets the SLO (Wilson's bounds).
-
-    `dispersion`: how many requests count as one, since neighbours share their fate.
-    """
-    low, high = wilson(good / dispersion, due / dispersion, slo.confidence)
-    if low >= slo.target:
-        return "holds"
-    return "fails" if high < slo.target else "unresolved"
 
 
 def is_as_strict(slo: Slo, other: Slo) -> bool:
