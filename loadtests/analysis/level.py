@@ -96,7 +96,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         window: tuple[float, float] | None = None,
     ) -> Level:
         """The records of one level, in any order; another window than the level's where given."""
-        rows = _Rows()
+        rows = LevelRows()
         for record in records:
             rows.add(record)
         return rows.level(started, finished, window)
@@ -296,8 +296,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return float(known.mean()) if len(known) else None
 
 
-class _Rows:
-    """Columns that grow by a record."""
+class LevelRows:
+    """Columns that grow by a record: a level while it runs."""
 
     def __init__(self) -> None:
         self._numbers = {name: array("d") for name, _ in _NUMBERS}
@@ -358,7 +358,7 @@ def failure_of(record: RequestRecord) -> str | None:
 def levels_of(run: RunRecords, cell: str | None = None) -> list[Level]:
     """The finished levels of a run, or of one of its cells, in the order they were measured."""
     wanted = {
-        name: _Rows() for name, one in run.finished_levels.items() if cell in (None, one.cell)
+        name: LevelRows() for name, one in run.finished_levels.items() if cell in (None, one.cell)
     }
     for record in run.requests():
         if record.level in wanted:
@@ -372,7 +372,7 @@ def levels_of(run: RunRecords, cell: str | None = None) -> list[Level]:
 
 def level_of(run: RunRecords, name: str) -> Level:
     """One finished level. Raises KeyError where there is none of this name."""
-    rows = _Rows()
+    rows = LevelRows()
     for record in run.requests():
         if record.level == name:
             rows.add(record)
