@@ -107,7 +107,7 @@ class RequestFactory:
         if plan.rate_per_second is None:
             raise LoadError("a level without a rate has no due times")
         window = plan.duration_seconds
-        due = due_times(plan.arrivals, plan.rate_per_second, window, plan.seed, plan.follow_seconds)
+        due = due_times(plan.arrivals, plan.rate_per_second, window + plan.follow_seconds, plan.seed)
         self._due = due
         asks = workloads.draw(plan.workload, len(due), plan.seed, due_seconds=due.tolist())
         if plan.workload.turns > 1:

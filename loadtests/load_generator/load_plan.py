@@ -16,7 +16,7 @@ import msgspec
 
 from loadtests.errors import LoadError
 from loadtests.load_generator.openai_endpoint import Target, TargetFacts
-from loadtests.records.schema import RequestRecord
+from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.request_lengths import Ask, Workload
 from models import formatting
@@ -101,7 +101,59 @@ class Ended(msgspec.Struct, kw_only=True, tag="ended"):
     processes: int = 1
 
 
-Told = Started | RequestRecord | Late | Ended | None  # None: a moment has passed
+Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed
+
+
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """Part `share` of `shares` of a level. Answered with Ready or Failed."""
+
+    plan: LoadPlan
+    share: int = 0
+    shares: int = 1
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The level's t0 is `origin` on the machine's monotonic clock."""
+
+    origin: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Send nothing more. A level that is decided does not wait for what is on its way."""
+
+    is_decided: bool = True
+
+
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """All requests that count are good or bad: of one process; and back to all, of every one."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """All requests of a share are made, by a process with these versions."""
+
+    versions: str
+
+
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    """A request has ended."""
+
+    record: RequestRecord
+
+
+class Workers(msgspec.Struct, frozen=True, tag="workers"):
+    """Locust's workers that have joined the master, one name each."""
+
+    names: list[str]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The level cannot be run."""
+
+    problem: str
+
+
+Order = Share | Begin | Stop | Settled  # the runner's, over the pipe; its end: quit
+Wire = Workers | Ready | Recorded | Late | Settled | Ended | Failed  # the answers
 
 
 def total(accounts: Iterable[Ended]) -> Ended:

@@ -33,7 +33,7 @@ from loadtests.metrics.request_metrics import (
 from loadtests.metrics.slo import Slo, Verdict
 from loadtests.metrics.wilson import wilson
 from loadtests.records.schema import RequestRecord, ResourceSample
-from loadtests.workload.arrivals import Arrivals, Ramp
+from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.goodness_of_fit import ArrivalCheck, check
 
 LATE_SECONDS = 0.001  # gaps between sends are not read finer than this
@@ -219,7 +219,7 @@ def arrivals_of(
 
     None for a ramp: its slope belongs to the whole level, of which this may be a part.
     """
-    if process is None or rate is None or isinstance(process, Ramp):
+    if process is None or rate is None:
         return None
     sent = [
         r.sent_seconds

@@ -6,6 +6,7 @@ check(Poisson(), times, rate=20.0, duration_seconds=60.0).as_asked
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -14,11 +15,12 @@ import numpy as np
 from loadtests.workload.arrivals import (
     Arrivals,
     Constant,
+    Diurnal,
     Gamma,
     OnOff,
+    Piecewise,
     Times,
     Trace,
-    expected_count,
 )
 
 CONSTANT_SECONDS = 0.002  # a request that leaves this much early or late is still on time
@@ -168,3 +170,59 @@ def _dispersion(times: Times, window_seconds: float, duration_seconds: float) ->
     if counts.mean() == 0:
         return None
     return Dispersion(window_seconds, windows, float(counts.var(ddof=1) / counts.mean()))
+
+
+def cycle_seconds(arrivals: Arrivals) -> float | None:
+    """How long a cycle lasts, on average, at any rate; None: the arrivals do not come in cycles."""
+    match arrivals:
+        case OnOff():
+            return arrivals.on_seconds + arrivals.off_seconds
+        case Piecewise():
+            return sum(seconds for seconds, _ in arrivals.steps)
+        case Diurnal():
+            return arrivals.period_seconds
+        case _:
+            return None
+
+
+def phases(arrivals: Arrivals) -> tuple[tuple[float, float], ...]:
+    """What a cycle is made of: (share of the requests, rate over the mean) of each kind of time."""
+    if isinstance(arrivals, Diurnal):
+        arrivals = arrivals.as_steps()
+    if isinstance(arrivals, OnOff):
+        return ((1.0, (arrivals.on_seconds + arrivals.off_seconds) / arrivals.on_seconds),)
+    if isinstance(arrivals, Piecewise):
+        seconds, weights = np.array(arrivals.steps).T
+        mean = np.dot(seconds, weights) / seconds.sum()
+        times = {weight: float(seconds[weights == weight].sum()) for weight in weights.tolist()}
+        return tuple(
+            (length * weight / float(seconds.sum() * mean), weight / float(mean))
+            for weight, length in times.items()
+            if weight > 0
+        )
+    return ((1.0, 1.0),)
+
+
+def expected_count(
+    arrivals: Arrivals, rate: float, duration_seconds: float
+) -> tuple[Callable[[Times], Times], Callable[[Times], Times]]:
+    """Expected arrivals of a Poisson process before a time, and the inverse."""
+    if isinstance(arrivals, Diurnal):
+        arrivals = arrivals.as_steps()
+    if isinstance(arrivals, Piecewise):
+        seconds, weights = np.array(arrivals.steps).T
+        scale = rate * seconds.sum() / np.dot(seconds, weights)
+        laps = math.ceil(duration_seconds / seconds.sum())
+        knots = np.concatenate([[0.0], np.cumsum(np.tile(seconds, laps))])
+        counts = np.concatenate([[0.0], np.cumsum(np.tile(seconds * weights * scale, laps))])
+        return (lambda t: np.interp(t, knots, counts)), (lambda n: _inverse(n, counts, knots))
+    return (lambda t: t * rate), (lambda n: n / rate)
+
+
+def _inverse(count: Times, counts: Times, knots: Times) -> Times:
+    """Times at which the expected count reaches `count`; stretches of zero rate are skipped."""
+    right = np.clip(np.searchsorted(counts, count, side="right"), 1, len(counts) - 1)
+    left = right - 1
+    part = (count - counts[left]) / np.maximum(counts[right] - counts[left], 1e-300)
+    times: Times = knots[left] + part * (knots[right] - knots[left])
+    return times

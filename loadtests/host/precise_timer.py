@@ -1,0 +1,57 @@
+"""A kernel timer (timerfd) as a file descriptor, for any event loop.
+
+    alarm = Alarm()
+    alarm.set(clock() + 0.0123)      # alarm.fd becomes readable then, some 50 us late
+
+Event loops round their own timers to milliseconds, which would be most of a TTFT's error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_CLOCK_MONOTONIC, _ABSOLUTE = 1, 1
+_NONBLOCK, _CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
+
+
+class _Spec(ctypes.Structure):
+    """struct itimerspec: an interval (not used: one ring per setting), and when."""
+
+    _fields_ = [
+        (name, ctypes.c_long)
+        for name in ("every_seconds", "every_nanoseconds", "at_seconds", "at_nanoseconds")
+    ]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Alarm:
+    """One alarm. Setting it again forgets the last setting, rung or not."""
+
+    def __init__(self) -> None:
+        self.fd = int(_libc.timerfd_create(_CLOCK_MONOTONIC, _NONBLOCK | _CLOEXEC))
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "no timer (timerfd_create)")
+        self._spec = _Spec()
+        self._address = ctypes.byref(self._spec)
+
+    def set(self, moment: float) -> None:
+        """Ring at `moment` on time.perf_counter (CLOCK_MONOTONIC); at once where that is past."""
+        whole = int(moment)
+        self._spec.at_seconds = whole
+        # At least 1: all zero would mean never.
+        self._spec.at_nanoseconds = max(1, int((moment - whole) * 1e9))
+        if _libc.timerfd_settime(self.fd, _ABSOLUTE, self._address, None) != 0:
+            raise OSError(ctypes.get_errno(), f"the timer cannot be set to {moment}")
+
+    def stop(self) -> None:
+        """Do not ring."""
+        self._spec.at_seconds = self._spec.at_nanoseconds = 0
+        _libc.timerfd_settime(self.fd, _ABSOLUTE, self._address, None)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
