@@ -7,7 +7,8 @@ Where a chunk is a token, a moment at which chunks come together is the end of a
 that began where the one before it ended (all who had more to come have a chunk) or, on an idle
 server, when its first request was sent. Steps in which a prompt may be under way without a first
 token yet are put together with those that follow, up to one with no prompt under way: sums are
-right then, whatever the pieces were. So single streams, bursts and open-loop levels tell steps by
+right then, whatever the pieces were. A server that lets nobody decode while it computes a prompt
+has steps of first tokens alone. So single streams, bursts and open-loop levels tell steps by
 one rule. Where chunks carry several tokens, steps cannot be told.
 """
 
@@ -68,12 +69,13 @@ def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], flo
 
     first, more = number == 0, number + 1 < counts[request]
     decoding, begun = per_step(~first), per_step(first)
-    going = np.concatenate(
-        [[0.0], per_step(more)[:-1]]
-    )  # who has more to come after the step before
-    follows = ~first & (group == np.concatenate([[-1], group[:-1]]) + 1)
-    is_idle = (going == 0) & (decoding == 0)
-    is_whole = is_idle | ((decoding > 0) & (per_step(follows) == decoding) & (going == decoding))
+    ended = np.cumsum(per_step(first & more) - per_step(~first & ~more))
+    active = np.concatenate([[0.0], ended[:-1]])  # have a token and more to come
+    # All who are active have their next token; or nobody, while prompts are computed.
+    turn = np.cumsum(decoding > 0)[group]
+    follows = ~first & (turn == np.concatenate([[-1], turn[:-1]]) + 1)
+    is_idle = active == 0
+    is_whole = (decoding == active) & (per_step(follows) == decoding) | (decoding == 0)
     sent = np.where(np.isnan(level.sent), level.due, level.sent)
     # Of those who have no first token before the step, when the earliest was sent.
     earliest = np.full(size + 1, np.inf)
