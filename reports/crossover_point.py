@@ -9,6 +9,7 @@ the smallest rate that anybody would ask for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from loadtests.analysis.slo import Slo
 from models.spec import ModelSpec
 from reports.devices.device_capacity import (
+    TOGETHER,
     DeviceCapacity,
     Machine,
     Traffic,
@@ -23,12 +25,13 @@ from reports.devices.device_capacity import (
     holds,
     machine_of,
 )
-from reports.devices.device_catalog import priced_gpus
+from reports.devices.device_catalog import Device, priced_gpus
 from reports.errors import ReportError
 from reports.report_data import CellData, ReportData
 
 ABOVE = 1.1  # times the CPU's limit: what a GPU that takes over holds at least
 LEAST_RATE = 1 / 3600  # requests/s: one an hour, where the CPU holds nothing
+GPU_FORMAT = "bf16"  # what a GPU is taken to serve in: 16 bits
 
 
 class TakeOver(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,26 +43,30 @@ class TakeOver(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cheapest(
-    machines: Sequence[Machine],
     spec: ModelSpec,
     weight_format: str,
     traffic: Traffic,
     slo: Slo,
     rate: float,
-) -> Machine | None:
-    """The first of `machines`, which are in order of price, whose low end holds the rate."""
-    for machine in machines:
+    devices: Sequence[Device] | None = None,
+) -> tuple[Machine, int] | None:
+    """The cheapest whose low end holds the rate, alone or 2, 4, 8 that share each step; None: none.
+
+    `devices` None: all GPUs of the catalogue that have a price.
+    """
+    offers = [
+        ((one.dollars_per_hour or math.inf) * count, count, one)
+        for one in (priced_gpus() if devices is None else devices)
+        for count in TOGETHER
+    ]
+    for _, count, device in sorted(offers, key=lambda offer: offer[:2]):
+        machine = machine_of(device)
         try:
-            if holds(machine, spec, weight_format, traffic, slo, rate) == "yes":
-                return machine
+            if holds(machine, spec, weight_format, traffic, slo, rate, count) == "yes":
+                return machine, count
         except ReportError:  # its memory does not suffice, or its peak is not known
             continue
     return None
-
-
-def gpu_format(weight_format: str) -> str:
-    """What a GPU's engine serves a model in: 16 bits where the CPU's format is its own."""
-    return "bf16"
 
 
 def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
@@ -68,14 +75,12 @@ def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
     if cell.spec is None or cell.traffic is None or cell.limit is None or cell.device == "gpu":
         return None
     asked = max(cell.limit * ABOVE, LEAST_RATE)
-    machines = [machine_of(device) for device in priced_gpus()]
-    kind = gpu_format(cell.weight_format)
-    found = cheapest(machines, cell.spec, kind, cell.traffic, slo, asked)
+    found = cheapest(cell.spec, GPU_FORMAT, cell.traffic, slo, asked)
     if found is None:
-        return TakeOver(
-            rate=asked, gpu=None, reason="no single GPU of the catalogue surely holds it"
-        )
-    return TakeOver(rate=asked, gpu=capacity_of(found, cell.spec, kind, cell.traffic, slo, 1))
+        return TakeOver(rate=asked, gpu=None, reason="no GPU of the catalogue surely holds it")
+    machine, count = found
+    gpu = capacity_of(machine, cell.spec, GPU_FORMAT, cell.traffic, slo, count)
+    return TakeOver(rate=asked, gpu=gpu)
 
 
 def best_cells(data: ReportData) -> list[CellData]:

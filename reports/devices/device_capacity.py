@@ -76,6 +76,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     kind: Kind
     law: LawOf
     slots: int
+    policy: SchedulingPolicy | None = None  # of its scheduler; None: as such engines are given
     memory_bytes: float | None = None  # that an engine can use
     is_served_by_vllm: bool = False  # else by llama.cpp
     is_cpu: bool = False
@@ -146,6 +147,8 @@ def _policy(
 ) -> SchedulingPolicy:
     """With the KV cache that its memory leaves room for. Raises ReportError where it is too small
     for the longest request, and for an unknown format."""
+    if machine.policy is not None:
+        return machine.policy
     kv_tokens = None
     try:
         fixed = needed_bytes(machine, spec, weight_format, 0, devices)
@@ -260,7 +263,9 @@ def _capacity(
     except ReportError as problem:
         return msgspec.structs.replace(found, reason=str(problem))
     low, rate, high = (_crossing(simulated.at(sign), slo) for sign in (1, 0, -1))
-    memory = needed_bytes(machine, spec, weight_format, traffic.longest, count)
+    memory = None
+    if machine.policy is None:
+        memory = needed_bytes(machine, spec, weight_format, traffic.longest, count)
     found = msgspec.structs.replace(found, low=low, rate=rate, high=high, memory_bytes=memory)
     if not rate:
         limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
