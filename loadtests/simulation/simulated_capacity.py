@@ -123,12 +123,7 @@ def capacity(
     if rate > 0:
         # A server slower by a factor, under rates lower by it, is the same server under limits
         # tighter by it: the capacity of the slower one is told from rates that were played.
-        ttft, tpot = (
-            None if limit is None else limit / SLOWER
-            for limit in (slo.ttft_seconds, slo.tpot_seconds)
-        )
-        tighter = msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot)
-        slower = server.crossing(tighter, below=rate) / SLOWER
+        slower = server.crossing(slo.tighter(SLOWER), below=rate) / SLOWER
         if slower > 0:
             steepness = max(1.0, math.log(rate / slower) / math.log(SLOWER))
     return SimulatedCapacity(rate=rate, steepness=steepness, alone_share=alone)
