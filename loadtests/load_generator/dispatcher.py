@@ -45,11 +45,12 @@ class Dispatcher:
         self._tell = tell
         self._pool = pool_for(plan.target)
         facts = plan.facts or probe(plan.target, self._pool)
+        shares = min(shares, plan.concurrency or shares)
         self._factory = RequestFactory(plan, facts, self._pool, share, shares)
         self._scheduled = self._factory.scheduled() if plan.concurrency is None else []
         self._users = len(range(share, plan.concurrency or 0, shares))
         # Of a closed loop that ends after so many: one session after the other, the last one first.
-        wanted = len(range(share, plan.requests or 0, shares))
+        wanted = len(range(share, plan.requests or 0, shares)) if self._users else 0
         self._ready = [self._factory.next_session() for _ in range(wanted)][::-1]
         self._account = Ended()
         self._origin = 0.0  # t0 of the level, on `clock`
