@@ -20,7 +20,6 @@ and value. Reading a campaign starts nothing and looks at no machine.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tomllib
 from collections import Counter
@@ -182,7 +181,7 @@ class CampaignFile(Table, frozen=True):
     backends: Annotated[
         list[str],
         key("llama_cpp, onnx, torch; best: tries them for seconds, takes the one that serves most"),
-    ] = ["llama_cpp"]
+    ] = msgspec.field(default_factory=lambda: ["llama_cpp"])
     hardware: Annotated[
         list[Hardware], key("budgets: how much of this machine a cell may use"), Meta(min_length=1)
     ] = msgspec.field(default_factory=lambda: [Hardware()])
@@ -543,18 +542,6 @@ def plain(text: str) -> str:
     return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
 
 
-def seed_of(seed: int, cell: Cell, level: str) -> int:
-    """The seed of one attempt at a level, the same in each cell that has a server of its own.
-
-    So cells are compared by the same requests. Levels of one server share no prompts: no prefix
-    cache helps a later one.
-    """
-    own = level.removeprefix(cell.key) if cell.url is None else level
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{own}".encode(), digest_size=6).digest(), "little"
-    )
-
-
 # Faults of a file, each one sentence with key and value.
 
 
@@ -567,14 +554,17 @@ def _converted(raw: dict[str, Any]) -> CampaignFile:
     while True:
         try:
             file = msgspec.convert(raw, CampaignFile)
-            break
         except msgspec.ValidationError as problem:
             path = _path_of(str(problem))
-            faults.append(_sentence(str(problem), path, raw))
-            if not path or not _taken_out(raw, path, problem) or len(faults) > 50:
-                break
+            fault = _sentence(str(problem), path, raw)
+            name = fault.partition(" ")[0]
+            if not any(one.startswith(f"{name} ") for one in faults):  # else it was taken out
+                faults.append(fault)
+            if path and _taken_out(raw, path, problem) and len(faults) < 50:
+                continue
+        break
     if faults:
-        raise BadCampaign("; ".join(dict.fromkeys(faults)))
+        raise BadCampaign("; ".join(faults))
     return file
 
 
@@ -643,7 +633,7 @@ def _sentence(problem: str, path: Sequence[str | int], raw: dict[str, Any]) -> s
         kinds = _literal_at(path)
         choice = f"one of {', '.join(kinds)}" if kinds else "a known name"
         return f"{name} must be {choice}{got}"
-    return f"{name}: {said}{got}" if name else said
+    return f"{name}: {said}" if name else said
 
 
 def _type_words(types: str) -> str:

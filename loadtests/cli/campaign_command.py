@@ -12,8 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from loadtests.ray.option import On
-
 Beside = Annotated[
     bool,
     typer.Option(
@@ -56,7 +54,7 @@ def run_campaign(
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="The campaign file (TOML). Default: that of `make demo`, four rungs in 680 s."
+            help="The campaign file (TOML). Default: that of `make demo`, four rungs in 8 min."
         ),
     ] = None,
     out: Out = Path("runs"),
@@ -70,68 +68,67 @@ def run_campaign(
         float | None,
         typer.Option(help="Seconds of measuring for all cells together, in place of the file's."),
     ] = None,
-    on: On = None,
     **given: Any,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
 
-    For each cell: start the server, measure single-stream requests, calibrate and predict the
-    capacity, then search for the highest rate that meets the SLO.
+    For each cell: start the server, measure single streams and two bursts, estimate the limit from
+    the step times, and confirm a rate below it.
     A run that was killed goes on by `crossover campaign resume FOLDER`; nothing is measured twice.
     """
     from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
-    from loadtests.ray.asked import is_on_ray
 
     plan = read_campaign(file or DEMO, budget_seconds=budget)
     trust = given["trust"] or ()
     check_trust(plan, trust, allow_commands=given["allow_commands"] or dry_run)
-    elsewhere = is_on_ray(on, plan, dry_run)
     if dry_run:
-        from loadtests.terminal.dry_run import show_plan
+        from loadtests.campaign.campaign_text import show_plan
 
         show_plan(plan)
         return
+    from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
-    from loadtests.campaign.runner import run
 
     with Progress() as progress:
-        if elsewhere:
-            from loadtests.ray.campaign import run_on_ray
-
-            folders = run_on_ray(plan, out, progress, trusted=trust, beside=given["beside_others"])
-        else:
-            folders = [run(plan, out, progress, beside_others=given["beside_others"])]
-    for folder in folders:
-        show(folder)
-    typer.echo(f"\nThe report: crossover report {' '.join(map(str, folders))}")
+        folder = run(plan, out, progress, beside_others=given["beside_others"])
+    _answer(folder)
 
 
 @campaign.command("resume")
 def resume_campaign(
     folder: Folder,
+    confirm: Annotated[
+        bool,
+        typer.Option("--confirm", help="Confirm also what was only estimated, however long it is."),
+    ] = False,
     trust: Trust = None,
     allow_commands: Commands = False,
     beside_others: Beside = False,
-    on: On = None,
 ) -> None:
     """Go on with a run that was stopped or killed.
 
     Finished levels are kept; the one that was running is measured again.
     """
+    from loadtests.campaign.campaign_runner import resume
     from loadtests.campaign.progress import Progress
-    from loadtests.campaign.runner import resume
-    from loadtests.ray.asked import is_on_ray
 
     with Progress() as progress:
-        if is_on_ray(on):
-            from loadtests.ray.campaign import resume_on_ray
+        resume(
+            folder,
+            progress,
+            confirm=confirm,
+            trusted=trust or (),
+            allow_commands=allow_commands,
+            beside_others=beside_others,
+        )
+    _answer(folder)
 
-            resume_on_ray(folder, progress, trusted=trust or (), beside=beside_others)
-        else:
-            permitted: dict[str, Any] = {"trusted": trust or (), "allow_commands": allow_commands}
-            resume(folder, progress, beside_others=beside_others, **permitted)
-    show(folder)
-    typer.echo(f"\nThe report: crossover report {folder}")
+
+def _answer(folder: Path) -> None:
+    from loadtests.campaign.campaign_text import show_run
+
+    show_run(folder, levels=False)
+    typer.echo(f"The report: crossover report {folder}")
 
 
 @campaign.command("init")
@@ -140,7 +137,7 @@ def init_campaign() -> None:
 
     crossover campaign init > mine.toml
     """
-    from loadtests.terminal.template import campaign_template
+    from loadtests.campaign.campaign_template import campaign_template
 
     typer.echo(campaign_template(), nl=False)
 
@@ -172,9 +169,9 @@ def repeat_campaign(
     of the machine meets all alike.
     """
     from loadtests.campaign.campaign_file import Plan, check_trust
+    from loadtests.campaign.campaign_runner import run
     from loadtests.campaign.progress import Progress
     from loadtests.campaign.run_state import repeat_in_turns
-    from loadtests.campaign.runner import run
 
     def measure(plan: Plan) -> Path:
         check_trust(plan, given["trust"] or (), allow_commands=given["allow_commands"])
@@ -208,6 +205,6 @@ _with_permissions(repeat_campaign)
 @campaign.command("show")
 def show(folder: Folder) -> None:
     """Cells, levels, verdicts and capacities of a run, finished or not."""
-    from loadtests.terminal.run import show_run
+    from loadtests.campaign.campaign_text import show_run
 
     show_run(folder)
