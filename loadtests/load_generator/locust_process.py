@@ -169,6 +169,8 @@ class LoadGenerator:
         The last is Ended. Where it is left early, its processes are ended, and the next level gets
         new ones. Raises LevelInterrupted when it fails, loses requests or a process ends.
         """
+        if self._conductor is not None:  # of a level that was left in the middle
+            self._end()
         if not self._children:
             self._start()
         out: deque[Wire] = deque()
