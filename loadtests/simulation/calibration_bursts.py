@@ -22,13 +22,19 @@ import numpy as np
 
 from loadtests.analysis.level import Level
 from loadtests.errors import LoadError
-from loadtests.simulation.step_law import FITS, StepLaw, StepObservation, fit_law
+from loadtests.simulation.step_law import (
+    FITS,
+    LEAST_OBSERVATIONS,
+    StepLaw,
+    StepObservation,
+    fit_law,
+)
 from loadtests.simulation.step_observation import merged_steps, observed_steps
 from loadtests.workload.request_lengths import Workload, draw
 
 SECONDS = 20.0
 SINGLE_SHARE = 0.3  # of the time, for single streams
-QUANTILES = (0.5, 0.9, 0.1, 0.7, 0.3, 0.99)  # of the prompts that single streams are asked with
+QUANTILES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.99)  # of the prompts that single streams are asked with
 LEAST_SINGLE = 3
 FIRST_TOKENS, MOST_TOKENS = 8, 64  # of a single stream's answer: the first one tells the speed
 SHORT_PROMPT = 16
@@ -38,6 +44,7 @@ LADDER = (1.0, 0.75, 0.5, 0.375, 0.25)  # of the streams, the decode rows to vis
 STEPS = (4, 32)  # at each number of rows, at least and at most
 SCALING = 0.8  # power of rows by which a step is expected to grow before several were seen
 PROMPTS_SHARE = 0.4  # of a burst's time
+LEAST_CONTEXT = 0.5  # of the mean prompt: shorter contexts do not tell what a token costs
 AHEAD = 4  # steps, and an eighth of the streams: that the first stream starts before the last
 PIECE = 256  # prompt tokens that are expected to share a step with decode rows
 
@@ -91,7 +98,7 @@ def calibrate(
             seen.burst(min(slots, MOST_STREAMS), (seconds - seen.spent) / left, left == 1)
     law, reason = None, ""
     try:
-        law = fit_law(seen.observations)
+        law = seen.law()
     except LoadError as problem:
         reason = str(problem)
     if not seen.has_steps:
@@ -142,9 +149,8 @@ class _Seen:
             tokens = FIRST_TOKENS
             if number:
                 tokens = min(MOST_TOKENS, int(left / 2 / max(self._expected(1), 1e-6)))
-            if number and (not self.has_steps or tokens < 2):
-                return
-            self.ask([prompt], [tokens])
+            if number == 0 or (self.has_steps and tokens >= 2):
+                self.ask([prompt], [tokens])
 
     def find_slots(self) -> int | None:
         """Streams served together, by bursts of 2, 4, 8 ...; None: too slow to find out."""
@@ -193,8 +199,8 @@ class _Seen:
     def _expected(self, rows: int) -> float:
         """Seconds of a decode step."""
         several = any(one.rows > one.steps for one in self.observations)
-        if several and (law := self._law()) is not None:
-            return law.seconds(rows, 0, rows * float(np.mean(self._prompts)))
+        if several and len(self.observations) >= LEAST_OBSERVATIONS:
+            return self.law().seconds(rows, 0, rows * float(np.mean(self._prompts)))
         decodes = [o.seconds / o.steps for o in self.observations if o.rows and not o.prompt_tokens]
         return float(np.median(decodes)) * rows**SCALING if decodes else 0.0
 
@@ -203,13 +209,13 @@ class _Seen:
         each = [
             o.seconds / o.prompt_tokens for o in self.observations if o.prompt_tokens and not o.rows
         ]
-        return float(np.median(each)) * tokens if each else 0.0
+        return min(each) * tokens if each else 0.0  # of the longest prompt: least of it is base
 
-    def _law(self) -> StepLaw | None:
-        try:
-            return fit_law(self.observations)
-        except LoadError:
-            return None
+    def law(self) -> StepLaw:
+        """Of all that was seen. Raises LoadError."""
+        longest = max((o.context_tokens / o.rows for o in self.observations if o.rows), default=0)
+        knows_context = longest >= LEAST_CONTEXT * float(np.mean(self._prompts))
+        return fit_law(self.observations, knows_context=knows_context)
 
 
 def _halves(streams: int) -> Iterator[int]:

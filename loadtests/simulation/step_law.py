@@ -108,11 +108,12 @@ NUMBERS = (
 )
 
 
-def fit_law(observations: Sequence[StepObservation]) -> StepLaw:
+def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = True) -> StepLaw:
     """The law with the least squared relative error, no number of it below 0.
 
-    A cost that the observations never vary is 0. Raises LoadError for fewer than five observations
-    and for seconds that are not above 0.
+    A cost that the observations never vary is 0; so is a context token's where `knows_context` says
+    that contexts were too short to tell it. Raises LoadError for fewer than five observations and
+    for seconds that are not above 0.
     """
     if len(observations) < LEAST_OBSERVATIONS:
         raise LoadError(
@@ -121,7 +122,13 @@ def fit_law(observations: Sequence[StepObservation]) -> StepLaw:
         )
     features = np.array(
         [
-            (o.steps, o.rows, o.prompt_tokens, o.context_tokens, o.passes - o.steps)
+            (
+                o.steps,
+                o.rows,
+                o.prompt_tokens,
+                o.context_tokens if knows_context else 0.0,
+                o.passes - o.steps,
+            )
             for o in observations
         ]
     )

@@ -31,7 +31,8 @@ Whole = npt.NDArray[np.int64]
 
 MOST_TOKENS = 1.05  # a chunk, on average: with more, chunks are not steps
 APART = 0.4  # of a quick step (the quickest fifth of gaps): chunks closer than that share a step
-MERGED = 12  # steps in a row that are one observation
+MERGED = 12  # like steps in a row that are one observation, at most ...
+LEAST_OBSERVED = 40  # ... while so many observations of a level are left
 LEAST_STEPS = 50  # fewer say little
 LEAST_COVERED = 0.35  # of the time with work, in steps that can be told; else TPOT tells the factor
 PARTS = 6  # of a level, that the spread is told from
@@ -57,7 +58,7 @@ def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], flo
     told = (counts > 0) & ~np.isnan(level.output_tokens)
     if level.output_tokens[told].sum() > MOST_TOKENS * counts[told].sum() or counts.max() < 2:
         return [], 0.0
-    group, end = _steps_of(level)
+    group, end, apart = _steps_of(level)
     request = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(request)) - level.chunk_offsets[request]
     size = len(end)
@@ -93,8 +94,10 @@ def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], flo
     prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
     prompt = np.nan_to_num(prompt)
     computed = np.maximum(prompt - np.nan_to_num(level.cached_tokens), 1.0)
-    # From the step after one with no prompt under way to the next such step.
-    run = np.concatenate([[0], np.cumsum(~is_filling)[:-1]])
+    # From the step after one with no prompt under way to the next such step. A step that ended too
+    # soon after the one before it was quick since that one's chunks came late.
+    is_late = np.concatenate([end[1:] - begin[1:] < apart, [False]])
+    run = np.concatenate([[0], np.cumsum(~(is_filling | is_late))[:-1]])
     columns = (
         end - begin,
         decoding,
@@ -119,8 +122,10 @@ def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], flo
     return found, float(sums[kept, 0].sum()) / max(_busy_seconds(level, sent), 1e-9)
 
 
-def _steps_of(level: Level) -> tuple[Whole, Array]:
-    """Of each chunk the step that it came from, and of each step when its last chunk came."""
+def _steps_of(level: Level) -> tuple[Whole, Array, float]:
+    """Of each chunk the step that it came from; of each step when its last chunk came; and how far
+    apart, in seconds, chunks of two steps are at least.
+    """
     request = np.repeat(np.arange(len(level.chunk_counts)), level.chunk_counts)
     gaps = np.diff(level.chunks)[request[1:] == request[:-1]]
     apart = APART * float(np.quantile(gaps, 0.2))
@@ -143,7 +148,8 @@ def _steps_of(level: Level) -> tuple[Whole, Array]:
         group = np.cumsum(begins) - 1
     of_chunk = np.empty(len(order), dtype=np.int64)
     of_chunk[order] = group
-    return of_chunk, stamps[np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(stamps) - 1]])]
+    last = np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(stamps) - 1]])
+    return of_chunk, stamps[last], apart
 
 
 def _busy_seconds(level: Level, sent: Array) -> float:
@@ -224,12 +230,13 @@ def merged_steps(seen: Sequence[StepObservation]) -> list[StepObservation]:
     a law is fitted to the mean of steps, stalls among them.
     """
     found: list[StepObservation] = []
+    most = min(MERGED, sum(one.steps for one in seen) / LEAST_OBSERVED)
     alike = None
     for one in seen:
         decodes = (
             one.rows / one.steps if not one.prompt_tokens and one.passes == one.steps else None
         )
-        if decodes is not None and decodes == alike and found[-1].steps < MERGED:
+        if decodes is not None and decodes == alike and found[-1].steps + one.steps <= most:
             last = found.pop()
             one = StepObservation(
                 **{name: getattr(last, name) + getattr(one, name) for name in one.__struct_fields__}

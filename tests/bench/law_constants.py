@@ -32,7 +32,7 @@ from loadtests.simulation import step_observation
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
 from loadtests.simulation.simulated_capacity import Lengths, capacity, lengths_of
 from loadtests.simulation.step_law import StepLaw, StepObservation, fit_law
-from loadtests.simulation.step_observation import level_factor, observed_steps
+from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
 from loadtests.workload.requests import Workload
 
 NEAR = (0.5, 0.985)  # shares of good requests that tell where the limit is
@@ -121,7 +121,7 @@ def law_of(cell: Cell) -> StepLaw:
     """As a calibration makes it."""
     seen: list[StepObservation] = []
     for level in (*cell.alone, *cell.bursts):
-        seen += observed_steps(level, cell.policy.slots)[0]
+        seen += merged_steps(observed_steps(level, cell.policy.slots)[0])
     return fit_law(seen)
 
 

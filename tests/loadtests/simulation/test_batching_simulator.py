@@ -238,7 +238,7 @@ SLOW = StepLaw(
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2)])
 def test_constant_service_is_m_d_c(servers, load):
-    outputs = np.full(60_000, 100)
+    outputs = np.full(30_000, 100)
     service = 100 * STEP
     _, waits = waits_of(servers, load / service, outputs)
     if servers == 1:
@@ -250,7 +250,7 @@ def test_constant_service_is_m_d_c(servers, load):
 
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (8, 6.0)])
 def test_geometric_service_is_m_m_c(servers, load):
-    outputs = np.random.default_rng(11).geometric(1 / 100, 150_000)
+    outputs = np.random.default_rng(11).geometric(1 / 100, 60_000)
     service = 100 * STEP
     _, waits = waits_of(servers, load / service, outputs)
     waiting = erlang_c(servers, load)
