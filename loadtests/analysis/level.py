@@ -44,6 +44,8 @@ _NUMBERS = (
     ("first_chunk_tokens", "first_chunk_tokens"),
     ("asked_prompt_tokens", "asked_prompt_tokens"),
     ("asked_output_tokens", "asked_output_tokens"),
+    ("turn", "turn"),
+    ("stand_in", "stand_in"),
 )
 
 
@@ -83,6 +85,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     first_chunk_tokens: Floats
     asked_prompt_tokens: Floats
     asked_output_tokens: Floats
+    turn: Floats  # of its session, from 0; nan: no session
+    stand_in: Floats  # 1: due before the answer it continues, so filler was sent; else 0
     failure: tuple[str | None, ...]  # why a request is not ok, in one word; None: it is
     backend: tuple[str | None, ...]  # X-Crossover-Backend
 

@@ -257,6 +257,18 @@ def _short_answers(seen: _Seen) -> str | None:
     )
 
 
+@_rule("StandIns", WARNING, "less of the prompt is reused; raise think_seconds")
+def _stand_ins(seen: _Seen) -> str | None:
+    later = seen.level.counted & (seen.level.turn > 0)
+    count = int(seen.level.stand_in[later].sum())
+    if not count:
+        return None
+    return (
+        f"{count} of {int(later.sum())} later turns were due before the answer that they continue: "
+        "filler of the same length was sent in its place"
+    )
+
+
 @_rule("PromptsOff", WARNING, "the tokenizer is not the server's, or its chat template adds tokens")
 def _prompts_off(seen: _Seen) -> str | None:
     level = seen.level
