@@ -50,19 +50,18 @@ VERBS: dict[str, tuple[str, str]] = {
         "loadtests.cli.calibrate_command:app",
         "Measure this machine in a minute, into a file for `plan` and `report`.",
     ),
-    "hardware": (
-        "reports.planning.hardware_cli:app",
-        "The devices that `plan` and `report` know, with datasheets and prices: list, add, update.",
-    ),
     "plan": (
-        "reports.plan.cli:plan",
+        "reports.cli.plan_command:plan",
         "Rank CPUs, GPUs and both by what they cost to serve a forecast of requests.",
     ),
     "share": (
         "reports.reference.cli:share",
         "Make an anonymous archive of a run, to give away; what it holds is shown first.",
     ),
-    "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown, CSV or JSON."),
+    "report": (
+        "reports.cli.report_command:report",
+        "Turn runs into one HTML page, Markdown, CSV or JSON.",
+    ),
 }
 
 

@@ -72,7 +72,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """A table of the file: unknown keys are refused."""
 
 
-class ForecastKeys(Table, frozen=True):
+class ForecastKeys(Table, frozen=True, kw_only=True):
     """The rate: exactly one of peak_rate, mean_rate, users and trace."""
 
     peak_rate: Annotated[Positive | None, key("requests/s, mean of the busiest hour")] = None
@@ -98,7 +98,7 @@ class ForecastKeys(Table, frozen=True):
     ] = 1
 
 
-class MachineKeys(Table, frozen=True):
+class MachineKeys(Table, frozen=True, kw_only=True):
     """One machine: exactly one of run, file and device."""
 
     run: Annotated[str | None, key("a run folder with this machine's measured capacity")] = None
@@ -110,7 +110,7 @@ class MachineKeys(Table, frozen=True):
     watts: Annotated[Positive | None, key("under load, at the wall")] = None
 
 
-class PlanFile(Table, frozen=True):
+class PlanFile(Table, frozen=True, kw_only=True):
     """The file as it is written."""
 
     name: Annotated[str, key("what to call the plan")] = ""

@@ -79,7 +79,7 @@ def choice_sentence(plan: Plan) -> str:
     peak = formatting.requests(plan.peak_rate)
     if plan.choice is None:
         return f"Nothing surely serves {model} at {peak} in the busiest hour."
-    return f"{_do(plan.choice)} serves {model} at {peak} in the busiest hour: {cost(plan.choice)}."
+    return f"{_do(plan.choice)} serves {model} at {peak} in the busiest hour: {cost(plan.choice)} a month."
 
 
 def _do(option: Option) -> str:
@@ -103,7 +103,7 @@ def _change(change: Change) -> str:
     rate = formatting.requests(change.rate)
     if change.option is None:
         return f"{side} {rate} nothing surely suffices."
-    return f"{side} {rate} it is {title(change.option)} ({cost(change.option)})."
+    return f"{side} {rate} it is {title(change.option)} ({cost(change.option)} a month)."
 
 
 def unknown_sentence(plan: Plan) -> str:
