@@ -44,8 +44,7 @@ MOST_TELLING = 1.4  # times the limit: above, queues say little of steps
 Z_90 = 1.645  # standard deviations to either end of a 90 % interval
 MOVED = 0.2  # steps that took longer by more than this: the machine's speed changed
 
-LEAST_SECONDS = 60.0  # of a level that confirms ...
-LEAST_SECONDS_SLOW = 120.0  # ... and tells the factor to 6 %, below ...
+LEAST_SECONDS = 60.0  # of a level that confirms; twice that, to tell the factor to 6 %, below ...
 SLOW_RATE = 3.0  # requests/s
 TTFT_LIMITS = 30.0  # of which such a level is long: an overload of 1/30 shows within it
 ANSWERS = 20.0  # E2E times of a single-stream request that it is long, too
@@ -77,12 +76,14 @@ def estimate(
     replicas: int = 1,
     factors: Mapping[str, LevelFactor | None] | None = None,
     searched_for: Slo | None = None,
+    least_seconds: float = LEAST_SECONDS,
 ) -> Capacity:
     """The capacity by all finished levels of a cell, in whatever order; by levels alone where no
     law that fits is given.
 
     `factors`: by level name, where they are known already. `searched_for`: the SLO that levels were
-    cut short under (None: this one); they say nothing of a looser one.
+    cut short under (None: this one); they say nothing of a looser one. `least_seconds`: of the
+    shortest level that confirms.
     """
     seen = counted(levels, slo, searched_for)
     if (found := _not_even_alone(seen, slo)) is not None:
@@ -100,7 +101,7 @@ def estimate(
             if (factor := known.get(one.level.name) or level_factor(law, one.level, policy))
         ]
         found = _by_law(law, simulate, told)
-    return _confirmed(_below_failed(found, seen), seen, slo)
+    return _confirmed(_below_failed(found, seen), seen, slo, least_seconds)
 
 
 @functools.lru_cache(maxsize=64)  # a cell is asked for again after each level, a report once more
@@ -147,7 +148,12 @@ def loaded(seen: Sequence[Counted]) -> list[Counted]:
 
 
 def confirming_seconds(
-    slo: Slo, rate: float, alone_seconds: float | None = None, *, by_levels: bool = False
+    slo: Slo,
+    rate: float,
+    alone_seconds: float | None = None,
+    *,
+    by_levels: bool = False,
+    least_seconds: float = LEAST_SECONDS,
 ) -> float:
     """The window with which a level at `rate` proves that it holds, and tells the factor.
 
@@ -161,8 +167,8 @@ def confirming_seconds(
         holds = wilson(share * middle, middle, slo.confidence)[0] >= slo.target
         low, high = (low, middle) if holds else (middle, high)
     return max(
-        LEAST_SECONDS_SLOW if rate < SLOW_RATE else LEAST_SECONDS,
-        _least_seconds(slo, alone_seconds),
+        least_seconds * (2 if rate < SLOW_RATE else 1),
+        _least_seconds(slo, alone_seconds, least_seconds),
         (AS_ONE_BY_LEVELS if by_levels else LEAST_AS_ONE) * high / rate,
     )
 
@@ -174,9 +180,9 @@ def alone_seconds(seen: Sequence[Counted]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _least_seconds(slo: Slo, alone: float | None) -> float:
+def _least_seconds(slo: Slo, alone: float | None, least_seconds: float) -> float:
     """The shortest window that confirms, whatever it shows."""
-    return max(LEAST_SECONDS, TTFT_LIMITS * (slo.ttft_seconds or 0.0), ANSWERS * (alone or 0.0))
+    return max(least_seconds, TTFT_LIMITS * (slo.ttft_seconds or 0.0), ANSWERS * (alone or 0.0))
 
 
 def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
@@ -269,12 +275,15 @@ def _below_failed(found: Capacity, seen: Sequence[Counted]) -> Capacity:
     return msgspec.structs.replace(found, low=low, limit=limit, high=failed)
 
 
-def _confirmed(found: Capacity, seen: Sequence[Counted], slo: Slo) -> Capacity:
+def _confirmed(
+    found: Capacity, seen: Sequence[Counted], slo: Slo, least_seconds: float
+) -> Capacity:
     """With the highest rate that is confirmed, not above what all levels together say."""
     alone = alone_seconds(seen)
+    least = ROUNDING * _least_seconds(slo, alone, least_seconds)
     failed = lowest_failed(seen) or math.inf
     is_law = found.limit is not None  # else the levels alone say
-    fit = [one for one in loaded(seen) if _may_confirm(one, slo, alone)]
+    fit = [one for one in loaded(seen) if _may_confirm(one, least)]
     for rate in sorted({one.level.rate or 0.0 for one in fit}, reverse=True):
         own = [one for one in fit if one.level.rate == rate]
         below = [one for one in loaded(seen) if (one.level.rate or 0.0) <= rate]
@@ -303,7 +312,8 @@ def _confirmed(found: Capacity, seen: Sequence[Counted], slo: Slo) -> Capacity:
         )
     needed = None
     if found.limit:
-        needed = confirming_seconds(slo, CONFIRMING_SHARE * found.limit, alone)
+        rate = CONFIRMING_SHARE * found.limit
+        needed = confirming_seconds(slo, rate, alone, least_seconds=least_seconds)
     return msgspec.structs.replace(
         found,
         starts=_starts(seen),
@@ -312,12 +322,11 @@ def _confirmed(found: Capacity, seen: Sequence[Counted], slo: Slo) -> Capacity:
     )
 
 
-def _may_confirm(one: Counted, slo: Slo, alone: float | None) -> bool:
+def _may_confirm(one: Counted, least_seconds: float) -> bool:
     """Long and steady enough, and not cut short."""
     level, judged = one
     is_whole = level.finished is not None and level.finished.cut_short is None
-    is_long = level.window_seconds >= ROUNDING * _least_seconds(slo, alone)
-    return is_whole and is_long and bool(judged.steady)
+    return is_whole and level.window_seconds >= least_seconds and bool(judged.steady)
 
 
 def _is_proven(
