@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from loadtests.records.comparability import MACHINE, differences
+from loadtests.comparison.run_environment import MACHINE, differences
 from reports.errors import NotComparable
 from reports.numbers import CellNumbers, RunNumbers
 from reports.run import busy_or_not, capacity_of, cell_order, marked, slos_of

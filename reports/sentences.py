@@ -14,7 +14,7 @@ import msgspec
 from loadtests.capacity.words import in_short, in_words
 from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
-from loadtests.records.comparability import cpu_words, usable_cores
+from loadtests.comparison.run_environment import cpu_words, usable_cores
 from loadtests.records.events import CapacityStatus
 from loadtests.simulation.prediction_words import predicted_beside
 from loadtests.workload.requests import Workload

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from msgspec import Meta
+from rich.console import Console
+from rich.table import Table
 from typer.core import TyperCommand
 
 from loadtests.errors import LoadError
+from models import formatting
 from serving.bounds import option
 from serving.cli.parameters import command_of
+
+if TYPE_CHECKING:
+    from loadtests.comparison.compare_runs import Comparison, Row
 
 
 class TwoArms(TyperCommand):
@@ -50,21 +57,6 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="FACT",
         ),
     ] = None
-    machines: Annotated[
-        bool,
-        option(
-            "",
-            "The arms ran on different machines: what each does for a core, a GB/s, a dollar "
-            "and a watt. Model, workload and SLO must be the same.",
-        ),
-    ] = False
-    dollars: Annotated[
-        list[float] | None,
-        option(
-            *("", "With --machines: the price of each, first and second.", "dollars-per-hour"),
-            metavar="PRICE",
-        ),
-    ] = None
     least: Annotated[
         Annotated[float, Meta(ge=0)],
         option(
@@ -90,33 +82,25 @@ def _compare(options: CompareOptions) -> None:
 
     At least three runs an arm, begun in turns; with fewer the differences are shown and the
     verdict is "not known". Compared are TTFT, TPOT and E2E, the share of good requests and the
-    output at loads that both arms measured, and the capacity. Runs that differ in a fact (machine,
+    output at loads that both arms measured, and the limit. Runs that differ in a fact (machine,
     workload, settings) are refused with both values, unless --allow names it.
 
     \b
     crossover campaign repeat runs/A runs/B --times 2    # in turns: A B A B
     crossover compare --fail-on slower A1 A2 A3 -- B1 B2 B3    # folders: `repeat` prints them
     crossover compare old-version/ new-version/          # folders of runs
-    crossover compare --machines here/ there/ --dollars-per-hour 0.10 --dollars-per-hour 0.36
     """
-    from loadtests.comparison import compare as comparing
-    from loadtests.comparison.machines import Prices
-    from loadtests.comparison.run_values import read_arm
-    from loadtests.terminal.comparison import show_comparison
-    from loadtests.terminal.level import wide_console
+    from loadtests.comparison.compare_runs import compare
+    from loadtests.comparison.run_metrics import read_arm
 
     first, second = _arms(options)
-    found = comparing.compare(
-        read_arm(first),
-        read_arm(second),
-        allow=options.allow or (),
-        least=options.least,
-        machines=Prices(*(options.dollars or ())) if options.machines else None,
+    found = compare(
+        read_arm(first), read_arm(second), allow=options.allow or (), least=options.least
     )
     if options.as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
     else:
-        show_comparison(found, wide_console())
+        show_comparison(found, Console(width=None if sys.stdout.isatty() else 200))
     if options.fail_on is None:
         return
     if found.verdict == "not known":
@@ -134,11 +118,6 @@ def _arms(options: CompareOptions) -> tuple[list[Path], list[Path]]:
     """The runs of both arms. Raises LoadError for options that cannot be."""
     if options.fail_on not in (None, "slower", "different"):
         raise LoadError(f"--fail-on must be slower or different, got {options.fail_on!r}")
-    dollars = options.dollars
-    if dollars and (not options.machines or len(dollars) != 2 or min(dollars) <= 0):
-        raise LoadError(
-            f"--dollars-per-hour is given twice, above 0 and with --machines, got {dollars}"
-        )
     if options.second:
         return options.runs, options.second
     if len(options.runs) != 2:
@@ -147,3 +126,67 @@ def _arms(options: CompareOptions) -> tuple[list[Path], list[Path]]:
             "crossover compare A1 A2 A3 -- B1 B2 B3"
         )
     return options.runs[:1], options.runs[1:]
+
+
+COLUMNS = (
+    *("cell", "load", "metric", "runs", "first", "second", "difference", "95 % interval"),
+    *("detectable", "verdict"),
+)
+
+
+def show_comparison(found: Comparison, console: Console) -> None:
+    """Print in what two arms of runs differ."""
+    from loadtests.comparison.run_metrics import LIMIT, load_words
+
+    for word, arm in (("first", found.first), ("second", found.second)):
+        console.print(f"{word}: {', '.join(arm)}", style="dim", markup=False)
+    console.print(f"second against first: {verdict_in_words(found)}", style="bold", markup=False)
+    for note in found.notes:
+        console.print(note, style="dim", markup=False)
+    for line in found.capacities:
+        console.print(line, markup=False)
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for row in found.rows:
+        table.add_row(
+            row.cell,
+            "-" if row.metric == LIMIT else load_words(row.load),
+            row.metric,
+            f"{row.runs[0]}+{row.runs[1]}",
+            *_difference_cells(row),
+            f"{row.verdict} ({row.reason})" if row.reason else row.verdict,
+        )
+    console.print(table)
+
+
+def verdict_in_words(found: Comparison) -> str:
+    """The verdict, with what it would have shown where it shows nothing."""
+    if found.verdict == "not known":
+        return f"not known: {found.reason}"
+    reach = [
+        row.difference.detectable
+        for row in found.rows
+        if row.difference is not None and row.difference.detectable is not None
+    ]
+    span = f"{min(reach):.1%}" if len(reach) == 1 else f"{min(reach):.1%} to {max(reach):.1%}"
+    return f"{found.verdict} ({len(reach)} metrics; differences of {span} would have been found)"
+
+
+def _difference_cells(row: Row) -> list[str]:
+    found = row.difference
+    if found is None:
+        return ["-"] * 5
+    cells = [_value(row.metric, found.first), _value(row.metric, found.second)]
+    cells.append(f"{found.ratio - 1:+.1%}")
+    if found.low is None or found.high is None or found.detectable is None:
+        return [*cells, "-", "-"]
+    return [*cells, f"{found.low - 1:+.1%} to {found.high - 1:+.1%}", f"{found.detectable:.1%}"]
+
+
+def _value(metric: str, value: float) -> str:
+    from loadtests.comparison.run_metrics import GOOD, LIMIT, TOKENS
+
+    if metric == LIMIT:
+        return formatting.rate(value, 3)
+    if metric == GOOD:
+        return f"{value:.1%}"
+    return f"{value:.3g}/s" if metric == TOKENS else formatting.seconds(value, 3, "-")

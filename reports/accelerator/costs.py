@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from loadtests.records.comparability import usable_cores
+from loadtests.comparison.run_environment import usable_cores
 from models import formatting
 from reports.accelerator.joules import energies_of
 from reports.findings import mean_lengths

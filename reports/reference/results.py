@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.records.comparability import cpu_words
+from loadtests.comparison.run_environment import cpu_words
 from loadtests.records.events import Capacity
 from loadtests.records.schema import RunManifest
 from reports.errors import ReportError

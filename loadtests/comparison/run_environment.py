@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from loadtests.records.schema import RunManifest
+from loadtests.records.run_folder import RunManifest
 from models import formatting
 
 # Facts of the machine: name in HardwareFacts -> what people call it.

@@ -1,9 +1,7 @@
 """What one run says of each cell and load, one number a metric: the unit of a comparison.
 
-    run = read(Path("runs/2026-05-28-demo"))
-    run.cells[0].loads[2.0].values["TTFT p95"].value
-
-The numbers are those of the run's report: summaries of levels, and the estimate of the capacity.
+run = read(Path("runs/2026-05-28-demo"))
+run.cells[0].loads[2.0].values["TTFT p95"].value
 """
 
 from __future__ import annotations
@@ -15,28 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from loadtests.capacity.estimate import estimate
-from loadtests.capacity.levels import Level, judged
-from loadtests.capacity.search_config import SearchConfig
-from loadtests.capacity.words import in_short
-from loadtests.comparison.welch import LEAST_ERROR
+from loadtests.analysis.capacity_text import in_words
+from loadtests.analysis.level import Level, levels_of
+from loadtests.analysis.percentiles import distribution
+from loadtests.analysis.slo import Slo
 from loadtests.errors import BadRunFolder
-from loadtests.metrics.energy import Energy, energy_of
-from loadtests.metrics.level_summary import Summary
-from loadtests.metrics.slo import Slo
-from loadtests.records.events import EngineChosen, LevelStarted, of_kind
-from loadtests.records.old_run_folder import MANIFEST, LevelRecords, read_records
-from loadtests.records.schema import RunManifest
+from loadtests.records.run_folder import MANIFEST, RunManifest, RunRecords, read_records
+from loadtests.records.run_journal import (
+    Capacity,
+    CellFinished,
+    EngineChosen,
+    LevelPurpose,
+    of_kind,
+)
 from models import formatting
 
 SAME_RATE = 0.001
-CAPACITY = "capacity"
+LEAST_ERROR = 1e-4  # standard deviation of ln(value) below which equal values are not believed
+LIMIT = "limit"  # the capacity as it is estimated
 GOOD = "good"
 TOKENS = "output tokens/s"
-MORE_IS_BETTER = frozenset({CAPACITY, GOOD, TOKENS})
-_TIMES = {"TTFT": "ttft", "TPOT": "tpot", "E2E": "e2e"}
-_PERCENTILES = ("p50", "p95")
+MORE_IS_BETTER = frozenset({LIMIT, GOOD, TOKENS})
+PERCENTILES = ("p50", "p95")
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -59,15 +59,19 @@ class CellValues(msgspec.Struct, frozen=True):
     """One cell of one run."""
 
     key: str
-    facts: dict[str, str]  # of comparability.CELL, and the workload's name
+    facts: dict[str, str]  # of run_environment.CELL, and the workload's name
     loads: list[LoadValues]
-    capacity: float | None  # requests/s, the estimate by the levels
-    capacity_reason: str = ""
-    capacity_words: str = formatting.NOT_MEASURED  # what is confirmed
+    capacity: Capacity | None = None  # as the run ended; None: it did not
     left_out: int = 0  # levels that were cut short, not valid, or with requests missing
-    peak_tokens_per_second: float | None = None  # of output: the most of a level that counts
-    peak_watts: float | None = None  # of CPU and GPU during it, as far as measured
-    peak_watts_by: str = ""  # what measured them, as in Energy
+
+    @property
+    def limit(self) -> float | None:
+        """Requests/s, above 0."""
+        return (self.capacity.limit or None) if self.capacity is not None else None
+
+    @property
+    def capacity_words(self) -> str:
+        return in_words(self.capacity)
 
     @property
     def seeds(self) -> frozenset[int]:
@@ -90,94 +94,68 @@ def read_arm(paths: Iterable[Path]) -> list[RunValues]:
     for path in paths:
         inside = sorted(path.glob(f"*/{MANIFEST}"))
         is_folder_of_runs = inside and not (path / MANIFEST).exists()
-        folders = [one.parent for one in inside] if is_folder_of_runs else [path]
-        found += [read(folder) for folder in folders]
+        found += map(read, [one.parent for one in inside] if is_folder_of_runs else [path])
     return found
 
 
 def read(folder: Path) -> RunValues:
     """A run folder. Raises BadRunFolder for one that holds no finished level."""
     run = read_records(folder)
-    manifest = run.manifest
-    finished = run.levels()
-    if not finished:
+    levels = levels_of(run)
+    if not levels:
         raise BadRunFolder(f"{folder} has no finished level to compare")
-    cells = []
-    for cell in manifest.cells:
-        for chosen in of_kind(run.events, EngineChosen, str(cell["key"])):
-            engine = {"backend": chosen.backend, "weight_format": chosen.weight_format}
-            cell = {**cell, **engine}
-        own = [level for level in finished if level.cell == cell["key"]]
-        if own:
-            cells.append(_cell(cell, own, manifest))
-    return RunValues(manifest, cells)
+    cells = [
+        _cell(run, cell, [level for level in levels if level.cell == cell["key"]])
+        for cell in run.manifest.cells
+        if any(level.cell == cell["key"] for level in levels)
+    ]
+    return RunValues(run.manifest, cells)
 
 
-def _cell(
-    cell: dict[str, Any], levels: Sequence[LevelRecords], manifest: RunManifest
-) -> CellValues:
-    slo = msgspec.convert(manifest.campaign["slo"], Slo)
-    config = msgspec.convert(manifest.campaign.get("search") or {}, SearchConfig)
-    measured: list[LoadValues] = []
-    seen: list[Level] = []
-    left_out = 0
-    peak_tokens: float | None = None
-    peak_energy: Energy | None = None
-    for one in levels:
-        if not one.is_whole:
-            left_out += 1
-            continue
-        start = one.started
-        summary, level = judged(one, slo)
-        if start.rate_per_second is not None or start.concurrency == 1:
-            seen.append(level)
-        if one.finished.cut_short is not None or one.finished.is_disturbed or not summary.is_valid:
-            left_out += 1
-        else:
-            measured.append(values_of(_load(start), start.seed, summary))
-            tokens = summary.throughput.output_tokens_per_second
-            if tokens is not None and tokens > (peak_tokens or 0.0):
-                peak_tokens, peak_energy = tokens, _energy(one, summary)
-    capacity = estimate(seen, config, slo) if seen else None
+def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> CellValues:
+    key = str(cell["key"])
+    for chosen in of_kind(run.events, EngineChosen, key):
+        cell = {**cell, "backend": chosen.backend, "weight_format": chosen.weight_format}
+    slo = msgspec.convert(run.manifest.campaign["slo"], Slo)
+    asked = [one for one in levels if one.started.purpose is not LevelPurpose.CALIBRATION]
+    kept = [one for one in asked if _counts(one)]
+    ended = of_kind(run.events, CellFinished, key)
     return CellValues(
-        key=str(cell["key"]),
+        key=key,
         facts=_facts(cell),
-        loads=_each_once(measured),
-        capacity=(capacity.estimate or None) if capacity is not None else None,
-        capacity_reason=capacity.reason if capacity is not None else "",
-        capacity_words=in_short(capacity),
-        left_out=left_out,
-        peak_tokens_per_second=peak_tokens,
-        peak_watts=peak_energy.watts if peak_energy is not None else None,
-        peak_watts_by=peak_energy.measured_by if peak_energy is not None else "",
+        loads=_each_once([values_of(level, slo) for level in kept]),
+        capacity=ended[-1].capacities.get(slo.name) if ended else None,
+        left_out=len(asked) - len(kept),
     )
 
 
-def _energy(level: LevelRecords, summary: Summary) -> Energy | None:
-    begin = level.started.started_unix_seconds
-    window = summary.window
-    return energy_of(level.samples, begin + window.start_seconds, begin + window.end_seconds)
+def _counts(level: Level) -> bool:
+    end = level.finished
+    if end is None or not level.is_whole or end.cut_short is not None or not end.is_valid:
+        return False
+    return end.disturbance is None or not end.disturbance.is_set_aside
 
 
-def values_of(load: float | None, seed: int, summary: Summary) -> LoadValues:
+def values_of(level: Level, slo: Slo) -> LoadValues:
     """The metrics of one level that its requests are enough for."""
     values: dict[str, Value] = {}
     never = []
-    for name, attribute in _TIMES.items():
-        times = getattr(summary.latencies, attribute)
-        for percentile in _PERCENTILES:
+    for name, column in (("TTFT", level.ttft), ("TPOT", level.tpot), ("E2E", level.e2e)):
+        times = distribution(column[level.counted])
+        for percentile in PERCENTILES:
             if (found := getattr(times, percentile)) is not None:
                 values[f"{name} {percentile}"] = Value(found)
             elif percentile in times.never:
                 never.append(f"{name} {percentile}")
         if times.p50 is None and times.mean is not None and not times.late:
             values[f"{name} mean"] = Value(times.mean)
-    if summary.counts.due:
-        values[GOOD] = good_share(summary.counts.good, summary.counts.due)
-    if summary.throughput.output_tokens_per_second:
-        values[TOKENS] = Value(summary.throughput.output_tokens_per_second)
+    judged = level.judge(slo)
+    if judged.due:
+        values[GOOD] = good_share(judged.good, judged.due)
+    if level.output_tokens_per_second:
+        values[TOKENS] = Value(level.output_tokens_per_second)
     positive = {name: one for name, one in values.items() if one.value > 0}
-    return LoadValues(load, frozenset({seed}), positive, frozenset(never))
+    return LoadValues(_load(level), frozenset({level.started.seed}), positive, frozenset(never))
 
 
 def good_share(good: int, due: int) -> Value:
@@ -211,7 +189,7 @@ def _mean(levels: Sequence[LoadValues]) -> LoadValues:
         frozenset(seed for level in levels for seed in level.seeds),
         {
             name: Value(
-                math.exp(sum(math.log(one.value) for one in found) / len(found)),
+                math.exp(np.mean([math.log(one.value) for one in found])),
                 math.sqrt(sum(one.error**2 for one in found)) / len(found),
             )
             for name, found in parts.items()
@@ -228,10 +206,17 @@ def same_load(one: float | None, other: float | None) -> bool:
     return abs(one - other) <= SAME_RATE * abs(other)
 
 
-def _load(start: LevelStarted) -> float | None:
-    if start.rate_per_second is not None:
-        return start.rate_per_second
-    return None if start.purpose == "single_stream" else -float(start.concurrency or 1)
+def load_words(load: float | None) -> str:
+    """`1.8/s`, `alone`, `8 users`."""
+    if load is None or load > 0:
+        return formatting.load(load, digits=3)
+    return formatting.load(None, round(-load))
+
+
+def _load(level: Level) -> float | None:
+    if level.rate is not None:
+        return level.rate
+    return None if level.is_single_stream else -float(level.started.concurrency or 1)
 
 
 def _facts(cell: dict[str, Any]) -> dict[str, str]:

@@ -11,30 +11,31 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
-import msgspec
 import numpy as np
 
-from loadtests.comparison.run_values import CellValues, LoadValues, RunValues, Value, good_share
-from loadtests.records.schema import FORMAT_VERSION, RunManifest
-from loadtests.simulation.batching import Policy, simulate
-from loadtests.simulation.step_time import StepLaw
+from loadtests.comparison.run_metrics import CellValues, LoadValues, RunValues, Value, good_share
+from loadtests.records.run_folder import RunManifest
+from loadtests.records.run_journal import FORMAT_VERSION, Capacity
+from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Poisson, due_times
 
 LAW = StepLaw(
-    base_seconds=0.02, row_seconds=0.003, prompt_token_seconds=0.0005, kv_token_seconds=2e-7
+    base_seconds=0.02, row_seconds=0.003, prompt_token_seconds=0.0005, context_token_seconds=2e-7
 )
 SEEDS = 16  # arrivals and lengths to choose from
 STEP = 0.01  # speeds are rounded to this, so that each is simulated once
 REQUESTS = 150
-MACHINE = {
+MACHINE: dict[str, Any] = {
     "cpu_model": "EPYC",
     "architecture": "x86_64",
     "logical_cores": 2,
     "allowed_cores": [0, 1],
     "memory_total_bytes": 24 << 30,
 }
-CAMPAIGN = {
+CAMPAIGN: dict[str, Any] = {
     "slo": {"name": "chat", "ttft_seconds": 2.0, "tpot_seconds": 0.1, "target": 0.9},
     "workload": {"preset": "chat"},
     "arrivals": {"kind": "poisson"},
@@ -50,7 +51,13 @@ CELL = {
 }
 
 
-def manifest(name: str, machine=MACHINE, campaign=CAMPAIGN, at: int = 0, **versions: str):
+def manifest(
+    name: str,
+    machine: dict[str, Any] = MACHINE,
+    campaign: dict[str, Any] = CAMPAIGN,
+    at: int = 0,
+    **versions: str,
+) -> RunManifest:
     return RunManifest(
         format_version=FORMAT_VERSION,
         run_id=name,
@@ -74,26 +81,18 @@ def level(rate: float, slowness: int, seed: int) -> dict[str, Value]:
     rng = np.random.default_rng(seed)
     pairs = np.column_stack([rng.integers(20, 300, REQUESTS), rng.integers(8, 40, REQUESTS)])
     due = due_times(Poisson(), rate, 2 * REQUESTS / rate, seed)[:REQUESTS]
-    scale = slowness * STEP
-    law = msgspec.structs.replace(
-        LAW,
-        base_seconds=LAW.base_seconds * scale,
-        row_seconds=LAW.row_seconds * scale,
-        prompt_token_seconds=LAW.prompt_token_seconds * scale,
-    )
-    played = simulate(law, Policy(slots=8), due, pairs)
-    times = {
-        "TTFT": played.ttft_seconds,
-        "TPOT": played.tpot_seconds,
-        "E2E": played.last_token - played.due,
-    }
+    law = LAW.slower(slowness * STEP)
+    prompts, outputs = pairs.T
+    played = simulate(law, SchedulingPolicy(slots=8), due, prompts, outputs)
+    decoded = np.where(outputs > 1, played.tpot * (outputs - 1), 0.0)
+    times = {"TTFT": played.ttft, "TPOT": played.tpot, "E2E": played.ttft + decoded}
     found = {
         f"{name} {percentile}": Value(float(np.nanquantile(values, q)))
         for name, values in times.items()
         for percentile, q in (("p50", 0.5), ("p95", 0.95))
     }
-    good = (played.ttft_seconds <= 1.0) & ~(played.tpot_seconds > 0.06)
-    tokens = pairs[:, 1].sum() / (played.last_token.max() - due[0])
+    good = played.good(1.0, 0.06)
+    tokens = outputs.sum() / ((due + times["E2E"]).max() - due[0])
     return found | {
         "good": good_share(int(good.sum()), REQUESTS),
         "output tokens/s": Value(float(tokens)),
@@ -131,7 +130,8 @@ class Servers:
                 for rate in (1.5, 2.2)
             ],
         ]
-        capacity = 3.0 / scale * math.exp(0.03 * rng.normal())
+        limit = 3.0 / scale * math.exp(0.03 * rng.normal())
+        capacity = Capacity(state="no_rate_confirmed", method="law", limit=limit)
         return RunValues(manifest(name, at=at), [CellValues("c", CELL, loads, capacity)])
 
 

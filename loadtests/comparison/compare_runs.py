@@ -3,24 +3,34 @@
     found = compare(read_arm([a1, a2, a3]), read_arm([b1, b2, b3]))
     found.verdict                     # "slower": at least one metric is, beyond chance
 
-The unit is the run: a metric of a cell at a load is one number a run, and Welch's t-test asks
-whether the arms' means differ (welch.py), corrected for the number of metrics (Holm). Below three
-runs an arm the difference is shown and the verdict is "not known". Runs that differ in a fact
-(machine, workload, settings: loadtests/records/comparability.py) are refused with both values;
-`allow` names facts that may differ between the arms.
+The unit is the run: a metric of a cell at a load is one number a run, so that what differs from run
+to run (memory layout, clocks, neighbours) is in the variance; requests within a run share all that
+and say nothing about it. Welch's t-test on the logarithms asks whether the arms' means differ,
+corrected for the number of metrics (Holm). Below three runs an arm the difference is shown and the
+verdict is "not known". Runs that differ in a fact (machine, workload, settings: run_environment.py)
+are refused with both values; `allow` names facts that may differ between the arms.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
-from loadtests.comparison.machines import Machines, Prices, compare_machines
-from loadtests.comparison.run_values import (
-    CAPACITY,
+from loadtests.comparison.run_environment import (
+    CELL,
+    FACTS,
+    MACHINE,
+    differences,
+    versions_apart,
+)
+from loadtests.comparison.run_metrics import (
+    LEAST_ERROR,
+    LIMIT,
     MORE_IS_BETTER,
     CellValues,
     LoadValues,
@@ -28,30 +38,38 @@ from loadtests.comparison.run_values import (
     Value,
     same_load,
 )
-from loadtests.comparison.welch import ALPHA, LEAST_RUNS, Arm, Difference, holm, welch
 from loadtests.errors import NotComparable
-from loadtests.records.comparability import (
-    CELL,
-    FACTS,
-    MACHINE,
-    SERVER,
-    differences,
-    versions_apart,
-)
-from loadtests.records.schema import RunManifest
+from loadtests.records.run_folder import RunManifest
 
+ALPHA = 0.05
+POWER = 0.80
+CONFIDENCE = 0.95
+LEAST_RUNS = 3  # of an arm
 LEAST_SHARE = 0.01  # smaller differences are of no use to anybody
 CONFOUNDED = "the arms' requests were drawn by different seeds, each arm's by its own"
 
 Verdict = Literal["faster", "slower", "no difference", "not known"]
 
 
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one metric in two arms. Without an interval where an arm has too few runs."""
+
+    first: float  # geometric mean of the runs
+    second: float
+    ratio: float  # second over first
+    low: float | None = None  # of the ratio, 95 % interval
+    high: float | None = None
+    p: float | None = None  # of no difference, before the correction for several tests
+    # The difference, as a share, that is found in 80 % of such comparisons after the correction.
+    detectable: float | None = None
+
+
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one cell at one load."""
 
     cell: str
-    load: float | None  # as in LoadValues; None for the capacity too
-    metric: str  # "TTFT p50" ..., "good", "output tokens/s", "capacity"
+    load: float | None  # as in LoadValues; None for the limit too
+    metric: str  # "TTFT p50" ..., "good", "output tokens/s", "limit"
     verdict: Verdict
     runs: tuple[int, int]  # of each arm, that have the metric
     difference: Difference | None = None  # None: an arm has no run with the metric
@@ -69,7 +87,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     notes: list[str]
     capacities: list[str] = []  # of each cell, what each run says in words
-    machines: Machines | None = None  # of arms on different machines, if asked for
 
 
 class _Metric(msgspec.Struct, frozen=True):
@@ -96,15 +113,11 @@ def compare(
     *,
     allow: Sequence[str] = (),
     least: float = LEAST_SHARE,
-    machines: Prices | None = None,
 ) -> Comparison:
     """The second arm against the first. NotComparable: runs differ in a fact not allowed to.
 
-    Differences below `least` (a share) are no difference. `machines`: the arms ran on different
-    ones, and are compared by their facts and prices as well.
+    Differences below `least` (a share) are no difference.
     """
-    if machines is not None:
-        allow = (*allow, *MACHINE, *SERVER)
     notes = _check(first, second, allow)
     pairs = _pairs(first, second, allow)
     metrics: list[_Metric] = []
@@ -131,16 +144,11 @@ def compare(
         rows=rows,
         notes=notes,
         capacities=[_capacities(mine, theirs) for mine, theirs in pairs],
-        machines=(
-            None
-            if machines is None
-            else compare_machines((first[0].manifest, second[0].manifest), pairs, machines)
-        ),
     )
 
 
 def _capacities(mine: Cells, theirs: Cells) -> str:
-    """`CELL: first holds up to 2.4 requests/s; second alone only, at no rate`."""
+    """`CELL: first holds 2.4/s, limit about 2.9/s (2.4–3.3); second not even alone`."""
     first, second = (", ".join(cell.capacity_words for cell in cells) for cells in (mine, theirs))
     return f"{mine[0].key}: first {first}; second {second}"
 
@@ -191,8 +199,6 @@ def _apart(one: RunManifest, other: RunManifest, allow: Sequence[str] | None) ->
             if allow is None:
                 thing = "machine" if apart.fact in MACHINE else apart.name
                 how = f"an arm is of one {thing}: name them in different arms"
-            elif apart.fact in MACHINE:
-                how = f"compare machines with --machines, or {how.removeprefix('compare ')}"
             raise NotComparable(
                 f"runs {one.run_id} and {other.run_id} differ in {apart.name}: "
                 f"{apart.first} and {apart.second}; {how}"
@@ -270,7 +276,7 @@ def _cells(arm: Sequence[RunValues]) -> list[Cells]:
 
 
 def _metrics(mine: Cells, theirs: Cells) -> list[_Metric]:
-    """Every metric at every load that is in both arms, then the capacity."""
+    """Every metric at every load that is in both arms, then the limit."""
     key = mine[0].key
     found: list[_Metric] = []
     for load in _loads(mine):
@@ -282,15 +288,13 @@ def _metrics(mine: Cells, theirs: Cells) -> list[_Metric]:
             values = [[one.values[name] for one in arm if name in one.values] for arm in arms]
             reason = CONFOUNDED if is_confounded else _never(name, arms)
             found.append(_Metric(key, load, name, (values[0], values[1]), reason))
-    capacities = [
-        [Value(one.capacity) for one in cells if one.capacity] for cells in (mine, theirs)
-    ]
+    limits = [[Value(one.limit) for one in cells if one.limit] for cells in (mine, theirs)]
     why = ""
     if confounded([cell.seeds for cell in mine], [cell.seeds for cell in theirs]):
         why = CONFOUNDED
-    elif missing := [one.capacity_reason for one in (*mine, *theirs) if not one.capacity]:
-        why = f"no estimate in {len(missing)} runs: {missing[0]}"
-    found.append(_Metric(key, None, CAPACITY, (capacities[0], capacities[1]), why))
+    elif missing := sum(not one.limit for one in (*mine, *theirs)):
+        why = f"no limit in {missing} runs"
+    found.append(_Metric(key, None, LIMIT, (limits[0], limits[1]), why))
     return found
 
 
@@ -353,14 +357,56 @@ def _row(metric: _Metric, tests: int) -> Row:
     )
     if not min(metric.runs):
         return row
-    arms = [
-        Arm.of([one.value for one in values], max(one.error for one in values))
-        for values in metric.values
-    ]
-    found = welch(arms[0], arms[1], tests)
+    found = difference(*metric.values, tests=tests)
     if not metric.is_tested:
         found = Difference(first=found.first, second=found.second, ratio=found.ratio)
     return msgspec.structs.replace(row, difference=found)
+
+
+def difference(first: Sequence[Value], second: Sequence[Value], tests: int) -> Difference:
+    """Of two arms; `tests` are made in all, of which this is one."""
+    logs = [_spread(arm) for arm in (first, second)]
+    means = [float(arm.mean()) for arm in logs]
+    plain = Difference(
+        first=math.exp(means[0]),
+        second=math.exp(means[1]),
+        ratio=math.exp(means[1] - means[0]),
+    )
+    if min(len(first), len(second)) < LEAST_RUNS:
+        return plain
+    from scipy import stats  # takes a second to import
+
+    found = stats.ttest_ind(logs[1], logs[0], equal_var=False)
+    ends = found.confidence_interval(CONFIDENCE)
+    free = stats.t(found.df)
+    error = (ends.high - ends.low) / 2 / free.ppf(0.5 + CONFIDENCE / 2)
+    needed = (free.ppf(1 - ALPHA / tests / 2) + free.ppf(POWER)) * error
+    return msgspec.structs.replace(
+        plain,
+        low=math.exp(ends.low),
+        high=math.exp(ends.high),
+        p=float(found.pvalue),
+        detectable=math.expm1(needed),
+    )
+
+
+def _spread(arm: Sequence[Value]) -> np.ndarray:
+    """ln(value) of each run, no nearer to each other than chance alone leaves them."""
+    logs = np.log([one.value for one in arm])
+    least = max(LEAST_ERROR, *(one.error for one in arm))
+    if len(arm) > 1 and logs.std(ddof=1) < least:
+        even = np.linspace(-1, 1, len(arm))
+        logs = logs.mean() + even * (least / even.std(ddof=1))
+    return logs
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number, in their order (Holm 1979)."""
+    order = np.argsort(p_values, kind="stable")
+    ranked = np.minimum(1.0, np.sort(p_values) * np.arange(len(order), 0, -1))
+    adjusted = np.empty(len(order))
+    adjusted[order] = np.maximum.accumulate(ranked)
+    return [float(p) for p in adjusted]
 
 
 def _too_few(runs: tuple[int, int]) -> str:
