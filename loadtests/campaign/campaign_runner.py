@@ -50,6 +50,7 @@ from loadtests.campaign.run_state import (
     open_level_of,
 )
 from loadtests.campaign.server_launch import Endpoint
+from loadtests.comparison.run_environment import machine_differences
 from loadtests.errors import (
     BadRunFolder,
     EndpointRefuses,
@@ -61,7 +62,6 @@ from loadtests.errors import (
 from loadtests.host.child_processes import signals_interrupt
 from loadtests.host.machine_lock import machine_lock
 from loadtests.load_generator.openai_endpoint import probe
-from loadtests.records.comparability import machine_differences
 from loadtests.records.run_folder import RunFolder
 from loadtests.records.run_journal import (
     Capacity,

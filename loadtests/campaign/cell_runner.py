@@ -25,7 +25,7 @@ from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import RepeatedLevel, Search
 from loadtests.campaign.level_runner import Bench, LevelAsk, OpenBench, level_text
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.rate_search import Tried, next_rate, sides
+from loadtests.campaign.rate_search import NARROW, Tried, next_rate, sides
 from loadtests.campaign.run_state import CellState, is_set_aside, seed_of
 from loadtests.errors import LevelFailed, LevelInterrupted, ServerFailed, ServerLost
 from loadtests.records.resource_sample import CoresSample
@@ -189,7 +189,7 @@ def _has_law(seen: Seen, slo: Slo) -> bool:
 def _confirming(seen: Seen, slo: Slo, found: Capacity) -> RunLevel | None:
     """The level that confirms 0.8 of the estimate, at most MOST_LEVELS at a start."""
     limit = found.limit or 0.0
-    if found.held and limit <= ENOUGH * found.held and found.starts >= seen.block:
+    if found.held and limit <= ENOUGH * _asked(seen, slo) and found.starts >= seen.block:
         return None
     here = [one for one in seen.loaded if seen.start is None or one.started.start == seen.start]
     tries = [one.rate or 0.0 for one in here if (one.rate or 0.0) >= NEAR * limit]
@@ -199,11 +199,17 @@ def _confirming(seen: Seen, slo: Slo, found: Capacity) -> RunLevel | None:
     failed = [one.rate or 0.0 for one in seen.loaded if one.judge(slo).verdict == "fails"]
     if failed and rate > CONFIRMING_SHARE * min(failed):
         rate = CONFIRMING_SHARE * min(failed)
-    if seen.block > 1 and found.held and limit <= ENOUGH * found.held:
-        rate = found.held
+    if seen.block > 1 and found.held and limit <= ENOUGH * _asked(seen, slo):
+        rate = _asked(seen, slo)
     # Levels at one rate count together: what did not tell yet is measured there again.
     near = [one.rate or 0.0 for one in seen.loaded if abs((one.rate or 0) / rate - 1) < SAME_RATE]
     return _level(seen, slo, near[-1] if near else rate)
+
+
+def _asked(seen: Seen, slo: Slo) -> float:
+    """The highest rate that was asked for and held: what came may be a little less."""
+    held = [one.rate or 0.0 for one in seen.loaded if one.judge(slo).verdict == "holds"]
+    return max(held, default=0.0)
 
 
 def _searching(seen: Seen, slo: Slo) -> RunLevel | None:
@@ -222,8 +228,11 @@ def _searching(seen: Seen, slo: Slo) -> RunLevel | None:
     if start is None:
         return None
     rate = next_rate(tried, start)
+    low, high = sides(tried)
+    has_failed = any(one.judge(slo).verdict == "fails" for one in seen.loaded)
+    if rate is None and low is not None and high is not None and not has_failed:
+        rate = NARROW * high  # what nearly held bounds nothing
     if rate is None:
-        low, _ = sides(tried)
         again = sum(level.rate == low for level in seen.loaded)
         if low is None or again > MOST_LEVELS or seen.capacity(slo).holds:
             return None
@@ -238,7 +247,8 @@ def _level(seen: Seen, slo: Slo, rate: float) -> RunLevel | None:
     affordable = seen.left_seconds - warmup - 2 * (seen.alone_seconds or 0.0)
     if affordable < seen.search.level_seconds:
         return None
-    wanted = max(seen.search.level_seconds, confirming_seconds(slo, rate, seen.alone_seconds))
+    least = seen.search.level_seconds
+    wanted = confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
     return RunLevel(rate, round(min(wanted, affordable), 1), warmup)
 
 
@@ -330,6 +340,7 @@ def capacity_of(state: CellState, slo: Slo) -> Capacity:
         workload=state.campaign.workload_of(state.cell),
         arrivals=state.campaign.arrivals,
         factors=state.factors,
+        least_seconds=state.campaign.search.level_seconds,
     )
 
 
@@ -351,7 +362,7 @@ def seen_of(state: CellState, part: CellStarted, *, to_confirm: bool) -> Seen:
         capacity=capacity,
         left_seconds=(part.until_seconds or 0.0) - state.spent_seconds,
         start=None if state.cell.url is not None else state.starts,
-        block=part.block,
+        block=min(part.block, state.campaign.search.starts),
         to_confirm=to_confirm,
         asked=state.campaign.asked_levels(state.cell),
     )

@@ -27,6 +27,7 @@ class KnownServer:
     step_tokens: int = 2048
     whole_prompts: bool = False  # nobody decodes while a prompt is computed
     asked: list[Burst] = dataclasses.field(default_factory=list)
+    now: float = 0.0  # seconds since the level's start, for steps that depend on it
 
     def __call__(self, burst: Burst) -> Level:
         """All streams sent at one moment."""
@@ -41,6 +42,28 @@ class KnownServer:
         cached_tokens: Sequence[int] | None = None,
     ) -> Level:
         """An open-loop level, from an idle server to its last answer."""
+        records = self.records(due, prompt_tokens, output_tokens, cached_tokens)
+        seconds = float(due[-1]) + 1e-6
+        started = LevelStarted(
+            cell="c",
+            level="l",
+            purpose=LevelPurpose.SEARCH,
+            rate_per_second=1.0,
+            window_seconds=seconds,
+        )
+        ended = LevelFinished(cell="c", level="l", due=len(records), window_seconds=seconds)
+        return Level.of(records, started, ended)
+
+    def records(
+        self,
+        due: Sequence[float],
+        prompt_tokens: Sequence[int],
+        output_tokens: Sequence[int],
+        cached_tokens: Sequence[int] | None = None,
+        cell: str = "c",
+        level: str = "l",
+    ) -> list[RequestRecord]:
+        """What became of requests that are due at these times, in their order."""
         cached = [0] * len(due) if cached_tokens is None else list(cached_tokens)
         waiting = list(range(len(due)))
         left = [p - c for p, c in zip(prompt_tokens, cached, strict=True)]
@@ -65,6 +88,7 @@ class KnownServer:
                 passes += piece > 0
                 if left[i] == 0:
                     filled.append(i)
+            self.now = now
             context = sum(prompt_tokens[i] + len(stamps[i]) for i in decoding)
             now += self.steps(len(decoding), taken, context, passes)
             for i in decoding + filled:
@@ -76,8 +100,8 @@ class KnownServer:
             seen = all_stamps[self.chunk - 1 :: self.chunk] or all_stamps[-1:]
             records.append(
                 RequestRecord(
-                    cell="c",
-                    level="l",
+                    cell=cell,
+                    level=level,
                     index=i,
                     due_seconds=float(due[i]),
                     sent_seconds=float(due[i]),
@@ -92,16 +116,7 @@ class KnownServer:
                     status=200,
                 )
             )
-        seconds = float(due[-1]) + 1e-6
-        started = LevelStarted(
-            cell="c",
-            level="l",
-            purpose=LevelPurpose.SEARCH,
-            rate_per_second=1.0,
-            window_seconds=seconds,
-        )
-        ended = LevelFinished(cell="c", level="l", due=len(records), window_seconds=seconds)
-        return Level.of(records, started, ended)
+        return records
 
 
 class Skewed:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadtests.campaign.campaign_keys import Server as CampaignServer
+from loadtests.campaign.campaign_file import Server as CampaignServer
 from serving.backends.base import EngineConfig
 from serving.bounds import unbounded
 from serving.cli.serve import serve
