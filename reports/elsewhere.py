@@ -20,7 +20,7 @@ from loadtests.errors import LoadError
 from loadtests.metrics.slo import Slo
 from loadtests.simulation.batching import Pairs
 from loadtests.workload.arrivals import Arrivals, Poisson, Trace, process_of
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import Workload, draw
 from models.formats import GGUF_FORMATS
 from models.formatting import model_title
 from models.spec import ModelSpec

@@ -17,8 +17,8 @@ from loadtests.metrics.slo import Slo
 from loadtests.comparison.run_environment import cpu_words, usable_cores
 from loadtests.records.events import CapacityStatus
 from loadtests.simulation.prediction_words import predicted_beside
-from loadtests.workload.requests import Workload
-from loadtests.workload.requests import in_words as lengths_in_words
+from loadtests.workload.request_lengths import Workload
+from loadtests.workload.request_lengths import in_words as lengths_in_words
 from models import formatting
 from models.formatting import model_title
 from reports.engines import side_by_side

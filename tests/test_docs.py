@@ -20,7 +20,7 @@ import yaml
 
 import crossover
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.generator.options import CommandOptions, check_machines
+from loadtests.cli.load_command import CommandOptions, check_machines
 from serving.bounds import converted
 from serving.http.wire.decoding import CHAT, COMPLETION, decode
 from serving.registry.options import ServeOptions, models_of

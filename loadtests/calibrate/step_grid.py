@@ -21,7 +21,7 @@ from typing import IO
 import msgspec
 
 from loadtests.calibrate.machine_file import Step
-from loadtests.host.disturbance import CoreWatch
+from loadtests.host.core_watch import CoreWatch
 from loadtests.records.schema import CoresSample
 from models.isolated import Ran, start_python
 from models.manifest import Progress

@@ -67,9 +67,8 @@ def show_selftest(report: Report) -> None:
         rows = list(group)
         passed = sum(row.passed for row in rows)
         name, shown = world, len(rows) if len(rows) <= 2 else 1
-        for row in sorted(rows, key=lambda row: (row.passed, -row.used))[
-            : max(1, len(rows) - passed)
-        ]:
+        worst = sorted(rows, key=lambda row: (row.passed, -row.used))
+        for row in rows if len(rows) <= 2 else worst[: max(1, len(rows) - passed)]:
             mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"
             checks = f"{passed} of {len(rows)}" if name else ""
             table.add_row(mark, name, checks, *_cells(row))

@@ -1,6 +1,6 @@
 """What was taken from the engine during a level, and by whom. Pure: readings in, Disturbance out.
 
-    found = disturbance_of(parts, "engine")   # CoresSample of loadtests.host.disturbance
+    found = disturbance_of(parts, "engine")   # CoresSample of loadtests.host.core_watch
     found.share, found.is_disturbed, in_words(found)
 
 The kernel says how long a thread was ready and had no core, not who ran meanwhile. So the delay is

@@ -46,7 +46,7 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     """The cores of a subject since the reading before: CPU it wanted, CPU others had.
 
     The subject is the engine; of an endpoint that is not ours, the load generator. Seconds are of
-    one core; sums over readings are those of a longer one. loadtests.host.disturbance reads it.
+    one core; sums over readings are those of a longer one. loadtests.host.core_watch reads it.
     """
 
     seconds: float  # of wall clock

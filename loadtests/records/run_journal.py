@@ -198,10 +198,10 @@ class CellReady(Event, frozen=True, kw_only=True):
     peak_rss_bytes: int | None = None
     synthetic: bool | None = None  # random weights; None: not known
     url: str | None = None
-    layout: dict[str, Any] | None = None  # loadtests.host.processes.Layout
+    layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
     placement: Any = None  # the server's explanation
     memory_cap: str | None = None
-    target: dict[str, Any] | None = None  # loadtests.generator.endpoint.TargetFacts
+    target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
     sampling: Any = None  # resources that are not sampled, and why
 
     @property

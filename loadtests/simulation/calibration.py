@@ -36,7 +36,7 @@ from loadtests.simulation.step_observations import (
 from loadtests.simulation.step_replay import residuals_of
 from loadtests.simulation.step_time import StepLaw, StepObservation, fit
 from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import Workload, draw
 
 SHARE = 0.12  # of a cell's budget, at most
 LEAST_SECONDS = 2.0  # less buys nothing

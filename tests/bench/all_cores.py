@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
-from loadtests.host.disturbance import CoreWatch
-from loadtests.host.resources import engine_pids
+from loadtests.host.core_watch import CoreWatch
+from loadtests.host.resource_sampler import engine_pids
 from loadtests.metrics.disturbance import disturbance_of
 from models.resolve import resolve
 from serving.backends import spec_of

@@ -80,7 +80,7 @@ def server_module() -> Any:
 
 
 def workload() -> Any:
-    from loadtests.workload.requests import Workload
+    from loadtests.workload.request_lengths import Workload
 
     return Workload(preset="chat", max_prompt_tokens=40, max_output_tokens=16)
 
@@ -102,7 +102,7 @@ def truth(world: World) -> float:
     from loadtests.simulation.batching import simulate
     from loadtests.simulation.step_replay import ReplayedSteps, Residuals
     from loadtests.simulation.step_time import StepLaw
-    from loadtests.workload.requests import draw
+    from loadtests.workload.request_lengths import draw
 
     law = StepLaw(
         base_seconds=world.base / 1e3,
@@ -129,7 +129,7 @@ def predicted(world: World, seed: int, seconds: float) -> dict[str, float | None
     from loadtests.simulation import calibration
     from loadtests.simulation.step_observations import observations_of
     from loadtests.workload.arrivals import Poisson
-    from loadtests.workload.requests import draw
+    from loadtests.workload.request_lengths import draw
 
     module = server_module()
     skewed = module.Skewed(seed)

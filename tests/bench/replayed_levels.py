@@ -30,7 +30,7 @@ from loadtests.simulation.speed_under_load import speed_under_load, usual_speed
 from loadtests.simulation.step_observations import observations_of_burst
 from loadtests.simulation.step_replay import ReplayedSteps, Residuals, residuals_of
 from loadtests.simulation.step_time import StepLaw, StepObservation, fit
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import Workload, draw
 from reports.reference.archive import opened
 from reports.run import slo_of
 

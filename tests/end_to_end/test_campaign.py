@@ -24,7 +24,7 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import prediction_on_record
 from loadtests.campaign.runner import resume, run
 from loadtests.errors import BadRunFolder
-from loadtests.host.resources import engine_pids, family
+from loadtests.host.resource_sampler import engine_pids, family
 from loadtests.records.events import (
     CapacityStatus,
     CellFinished,

@@ -20,7 +20,7 @@ import pytest
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.runner import run
-from loadtests.host.processes import divide_cores
+from loadtests.host.cpu_pinning import divide_cores
 from loadtests.metrics import disturbance
 from loadtests.records.events import (
     CellFinished,

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from loadtests.errors import TargetUnusable
-from loadtests.generator.http_client import connect, fetch, get_bytes
+from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.records.old_run_folder import REQUESTS
 from tests.bench.attacks.edge import Attack, port_of
 from tests.bench.attacks.engine import tiny

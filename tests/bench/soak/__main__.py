@@ -33,7 +33,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from loadtests.host.processes import Child
+from loadtests.host.child_processes import Child
 from models.isolated import python_path
 from tests.bench.pressure.wire import Server, run, serving
 from tests.bench.soak.attackers import TOKENS_PER_SECOND

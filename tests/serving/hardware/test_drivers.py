@@ -83,7 +83,7 @@ def test_a_driver_that_does_not_start_is_a_cause(library: Path, wrong: str, caus
 
 def test_the_sampler_survives_an_old_driver(library: Path) -> None:
     code = (
-        "import msgspec, os; from loadtests.host.gpu import Gpu; from pathlib import Path;"
+        "import msgspec, os; from loadtests.host.resource_sampler import Gpu; from pathlib import Path;"
         "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-0002'; gpu = Gpu(root=Path('/nowhere'));"
         "import subprocess, sys;"
         "wait = 'import time; print(1, flush=True); time.sleep(60)';"

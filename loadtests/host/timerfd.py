@@ -1,1 +1,0 @@
-from loadtests.host.precise_timer import Alarm  # noqa: F401

@@ -1,1 +1,0 @@
-from loadtests.workload.exact_prompts import WORDS, Prompt, PromptMaker  # noqa: F401
