@@ -29,7 +29,7 @@ from loadtests.simulation.step_observations import (
 from loadtests.simulation.step_replay import Residuals
 from loadtests.simulation.step_time import StepLaw, StepObservation, fit
 from loadtests.workload.arrivals import Poisson
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import Workload, draw
 from tests.loadtests.simulation.simulated_server import Server, Skewed, staircase
 from tests.tools.records import request
 

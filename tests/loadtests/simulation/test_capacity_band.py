@@ -13,7 +13,7 @@ from loadtests.simulation.capacity_band import capacity_band
 from loadtests.simulation.old_simulated_capacity import predict
 from loadtests.simulation.step_time import StepLaw
 from loadtests.workload.arrivals import Arrivals, Diurnal, Gamma, OnOff, Piecewise, due_times
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import Workload, draw
 
 CHAT = SLO_PRESETS["chat"]
 LAW = StepLaw(
