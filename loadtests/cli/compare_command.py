@@ -136,7 +136,7 @@ COLUMNS = (
 
 def show_comparison(found: Comparison, console: Console) -> None:
     """Print in what two arms of runs differ."""
-    from loadtests.comparison.run_metrics import LIMIT, load_words
+    from loadtests.comparison.run_metrics import LIMIT
 
     for word, arm in (("first", found.first), ("second", found.second)):
         console.print(f"{word}: {', '.join(arm)}", style="dim", markup=False)
@@ -149,7 +149,7 @@ def show_comparison(found: Comparison, console: Console) -> None:
     for row in found.rows:
         table.add_row(
             row.cell,
-            "-" if row.metric == LIMIT else load_words(row.load),
+            "-" if row.metric == LIMIT else _load(row),
             row.metric,
             f"{row.runs[0]}+{row.runs[1]}",
             *_difference_cells(row),
@@ -169,6 +169,12 @@ def verdict_in_words(found: Comparison) -> str:
     ]
     span = f"{min(reach):.1%}" if len(reach) == 1 else f"{min(reach):.1%} to {max(reach):.1%}"
     return f"{found.verdict} ({len(reach)} metrics; differences of {span} would have been found)"
+
+
+def _load(row: Row) -> str:
+    if row.load is not None and row.load < 0:
+        return formatting.load(None, round(-row.load))
+    return formatting.load(row.load, digits=3)
 
 
 def _difference_cells(row: Row) -> list[str]:

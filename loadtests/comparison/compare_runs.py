@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from loadtests.analysis.capacity_text import in_words
 from loadtests.comparison.run_environment import (
     CELL,
     FACTS,
@@ -33,10 +35,9 @@ from loadtests.comparison.run_metrics import (
     LIMIT,
     MORE_IS_BETTER,
     CellValues,
-    LoadValues,
+    Load,
     RunValues,
     Value,
-    same_load,
 )
 from loadtests.errors import NotComparable
 from loadtests.records.run_folder import RunManifest
@@ -68,7 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One metric of one cell at one load."""
 
     cell: str
-    load: float | None  # as in LoadValues; None for the limit too
+    load: Load  # None for the limit too
     metric: str  # "TTFT p50" ..., "good", "output tokens/s", "limit"
     verdict: Verdict
     runs: tuple[int, int]  # of each arm, that have the metric
@@ -82,29 +83,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     first: list[str]  # run ids
     second: list[str]
-    verdict: Literal["faster", "slower", "different", "no difference", "not known"]
+    verdict: Verdict | Literal["different"]
     reason: str  # why it is not known
     rows: list[Row]
     notes: list[str]
     capacities: list[str] = []  # of each cell, what each run says in words
-
-
-class _Metric(msgspec.Struct, frozen=True):
-    """One metric before it is tested: what each run that has it says."""
-
-    cell: str
-    load: float | None
-    name: str
-    values: tuple[list[Value], list[Value]]
-    reason: str = ""  # why it cannot be tested
-
-    @property
-    def runs(self) -> tuple[int, int]:
-        return len(self.values[0]), len(self.values[1])
-
-    @property
-    def is_tested(self) -> bool:
-        return not self.reason and min(self.runs) >= LEAST_RUNS
 
 
 def compare(
@@ -120,22 +103,17 @@ def compare(
     """
     notes = _check(first, second, allow)
     pairs = _pairs(first, second, allow)
-    metrics: list[_Metric] = []
-    for mine, theirs in pairs:
-        found = _metrics(mine, theirs)
-        metrics += found
-        notes += _notes(mine, theirs, found)
-    rows = _judged(metrics, least)
+    found = [_rows(mine, theirs) for mine, theirs in pairs]
+    rows = _judged([row for rows in found for row in rows], least)
+    for (mine, theirs), own in zip(pairs, found, strict=True):
+        notes += _notes(mine, theirs, own)
     said = {row.verdict for row in rows}
-    verdict: Literal["faster", "slower", "different", "no difference", "not known"] = "not known"
+    order: tuple[Verdict, ...] = ("faster", "slower", "no difference", "not known")
+    verdict: Verdict | Literal["different"] = next(
+        (word for word in order if word in said), order[-1]
+    )
     if {"faster", "slower"} <= said:
         verdict = "different"
-    elif "faster" in said:
-        verdict = "faster"
-    elif "slower" in said:
-        verdict = "slower"
-    elif "no difference" in said:
-        verdict = "no difference"
     return Comparison(
         first=[run.manifest.run_id for run in first],
         second=[run.manifest.run_id for run in second],
@@ -149,7 +127,9 @@ def compare(
 
 def _capacities(mine: Cells, theirs: Cells) -> str:
     """`CELL: first holds 2.4/s, limit about 2.9/s (2.4–3.3); second not even alone`."""
-    first, second = (", ".join(cell.capacity_words for cell in cells) for cells in (mine, theirs))
+    first, second = (
+        ", ".join(in_words(cell.capacity) for cell in cells) for cells in (mine, theirs)
+    )
     return f"{mine[0].key}: first {first}; second {second}"
 
 
@@ -229,94 +209,77 @@ def _pairs(
     """Cells that are the same thing but for what may differ."""
     keys = [fact for fact in (*CELL, "workload") if fact not in allow]
     found: list[tuple[Cells, Cells]] = []
-    arms = _cells(first), _cells(second)
-    for mine in arms[0]:
+    ours, others = _cells(first), _cells(second)
+    for mine in ours:
         alike = [
             theirs
-            for theirs in arms[1]
+            for theirs in others
             if all(mine[0].facts[key] == theirs[0].facts[key] for key in keys)
         ]
         if len(alike) > 1:  # several differ only in what may differ: the one that is the same
             alike = [theirs for theirs in alike if theirs[0].facts == mine[0].facts]
         found += [(mine, theirs) for theirs in alike]
-    if not found:
-        raise NotComparable(
-            f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: "
-            + _unlike(arms[0][0][0], [cells[0] for cells in arms[1]], keys)
-        )
-    return found
-
-
-def _unlike(mine: CellValues, others: Sequence[CellValues], keys: Sequence[str]) -> str:
-    """Why no cell of the other run is the same thing."""
-    theirs = others[0].facts
+    if found:
+        return found
+    mine, theirs = ours[0][0], others[0][0]
+    why = (
+        f"{mine.key} could be any of {', '.join(cells[0].key for cells in others)}; leave out an "
+        "--allow, or name runs of one of them"
+    )
     for fact in keys:
-        if mine.facts[fact] != theirs[fact]:
-            return (
+        if mine.facts[fact] != theirs.facts[fact]:
+            why = (
                 f"their first cells differ in {fact}, {mine.facts[fact] or 'none'!r} and "
-                f"{theirs[fact] or 'none'!r}; compare them all the same with --allow {fact}"
+                f"{theirs.facts[fact] or 'none'!r}; compare them all the same with --allow {fact}"
             )
-    several = ", ".join(other.key for other in others)
-    return (
-        f"{mine.key} could be any of {several}; leave out an --allow, or name runs of one of them"
+            break
+    raise NotComparable(
+        f"no cell of run {first[0].manifest.run_id} is in run {second[0].manifest.run_id}: {why}"
     )
 
 
 def _cells(arm: Sequence[RunValues]) -> list[Cells]:
     """The cells of an arm, each with all runs that measured it."""
-    found: list[Cells] = []
-    for run in arm:
-        for cell in run.cells:
-            same = next((cells for cells in found if cells[0].facts == cell.facts), None)
-            if same is None:
-                found.append([cell])
-            else:
-                same.append(cell)
-    return found
+    found: dict[tuple[tuple[str, str], ...], Cells] = {}
+    for cell in (cell for run in arm for cell in run.cells):
+        found.setdefault(tuple(sorted(cell.facts.items())), []).append(cell)
+    return list(found.values())
 
 
-def _metrics(mine: Cells, theirs: Cells) -> list[_Metric]:
-    """Every metric at every load that is in both arms, then the limit."""
-    key = mine[0].key
-    found: list[_Metric] = []
-    for load in _loads(mine):
-        arms = _at(mine, load), _at(theirs, load)
-        if not (arms[0] and arms[1]):
+def _rows(mine: Cells, theirs: Cells) -> list[_Row]:
+    """Every metric at every load that is in both arms, then the limit, before the test."""
+    found: list[_Row] = []
+    arms = (mine, theirs)
+    for load in dict.fromkeys(load for cell in mine for load in cell.values):
+        at = [[cell for cell in arm if load in cell.values] for arm in arms]
+        if not all(at):
             continue
-        is_confounded = confounded(*([one.seeds for one in arm] for arm in arms))
-        for name in dict.fromkeys(name for arm in arms for one in arm for name in one.values):
-            values = [[one.values[name] for one in arm if name in one.values] for arm in arms]
-            reason = CONFOUNDED if is_confounded else _never(name, arms)
-            found.append(_Metric(key, load, name, (values[0], values[1]), reason))
-    limits = [[Value(one.limit) for one in cells if one.limit] for cells in (mine, theirs)]
+        is_confounded = confounded(*([cell.seeds[load] for cell in arm] for arm in at))
+        names = dict.fromkeys(name for arm in at for cell in arm for name in cell.values[load])
+        for name in names:
+            values = [[v for cell in arm if (v := cell.values[load].get(name))] for arm in at]
+            never = [sum(name in cell.never.get(load, ()) for cell in arm) for arm in at]
+            why = CONFOUNDED if is_confounded else ""
+            if not why and any(never):
+                why = f"infinite in {never[0]} and {never[1]} runs: too many requests failed"
+            found.append(_Row(mine[0].key, load, name, (values[0], values[1]), why))
+    limits = [[Value(cell.limit) for cell in arm if cell.limit] for arm in arms]
     why = ""
-    if confounded([cell.seeds for cell in mine], [cell.seeds for cell in theirs]):
+    if confounded(*([cell.all_seeds for cell in arm] for arm in arms)):
         why = CONFOUNDED
-    elif missing := sum(not one.limit for one in (*mine, *theirs)):
+    elif missing := sum(not cell.limit for arm in arms for cell in arm):
         why = f"no limit in {missing} runs"
-    found.append(_Metric(key, None, LIMIT, (limits[0], limits[1]), why))
-    return found
+    return [*found, _Row(mine[0].key, None, LIMIT, (limits[0], limits[1]), why)]
 
 
-def _at(cells: Cells, load: float | None) -> list[LoadValues]:
-    return [found for cell in cells if (found := cell.at(load)) is not None]
+class _Row(NamedTuple):
+    """One metric before it is tested: what each run that has it says."""
 
-
-def _loads(cells: Cells) -> list[float | None]:
-    """Each load once: single-stream, then closed loops, then rates."""
-    loads = [load.load for cell in cells for load in cell.loads]
-    found: list[float | None] = []
-    for load in sorted(loads, key=lambda load: (load is not None, load or 0.0)):
-        if not any(same_load(load, other) for other in found):
-            found.append(load)
-    return found
-
-
-def _never(name: str, arms: Iterable[Sequence[LoadValues]]) -> str:
-    never = [sum(name in one.never for one in arm) for arm in arms]
-    if not any(never):
-        return ""
-    return f"infinite in {never[0]} and {never[1]} runs: so many requests did not end well"
+    cell: str
+    load: Load
+    metric: str
+    values: tuple[list[Value], list[Value]]
+    why_not: str  # it cannot be tested
 
 
 def confounded(first: Sequence[frozenset[int]], second: Sequence[frozenset[int]]) -> bool:
@@ -333,38 +296,70 @@ def confounded(first: Sequence[frozenset[int]], second: Sequence[frozenset[int]]
     return False
 
 
-def _judged(metrics: Sequence[_Metric], least: float) -> list[Row]:
+def _judged(rows: Sequence[_Row], least: float) -> list[Row]:
     """All metrics, tested together."""
-    tests = max(1, sum(metric.is_tested for metric in metrics))
-    rows = [_row(metric, tests) for metric in metrics]
-    tested = [i for i, metric in enumerate(metrics) if metric.is_tested]
-    p_values = [found.p or 0.0 for i in tested if (found := rows[i].difference) is not None]
-    for i, p in zip(tested, holm(p_values), strict=True):
-        rows[i] = msgspec.structs.replace(
-            rows[i], p_adjusted=p, verdict=_verdict(rows[i], p, least)
+    runs = [(len(row.values[0]), len(row.values[1])) for row in rows]
+    is_tested = [
+        not row.why_not and min(own) >= LEAST_RUNS for row, own in zip(rows, runs, strict=True)
+    ]
+    tests = max(1, sum(is_tested))
+    found = []
+    for row, own, tested in zip(rows, runs, is_tested, strict=True):
+        why = row.why_not
+        if not why and not tested:
+            why = "one run an arm" if own == (1, 1) else f"{own[0]} and {own[1]} runs have it"
+        apart = difference(*row.values, tests=tests if tested else 0) if min(own) else None
+        found.append(
+            Row(
+                cell=row.cell,
+                load=row.load,
+                metric=row.metric,
+                verdict="not known",
+                runs=own,
+                difference=apart,
+                reason=why,
+            )
         )
-    return rows
+    places = [place for place, tested in enumerate(is_tested) if tested]
+    p_values = [apart.p or 0.0 for at in places if (apart := found[at].difference) is not None]
+    for at, p in zip(places, holm(p_values), strict=True):
+        found[at] = msgspec.structs.replace(
+            found[at], p_adjusted=p, verdict=_verdict(found[at], p, least)
+        )
+    return found
 
 
-def _row(metric: _Metric, tests: int) -> Row:
-    row = Row(
-        cell=metric.cell,
-        load=metric.load,
-        metric=metric.name,
-        verdict="not known",
-        runs=metric.runs,
-        reason=metric.reason or _too_few(metric.runs),
-    )
-    if not min(metric.runs):
-        return row
-    found = difference(*metric.values, tests=tests)
-    if not metric.is_tested:
-        found = Difference(first=found.first, second=found.second, ratio=found.ratio)
-    return msgspec.structs.replace(row, difference=found)
+def _verdict(row: Row, p: float, least: float) -> Verdict:
+    ratio = row.difference.ratio if row.difference is not None else 1.0
+    if p >= ALPHA or abs(ratio - 1) <= least:
+        return "no difference"
+    return "faster" if (ratio > 1) == (row.metric in MORE_IS_BETTER) else "slower"
+
+
+def _notes(mine: Cells, theirs: Cells, found: Sequence[_Row]) -> list[str]:
+    key = mine[0].key
+    notes = []
+    left_out = [sum(cell.left_out for cell in cells) for cells in (mine, theirs)]
+    if any(left_out):
+        notes.append(
+            f"{key}: {left_out[0]} and {left_out[1]} levels were cut short or not valid and are "
+            "left out"
+        )
+    if not any(row.load is not None for row in found):
+        rates = "; ".join(
+            ", ".join(sorted({f"{load:.3g}" for cell in arm for load in cell.values if load}))
+            or "none"
+            for arm in (mine, theirs)
+        )
+        notes.append(
+            f"{key}: no rate was measured in both arms ({rates}): "
+            "`crossover campaign repeat` measures a run's rates again, `search.rates` gives some"
+        )
+    return notes
 
 
 def difference(first: Sequence[Value], second: Sequence[Value], tests: int) -> Difference:
-    """Of two arms; `tests` are made in all, of which this is one."""
+    """Of two arms; `tests` are made in all, of which this is one; 0: it is not tested."""
     logs = [_spread(arm) for arm in (first, second)]
     means = [float(arm.mean()) for arm in logs]
     plain = Difference(
@@ -372,7 +367,7 @@ def difference(first: Sequence[Value], second: Sequence[Value], tests: int) -> D
         second=math.exp(means[1]),
         ratio=math.exp(means[1] - means[0]),
     )
-    if min(len(first), len(second)) < LEAST_RUNS:
+    if not tests or min(len(first), len(second)) < LEAST_RUNS:
         return plain
     from scipy import stats  # takes a second to import
 
@@ -390,7 +385,7 @@ def difference(first: Sequence[Value], second: Sequence[Value], tests: int) -> D
     )
 
 
-def _spread(arm: Sequence[Value]) -> np.ndarray:
+def _spread(arm: Sequence[Value]) -> npt.NDArray[np.float64]:
     """ln(value) of each run, no nearer to each other than chance alone leaves them."""
     logs = np.log([one.value for one in arm])
     least = max(LEAST_ERROR, *(one.error for one in arm))
@@ -407,39 +402,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty(len(order))
     adjusted[order] = np.maximum.accumulate(ranked)
     return [float(p) for p in adjusted]
-
-
-def _too_few(runs: tuple[int, int]) -> str:
-    if min(runs) >= LEAST_RUNS:
-        return ""
-    return "one run an arm" if runs == (1, 1) else f"{runs[0]} and {runs[1]} runs have it"
-
-
-def _verdict(row: Row, p: float, least: float) -> Verdict:
-    assert row.difference is not None
-    ratio = row.difference.ratio
-    if p >= ALPHA or abs(ratio - 1) <= least:
-        return "no difference"
-    return "faster" if (ratio > 1) == (row.metric in MORE_IS_BETTER) else "slower"
-
-
-def _notes(mine: Cells, theirs: Cells, found: Sequence[_Metric]) -> list[str]:
-    key = mine[0].key
-    notes = []
-    left_out = [sum(cell.left_out for cell in cells) for cells in (mine, theirs)]
-    if any(left_out):
-        notes.append(
-            f"{key}: {left_out[0]} and {left_out[1]} levels were cut short or not valid and are "
-            "left out"
-        )
-    if not any(metric.load is not None for metric in found):
-        notes.append(
-            f"{key}: no rate was measured in both arms ({_rates(mine)}; {_rates(theirs)}): "
-            "`crossover campaign repeat` measures a run's rates again, `search.rates` gives some"
-        )
-    return notes
-
-
-def _rates(cells: Cells) -> str:
-    rates = sorted({f"{load:.3g}" for load in _loads(cells) if load is not None and load > 0})
-    return ", ".join(rates) or "none"

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loadtests.analysis.capacity_text import in_words
 from loadtests.analysis.level import Level, levels_of
 from loadtests.analysis.percentiles import distribution
 from loadtests.analysis.slo import Slo
@@ -28,9 +27,7 @@ from loadtests.records.run_journal import (
     LevelPurpose,
     of_kind,
 )
-from models import formatting
 
-SAME_RATE = 0.001
 LEAST_ERROR = 1e-4  # standard deviation of ln(value) below which equal values are not believed
 LIMIT = "limit"  # the capacity as it is estimated
 GOOD = "good"
@@ -46,13 +43,7 @@ class Value(msgspec.Struct, frozen=True):
     error: float = LEAST_ERROR  # least standard deviation of its logarithm, by chance alone
 
 
-class LoadValues(msgspec.Struct, frozen=True):
-    """One load of one cell; of a load that was measured several times, the geometric mean."""
-
-    load: float | None  # requests/s; None: single-stream; below 0: users of a closed loop
-    seeds: frozenset[int]  # of arrivals, lengths and prompts
-    values: dict[str, Value]
-    never: frozenset[str] = frozenset()  # percentiles that are infinite
+Load = float | None  # requests/s, to four digits; None: single-stream; below 0: users
 
 
 class CellValues(msgspec.Struct, frozen=True):
@@ -60,7 +51,9 @@ class CellValues(msgspec.Struct, frozen=True):
 
     key: str
     facts: dict[str, str]  # of run_environment.CELL, and the workload's name
-    loads: list[LoadValues]
+    values: dict[Load, dict[str, Value]]  # by load and metric
+    seeds: dict[Load, frozenset[int]]  # of arrivals, lengths and prompts
+    never: dict[Load, frozenset[str]] = {}  # percentiles that are infinite
     capacity: Capacity | None = None  # as the run ended; None: it did not
     left_out: int = 0  # levels that were cut short, not valid, or with requests missing
 
@@ -70,15 +63,8 @@ class CellValues(msgspec.Struct, frozen=True):
         return (self.capacity.limit or None) if self.capacity is not None else None
 
     @property
-    def capacity_words(self) -> str:
-        return in_words(self.capacity)
-
-    @property
-    def seeds(self) -> frozenset[int]:
-        return frozenset(seed for load in self.loads for seed in load.seeds)
-
-    def at(self, load: float | None) -> LoadValues | None:
-        return next((one for one in self.loads if same_load(one.load, load)), None)
+    def all_seeds(self) -> frozenset[int]:
+        return frozenset().union(*self.seeds.values())
 
 
 class RunValues(msgspec.Struct, frozen=True):
@@ -120,10 +106,20 @@ def _cell(run: RunRecords, cell: dict[str, Any], levels: Sequence[Level]) -> Cel
     asked = [one for one in levels if one.started.purpose is not LevelPurpose.CALIBRATION]
     kept = [one for one in asked if _counts(one)]
     ended = of_kind(run.events, CellFinished, key)
+    by_load: dict[Load, list[Level]] = defaultdict(list)
+    for level in sorted(kept, key=lambda level: (_load(level) is not None, _load(level) or 0.0)):
+        by_load[_load(level)].append(level)
+    told = {load: [values_of(level, slo) for level in same] for load, same in by_load.items()}
     return CellValues(
         key=key,
         facts=_facts(cell),
-        loads=_each_once([values_of(level, slo) for level in kept]),
+        values={load: _mean([values for values, _ in same]) for load, same in told.items()},
+        seeds={
+            load: frozenset(level.started.seed for level in same) for load, same in by_load.items()
+        },
+        never={
+            load: frozenset().union(*(never for _, never in same)) for load, same in told.items()
+        },
         capacity=ended[-1].capacities.get(slo.name) if ended else None,
         left_out=len(asked) - len(kept),
     )
@@ -136,8 +132,8 @@ def _counts(level: Level) -> bool:
     return end.disturbance is None or not end.disturbance.is_set_aside
 
 
-def values_of(level: Level, slo: Slo) -> LoadValues:
-    """The metrics of one level that its requests are enough for."""
+def values_of(level: Level, slo: Slo) -> tuple[dict[str, Value], frozenset[str]]:
+    """The metrics of one level that its requests are enough for; percentiles that are infinite."""
     values: dict[str, Value] = {}
     never = []
     for name, column in (("TTFT", level.ttft), ("TPOT", level.tpot), ("E2E", level.e2e)):
@@ -154,8 +150,7 @@ def values_of(level: Level, slo: Slo) -> LoadValues:
         values[GOOD] = good_share(judged.good, judged.due)
     if level.output_tokens_per_second:
         values[TOKENS] = Value(level.output_tokens_per_second)
-    positive = {name: one for name, one in values.items() if one.value > 0}
-    return LoadValues(_load(level), frozenset({level.started.seed}), positive, frozenset(never))
+    return {name: one for name, one in values.items() if one.value > 0}, frozenset(never)
 
 
 def good_share(good: int, due: int) -> Value:
@@ -167,55 +162,22 @@ def good_share(good: int, due: int) -> Value:
     return Value(share, math.sqrt((1 - share) / (share * (due + 1))))
 
 
-def _each_once(levels: Sequence[LoadValues]) -> list[LoadValues]:
-    """Levels of the same load as one, by the mean logarithm of what all of them have."""
-    groups: list[list[LoadValues]] = []
-    for level in levels:
-        group = next((one for one in groups if same_load(one[0].load, level.load)), None)
-        if group is None:
-            groups.append([level])
-        else:
-            group.append(level)
-    return [_mean(group) if len(group) > 1 else group[0] for group in groups]
+def _mean(levels: Sequence[dict[str, Value]]) -> dict[str, Value]:
+    """Of levels at one load: the geometric mean of each metric that all of them have."""
+    names = [name for name in levels[0] if all(name in values for values in levels)]
+    found = {name: [values[name] for values in levels] for name in names}
+    return {
+        name: Value(
+            math.exp(np.mean([math.log(one.value) for one in many])),
+            math.sqrt(sum(one.error**2 for one in many)) / len(many),
+        )
+        for name, many in found.items()
+    }
 
 
-def _mean(levels: Sequence[LoadValues]) -> LoadValues:
-    parts: dict[str, list[Value]] = defaultdict(list)
-    for level in levels:
-        for name, value in level.values.items():
-            parts[name].append(value)
-    return LoadValues(
-        levels[0].load,
-        frozenset(seed for level in levels for seed in level.seeds),
-        {
-            name: Value(
-                math.exp(np.mean([math.log(one.value) for one in found])),
-                math.sqrt(sum(one.error**2 for one in found)) / len(found),
-            )
-            for name, found in parts.items()
-            if len(found) == len(levels)
-        },
-        frozenset(name for level in levels for name in level.never),
-    )
-
-
-def same_load(one: float | None, other: float | None) -> bool:
-    """Rates of different searches are never the same; those of a repeat are, to rounding."""
-    if one is None or other is None:
-        return one is other
-    return abs(one - other) <= SAME_RATE * abs(other)
-
-
-def load_words(load: float | None) -> str:
-    """`1.8/s`, `alone`, `8 users`."""
-    if load is None or load > 0:
-        return formatting.load(load, digits=3)
-    return formatting.load(None, round(-load))
-
-
-def _load(level: Level) -> float | None:
+def _load(level: Level) -> Load:
     if level.rate is not None:
-        return level.rate
+        return float(f"{level.rate:.4g}")
     return None if level.is_single_stream else -float(level.started.concurrency or 1)
 
 

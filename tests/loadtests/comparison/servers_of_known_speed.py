@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.comparison.run_metrics import CellValues, LoadValues, RunValues, Value, good_share
+from loadtests.comparison.run_metrics import CellValues, RunValues, Value, good_share
 from loadtests.records.run_folder import RunManifest
 from loadtests.records.run_journal import FORMAT_VERSION, Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
@@ -123,16 +123,22 @@ class Servers:
             unique = int(rng.integers(1 << 40))
         else:
             unique = seed
-        loads = [
-            LoadValues(None, frozenset({unique}), alone(scale, rng)),
-            *[
-                LoadValues(rate, frozenset({unique + 1}), level(rate, round(scale / STEP), seed))
-                for rate in (1.5, 2.2)
-            ],
-        ]
+        values = {rate: level(rate, round(scale / STEP), seed) for rate in (1.5, 2.2)}
+        seeds = {None: unique, 1.5: unique + 1, 2.2: unique + 1}
         limit = 3.0 / scale * math.exp(0.03 * rng.normal())
         capacity = Capacity(state="no_rate_confirmed", method="law", limit=limit)
-        return RunValues(manifest(name, at=at), [CellValues("c", CELL, loads, capacity)])
+        return RunValues(
+            manifest(name, at=at),
+            [
+                CellValues(
+                    "c",
+                    CELL,
+                    {None: alone(scale, rng), **values},
+                    {load: frozenset({one}) for load, one in seeds.items()},
+                    capacity=capacity,
+                )
+            ],
+        )
 
 
 def alone(scale: float, rng: np.random.Generator) -> dict[str, Value]:
