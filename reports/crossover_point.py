@@ -24,6 +24,7 @@ from reports.devices.device_capacity import (
     capacity_of,
     holds,
     machine_of,
+    slow_server,
 )
 from reports.devices.device_catalog import Device, priced_gpus
 from reports.errors import ReportError
@@ -67,6 +68,21 @@ def cheapest(
         except ReportError:  # its memory does not suffice, or its peak is not known
             continue
     return None
+
+
+def fitting(spec: ModelSpec, weight_format: str, traffic: Traffic, most: int) -> list[Machine]:
+    """The cheapest GPUs that the model fits on, whatever they hold."""
+    found = []
+    for device in priced_gpus():
+        machine = machine_of(device)
+        try:
+            slow_server(machine, spec, weight_format, traffic)
+        except ReportError:
+            continue
+        found.append(machine)
+        if len(found) == most:
+            break
+    return found
 
 
 def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:

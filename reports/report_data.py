@@ -21,7 +21,7 @@ import numpy as np
 from loadtests.analysis.capacity_estimate import estimate
 from loadtests.analysis.energy import Energy, energy_of
 from loadtests.analysis.level import Judged, Level, levels_of
-from loadtests.analysis.level_validity import NamedWarning
+from loadtests.analysis.level_validity import NamedWarning, level_warnings
 from loadtests.analysis.slo import Slo
 from loadtests.errors import BadRunFolder, LoadError
 from loadtests.records.resource_sample import ResourceSample
@@ -87,6 +87,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     level: Level
     judged: Judged
     energy: Energy | None = None  # in the window; None: not measured
+    warnings: tuple[NamedWarning, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -184,8 +185,8 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     cells: tuple[CellData, ...]
     requests: int  # due in the window of a finished level
     measured_seconds: float | None
+    events: tuple[Event, ...] = ()  # of all runs, in order
     damage: tuple[str, ...] = ()  # what is left out of the files
-    warnings: tuple[NamedWarning, ...] = ()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -222,6 +223,7 @@ def read_report(folders: Sequence[Path], slo: Slo | None = None) -> ReportData:
         cells=tuple(sorted(cells.values(), key=_order)),
         requests=sum(one.judged.due for cell in cells.values() for one in cell.levels),
         measured_seconds=sum(max(one) - min(one) for one in spans),
+        events=tuple(event for run in runs for event in run.events),
         damage=tuple(text for run in runs for text in run.damage()),
     )
 
@@ -370,7 +372,7 @@ def _cell_of(
         reason=reason,
         skip_cause=skipped.cause if skipped is not None else None,
         levels=tuple(
-            LevelData(level=one, judged=one.judge(slo), energy=_energy(one, samples))
+            _level_of(one, slo, samples)
             for one in levels
             if one.is_single_stream or one.rate is not None
         ),
@@ -416,11 +418,15 @@ def _spec(model: str) -> ModelSpec | None:
         return None
 
 
-def _energy(level: Level, samples: Sequence[ResourceSample]) -> Energy | None:
+def _level_of(level: Level, slo: Slo, samples: Sequence[ResourceSample]) -> LevelData:
+    mine = [one for one in samples if one.level == level.name]
     began = level.started.started_unix_seconds
-    start, end = level.window
-    return energy_of(
-        [one for one in samples if one.level == level.name], began + start, began + end
+    start, end = (began + at for at in level.window)
+    return LevelData(
+        level=level,
+        judged=level.judge(slo),
+        energy=energy_of(mine, start, end),
+        warnings=level_warnings(level, slo, mine),
     )
 
 

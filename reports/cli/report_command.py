@@ -1,23 +1,24 @@
-"""crossover report RUN...: options in, headline and path out."""
+"""crossover report RUN...: options in, the answer and the files out."""
 
 from __future__ import annotations
 
 import webbrowser
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from loadtests.metrics.slo import SLO_PRESETS
-from reports.errors import ReportError
+from loadtests.analysis.slo import SLO_PRESETS, Slo
+from reports.ci_checks import checked
+from reports.errors import MissingPackage, ReportError
+from reports.headline import Answer, answers_of, basis, headline
+from reports.report_data import ReportData, read_report
+from reports.report_files import FORMATS, as_json, write_files
 from serving.bounds import option
 from serving.cli.parameters import command_of
 
-FORMATS = ("html", "md", "csv", "json", "parquet", "png", "svg")
 USUAL = "html,md,csv"
-PRESETS = ", ".join(SLO_PRESETS)
 
 
 class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,133 +26,120 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: Annotated[list[Path], option("", "Run folders: runs/<id>.", is_argument=True)]
     out: Annotated[
-        Path | None,
-        option("", "Where to write (default: `report` in the first run's folder)."),
+        Path | None, option("", "Where to write (default: `report` in the first run's folder).")
     ] = None
     formats: Annotated[
         str | None,
-        option(
-            "",
-            f"What to write, of {', '.join(FORMATS)} (default: {USUAL}; nothing with --json "
-            "or --check).",
-            "format",
-        ),
+        option("", f"What to write, of {', '.join(FORMATS)} (default: {USUAL}).", "format"),
     ] = None
-    png: Annotated[bool, option("", "Write every chart as PNG too.")] = False
-    rate: Annotated[
-        float | None,
-        option("", "The requests/s that you need: drawn into the map and judged in a sentence."),
+    png: Annotated[bool, option("", "Write the first screen as a picture too.")] = False
+    slo: Annotated[
+        str | None,
+        option("", f"Judge by another SLO than the run's: {', '.join(SLO_PRESETS)}."),
     ] = None
-    slo: Annotated[str | None, option("", f"Judge by another SLO than the run's: {PRESETS}.")] = (
-        None
-    )
     ttft: Annotated[float | None, option("", "Another limit of TTFT, in seconds.")] = None
     tpot: Annotated[float | None, option("", "Another limit of TPOT, in seconds.")] = None
     target: Annotated[
         float | None, option("", "Another share of requests that must be good, 0 to 1.")
     ] = None
-    machine: Annotated[
-        list[Path] | None,
-        option(
-            "", "A file of `crossover calibrate`: what that machine would hold; may be repeated."
-        ),
-    ] = None
-    plan: Annotated[
-        Path | None,
-        option("", "A plan file: what would serve its forecast, with this machine in it."),
-    ] = None
-    reference: Annotated[
-        bool, option("", "Put shipped results of the same models beside the run's.")
-    ] = False
-    separate: Annotated[
-        bool, option("", "A report for each run: runs of machines that differ.")
-    ] = False
-    as_json: Annotated[
-        bool, option("", "Print the report as JSON (docs/report.md), and nothing else.", "json")
-    ] = False
     checks: Annotated[
         list[str] | None,
         option(
             "",
-            "End with status 1 unless this is so, e.g. 'capacity(\"1b\") >= 0.5' "
-            "(docs/report.md); may be repeated.",
+            'End with status 1 unless this is so, e.g. "1b:capacity>=0.5"; repeatable.',
             *("check", "CONDITION"),
         ),
     ] = None
+    share: Annotated[
+        Path | None,
+        option("", "Write a copy of the run without names, to give away; nothing else."),
+    ] = None
+    as_json: Annotated[bool, option("", "Print the numbers as JSON, and nothing else.", "json")] = (
+        False
+    )
     open_page: Annotated[bool, option("", "Open the page in a browser.", "open")] = False
 
 
 def _report(options: ReportOptions) -> None:
-    """Turn runs into one HTML page, Markdown, CSV and more, computed from their records.
+    """Turn runs into one HTML page, Markdown and CSV, computed from their records.
 
     \b
-    crossover report runs/ID                    # runs/ID/report/index.html
-    crossover report runs/ID --rate 0.5         # and whether 0.5 requests/s are held
-    crossover report runs/ID --check 'capacity("1b") >= 0.5'    # for CI: exit status 0 or 1
+    crossover report runs/ID                                # runs/ID/report/index.html
+    crossover report runs/ID --check "1b:capacity>=0.5"     # for CI: exit status 0 or 1
     """
-    if options.rate is not None and not options.rate > 0:
-        raise ReportError(f"--rate must be above 0 requests/s, got {options.rate}")
     if len({folder.resolve() for folder in options.runs}) < len(options.runs):
         raise ReportError("the same run is named twice")
-    groups = [[folder] for folder in options.runs] if options.separate else [options.runs]
-    if options.as_json and len(groups) > 1:
-        raise ReportError("--json prints one report: leave --separate out")
-    passed = [_one(group, options) for group in groups]
-    if not all(passed):
-        raise typer.Exit(1)
+    formats = _formats(options)
+    if options.share is not None:
+        from reports.export_run import export_run
+
+        for line in export_run(options.runs[0], options.share):
+            typer.echo(line)
+        return
+    data = read_report(options.runs, _slo(options))
+    answers = answers_of(data)
+    if options.as_json:
+        typer.echo(as_json(data, answers).decode(), nl=False)
+        return
+    typer.echo(headline(answers, data))
+    typer.echo(basis(data))
+    if options.checks:
+        found = [checked(condition, answers) for condition in options.checks]
+        for one in found:
+            typer.echo(f"{'ok  ' if one.holds else 'FAIL'}  {one.text}")
+        if not all(one.holds for one in found):
+            raise typer.Exit(1)
+        if options.formats is None and not options.png:
+            return
+    _write(options, data, answers, formats)
 
 
 report = command_of(ReportOptions, _report)
 
 
-def _one(group: list[Path], options: ReportOptions) -> bool:
-    """A report; whether all that is to be checked is so."""
-    from reports.charts.figure import draws, missing_charts
-    from reports.write import Asked, as_json, checked, read, write
-
-    formats = _formats(options)
-    if options.formats is None and not options.png and "html" in formats and not draws():
-        typer.echo(f"No page: {missing_charts('it needs')}", err=True)
-        formats = tuple(name for name in formats if name != "html")
-    asked = Asked(
-        formats=formats,
-        rate=options.rate,
-        slo=options.slo,
-        ttft_seconds=options.ttft,
-        tpot_seconds=options.tpot,
-        target=options.target,
-        machines=tuple(options.machine or ()),
-        say=partial(typer.echo, err=True),
-        predicts=bool(formats) or options.as_json,
-        plan=options.plan,
-        reference=options.reference,
-    )
-    found = read(group, asked)
-    checks = checked(found, options.checks or ())
-    if options.as_json:
-        typer.echo(as_json(found), nl=False)
-    else:
-        typer.echo(f"\n{found.headline}\n")
-    if asked.formats:
-        folder = options.out or group[0] / "report"
-        if options.out is None and folder.is_symlink():  # a stranger's run would say where to
-            raise ReportError(f"{folder} is a link; --out says where to write")
-        if options.separate and options.out is not None:
-            folder = options.out / group[0].resolve().name
-        main = write(found, folder, asked)
-        typer.echo(f"Report: {main}", err=options.as_json)
-        if options.open_page and main.suffix == ".html":
-            webbrowser.open(main.resolve().as_uri())
-    for one in checks:
-        state = {True: "passed", False: "FAILED", None: "NOT KNOWN, so not passed"}[one.passed]
-        typer.echo(f"{state}: {one.text}  [{'; '.join(one.values)}]", err=options.as_json)
-    return all(one.passed for one in checks)
+def _write(
+    options: ReportOptions, data: ReportData, answers: list[Answer], formats: list[str]
+) -> None:
+    folder = options.out or options.runs[0] / "report"
+    try:
+        written = write_files(data, answers, folder, formats)
+    except MissingPackage as problem:
+        if options.formats is not None:
+            raise
+        typer.echo(f"No page: {problem}", err=True)
+        written = write_files(data, answers, folder, ["csv"])
+    for path in written:
+        typer.echo(str(path))
+    if options.open_page:
+        webbrowser.open(written[0].resolve().as_uri())
 
 
-def _formats(options: ReportOptions) -> tuple[str, ...]:
-    usual = "" if options.as_json or options.checks else USUAL
-    text = usual if options.formats is None else options.formats
-    asked = [name.strip() for name in text.split(",") if name.strip()]
-    if set(asked) - set(FORMATS) or (not asked and options.formats is not None):
-        raise ReportError(f"--format {options.formats!r} is none of {', '.join(FORMATS)}")
-    return tuple(dict.fromkeys([*asked, *(["png"] if options.png else [])]))
+def _formats(options: ReportOptions) -> list[str]:
+    asked = [name.strip() for name in (options.formats or USUAL).split(",") if name.strip()]
+    unknown = [name for name in asked if name not in FORMATS]
+    if unknown:
+        raise ReportError(f"--format {unknown[0]!r} is not one of {', '.join(FORMATS)}")
+    return [*asked, *(["png"] if options.png and "png" not in asked else [])]
+
+
+def _slo(options: ReportOptions) -> Slo | None:
+    """Another SLO than the run's; None: its own. Raises ReportError."""
+    changes = {
+        name: value
+        for name, value in (
+            ("ttft_seconds", options.ttft),
+            ("tpot_seconds", options.tpot),
+            ("target", options.target),
+        )
+        if value is not None
+    }
+    if options.slo is None and not changes:
+        return None
+    if options.slo is not None and options.slo not in SLO_PRESETS:
+        raise ReportError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
+    base = SLO_PRESETS[options.slo] if options.slo is not None else read_report(options.runs).slo
+    try:
+        named = {"name": f"{base.name} (changed)"} if changes else {}
+        return msgspec.structs.replace(base, **changes, **named)
+    except ValueError as problem:
+        raise ReportError(str(problem)) from problem

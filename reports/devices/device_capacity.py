@@ -204,6 +204,16 @@ def _simulated(
     return _Simulated(law, policy, traffic, half_width, {})
 
 
+def slow_server(
+    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int = 1
+) -> Server:
+    """The simulated server at the machine's low end: nine in ten are quicker.
+
+    Raises ReportError where the memory does not suffice or no law is known.
+    """
+    return _simulated(machine, spec, weight_format, traffic, devices).at(1)
+
+
 def holds(
     machine: Machine,
     spec: ModelSpec,
