@@ -175,8 +175,8 @@ def confirming_seconds(
 
 def alone_seconds(seen: Sequence[Counted]) -> float | None:
     """Mean E2E of single-stream requests; None where none ended."""
-    known = [one.level.mean(one.level.e2e) for one in seen if one.level.is_single_stream]
-    known = [seconds for seconds in known if seconds is not None]
+    means = [one.level.mean(one.level.e2e) for one in seen if one.level.is_single_stream]
+    known = [seconds for seconds in means if seconds is not None]
     return sum(known) / len(known) if known else None
 
 

@@ -187,7 +187,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         """Gaps between content chunks of all counted requests, one after the other."""
         request = np.repeat(np.arange(len(self.due)), self.chunk_counts)
         inside = (request[1:] == request[:-1]) & self.counted[request[1:]]
-        return np.diff(self.chunks)[inside]
+        gaps: Floats = np.diff(self.chunks)[inside]
+        return gaps
 
     def good(self, slo: Slo) -> npt.NDArray[np.bool_]:
         """[requests]: ok, TTFT and TPOT within the limits. One chunk cannot break TPOT."""

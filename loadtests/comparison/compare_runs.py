@@ -221,16 +221,16 @@ def _pairs(
         found += [(mine, theirs) for theirs in alike]
     if found:
         return found
-    mine, theirs = ours[0][0], others[0][0]
+    one, other = ours[0][0], others[0][0]
     why = (
-        f"{mine.key} could be any of {', '.join(cells[0].key for cells in others)}; leave out an "
+        f"{one.key} could be any of {', '.join(cells[0].key for cells in others)}; leave out an "
         "--allow, or name runs of one of them"
     )
     for fact in keys:
-        if mine.facts[fact] != theirs.facts[fact]:
+        if one.facts[fact] != other.facts[fact]:
             why = (
-                f"their first cells differ in {fact}, {mine.facts[fact] or 'none'!r} and "
-                f"{theirs.facts[fact] or 'none'!r}; compare them all the same with --allow {fact}"
+                f"their first cells differ in {fact}, {one.facts[fact] or 'none'!r} and "
+                f"{other.facts[fact] or 'none'!r}; compare them all the same with --allow {fact}"
             )
             break
     raise NotComparable(

@@ -15,7 +15,7 @@ def test_the_energy_of_a_part_of_the_samples_is_their_watts_by_their_time() -> N
     # 0.5 s of the sample at 3, then those at 4, 5 and 6
     assert found.cpu_joules == pytest.approx(0.5 * 13 + 14 + 15 + 16)
     assert found.gpu_joules == pytest.approx(350.0)
-    assert found.joules == pytest.approx(found.cpu_joules + 350.0)
+    assert found.joules == pytest.approx(0.5 * 13 + 14 + 15 + 16 + 350.0)
     assert found.measured_by == "RAPL and NVML"
     card = [sample(float(at), gpu_watts=100.0, gpu_by="amdgpu") for at in range(11)]
     assert energy_of(card, 2.5, 6.0).measured_by == "amdgpu"  # type: ignore[union-attr]

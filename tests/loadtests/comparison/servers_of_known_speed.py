@@ -111,7 +111,9 @@ class Servers:
     ) -> list[RunValues]:
         """Begun in turns with the other arm; `seeds` of the levels, none: drawn anew each run."""
         return [
-            self._run(f"{name}{i}", slower, 2 * i + (name > "a"), seeds and seeds[i])
+            self._run(
+                f"{name}{i}", slower, 2 * i + (name > "a"), None if seeds is None else seeds[i]
+            )
             for i in range(runs)
         ]
 
@@ -123,7 +125,8 @@ class Servers:
             unique = int(rng.integers(1 << 40))
         else:
             unique = seed
-        values = {rate: level(rate, round(scale / STEP), seed) for rate in (1.5, 2.2)}
+        values: dict[float | None, dict[str, Value]] = {None: alone(scale, rng)}
+        values |= {rate: level(rate, round(scale / STEP), seed) for rate in (1.5, 2.2)}
         seeds = {None: unique, 1.5: unique + 1, 2.2: unique + 1}
         limit = 3.0 / scale * math.exp(0.03 * rng.normal())
         capacity = Capacity(state="no_rate_confirmed", method="law", limit=limit)
@@ -133,7 +136,7 @@ class Servers:
                 CellValues(
                     "c",
                     CELL,
-                    {None: alone(scale, rng), **values},
+                    values,
                     {load: frozenset({one}) for load, one in seeds.items()},
                     capacity=capacity,
                 )

@@ -191,7 +191,7 @@ def run(name: str, facts: dict[str, str] = CELL, rate: float = 1.0, **changes: A
     ],
 )
 def test_runs_that_differ_in_a_fact_are_refused_with_both_values(
-    changes: dict, message: str
+    changes: dict[str, Any], message: str
 ) -> None:
     a, b = run("a"), run("b", **changes)
     with pytest.raises(NotComparable, match=message):
