@@ -52,7 +52,7 @@ from reports.engines import side_by_side
 from reports.run import read_run
 from reports.write import Asked, write_report
 from tests.loadtests.campaign.checks import check_folder
-from tests.loadtests.capacity.known_worlds import waits_md_c
+from tests.loadtests.analysis.made import waits_md_c
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.slow

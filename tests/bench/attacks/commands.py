@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loadtests.errors import TargetUnusable
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.records.old_run_folder import REQUESTS
+from loadtests.records.run_folder import REQUESTS
 from tests.bench.attacks.edge import Attack, port_of
 from tests.bench.attacks.engine import tiny
 from tests.loadtests.generator.plain_locust import locust, swarm
