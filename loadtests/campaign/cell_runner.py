@@ -41,6 +41,7 @@ from loadtests.records.run_journal import (
 )
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.calibration_bursts import Burst, calibrate
+from loadtests.simulation.simulated_capacity import measured_reuse
 from loadtests.simulation.step_law import StepLaw
 from loadtests.simulation.step_observation import level_factor
 from models import formatting
@@ -445,6 +446,9 @@ def _calibrate(run: _Sitting, seconds: float) -> None:
         run.bench.recover()
         return
     policy = policy or foreign_policy(found.slots)
+    if policy is not None:
+        reused = measured_reuse(campaign.workload_of(state.cell), single)
+        policy = msgspec.structs.replace(policy, reused_share=reused)
     # The bursts' own time is on record with each: here is what the rest took.
     spent = run.clock() - began - (state.spent_seconds - spent_before)
     made = Calibrated(

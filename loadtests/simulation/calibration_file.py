@@ -24,7 +24,9 @@ from models.spec import ModelSpec
 from serving.bounds import Count, Positive, Seconds, bound
 from serving.hardware.facts import HardwareFacts
 
-VERSION = 2  # 1: a grid of step times measured in process, with bandwidth and matrix rates
+VERSION: Literal[2] = (
+    2  # 1: a grid of step times measured in process, with bandwidth and matrix rates
+)
 
 MOST_CHARACTERS = 200
 Text = Annotated[str, Meta(max_length=MOST_CHARACTERS)]

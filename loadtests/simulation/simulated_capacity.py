@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from loadtests.analysis.level import Level
 from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import (
@@ -101,6 +102,21 @@ def lengths_of(workload: Workload, n: int, seed: int, reused_share: float = 0.0)
         order = generator(seed, 0x5C).permutation(n)
         prompt, output, cached = prompt[order], output[order], cached[order]
     return Lengths(prompt, output, cached)
+
+
+def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
+    """A policy's `reused_share`: of what prompts had in common with earlier ones, how much the
+    server found in its cache. 0.0 where it does not say, and without sessions and prefixes.
+    """
+    asks = draw(workload, QUICK_REQUESTS, 1)
+    known = sum(max(ask.history_tokens, ask.prefix_tokens) for ask in asks)
+    told = [~np.isnan(level.cached_tokens) & ~np.isnan(level.prompt_tokens) for level in levels]
+    found = list(zip(levels, told, strict=True))
+    prompts = sum(float(level.prompt_tokens[which].sum()) for level, which in found)
+    if not known or not prompts:
+        return 0.0
+    cached = sum(float(level.cached_tokens[which].sum()) for level, which in found) / prompts
+    return min(1.0, cached / (known / sum(ask.prompt_tokens for ask in asks)))
 
 
 def capacity(
@@ -272,7 +288,7 @@ class Server:
         # Straight between the two: the share falls by little.
         above, beneath = self.share(low, slo), self.share(high, slo)
         part = (above - slo.target) / max(above - beneath, 1e-9)
-        return low * (high / low) ** min(part, 1.0)
+        return float(low * (high / low) ** min(part, 1.0))
 
     def _simulated(self, due: Array) -> Simulated:
         lengths = self.lengths

@@ -18,10 +18,12 @@ from loadtests.simulation.simulated_capacity import (
     good_shares,
     latency_curve,
     lengths_of,
+    measured_reuse,
 )
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Gamma, OnOff, Poisson, due_times
 from loadtests.workload.request_lengths import Workload
+from tests.loadtests.simulation.known_server import KnownServer
 
 capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)
 
@@ -124,6 +126,19 @@ def test_the_history_of_a_session_is_what_can_be_found():
     assert later.any()
     assert (lengths.prompt - lengths.cached)[later].tolist() == [50] * int(later.sum())
     assert not lengths.cached[~later].any()
+
+
+def test_how_much_a_server_found_in_its_cache_is_measured():
+    shared = Workload(prompt_tokens=200, output_tokens=8, shared_prefix_tokens=150)
+    server = KnownServer(LAW.seconds)
+    levels = [
+        server.level([0.0, 5.0, 10.0], [200] * 3, [8] * 3, [0, 150, 150]),
+        server.level([0.0], [200], [8], [150]),
+    ]
+    assert measured_reuse(shared, levels) == pytest.approx(0.75)
+    assert measured_reuse(CHAT, levels) == 0.0
+    untold = msgspec.structs.replace(levels[1], cached_tokens=np.array([np.nan]))
+    assert measured_reuse(shared, [untold]) == 0.0
 
 
 @pytest.mark.parametrize("slots", [1, 64])
