@@ -41,6 +41,7 @@ from loadtests.load_generator.load_plan import (
     Stop,
     Wire,
 )
+from loadtests.load_generator.locust_page import guard
 from loadtests.load_generator.locust_process import (
     FOLDER_VARIABLE,
     LEAD_SECONDS,
@@ -134,6 +135,8 @@ class Roles:
         self._given = dict(vars(environment.parsed_options))
         if FOLDER_VARIABLE in os.environ:
             os.chdir(os.environ[FOLDER_VARIABLE])
+        if environment.web_ui is not None:
+            guard(environment)
         if isinstance(runner, WorkerRunner):
             side = WorkerSide(runner, own_target())
             side.obey = Sender(lambda wire: (self._count(wire), side.tell(wire))[1]).obey

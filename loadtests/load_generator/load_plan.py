@@ -169,5 +169,5 @@ def total(accounts: Iterable[Ended]) -> Ended:
         cpu_seconds=sum(one.cpu_seconds for one in many),
         busy_share=max(shares, default=None),
         wall_seconds=max(one.wall_seconds for one in many),
-        processes=len(many),
+        processes=sum(one.processes for one in many),
     )

@@ -9,30 +9,20 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtests.errors import LevelInterrupted
-from loadtests.generator.channel import LoadGenerator
-from loadtests.generator.endpoint import Target, probe
-from loadtests.generator.http_client import connect, fetch, get_bytes
-from loadtests.generator.launcher import GeneratorProcess
-from loadtests.generator.load_plan import LoadPlan
-from loadtests.generator.messages import (
-    Ended,
-    Late,
-    Recorded,
-    Started,
-    Stop,
-    Told,
-    WorkerClock,
-    Workers,
-)
-from loadtests.records.schema import RequestRecord
+from loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Started, Told
+from loadtests.load_generator.locust_process import LoadGenerator
+from loadtests.load_generator.openai_endpoint import Target, probe
+from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import Constant, Poisson, due_times
-from loadtests.workload.requests import Workload
+from loadtests.workload.request_lengths import Ask, Workload
 
 Start = Callable[..., str]
 SMALL = Workload(prompt_tokens=16, output_tokens=8)
@@ -42,36 +32,26 @@ USERS = 3
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
     """One load generator for all levels of this module: it takes one plan after the other."""
-    log = tmp_path_factory.mktemp("alone") / "log"
-    with LoadGenerator(GeneratorProcess(log=log, users=USERS)) as generator:
+    with LoadGenerator(log=tmp_path_factory.mktemp("alone") / "log") as generator:
         yield generator
-        generator.close()
-        assert generator.child.poll() == 0, "it quits when the pipe closes"
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
-    log = tmp_path_factory.mktemp("two") / "log"
-    with LoadGenerator(GeneratorProcess(log=log, users=USERS, processes=2)) as generator:
+    with LoadGenerator(log=tmp_path_factory.mktemp("two") / "log", processes=2) as generator:
         yield generator
 
 
-def told(generator: LoadGenerator, plan: LoadPlan, stop_at: type[Told] | None = None) -> list[Told]:
-    """All that it says of one level, but of its workers.
-
-    `stop_at`: the level is stopped at the first such message.
-    """
-    generator.channel.send(plan)
+def told(generator: LoadGenerator, plan: LoadPlan, stop_at: type | None = None) -> list[Told]:
+    """All that it says of one level. `stop_at`: it is stopped at the first such message."""
     messages: list[Told] = []
-    for message in generator.told():
-        if message is not None and not isinstance(message, Workers | WorkerClock):
+    for message in generator.run(plan):
+        if message is not None:
             messages.append(message)
         if stop_at is not None and isinstance(message, stop_at):
-            generator.channel.send(Stop())
+            generator.stop()
             stop_at = None
-        if isinstance(message, Ended):
-            return messages
-    raise AssertionError("told() ends by an exception")
+    return messages
 
 
 def plan_of(url: str, **changes: Any) -> LoadPlan:
@@ -83,7 +63,7 @@ def level(
 ) -> tuple[list[RequestRecord], Ended, dict[str, Any]]:
     """One level; its records, the load generator's account, and what the server saw."""
     messages = told(generator, plan_of(url, **changes))
-    records = [message.record for message in messages if isinstance(message, Recorded)]
+    records = [message for message in messages if isinstance(message, RequestRecord)]
     account = messages[-1]
     assert isinstance(messages[0], Started) and isinstance(account, Ended)
     assert len(records) == account.recorded == account.due
@@ -102,7 +82,7 @@ def test_every_request_leaves_when_it_is_due_whatever_comes_back(
     records, account, log = level(
         alone,
         truth_server(slots=1, ttft=0.25, case="open"),
-        rate_per_second=15.0,
+        rate=15.0,
         window_seconds=3.0,
         drain_seconds=2.0,
     )
@@ -148,7 +128,7 @@ def test_times_are_right_under_load(alone: LoadGenerator, truth_server: Start) -
     records, _, log = level(
         alone,
         truth_server(ttft=0.03, gap=0.004, chunk_tokens=2, case="times"),
-        rate_per_second=25.0,
+        rate=25.0,
         window_seconds=3.0,
         workload=Workload(prompt_tokens=16, output_tokens=16),
         arrivals=Constant(),
@@ -190,10 +170,10 @@ def test_times_are_right_under_load(alone: LoadGenerator, truth_server: Start) -
 
 def test_two_processes_send_one_arrival_process(two: LoadGenerator, truth_server: Start) -> None:
     url = truth_server(case="workers")
-    records, account, _ = level(two, url, rate_per_second=20.0, window_seconds=2.0)
+    records, account, _ = level(two, url, rate=20.0, window_seconds=2.0)
     due = due_times(Poisson(), 20.0, 2.0, 5)
     assert sorted(record.index for record in records) == list(range(len(due)))
-    assert all(record.index % 2 == record.worker for record in records) and account.processes == 2
+    assert account.processes == 2
     for record in records:
         assert math.isclose(record.due_seconds, due[record.index], abs_tol=1e-6)
 
@@ -209,7 +189,7 @@ def test_a_level_that_is_decided_stops_at_once(
         hung.url,
         target=hung,
         facts=probe(Target(url=hung.url)),
-        rate_per_second=1 / 60,
+        rate=1 / 60,
         arrivals=Constant(),
         window_seconds=600.0,
         late_seconds=0.2,
@@ -218,31 +198,69 @@ def test_a_level_that_is_decided_stops_at_once(
     messages = told(request.getfixturevalue(generator), plan, stop_at=Late)
     assert time.monotonic() - began < 5.0
     late, recorded, account = messages[1:]
-    assert late == Late([0]) and isinstance(recorded, Recorded) and isinstance(account, Ended)
-    assert recorded.record.error_message == "the level was decided"
+    assert late == Late([0]) and isinstance(recorded, RequestRecord) and isinstance(account, Ended)
+    assert recorded.error_message == "the level was decided"
     assert account.stopped_seconds is not None and 0.2 < account.stopped_seconds < 2.0
     assert (account.due, account.gave_up) == (1, 1)
 
 
-def test_what_a_load_generator_cannot_do_is_said(tmp_path: Path) -> None:
-    with LoadGenerator(GeneratorProcess(log=tmp_path / "log")) as generator:
-        generator.channel.send(plan_of("http://127.0.0.1:9", rate_per_second=1.0))
+def test_what_a_load_generator_cannot_do_is_said_and_the_next_level_runs(
+    truth_server: Start, tmp_path: Path
+) -> None:
+    with LoadGenerator(log=tmp_path / "log") as generator:
+        plan = plan_of("http://127.0.0.1:9", rate=1.0)
         with pytest.raises(LevelInterrupted, match="failed: .*127.0.0.1:9 cannot be reached"):
-            next(generator.told(tick_seconds=30))
-        assert generator.child.wait(10) == 2
+            told(generator, plan)
+        _, account, _ = level(generator, truth_server(case="next"), rate=9.0, window_seconds=1.0)
+        assert account.due > 0
 
 
 def test_a_killed_load_generator_leaves_what_it_told(truth_server: Start, tmp_path: Path) -> None:
-    with LoadGenerator(GeneratorProcess(log=tmp_path / "log")) as generator:
-        plan = plan_of(truth_server(case="kill"), rate_per_second=50.0, window_seconds=60.0)
-        generator.channel.send(plan)
+    url = truth_server(case="kill")
+    with LoadGenerator(log=tmp_path / "log", processes=2) as generator:
         records = 0
         with pytest.raises(LevelInterrupted, match="ended early .*SIGKILL"):
-            for message in generator.told():
-                records += isinstance(message, Recorded)
+            for message in generator.run(plan_of(url, rate=50.0, window_seconds=60.0)):
+                records += isinstance(message, RequestRecord)
                 if records == 20:
-                    os.killpg(generator.child.pid, signal.SIGKILL)
-    assert records >= 20
+                    os.killpg(generator.pids[1], signal.SIGKILL)
+        assert records >= 20
+        _, account, _ = level(generator, url, rate=20.0, window_seconds=1.0)
+        assert account.processes == 2, "the next level has new ones"
+
+
+def test_a_level_that_is_left_ends_its_processes(truth_server: Start, tmp_path: Path) -> None:
+    url = truth_server(case="left")
+    with LoadGenerator(log=tmp_path / "log") as generator:
+        running = generator.run(plan_of(url, rate=50.0, window_seconds=60.0))
+        assert isinstance(next(one for one in running if one is not None), Started)
+        (before,) = generator.pids
+        running.close()  # type: ignore[attr-defined]
+        assert not generator.pids and not os.path.exists(f"/proc/{before}")
+
+
+def test_given_requests_leave_when_they_are_due(two: LoadGenerator, truth_server: Start) -> None:
+    """A burst, and one more: with the lengths that were asked, whatever the workload says."""
+    asks = tuple(Ask(index, 10 + index, 5) for index in range(4))
+    records, _, log = level(
+        two, truth_server(case="given"), asks=asks, due=(0.0, 0.0, 0.0, 0.2), window_seconds=5.0
+    )
+    records.sort(key=lambda record: record.index)
+    assert [record.prompt_tokens for record in records] == [10, 11, 12, 13]
+    assert [record.due_seconds for record in records] == [0.0, 0.0, 0.0, 0.2]
+    assert all((r.ended_seconds or 9) < 1.0 for r in records), "and the level ends with the last"
+
+
+@pytest.mark.parametrize("generator", ["alone", "two"])
+def test_single_streams_are_as_many_as_asked(
+    generator: str, truth_server: Start, request: pytest.FixtureRequest
+) -> None:
+    url, generating = truth_server(case="single"), request.getfixturevalue(generator)
+    records, _, _ = level(generating, url, concurrency=1, requests=5, window_seconds=30.0)
+    assert sorted(record.index for record in records) == [0, 1, 2, 3, 4]
+    records.sort(key=lambda record: record.index)
+    for before, after in pairwise(records):
+        assert after.due_seconds >= (before.ended_seconds or 0.0)
 
 
 def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Start) -> None:
@@ -264,7 +282,7 @@ def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Star
     assert max(record.due_seconds for record in records) < 2.0
 
 
-@pytest.mark.parametrize("load", [{"rate_per_second": 20.0}, {"concurrency": USERS}])
+@pytest.mark.parametrize("load", [{"rate": 20.0}, {"concurrency": USERS}])
 def test_load_goes_on_until_the_last_answer_that_counts(
     alone: LoadGenerator, truth_server: Start, load: dict[str, Any]
 ) -> None:
@@ -296,7 +314,7 @@ def test_load_goes_on_until_the_last_answer_of_any_load_generator(
     records, _, _ = level(
         two,
         truth_server(slots=99, ttft=0.85, case="both"),
-        rate_per_second=4.0,
+        rate=4.0,
         arrivals=Constant(),
         window_seconds=1.3,
         follow_seconds=20.0,
@@ -315,7 +333,7 @@ def test_load_goes_on_for_no_request_that_is_bad_already(
         target.url,
         target=target,
         facts=probe(Target(url=target.url)),
-        rate_per_second=20.0,
+        rate=20.0,
         arrivals=Constant(),
         window_seconds=1.0,
         drain_seconds=2.0,
@@ -333,7 +351,7 @@ def test_failures_are_records_and_the_level_still_ends_well(
     target = Target(url=truth_server(case="failures"), extra_body={"truth": {"fail": "status:429"}})
     facts = probe(Target(url=target.url))
     records, account, _ = level(
-        alone, target.url, target=target, facts=facts, rate_per_second=20.0, window_seconds=1.0
+        alone, target.url, target=target, facts=facts, rate=20.0, window_seconds=1.0
     )
     assert records and {(record.error, record.status) for record in records} == {("refused", 429)}
     assert account.recorded == len(records)
@@ -352,7 +370,7 @@ def test_a_conversation_goes_on_from_what_the_server_really_said(
     talk = Workload(
         prompt_tokens=8, output_tokens=4, turns=3.0, think_seconds=0.2 if not closed else 0.0
     )
-    load: dict[str, Any] = {"concurrency": USERS} if closed else {"rate_per_second": 12.0}
+    load: dict[str, Any] = {"concurrency": USERS} if closed else {"rate": 12.0}
     records, account, log = level(
         alone,
         target.url,
@@ -388,7 +406,7 @@ def test_a_thousand_requests_a_second_are_told_whole(
     records, account, log = level(
         alone,
         truth_server(ttft=0.005, case="many"),
-        rate_per_second=1000.0,
+        rate=1000.0,
         window_seconds=1.5,
         workload=Workload(prompt_tokens=16, output_tokens=1),
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from loadtests.errors import TargetUnusable
-from loadtests.generator import http_client, sse_request
-from loadtests.generator.connection import clock
-from loadtests.generator.http_client import connect, fetch, get_bytes, post_bytes
-from loadtests.generator.sse_request import Ask, stream
+from loadtests.load_generator import http_connection, sse_timestamps
+from loadtests.load_generator.http_connection import clock, connect, fetch, get_bytes, post_bytes
+from loadtests.load_generator.sse_timestamps import stream
+from loadtests.records.request_record import RequestRecord
 
 Serve = Callable[..., str]
 EVENT = b'data: {"choices":[{"index":0,"text":"ab"}]}\n\n'
@@ -70,7 +70,7 @@ def ask(url: str, verify_tls: bool = True) -> tuple[str | None, str | None, int]
         record = stream(
             pool,
             wire,
-            Ask(cell="c", level="l", index=0, due_seconds=0.0),
+            RequestRecord(cell="c", level="l", index=0, due_seconds=0.0),
             origin=clock(),
             timeout_seconds=5,
         )
@@ -211,14 +211,14 @@ def test_tls_works_and_a_certificate_is_checked(
 def test_what_a_hostile_server_sends_is_bounded(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], message: str
 ) -> None:
-    monkeypatch.setattr(sse_request, "LINE_BYTES", 500)
-    monkeypatch.setattr(sse_request, "CHUNKS", 4)
+    monkeypatch.setattr(sse_timestamps, "LINE_BYTES", 500)
+    monkeypatch.setattr(sse_timestamps, "CHUNKS", 4)
     error, said, _ = ask(serve(*pieces, close=True))
     assert error in ("connection", "stream_error") and message in (said or "")
 
 
 def test_a_plain_answer_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(http_connection, "WHOLE_BYTES", 100)
     url = serve(b"HTTP/1.1 200 OK\r\n\r\n" + b"a" * 1000, close=True)
     with connect(url) as pool, pytest.raises(TargetUnusable, match="answer of more than 100 bytes"):
         fetch(pool, get_bytes(pool, "/"))

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loadtests.generator.http_client import Pool, fetch
-from loadtests.generator.launcher import CHANNEL_VARIABLE
+from loadtests.load_generator.http_connection import Pool, fetch
+from loadtests.load_generator.locust_process import PIPE_VARIABLE
 
 LOCUSTFILE = Path(__file__).parents[3] / "loadtests" / "locustfile.py"
 
 
 def locust(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     """Locust as people start it, from a folder that holds none of our packages."""
-    environment = {name: value for name, value in os.environ.items() if name != CHANNEL_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
     return subprocess.Popen(
         [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), *arguments],
         cwd=folder,
