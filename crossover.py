@@ -54,10 +54,6 @@ VERBS: dict[str, tuple[str, str]] = {
         "reports.cli.plan_command:plan",
         "Rank CPUs, GPUs and both by what they cost to serve a forecast of requests.",
     ),
-    "share": (
-        "reports.reference.cli:share",
-        "Make an anonymous archive of a run, to give away; what it holds is shown first.",
-    ),
     "report": (
         "reports.cli.report_command:report",
         "Turn runs into one HTML page, Markdown, CSV or JSON.",

@@ -25,6 +25,7 @@ TTFT = (0.2, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 TPOT = (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 TARGET = (0.8, 0.9, 0.95, 0.99)
 RATES = 12  # from far below to above what saturates the server
+OVERLOAD = 1.1  # times what saturates the server: what holds there has no limit
 REQUESTS = 1_200
 GPUS = 2  # the cheapest that a model fits on, whose low ends are told too
 
@@ -108,7 +109,7 @@ def _short(value: float) -> float:
 
 def _limits(server: Server, axes: Axes) -> tuple[Array, Array]:
     """Whether one at a time is good, and the capacity, both [ttft, tpot, target]."""
-    rates = server.saturated_rate() * np.geomspace(0.03, 1.1, RATES)
+    rates = server.saturated_rate() * np.geomspace(0.03, OVERLOAD, RATES)
     played = [server.play(float(rate)) for rate in rates]
     alone = server.alone()
     shape = tuple(len(axis) for axis in axes)
@@ -125,15 +126,17 @@ def _limits(server: Server, axes: Axes) -> tuple[Array, Array]:
 
 
 def _crossing(rates: Array, shares: Array, target: float) -> float:
-    """Straight in ln(rate) between the last rate that reaches the target and the next."""
+    """Straight in ln(rate) between the last rate that reaches the target and the next; at most the
+    rate that saturates the server."""
     good = shares >= target
     if not good.any():
         return 0.0
     last = int(np.flatnonzero(good).max())
+    saturated = float(rates[-1]) / OVERLOAD
     if last + 1 == len(rates):
-        return float(rates[-2])
+        return saturated
     part = (shares[last] - target) / max(shares[last] - shares[last + 1], 1e-9)
-    return float(rates[last] * (rates[last + 1] / rates[last]) ** min(part, 1.0))
+    return min(saturated, float(rates[last] * (rates[last + 1] / rates[last]) ** min(part, 1.0)))
 
 
 def _held(cell: CellData, axes: Axes, slo: Slo) -> Array:
