@@ -238,7 +238,9 @@ def source(workload: Workload) -> str:
 
 def in_words(workload: Workload) -> str:
     """The lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
-    words = [f"{workload.preset or workload.file or workload.replay} lengths"]
+    words = [f"{workload.preset} lengths"]
+    if workload.preset is None:
+        words = [f"lengths of {workload.file or workload.replay}"]
     if workload.prompt_tokens is not None:
         words = [
             f"prompts of {workload.prompt_tokens} and answers of {workload.output_tokens} tokens"

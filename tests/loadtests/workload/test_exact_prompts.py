@@ -5,8 +5,8 @@ import hashlib
 import pytest
 
 from loadtests.errors import LoadError
-from loadtests.workload.prompts import WORDS, PromptMaker
-from loadtests.workload.requests import Ask
+from loadtests.workload.exact_prompts import WORDS, PromptMaker
+from loadtests.workload.request_lengths import Ask
 
 
 class Server:
