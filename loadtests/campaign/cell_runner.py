@@ -417,7 +417,8 @@ def _calibrate(run: _Sitting, seconds: float) -> None:
         number += 1
         if before:
             return before.pop(0)
-        for attempt in range(1, BURST_TRIES + 1):
+        for _ in range(BURST_TRIES):
+            attempt = state.next_attempt(f"burst.{number}")
             name = f"{state.key}#burst.{number}.{attempt}"
             run.progress.tick(f"{state.key}: calibrating, {burst.streams} at a time")
             level = _attempt(
@@ -491,15 +492,15 @@ def _level_that_counts(run: _Sitting, step: SingleStream | RunLevel) -> Level:
     interrupted = 0
     while True:
         is_patient = run.is_patient
-        base, tried = state.next_level()
-        name = f"{base}.{tried + 1}"
+        attempt = state.next_attempt()
+        name = f"{state.key}#{state.next_number}.{attempt}"
         try:
-            level = _attempt(run, _ask_for(run, step, name, tried + 1, not is_patient))
+            level = _attempt(run, _ask_for(run, step, name, attempt, not is_patient))
         except LevelInterrupted as problem:
             interrupted += 1
             run.progress.say(f"  {name}: {problem}; measuring it again", style="yellow")
             if interrupted >= MOST_ATTEMPTS:
-                raise LevelFailed(f"{base} was interrupted {MOST_ATTEMPTS} times") from problem
+                raise LevelFailed(f"{name} was the last of {MOST_ATTEMPTS} tries") from problem
             run.bench.recover()
             continue
         assert level.finished is not None

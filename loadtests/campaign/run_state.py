@@ -126,10 +126,14 @@ class CellState:
             and not (one.finished is not None and is_set_aside(one.finished))
         ]
 
-    def next_level(self) -> tuple[str, int]:
-        """The next level's name without its attempt, and how many attempts are on record."""
-        name = f"{self.key}#{len(self.counted) + 1}"
-        return name, self._tried[name]
+    def next_attempt(self, number: str = "") -> int:
+        """Which attempt at a level of this number would be next, 1..; "": at the next level."""
+        return self._tried[f"{self.key}#{number or self.next_number}"] + 1
+
+    @property
+    def next_number(self) -> str:
+        """Of the next level."""
+        return str(len(self.counted) + 1)
 
 
 def is_set_aside(finished: LevelFinished) -> bool:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.campaign.cell_planning import layout_of
-from loadtests.campaign.servers import Command
-from loadtests.generator.endpoint import probe
-from loadtests.host.server_metrics import Remote
+from loadtests.campaign.cell_selection import layout_of
+from loadtests.campaign.server_launch import Command
+from loadtests.host.prometheus_scrape import Remote
+from loadtests.load_generator.openai_endpoint import probe
 from models.cache import cache_dir
 from models.synthetic.write import write_gguf
 from serving.hardware.facts import allowed_cores

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from loadtests.campaign.campaign_file import check_trust, parse_campaign
+from loadtests.campaign.external_servers import Engine, argv, formats_of
 from loadtests.cli.campaign_command import campaign
-from loadtests.engines.command import Engine, argv, formats_of
 from loadtests.errors import BadCampaign
-from loadtests.records.old_run_folder import RunFolder
+from loadtests.records.run_folder import RunFolder
 
 FILE = """
 name = "x"
@@ -41,7 +41,7 @@ def test_words_are_split_and_filled_without_a_shell() -> None:
 @pytest.mark.parametrize(
     ("command", "more", "message"),
     [
-        ("vllm serve {model}", "", r"command: it has no \{port\}.* - at `\$.engines\[0\].command`"),
+        ("vllm serve {model}", "", r"engines\[0\].command: it has no \{port\}"),
         ("vllm serve {modle} {port}", "", r"\{modle\} is not one of \{model\}, \{port\}"),
         ('vllm "serve {port}', "", "cannot be split into words: no closing quotation"),
         ("", "", "it is empty"),
@@ -56,8 +56,16 @@ def test_words_are_split_and_filled_without_a_shell() -> None:
         (COMMAND, 'format = "Q4_0"', "'Q4_0' is not one of bf16, fp16, fp32"),
         (COMMAND, 'names = { "135m" = "--x" }', "135m = '--x' is no model"),
         (COMMAND, 'version = "vllm {port}"', "version: nothing is filled in"),
-        (COMMAND, 'weights = "onnx"', r"Invalid enum value 'onnx' - at `\$.engines"),
-        (COMMAND, "wieghts = 1", "unknown field `wieghts`.*known here: name, command, ready"),
+        (
+            COMMAND,
+            'weights = "onnx"',
+            r"engines\[0\].weights must be one of 'gguf', 'hf', 'none', got 'onnx'",
+        ),
+        (
+            COMMAND,
+            "wieghts = 1",
+            r"engines\[0\].wieghts is no key; known here: name, command, ready",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(command: str, more: str, message: str) -> None:
@@ -67,7 +75,7 @@ def test_what_cannot_be_is_refused(command: str, more: str, message: str) -> Non
 
 @pytest.mark.parametrize("name", ["llama_cpp", "best", "a/b", "../x", ""])
 def test_a_name_is_its_own_and_one_of_a_file(name: str) -> None:
-    with pytest.raises(BadCampaign, match=r"is that of another engine|no name of a file"):
+    with pytest.raises(BadCampaign, match=r"is that of another engine|must be a file's name"):
         parse_campaign(text_of().replace('name = "vllm"', f'name = "{name}"'))
 
 
@@ -81,7 +89,7 @@ def test_cells_of_engines_stand_beside_ours() -> None:
     last = plan.cells[-1]
     assert (last.engine, last.synthetic, last.url, last.slots) == ("vllm", True, None, None)
     assert plan.campaign.engines["vllm"].command == COMMAND
-    with pytest.raises(BadCampaign, match="engines are measured on `models`"):
+    with pytest.raises(BadCampaign, match="engines are measured on models"):
         parse_campaign(text_of().replace('["135m"]', '[]\ncells = [{ model = "135m" }]'))
 
 
@@ -121,7 +129,7 @@ def test_a_dry_run_shows_it_whole_and_starts_nothing(tmp_path: Path) -> None:
 
 def test_resume_and_repeat_ask_again(tmp_path: Path) -> None:
     """The command that would run is the one in the run folder, which may be a stranger's."""
-    from loadtests.campaign.manifest import manifest_of
+    from loadtests.campaign.run_state import manifest_of
     from serving.hardware.facts import hardware_facts
 
     plan = parse_campaign(text_of())

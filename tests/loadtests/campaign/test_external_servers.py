@@ -14,9 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtests.engines.command import HOST, Engine, argv
-from loadtests.engines.started import (
+from loadtests.campaign.external_servers import (
+    HOST,
+    Engine,
     StartedEngine,
+    argv,
     free_port,
     holds_gpu,
     told_version,

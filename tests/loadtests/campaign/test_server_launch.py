@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.campaign.cell_planning import layout_of
-from loadtests.campaign.servers import Command, Local, serve_command
+from loadtests.campaign.cell_selection import layout_of
+from loadtests.campaign.server_launch import Command, Local, serve_command
 from loadtests.errors import OverMemory, ServerFailed
 from loadtests.host.memory_cap import CapUnavailable, MemoryCap
 from serving.hardware.facts import allowed_cores
@@ -114,7 +114,7 @@ ready_seconds = 20
 prompt_tokens = 8
 output_tokens = 4
 """
-SCRIPT = Path(__file__).parents[1] / "engines" / "scripted_server.py"
+SCRIPT = Path(__file__).with_name("scripted_server.py")
 
 
 @contextlib.contextmanager
