@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -90,12 +91,12 @@ class RunRecords:
         self.events: list[Event] = list(self._read(EVENTS, AnyEvent))
         self.samples: list[ResourceSample] = list(self._read(SAMPLES, ResourceSample))
 
-    @property
+    @cached_property
     def started_levels(self) -> dict[str, LevelStarted]:
         """All levels that were begun, by name, in order."""
         return {event.level: event for event in of_kind(self.events, LevelStarted)}
 
-    @property
+    @cached_property
     def finished_levels(self) -> dict[str, LevelFinished]:
         """The levels that were measured to their end, by name, in order."""
         begun = self.started_levels
