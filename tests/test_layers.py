@@ -53,7 +53,7 @@ def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> Non
     }
     assert found == {
         *("models/isolated.py", "loadtests/campaign/manifest.py", "loadtests/host/parent_bound.py"),
-        "loadtests/engines/keeper.py",
+        "loadtests/campaign/external_server_keeper.py",
     }
 
 

@@ -555,7 +555,7 @@ def _converted(raw: dict[str, Any]) -> CampaignFile:
         try:
             file = msgspec.convert(raw, CampaignFile)
         except msgspec.ValidationError as problem:
-            path = _path_of(str(problem))
+            path = _with_keys(_path_of(str(problem)), raw)
             fault = _sentence(str(problem), path, raw)
             name = fault.partition(" ")[0]
             if not any(one.startswith(f"{name} ") for one in faults):  # else it was taken out
@@ -579,12 +579,25 @@ def _path_of(problem: str) -> list[str | int]:
     return [*path, unknown[1]] if unknown else path
 
 
+def _with_keys(path: list[str | int], raw: dict[str, Any]) -> list[str | int]:
+    """With the key of a table of names in place of msgspec's `[...]`: one that has the fault."""
+    if "..." not in path:
+        return path
+    at = path.index("...")
+    found = _place(raw, path[:at])
+    named = {} if found is None else found[0].get(found[1], {})
+    for name in named:
+        one = [*path[:at], name, *path[at + 1 :]]
+        place = _place(raw, one)
+        if place is not None and (isinstance(place[0], list) or place[1] in place[0]):
+            return _with_keys(one, raw)
+    return path
+
+
 def _place(raw: dict[str, Any], path: Sequence[str | int]) -> tuple[Any, str | int] | None:
     """The table or list that holds the value at the path, and its key; None where there is none."""
     here: Any = raw
     for part in path[:-1]:
-        if part == "..." and isinstance(here, dict) and here:
-            part = next(iter(here))
         try:
             here = here[part]
         except (KeyError, IndexError, TypeError):
@@ -653,10 +666,13 @@ def _type_words(types: str) -> str:
 def _hint_at(path: Sequence[str | int]) -> Any:
     """The type of what is at a path of the file; None where it is not known."""
     kind: Any = CampaignFile
+    is_named = False
     for part in path:
         kind = _struct_in(kind)
-        if isinstance(part, int) or part == "...":
+        if isinstance(part, int) or is_named:
+            is_named = False
             continue
+        is_named = part == "workloads"  # its keys are names
         if kind is None or part not in kind.__struct_fields__:
             return kind if isinstance(part, str) and get_origin(kind) is dict else None
         kind = get_type_hints(kind, include_extras=False)[part]

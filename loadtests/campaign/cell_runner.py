@@ -53,7 +53,8 @@ NEAR = 0.5  # of the limit: lower levels do not count as tries
 CALIBRATION_SECONDS = 30.0
 LEAST_CALIBRATION_SECONDS = 5.0
 LEAST_WARMUP_SECONDS, MOST_WARMUP_SECONDS = 5.0, 20.0
-SAME_RATE = 0.1  # rates that differ by less are measured at the one that was measured before
+MOST_TRIES = 4  # levels while none has held
+LOWER = 0.85  # of a rate that did not hold: where the next level is put at the highest
 
 MOST_ATTEMPTS = 5  # of one level in one sitting
 MOST_SERVERS = 4  # of one cell in one sitting
@@ -188,23 +189,44 @@ def _has_law(seen: Seen, slo: Slo) -> bool:
 
 
 def _confirming(seen: Seen, slo: Slo, found: Capacity) -> RunLevel | None:
-    """The level that confirms 0.8 of the estimate, at most MOST_LEVELS at a start."""
-    limit = found.limit or 0.0
-    if found.held and limit <= ENOUGH * _asked(seen, slo) and found.starts >= seen.block:
+    """The level that confirms 0.8 of the estimate: one, and one more where that did not hold or the
+    limit is far above it; more only while nothing holds, each lower, and the budget pays.
+    """
+    limit, asked = found.limit or 0.0, _asked(seen, slo)
+    if found.held and limit <= ENOUGH * asked and found.starts >= seen.block:
         return None
     here = [one for one in seen.loaded if seen.start is None or one.started.start == seen.start]
-    tries = [one.rate or 0.0 for one in here if (one.rate or 0.0) >= NEAR * limit]
-    if len(tries) >= MOST_LEVELS:
+    tries = [one for one in here if (one.rate or 0.0) >= NEAR * limit]
+    if len(tries) >= (MOST_LEVELS if found.held else MOST_TRIES):
         return None
     rate = CONFIRMING_SHARE * limit
+    if seen.block > 1 and found.held and limit <= ENOUGH * asked:
+        return _level(seen, slo, asked)
     failed = [one.rate or 0.0 for one in seen.loaded if one.judge(slo).verdict == "fails"]
-    if failed and rate > CONFIRMING_SHARE * min(failed):
-        rate = CONFIRMING_SHARE * min(failed)
-    if seen.block > 1 and found.held and limit <= ENOUGH * _asked(seen, slo):
-        rate = _asked(seen, slo)
-    # Levels at one rate count together: what did not tell yet is measured there again.
-    near = [one.rate or 0.0 for one in seen.loaded if abs((one.rate or 0) / rate - 1) < SAME_RATE]
-    return _level(seen, slo, near[-1] if near else rate)
+    if failed:
+        rate = min(rate, CONFIRMING_SHARE * min(failed))
+    last = seen.loaded[-1] if seen.loaded and not found.held else None
+    if last is not None and (last.rate or 0.0) * LOWER < rate:
+        # Levels at one rate count together: what nearly told is measured there again.
+        more = _seconds_to_prove(seen, slo, last.rate or 0.0)
+        if more is not None:
+            return _level(seen, slo, last.rate or 0.0, more)
+        rate = LOWER * (last.rate or 0.0)
+    return _level(seen, slo, rate)
+
+
+def _seconds_to_prove(seen: Seen, slo: Slo, rate: float) -> float | None:
+    """So many more, at the share of good requests seen there; None: a lower rate is quicker."""
+    told = [(one, one.judge(slo)) for one in seen.loaded if one.rate == rate]
+    due, good = sum(j.due for _, j in told), sum(j.good for _, j in told)
+    if any(j.verdict == "fails" or j.steady is False for _, j in told) or good <= slo.target * due:
+        return None
+    least = seen.search.level_seconds
+    usual = confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
+    share = min(good / due, 1 - (1 - slo.target) / 4)
+    needed = confirming_seconds(slo, rate, seen.alone_seconds, share, least_seconds=least)
+    more = needed - sum(one.window_seconds for one, _ in told)
+    return max(more, least) if more <= 2 * usual else None
 
 
 def _asked(seen: Seen, slo: Slo) -> float:
@@ -241,7 +263,9 @@ def _searching(seen: Seen, slo: Slo) -> RunLevel | None:
     return _level(seen, slo, rate)
 
 
-def _level(seen: Seen, slo: Slo, rate: float) -> RunLevel | None:
+def _level(
+    seen: Seen, slo: Slo, rate: float, seconds: float | None = None
+) -> RunLevel | None:
     """A level as long as it takes to tell, as far as the budget pays; None where it does not."""
     rate = float(f"{rate:.3g}")
     warmup = _warmup_seconds(seen)
@@ -249,7 +273,7 @@ def _level(seen: Seen, slo: Slo, rate: float) -> RunLevel | None:
     if affordable < seen.search.level_seconds:
         return None
     least = seen.search.level_seconds
-    wanted = confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
+    wanted = seconds or confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
     return RunLevel(rate, round(min(wanted, affordable), 1), warmup)
 
 

@@ -64,7 +64,7 @@ def test_words_are_split_and_filled_without_a_shell() -> None:
         (
             COMMAND,
             "wieghts = 1",
-            r"engines\[0\].wieghts is no key; known here: name, command, ready",
+            r"\[0\].wieghts is no key; known here: name, command",
         ),
     ],
 )

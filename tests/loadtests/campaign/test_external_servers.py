@@ -154,8 +154,8 @@ def test_the_end_of_its_parent_is_its_end(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from loadtests.engines.command import Engine\n"
-        "from loadtests.engines.started import StartedEngine\n"
+        "from loadtests.campaign.external_servers import Engine\n"
+        "from loadtests.campaign.external_servers import StartedEngine\n"
         "words = sys.argv[2:]\n"
         "one = StartedEngine(Engine(name='x', command=''), words, (), Path(sys.argv[1]), 0.3)\n"
         "while len(one.pids()) < 2: time.sleep(0.01)\n"
