@@ -224,7 +224,7 @@ def _seconds_to_prove(seen: Seen, slo: Slo, rate: float) -> float | None:
     least = seen.search.level_seconds
     usual = confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
     share = min(good / due, 1 - (1 - slo.target) / 4)
-    needed = confirming_seconds(slo, rate, seen.alone_seconds, share, least_seconds=least)
+    needed = confirming_seconds(slo, rate, seen.alone_seconds, share=share, least_seconds=least)
     more = needed - sum(one.window_seconds for one, _ in told)
     return max(more, least) if more <= 2 * usual else None
 
@@ -263,9 +263,7 @@ def _searching(seen: Seen, slo: Slo) -> RunLevel | None:
     return _level(seen, slo, rate)
 
 
-def _level(
-    seen: Seen, slo: Slo, rate: float, seconds: float | None = None
-) -> RunLevel | None:
+def _level(seen: Seen, slo: Slo, rate: float, seconds: float | None = None) -> RunLevel | None:
     """A level as long as it takes to tell, as far as the budget pays; None where it does not."""
     rate = float(f"{rate:.3g}")
     warmup = _warmup_seconds(seen)
