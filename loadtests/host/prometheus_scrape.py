@@ -86,10 +86,14 @@ class Remote:
     def engine_time(self) -> EngineTime | None:
         """Of all its models together; None for another server, and where it does not answer."""
         found = self._read()
+        self.close()  # it is asked once a level: no server keeps a connection that long
         if isinstance(found, str) or any(name not in found for name in ENGINE_TIME):
             return None
         steps, device, host = (found[name] for name in ENGINE_TIME)
         return EngineTime(steps=round(steps), device_seconds=device, host_seconds=host)
+
+    def close(self) -> None:
+        self._pool.close()
 
     def _read(self) -> dict[str, float] | str:
         """Name -> value, or why there are none."""

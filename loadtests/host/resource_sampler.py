@@ -214,14 +214,18 @@ class Readings:
     """Reads everything, in the child. `groups`: "engine", "api" and "client" -> process ids now."""
 
     def __init__(
-        self, settings: Settings, groups: dict[str, Pids], remote: Remote | None = None
+        self,
+        settings: Settings,
+        groups: dict[str, Pids],
+        remote: Remote | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
         self.level: str | None = None
         self.missing: dict[str, str] = {}
         self._settings = settings
         self._groups = {name: _Group(name, pids) for name, pids in groups.items()}
         is_local = settings.server is not None
-        self._gpu = Gpu() if is_local else None
+        self._gpu = (gpu or Gpu()) if is_local else None
         self._rapl = Rapl() if is_local else None
         self._remote = remote
         self._number = 0
@@ -243,7 +247,10 @@ class Readings:
         if self._gpu is not None:
             engine = self._groups["engine"].pids if "engine" in self._groups else ()
             gpu = self._gpu.read(engine)
-            self.missing |= self._gpu.missing
+            if gpu and all(value is None for value in gpu.values()):
+                reasons.append("the GPU's driver tells nothing")
+            else:
+                self.missing |= self._gpu.missing
         remote = self._remote() if self._remote is not None else None
         if isinstance(remote, str):
             reasons.append(remote)
@@ -394,7 +401,10 @@ class Gpu:
             self._engine = tuple(engine)
             mine = [one for one in self._all if {p.pid for p in self._running(one)} & set(engine)]
             self._device = (mine or [self._device])[0]
-        memory = ask("nvmlDeviceGetMemoryInfo")
+        # Version 2 counts apart what driver and firmware keep back; drivers before 510 have it not.
+        memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
+        memory = memory or ask("nvmlDeviceGetMemoryInfo")
+        reserved = getattr(memory, "reserved", None)
         own = [p.usedGpuMemory for p in self._running(self._device) if p.pid in engine]
         rates, watts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
         joules = ask("nvmlDeviceGetTotalEnergyConsumption")
@@ -403,6 +413,7 @@ class Gpu:
         bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
         found = {
             "gpu_memory_bytes": None if memory is None else int(memory.used),
+            "gpu_reserved_bytes": None if reserved is None else int(reserved),
             # None in a container: the driver hides it
             "gpu_engine_bytes": sum(map(int, own)) if own and None not in own else None,
             "gpu_utilisation": None if rates is None else rates.gpu / 100,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.host.disturbance import (
+from loadtests.analysis.disturbance import disturbance_of
+from loadtests.host.core_watch import (
     CoreWatch,
     clock_hertz,
     core_counters,
@@ -21,7 +22,6 @@ from loadtests.host.disturbance import (
     threads,
     throttled_seconds,
 )
-from loadtests.metrics.disturbance import disturbance_of
 
 pytestmark = pytest.mark.clock
 CORE = max(os.sched_getaffinity(0))
@@ -55,7 +55,7 @@ def test_a_stranger_on_the_core_is_seen_and_named(
     assert theirs.waited_seconds == theirs.stalled_seconds, "it has one thread"
     assert hog.pid in [one.pid for one in theirs.strangers]
     assert engine.pid not in [one.pid for one in theirs.strangers]
-    found = disturbance_of([theirs], "engine")
+    found = disturbance_of([theirs])
     assert found is not None and found.is_disturbed
     assert hog.pid not in [one.pid for one in ours.strangers], "it is a child of the runner"
     assert ours.ours_seconds is not None and ours.ours_seconds > 0.05
