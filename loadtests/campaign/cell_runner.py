@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import msgspec
 
@@ -54,6 +55,7 @@ CALIBRATION_SECONDS = 30.0
 LEAST_CALIBRATION_SECONDS = 5.0
 LEAST_WARMUP_SECONDS, MOST_WARMUP_SECONDS = 5.0, 20.0
 MOST_TRIES = 4  # levels while none has held
+MORE = 1.2  # times the seconds that would just prove a rate: the share may turn out lower
 LOWER = 0.85  # of a rate that did not hold: where the next level is put at the highest
 
 MOST_ATTEMPTS = 5  # of one level in one sitting
@@ -216,17 +218,23 @@ def _confirming(seen: Seen, slo: Slo, found: Capacity) -> RunLevel | None:
 
 
 def _seconds_to_prove(seen: Seen, slo: Slo, rate: float) -> float | None:
-    """So many more, at the share of good requests seen there; None: a lower rate is quicker."""
-    told = [(one, one.judge(slo)) for one in seen.loaded if one.rate == rate]
-    due, good = sum(j.due for _, j in told), sum(j.good for _, j in told)
-    if any(j.verdict == "fails" or j.steady is False for _, j in told) or good <= slo.target * due:
+    """So many more, at the share of good requests seen there; None: a lower rate is quicker.
+
+    Wilson's lower bound reaches p where n = z^2 p (1 - p) / (share - p)^2 (score test).
+    """
+    told = [(one.window_seconds, one.judge(slo)) for one in seen.loaded if one.rate == rate]
+    seconds, target = sum(window for window, _ in told), slo.target
+    count = sum(one.effective for _, one in told)
+    good = sum(one.effective * (one.share or 0.0) for _, one in told)
+    bad = any(one.verdict == "fails" or one.steady is False for _, one in told)
+    if bad or good <= target * count:
         return None
+    z = NormalDist().inv_cdf(slo.confidence)
+    needed = z * z * target * (1 - target) / (good / count - target) ** 2
+    more = seconds * (needed / count - 1)
     least = seen.search.level_seconds
     usual = confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
-    share = min(good / due, 1 - (1 - slo.target) / 4)
-    needed = confirming_seconds(slo, rate, seen.alone_seconds, share=share, least_seconds=least)
-    more = needed - sum(one.window_seconds for one, _ in told)
-    return max(more, least) if more <= 2 * usual else None
+    return max(MORE * more, least) if MORE * more <= 2 * usual else None
 
 
 def _asked(seen: Seen, slo: Slo) -> float:
@@ -260,10 +268,12 @@ def _searching(seen: Seen, slo: Slo) -> RunLevel | None:
         if low is None or again > MOST_LEVELS or seen.capacity(slo).holds:
             return None
         rate = low
-    return _level(seen, slo, rate)
+    return _level(seen, slo, rate, by_levels=True)
 
 
-def _level(seen: Seen, slo: Slo, rate: float, seconds: float | None = None) -> RunLevel | None:
+def _level(
+    seen: Seen, slo: Slo, rate: float, seconds: float | None = None, *, by_levels: bool = False
+) -> RunLevel | None:
     """A level as long as it takes to tell, as far as the budget pays; None where it does not."""
     rate = float(f"{rate:.3g}")
     warmup = _warmup_seconds(seen)
@@ -271,7 +281,10 @@ def _level(seen: Seen, slo: Slo, rate: float, seconds: float | None = None) -> R
     if affordable < seen.search.level_seconds:
         return None
     least = seen.search.level_seconds
-    wanted = seconds or confirming_seconds(slo, rate, seen.alone_seconds, least_seconds=least)
+    alone = seen.alone_seconds
+    wanted = seconds or confirming_seconds(
+        slo, rate, alone, by_levels=by_levels, least_seconds=least
+    )
     return RunLevel(rate, round(min(wanted, affordable), 1), warmup)
 
 

@@ -224,17 +224,18 @@ class Bench:
     def _records(self, asked: LevelAsk) -> list[RequestRecord]:
         server, state = self.world.server(asked.seed, self.state.starts), self.state
         workload = state.campaign.workload_of(state.cell)
-        named = {"cell": state.key, "level": asked.name}
+        named = (state.key, asked.name)
         if asked.burst is not None:
-            pairs = list(zip(asked.burst.prompt_tokens, asked.burst.output_tokens, strict=True))
-            return server.records([0.0] * len(pairs), *zip(*pairs, strict=True), **named)
+            burst = asked.burst
+            due = [0.0] * burst.streams
+            return server.records(due, burst.prompt_tokens, burst.output_tokens, None, *named)
         if asked.rate is None:
             return self._one_by_one(server, asked)
         seconds = asked.warmup_seconds + asked.window_seconds
         due = due_times(state.campaign.arrivals, asked.rate, seconds, asked.seed).tolist()
         asks = draw(workload, len(due), asked.seed)
         prompts = [ask.prompt_tokens for ask in asks]
-        return server.records(due, prompts, [ask.output_tokens for ask in asks], **named)
+        return server.records(due, prompts, [ask.output_tokens for ask in asks], None, *named)
 
     def _one_by_one(self, server: Serves, asked: LevelAsk) -> list[RequestRecord]:
         state, at, records = self.state, 0.0, []
@@ -264,7 +265,9 @@ class Bench:
         self.world.recovered += 1
 
 
-def fails_once(name: str, error: Callable[[], Exception]) -> Callable[[CellState, LevelAsk], None]:
+def fails_once(
+    name: str, error: Callable[[], BaseException]
+) -> Callable[[CellState, LevelAsk], None]:
     """A fate: the first attempt at the level that ends in `name` fails."""
 
     def fate(state: CellState, asked: LevelAsk) -> None:

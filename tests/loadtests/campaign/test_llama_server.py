@@ -4,7 +4,6 @@ built it.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -58,8 +57,7 @@ def test_it_is_started_asked_and_ended(tmp_path: Path) -> None:
         assert f"-m {model}" in ready.info.details["command"]
         facts = probe(server.target)
         assert facts.tokenizer == "llama.cpp" and facts.usage and facts.ignore_eos
-        with contextlib.closing(Remote(server.target.url)) as metrics:
-            sample = metrics()
+        sample = Remote(server.target.url)()
         assert not isinstance(sample, str) and sample.kind == "llama.cpp"
         assert sample.output_tokens is not None and sample.output_tokens > 0
     finally:
