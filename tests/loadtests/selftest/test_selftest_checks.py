@@ -10,19 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from loadtests.records.events import Capacity, CapacityStatus
-from loadtests.records.schema import RequestRecord
-from loadtests.selftest.checks import (
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_journal import Capacity
+from loadtests.selftest.selftest_checks import (
     arrival_rows,
-    capacity_of_slots,
-    capacity_row,
+    capacity_rows,
     failure_rows,
-    quantile,
     times_rows,
 )
 from loadtests.workload.arrivals import Poisson, due_times
-
-CAPACITY = {"status": CapacityStatus.CONFIRMED, "held": 1.0}
 
 
 def world(
@@ -66,7 +62,7 @@ def world(
 
 
 def failed(rows: list[Any]) -> set[str]:
-    return {row.what.partition(": ")[2] for row in rows if not row.passed}
+    return {row.what for row in rows if not row.passed}
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
@@ -141,55 +137,47 @@ def test_failures_are_counted_by_kind() -> None:
     refused = msgspec.structs.replace(base, status=429, error="refused")
     cut = msgspec.structs.replace(base, error="cut_off")
     right = [refused] * 3 + [cut] + [base] * 4
-    assert failed(failure_rows(right, log)) == set()
-    assert failed(failure_rows([*right[:-1], cut], log)) == {"cut off", "whole"}
+    assert failed(failure_rows("w", right, log)) == set()
+    assert failed(failure_rows("w", [*right[:-1], cut], log)) == {"cut off", "whole"}
 
 
 def test_arrivals_that_are_not_poisson_are_caught() -> None:
-    good = due_times(Poisson(), 150.0, 12.0, 1)
-    assert failed(arrival_rows("w", good, 150.0, 12.0)) == set(), "the seed that the self-test uses"
-    four = np.sort(np.concatenate([good[::4]] * 4))  # four workers that share one seed
-    assert "index of dispersion" in failed(
-        arrival_rows("w", four + 1e-5 * np.arange(len(four)), 150.0, 12.0)
+    good = due_times(Poisson(), 300.0, 6.0, 1)
+    assert failed(arrival_rows("w", good, 300.0)) == set(), "the seed that the self-test uses"
+    four = np.sort(np.concatenate([good[::4]] * 4))  # four processes that share one seed
+    clumps = four + 1e-5 * np.arange(len(four))
+    assert "index of dispersion" in failed(arrival_rows("w", clumps, 300.0))
+    even = np.arange(0, 6, 1 / 300.0)
+    assert {"distance from Poisson", "index of dispersion"} <= failed(
+        arrival_rows("w", even, 300.0)
     )
-    even = np.arange(0, 12, 1 / 150.0)
-    assert {"CV of gaps", "index of dispersion"} <= failed(arrival_rows("w", even, 150.0, 12.0))
-
-
-def test_quantiles_are_by_nearest_rank() -> None:
-    assert quantile([], 0.5) is None
-    assert [quantile(list(range(1, 101)), share) for share in (0.5, 0.95, 0.99)] == [50, 95, 99]
+    late = np.sort(good + np.where(np.arange(len(good)) % 2, 0.003, 0.0))
+    assert failed(arrival_rows("w", late, 300.0)), "every second one leaves 3 ms late"
 
 
 @pytest.mark.parametrize(
-    ("low", "middle", "high", "passed"),
+    ("low", "limit", "high", "held", "wrong"),
     [
-        (5.5, 6.0, 7.0, True),
-        (5.5, 6.89, 7.0, True),
-        (5.5, 6.91, 7.5, False),  # 15 % off, however wide the interval
-        (3.0, 5.09, 9.0, False),
-        (6.1, 6.5, 7.0, False),  # near, and too sure of it
+        (5.5, 6.0, 7.0, 4.8, set()),
+        (5.5, 6.89, 7.0, 4.8, set()),
+        (5.5, 6.91, 7.5, 4.8, {"limit"}),  # 15 % off, however wide the interval
+        (3.0, 5.09, 9.0, 4.8, {"limit"}),
+        (6.1, 6.5, 7.0, 4.8, {"limit"}),  # near, and too sure of it
+        (5.5, 6.0, 7.0, 6.4, {"confirmed"}),  # more than there is
+        (5.5, 6.0, 7.0, None, {"confirmed"}),
+        (None, None, None, None, {"limit", "confirmed"}),
     ],
 )
-def test_a_capacity_may_be_off_by_15_percent(
-    low: float, middle: float, high: float, passed: bool
+def test_a_capacity_may_be_off_by_15_percent_and_no_more_is_confirmed_than_there_is(
+    low: float | None, limit: float | None, high: float | None, held: float | None, wrong: set[str]
 ) -> None:
-    found = msgspec.convert(
-        {"low": low, "estimate": middle, "high": high, "reason": ""} | CAPACITY, Capacity
+    found = Capacity(
+        state="holds", low=low, limit=limit, high=high, held=held, reason="too few levels"
     )
-    row = capacity_row("capacity", 6.0, found)
-    assert (row.passed, row.limit) == (passed, pytest.approx(0.9))
-    assert row.note == f"interval {low:.3g} to {high:.3g}"
-    unknown = msgspec.structs.replace(found, estimate=None, high=None, reason="too few levels")
-    row = capacity_row("capacity", 6.0, unknown)
-    assert (row.passed, row.measured, row.note) == (False, None, "too few levels")
-
-
-def test_the_capacity_of_slots_is_that_of_queueing_theory() -> None:
-    """M/D/1: an answer comes without a wait where the server is idle, which it is 1 - rho of the
-    time.
-    """
-    rate = capacity_of_slots(1, 1.0, 0.0, 0.6)
-    assert rate == pytest.approx(0.4, rel=0.02), (
-        "60 % do not wait at all where the server is busy 40 % of the time"
+    rows = capacity_rows("world", 6.0, found)
+    assert failed(rows) == wrong
+    assert rows[0].note == (
+        "too few levels" if low is None else f"interval {low:.3g} to {high:.3g}"
     )
+    if limit == 6.91:
+        assert not failed(capacity_rows("world", 6.0, found, 5.0, 6.5)), "of two speeds"
