@@ -31,38 +31,33 @@ VERBS: dict[str, tuple[str, str]] = {
         "Serve models over an OpenAI-compatible HTTP endpoint.",
     ),
     "load": (
-        "loadtests.cli:load",
+        "loadtests.cli.load_command:load",
         "Send load at one rate to an endpoint: TTFT, TPOT, and whether the SLO is met.",
     ),
     "campaign": (
-        "loadtests.cli:campaign",
+        "loadtests.cli.campaign_command:campaign",
         "Find the highest rate at which each model meets the SLO: init, run, resume, repeat, show.",
     ),
     "compare": (
-        "loadtests.compare_cli:comparison",
+        "loadtests.cli.compare_command:comparison",
         "Say whether runs are faster or slower than others, beyond what repeated runs differ by.",
     ),
     "selftest": (
-        "loadtests.cli:selftest",
+        "loadtests.cli.selftest_command:selftest",
         "Check the accuracy of the load generator on this machine.",
     ),
     "calibrate": (
-        "loadtests.calibrate.cli:app",
+        "loadtests.cli.calibrate_command:app",
         "Measure this machine in a minute, into a file for `plan` and `report`.",
     ),
-    "hardware": (
-        "reports.planning.hardware_cli:app",
-        "The devices that `plan` and `report` know, with datasheets and prices: list, add, update.",
-    ),
     "plan": (
-        "reports.plan.cli:plan",
+        "reports.cli.plan_command:plan",
         "Rank CPUs, GPUs and both by what they cost to serve a forecast of requests.",
     ),
-    "share": (
-        "reports.reference.cli:share",
-        "Make an anonymous archive of a run, to give away; what it holds is shown first.",
+    "report": (
+        "reports.cli.report_command:report",
+        "Turn runs into one HTML page, Markdown, CSV or JSON.",
     ),
-    "report": ("reports.cli:report", "Turn runs into one HTML page, Markdown, CSV or JSON."),
 }
 
 

@@ -9,7 +9,7 @@ import sys
 # Works from a checkout that is not installed, too.
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from loadtests.generator.locust_users import Traffic, register
+from loadtests.load_generator.inside_locust import Traffic, register
 
 register()
 

@@ -2,10 +2,10 @@
 
     >>> seconds(0.0834), seconds(2.0), seconds(None)
     ('83 ms', '2.0 s', 'not measured')
-    >>> rate_with_interval(0.824, 0.71, 0.943)
-    '0.82 requests/s (0.71–0.95)'
-    >>> rate(0.0441), rate_with_interval(0.0441, 0.029, 0.0702)
-    ('2.6/min', '2.6 requests/min (1.7–4.3)')
+    >>> rate_with_interval(1.824, 1.61, 1.943)
+    '1.8 requests/s (1.6–2.0)'
+    >>> rate(0.57), rate_with_interval(0.0441, 0.029, 0.0702)
+    ('34 a minute', '160 requests an hour (100–260)')
     >>> rate(5.65, rounded="down")
     '5.6/s'
     >>> size(1288490189)
@@ -88,25 +88,40 @@ def duration(value: float) -> str:
 
 
 def rate_unit(value: float | None) -> tuple[float, str]:
-    """Seconds of the unit in which people read a rate, and its name: s, min below 0.1/s, h."""
-    if not value or value >= 0.09995:
-        return 1.0, "s"
-    return (60.0, "min") if value * 60 >= 0.995 else (3600.0, "h")
+    """Seconds of the unit in which people read a rate, and its name: below 1/s a whole number.
+
+    "/s"; below 1/s " a minute", below ten a minute " an hour".
+    """
+    if not value or value >= 0.9995:
+        return 1.0, "/s"
+    return (60.0, " a minute") if value * 60 >= 9.995 else (3600.0, " an hour")
 
 
 def rate(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
-    """Requests per second, minute or hour: `0.82/s`, `2.6/min`."""
+    """Requests per second, minute or hour: `1.8/s`, `34 a minute`, `160 an hour`."""
     if value is None:
         return NOT_MEASURED
     times, unit = rate_unit(value)
-    return f"{significant(value * times, digits, rounded)}/{unit}"
+    return f"{significant(_coarse(value * times, unit, digits, rounded), digits, rounded)}{unit}"
+
+
+def _coarse(value: float, unit: str, digits: int, rounded: Rounding) -> float:
+    """160 an hour, not 159: a slow rate has as many digits as any other."""
+    if unit == "/s" or value < 100:
+        return value
+    return _round(value, digits - 1 - math.floor(math.log10(value)), rounded)
 
 
 def requests(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
-    """`0.82 requests/s`, `2.6 requests/min`."""
-    if value is None:
-        return NOT_MEASURED
-    return rate(value, digits, rounded).replace("/", " requests/")
+    """`1.8 requests/s`, `34 requests a minute`."""
+    return _of_requests(rate(value, digits, rounded))
+
+
+def _of_requests(said: str) -> str:
+    for unit in ("/s", " a minute", " an hour"):
+        if said.endswith(unit):
+            return f"{said.removesuffix(unit)} requests{unit}"
+    return said
 
 
 def load(
@@ -115,7 +130,7 @@ def load(
     digits: int = 2,
     said: Callable[[float | None, int], str] = rate,
 ) -> str:
-    """What a level is loaded with: `0.82/s`, `8 users`, `alone` (one request at a time)."""
+    """What a level is loaded with: `1.8/s`, `8 users`, `alone` (one request at a time)."""
     if rate_per_second is not None:
         return said(rate_per_second, digits)
     return "alone" if users in (None, 1) else f"{users} users"
@@ -141,21 +156,24 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def rate_interval(low: float | None, high: float | None, like: float | None = None) -> str:
-    """`0.71–0.94/s`, `above 43/min`: in the unit of `like`, else of the higher end."""
+    """`1.7–2.4/s`, `above 43 a minute`: in the unit of `like`, else of the higher end."""
     if low is None and high is None:
         return NOT_MEASURED
     times, unit = rate_unit(like or high or low)
-    ends = [None if end is None else end * times for end in (low, high)]
-    return f"{interval(*ends)}/{unit}"
+    digits = interval_digits(low, high)
+    least = None if low is None else _coarse(low * times, unit, digits, "down")
+    most = None if high is None else _coarse(high * times, unit, digits, "up")
+    return f"{interval(least, most)}{unit}"
 
 
 def rate_with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    """`0.82 requests/s (0.71–0.95)`; with one end open `above 0.71 requests/s`."""
+    """`1.8 requests/s (1.7–1.9)`; with one end open `above 1.7 requests/s`."""
     if value is None or low is None or high is None:
         if low is None and high is None:
             return requests(value)
-        return rate_interval(low, high).replace("/", " requests/")
-    ends = rate_interval(low, high, value).partition("/")[0]
+        return _of_requests(rate_interval(low, high))
+    times, unit = rate_unit(value)
+    ends = rate_interval(low, high, value).removesuffix(unit)
     return f"{requests(value, interval_digits(low, high))} ({ends})"
 
 

@@ -101,7 +101,7 @@ def crossover() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
         "serving.cli.launch",
         "serving.cli.models_command",
         "models.resolve",
-        "loadtests.cli",
+        "loadtests.cli.campaign_command",
     )
     yield lines.run
     lines.close()

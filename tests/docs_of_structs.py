@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Collection
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from loadtests.campaign.campaign_keys import CampaignFile, OnDisturbance
-from loadtests.metrics.slo import SLO_PRESETS
-from loadtests.terminal.template import LISTS, SECTIONS, keys_of, toml_value
+from loadtests.analysis.slo import SLO_PRESETS
+from loadtests.campaign.campaign_file import CampaignFile
+from loadtests.campaign.campaign_template import LISTS, SECTIONS, keys_of, toml_value
 from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.length_tables import PRESETS
-from reports.plan import example
-from reports.plan.file import PlanFile
-from serving.server_options import Standby
+from loadtests.workload.request_lengths import PRESETS
+from reports.plan.plan_file import ForecastKeys, MachineKeys, PlanFile
 
-# A type as the code writes it -> as the documentation does.
-TOML_TYPES = {
-    "str": "string",
-    "int": "integer",
-    "float": "number",
-    "bool": "boolean",
-    "Price": "number or array of number",
-}
+TOML_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def campaign_keys() -> list[str]:
@@ -47,11 +38,10 @@ def campaign_keys() -> list[str]:
 
 def plan_keys() -> list[str]:
     """For docs/plan.md."""
-    out = _table("Top of the file", PlanFile, example.TABLES)
-    for name in ("forecast", "machines"):
-        title = f"[[{name}]]" if name == "machines" else f"[{name}]"
-        out += ["", *_table(title, example.SECTIONS[name][0], example.TABLES)]
-    return out
+    tables = ("forecast", "machines", "workload", "slo")
+    out = _table("Top of the file", PlanFile, tables)
+    out += ["", *_table("[forecast]", ForecastKeys)]
+    return [*out, "", *_table("[[machines]]", MachineKeys)]
 
 
 def _table(title: str, kind: type[msgspec.Struct], elsewhere: Collection[str] = ()) -> list[str]:
@@ -67,29 +57,20 @@ def _table(title: str, kind: type[msgspec.Struct], elsewhere: Collection[str] = 
     return out
 
 
-def toml_type(annotation: str) -> str:
+def toml_type(kind: Any) -> str:
     """`list[str | SloSpec]` -> `array of string or table`; what is optional is left out."""
-    return _toml_type(ast.parse(annotation, mode="eval").body)
-
-
-def _toml_type(node: ast.expr) -> str:
-    match node:
-        case ast.BinOp(left=left, right=ast.Constant(value=None)):
-            return _toml_type(left)
-        case ast.BinOp(left=left, right=right):
-            return f"{_toml_type(left)} or {_toml_type(right)}"
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=values)):
-            return " or ".join(f"`{toml_value(ast.literal_eval(value))}`" for value in values)
-        case ast.Subscript(value=ast.Name(id="list"), slice=inner):
-            return f"array of {_toml_type(inner)}"
-        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=[inner, _])):
-            return f"array of {_toml_type(inner)}"
-        case ast.Name(id="Standby" | "OnDisturbance" as name):
-            choices = get_args(Standby if name == "Standby" else OnDisturbance)
-            return " or ".join(f"`{toml_value(value)}`" for value in choices)
-        case ast.Name(id=name):
-            return TOML_TYPES.get(name, "table")
-    return "table"
+    if hasattr(kind, "__metadata__"):
+        return toml_type(kind.__origin__)
+    parts = get_args(kind)
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        words = [toml_type(part) for part in parts if part is not NoneType]
+        return " or ".join(dict.fromkeys(words))
+    if origin is Literal:
+        return " or ".join(f"`{toml_value(value)}`" for value in parts)
+    if origin in (list, tuple):
+        return f"array of {toml_type(parts[0])}"
+    return TOML_TYPES.get(kind, "table")
 
 
 def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:

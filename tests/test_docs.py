@@ -20,7 +20,7 @@ import yaml
 
 import crossover
 from loadtests.campaign.campaign_file import parse_campaign
-from loadtests.generator.options import CommandOptions, check_machines
+from loadtests.cli.load_command import CommandOptions, check_machines
 from serving.bounds import converted
 from serving.http.api_schemas import CHAT, COMPLETION, decode
 from serving.server_options import ServeOptions, models_of

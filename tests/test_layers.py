@@ -53,7 +53,7 @@ def test_processes_are_started_where_secrets_and_folders_are_thought_of() -> Non
     }
     assert found == {
         *("models/isolated.py", "loadtests/campaign/manifest.py", "loadtests/host/parent_bound.py"),
-        "loadtests/engines/keeper.py",
+        "loadtests/campaign/external_server_keeper.py",
     }
 
 
@@ -77,7 +77,7 @@ def test_nothing_in_loadtests_hides_a_module_that_locust_would_import() -> None:
             "serving.engine.scheduler",
             {"torch", "transformers", "llama_cpp", "onnxruntime", "starlette"},
         ),
-        ("loadtests.records.schema", {"torch", "transformers", "locust", "gevent"}),
+        ("loadtests.records.run_folder", {"torch", "transformers", "locust", "gevent"}),
     ],
 )
 def test_light_modules_stay_light(module: str, heavy: set[str]) -> None:

@@ -2,7 +2,6 @@
 
     name = "ladder"
     models = ["135m", "1b", "3b"]            # x formats x backends x hardware x workloads = cells
-    formats = ["Q4_0"]
     budget_seconds = 600                     # of measuring, for all cells together
 
     [slo]
@@ -13,40 +12,235 @@
     preset = "chat"
     max_prompt_tokens = 512
 
-All keys: campaign_keys.py and docs/campaign.md. An unknown key is refused with its path and the
-known ones. Reading a campaign starts nothing and looks at no machine.
+A key is a field of a struct here (or of one that a struct here holds): its type says what its value
+may be, its description what `crossover campaign init` and docs/campaign.md say of it. A file that
+says something impossible is refused with one sentence a fault, all of them at once, each with key
+and value. Reading a campaign starts nothing and looks at no machine.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
-from loadtests.campaign.campaign_keys import (
-    AUTO,
-    CampaignFile,
-    Load,
-    OnDisturbance,
-    Server,
-    SloSpec,
-    check,
-    explain,
-)
-from loadtests.campaign.cells import Cell, cells_of
-from loadtests.capacity.search_config import SearchConfig
-from loadtests.engines.command import Engine, commands_of
+from loadtests.analysis.slo import SLO_PRESETS, Slo
+from loadtests.campaign.external_servers import Engine, commands_of, formats_of, places, wrong
 from loadtests.errors import BadCampaign, TargetUnusable
-from loadtests.generator.endpoint import Target, check_target
-from loadtests.generator.load_plan import DEFAULT_WORKLOAD
-from loadtests.metrics.slo import SLO_PRESETS, Slo
-from loadtests.workload.arrivals import Arrivals
-from loadtests.workload.requests import Workload
-from models.errors import printable
+from loadtests.load_generator.openai_endpoint import Target, check_target
+from loadtests.workload.arrivals import Arrivals, Poisson
+from loadtests.workload.request_lengths import Workload
+from models.errors import CrossoverError, printable
+from models.formats import DEFAULT_FORMATS
+from models.ladder import is_rung, rung
+from serving.backends.backend_table import BACKENDS, weights_of
+from serving.bounds import Count, Positive, Seconds, Share
+from serving.errors import BackendUnavailable
+from serving.placement.fastest_backend import BEST
+from serving.server_options import Standby
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
+AUTO = "auto"  # in place of models: the rungs around this machine's limit
+DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
+
+
+def key(text: str) -> Meta:
+    """What is said of a key."""
+    return Meta(description=text)
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file: unknown keys are refused."""
+
+
+class Server(Table, frozen=True):
+    """How the server of each cell is started: options of `crossover serve` of the same names."""
+
+    policy: Annotated[
+        Literal["auto", "gpu-only", "cpu-only"], key("auto, gpu-only or cpu-only")
+    ] = "auto"
+    slots: Annotated[Count, key("sequences that run at the same time")] = 16
+    context_tokens: Annotated[Count, key("most tokens of one request, prompt and answer")] = 2048
+    kv_tokens: Annotated[
+        Count | None,
+        key("KV cache of all requests together; none: slots x context_tokens"),
+    ] = None
+    kv_dtype: Annotated[str, key("number type of the KV cache; auto: the backend's own")] = "auto"
+    prefill_tokens: Annotated[
+        Count | None,
+        key("most prompt tokens of a step; none: that of `serve`, 256"),
+    ] = None
+    step_seconds: Annotated[
+        Positive | None,
+        key("target of a step with prompt tokens; none: 0.3"),
+    ] = None
+    prefix_reuse: Annotated[bool, key("keep the KV cache of prompts that begin alike")] = True
+    check_memory: Annotated[bool, key("refuse what does not fit")] = True
+    standby: Annotated[
+        Standby, key("warm: the fallback engine is kept loaded beside the one that serves")
+    ] = "cold"
+    cache: Annotated[str | None, key("folder of made and downloaded weights")] = None
+    options: Annotated[dict[str, str | int | float | bool], key("options of the backend")] = {}
+    ready_seconds: Annotated[
+        Positive,
+        key("most that loading may take, making the weights included"),
+    ] = 1800.0
+
+
+class Load(Table, frozen=True):
+    """Who sends the load."""
+
+    workers: Annotated[Count, key("processes of this machine that share the load")] = 1
+
+
+class Hardware(Table, frozen=True):
+    """One hardware budget: how much of this machine a cell may use."""
+
+    name: Annotated[str, key("needed where there is more than one")] = ""
+    cores: Annotated[
+        Count | None,
+        key("physical cores of the engine; none: all where there are up to 8, else but 1 or 2"),
+    ] = None
+    threads: Annotated[Count | None, key("threads of the engine; none: one for each core")] = None
+    memory_gib: Annotated[
+        Positive | None,
+        key("limit of server and engine; a cell that needs more is skipped"),
+    ] = None
+
+
+class SloSpec(Table, frozen=True):
+    """A preset with changes, or an SLO of one's own."""
+
+    preset: Annotated[
+        str | None, key("chat, interactive, reading, batch, ...; none: the limits below")
+    ] = None
+    name: Annotated[str | None, key("needed where two would have the same")] = None
+    ttft_seconds: Annotated[Positive | None, key("limit of the time to first token")] = None
+    tpot_seconds: Annotated[Positive | None, key("limit of the time per output token")] = None
+    target: Annotated[Share | None, key("share of requests that must be good, 0..1")] = None
+    confidence: Annotated[
+        Annotated[float, Meta(gt=0.5, lt=1)] | None, key("confidence of a verdict, 0.5..1")
+    ] = None
+
+
+class Search(Table, frozen=True):
+    """How a cell's capacity is found."""
+
+    method: Annotated[
+        Literal["law", "levels"],
+        key("law: from step times, and a level confirms; levels: by levels alone"),
+    ] = "law"
+    starts: Annotated[
+        Count,
+        key("server starts that must confirm; 2 for a machine that is to be put to work"),
+    ] = 1
+    confirm: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        key("confirm only so many models, the smallest; the others are estimated; none: all"),
+    ] = None
+    single_stream_requests: Annotated[Count, key("requests one at a time, before any load")] = 20
+    single_stream_seconds: Annotated[Positive, key("most that they take")] = 20.0
+    level_seconds: Annotated[
+        Positive,
+        key("shortest level that confirms; below 3 requests/s it is twice as long"),
+    ] = 60.0
+    rates: Annotated[
+        list[Positive],
+        key("measure levels at these rates (requests/s) in place of a search"),
+    ] = []
+    budget_seconds: Annotated[
+        Positive,
+        key("measuring time of each cell where the campaign has none for all"),
+    ] = 600.0
+
+
+class OneCell(Table, frozen=True):
+    """One combination, given by hand beside (or instead of) the product."""
+
+    model: Annotated[str, key("a rung, a GGUF file, a folder or a hub id")]
+    format: Annotated[str | None, key("none: the backend's default")] = None
+    backend: Annotated[str, key("the engine")] = "llama_cpp"
+
+
+class CampaignFile(Table, frozen=True):
+    """The file as it is written."""
+
+    name: Annotated[str, key("name of the run folder")]
+    models: Annotated[
+        list[str], key("rungs, files, folders, hub ids; auto: four rungs around the limit")
+    ] = []
+    formats: Annotated[
+        list[str], key("each model in each of them; empty: the default of each backend")
+    ] = []
+    backends: Annotated[
+        list[str],
+        key("llama_cpp, onnx, torch; best: tries them for seconds, takes the one that serves most"),
+    ] = msgspec.field(default_factory=lambda: ["llama_cpp"])
+    hardware: Annotated[
+        list[Hardware], key("budgets: how much of this machine a cell may use"), Meta(min_length=1)
+    ] = msgspec.field(default_factory=lambda: [Hardware()])
+    cells: Annotated[list[OneCell], key("combinations, beside models x formats x backends")] = []
+    engines: Annotated[
+        list[Engine], key("engines of others, beside backends; only with --allow-commands")
+    ] = []
+    target: Annotated[Target | None, key("an endpoint that runs already, in place of models")] = (
+        None
+    )
+    server: Annotated[Server, key("how the server of each cell is started")] = Server()
+    load: Annotated[Load, key("who sends the load")] = Load()
+    workload: Annotated[
+        Workload | None, key("lengths of prompts and answers; none: the preset chat")
+    ] = None
+    workloads: Annotated[dict[str, Workload], key("several, by name, in place of workload")] = {}
+    arrivals: Annotated[Arrivals, key("when requests are due")] = Poisson()
+    slo: Annotated[
+        str | SloSpec | None, key("limits that a good request keeps; none: the preset chat")
+    ] = None
+    slos: Annotated[
+        list[str | SloSpec], key("several, in place of slo: each level is judged by all")
+    ] = []
+    search: Annotated[Search, key("how a capacity is found")] = Search()
+    budget_seconds: Annotated[
+        Positive | None,
+        key("measuring time of all cells together; none: search.budget_seconds for each"),
+    ] = None
+    seed: Annotated[int, key("seed of prompts and arrivals")] = 1
+    sample_seconds: Annotated[Positive, key("time between two samples of CPU and memory")] = 1.0
+    disturbance: Annotated[
+        Literal["wait", "ignore"],
+        key("disturbed levels are measured again on the quiet machine; ignore: they count"),
+    ] = "wait"
+    wait_seconds: Annotated[
+        Seconds,
+        key("most that a cell waits for quiet, besides its budget; 0: none"),
+    ] = 300.0
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured: a model, format, backend and hardware budget, or an endpoint."""
+
+    key: str
+    model: str
+    weight_format: str
+    backend: str
+    hardware: Hardware = Hardware()
+    slots: int | None = None
+    context_tokens: int | None = None
+    kv_tokens: int | None = None
+    kv_dtype: str | None = None
+    synthetic: bool | None = None  # random weights; None: not known
+    url: str | None = None  # the endpoint, where the runner starts none
+    workload: str = ""  # its name, where the campaign has several
+    engine: str = ""  # its name, where it is one of others (`engines` of the campaign)
+    device: str | None = None  # of such an engine, as far as is known
+    is_best: bool = False  # the engine is the CPU's best, chosen when the cell starts
+    formats: tuple[str, ...] = ()  # ... among these formats; none: the usual ones
 
 
 class RepeatedLevel(msgspec.Struct, frozen=True, array_like=True):
@@ -64,14 +258,13 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slo: Slo
     workload: Workload
     arrivals: Arrivals
-    search: SearchConfig
+    search: Search
     server: Server
     target: Target | None
-    # Measuring time of all cells together; None: `search.budget_seconds` for each.
-    budget_seconds: float | None
+    budget_seconds: float | None  # None: `search.budget_seconds` for each cell
     seed: int
     sample_seconds: float
-    disturbance: OnDisturbance = "wait"
+    disturbance: Literal["wait", "ignore"] = "wait"
     wait_seconds: float = 300.0
     load: Load = Load()
     slos: tuple[Slo, ...] = ()  # all of them where there are several
@@ -84,38 +277,28 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def all_slos(self) -> tuple[Slo, ...]:
         return self.slos or (self.slo,)
 
-    def of(self, cell: Cell, slo: Slo | None = None) -> Campaign:
-        """The campaign for one cell: its workload, its rates, the SLO that is searched for."""
-        search = self.search
+    def workload_of(self, cell: Cell) -> Workload:
+        return self.workloads[cell.workload] if cell.workload else self.workload
+
+    def asked_levels(self, cell: Cell) -> list[RepeatedLevel] | None:
+        """The levels of a cell where nothing is searched: those repeated, or the asked rates."""
         if self.repeats is not None:
-            loads = [
-                (one.rate, one.seconds) for one in self._repeated(cell) if one.rate is not None
-            ]
-            search = msgspec.structs.replace(
-                search,
-                rates=tuple(rate for rate, _ in loads),
-                rate_seconds=tuple(seconds for _, seconds in loads),
-            )
-        workload = self.workloads[cell.workload] if cell.workload else self.workload
-        return msgspec.structs.replace(self, workload=workload, search=search, slo=slo or self.slo)
-
-    def repeated_seed(self, cell: Cell, number: int) -> int | None:
-        """The seed of the level that the cell's level `number` (1..) repeats; None: no repeat."""
-        levels = self._repeated(cell)
-        return levels[number - 1].seed if number <= len(levels) else None
-
-    def _repeated(self, cell: Cell) -> list[RepeatedLevel]:
-        """In the order a repeat measures them: the first single-stream level, then the rates."""
-        levels = self.cell_levels.get(cell.key, ())
-        alone = [one for one in levels if one.rate is None]
-        return alone[:1] + [one for one in levels if one.rate is not None]
+            levels = self.cell_levels.get(cell.key, ())
+            alone = [one for one in levels if one.rate is None]
+            return alone[:1] + [one for one in levels if one.rate is not None]
+        if not self.search.rates:
+            return None
+        alone = [RepeatedLevel(None, self.search.single_stream_seconds)]
+        return alone + [
+            RepeatedLevel(rate, self.search.level_seconds) for rate in self.search.rates
+        ]
 
 
 class Plan(msgspec.Struct, frozen=True):
     """A campaign, its cells in order, and the text they came from."""
 
     campaign: Campaign
-    cells: list[Cell]  # none yet where the machine chooses the models (rungs.py)
+    cells: list[Cell]  # none yet where the machine chooses the models
     text: str
 
     @property
@@ -126,16 +309,14 @@ class Plan(msgspec.Struct, frozen=True):
 def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
     """The campaign in a TOML file; `budget_seconds` takes the place of the file's.
 
-    Raises BadCampaign: file, path inside it, what is wrong.
+    Raises BadCampaign: the file, and every fault in it.
     """
     try:
         text = path.read_text()
     except OSError as problem:
         raise BadCampaign(f"{path} cannot be read: {problem.strerror}") from problem
     except UnicodeDecodeError as problem:
-        raise BadCampaign(
-            f"{path} is no text: {problem.reason} at byte {problem.start}"
-        ) from problem
+        raise BadCampaign(f"{path} is no text: {problem.reason} at byte {problem.start}") from None
     try:
         return parse_campaign(text, budget_seconds=budget_seconds)
     except BadCampaign as problem:
@@ -152,29 +333,22 @@ def parse_campaign(
         raise BadCampaign(f"no TOML: {problem}") from problem
     if budget_seconds is not None:
         raw["budget_seconds"] = budget_seconds
-    try:
-        file = msgspec.convert(raw, CampaignFile)
-    except msgspec.ValidationError as problem:
-        raise BadCampaign(explain(problem)) from problem
-    check(file)
+    file = _converted(raw)
+    faults = list(_faults(file))
+    slos: list[Slo] = []
+    for spec in file.slos or [file.slo or "chat"]:
+        try:
+            slos.append(slo_of(spec))
+        except BadCampaign as problem:
+            faults.append(str(problem))
+    if faults:
+        raise BadCampaign("; ".join(faults))
     if models and AUTO in file.models:
         file = msgspec.structs.replace(file, models=list(models))
-    try:
-        check_target(file.target or Target(url=""))
-    except TargetUnusable as problem:
-        raise BadCampaign(f"{problem} - at `$.target`") from problem
-    slos = tuple(slo_of(spec) for spec in (file.slos or [file.slo or "chat"]))
-    twice = next(
-        (p.name for i, p in enumerate(slos) if p.name in [other.name for other in slos[:i]]), None
-    )
-    if twice is not None:
-        raise BadCampaign(
-            f"SLO {twice!r} is there twice: give each a name of its own - at `$.slos`"
-        )
     campaign = Campaign(
         name=file.name,
         slo=slos[0],
-        slos=slos if len(slos) > 1 else (),
+        slos=tuple(slos) if len(slos) > 1 else (),
         workload=next(iter(file.workloads.values()), file.workload or DEFAULT_WORKLOAD),
         workloads=file.workloads,
         arrivals=file.arrivals,
@@ -190,6 +364,25 @@ def parse_campaign(
         engines={engine.name: engine for engine in file.engines},
     )
     return Plan(campaign, [] if AUTO in file.models else cells_of(file), text)
+
+
+def slo_of(spec: str | SloSpec) -> Slo:
+    """The SLO of a preset, changed or not, or of own limits. Raises BadCampaign."""
+    if isinstance(spec, str):
+        spec = SloSpec(preset=spec)
+    if spec.preset is not None and spec.preset not in SLO_PRESETS:
+        known = ", ".join(SLO_PRESETS)
+        raise BadCampaign(f"slo.preset must be one of {known}, got {spec.preset!r}")
+    changes = {
+        name: value
+        for name in SloSpec.__struct_fields__
+        if name != "preset" and (value := getattr(spec, name)) is not None
+    }
+    if spec.preset is None:
+        return Slo(**{"ttft_seconds": None, "tpot_seconds": None, "name": "own", **changes})
+    if changes.keys() & {"ttft_seconds", "tpot_seconds"}:
+        changes.setdefault("name", f"{spec.preset} (changed)")
+    return msgspec.structs.replace(SLO_PRESETS[spec.preset], **changes)
 
 
 def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = False) -> None:
@@ -217,34 +410,348 @@ def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = Fa
         )
 
 
-def check_one_machine(plan: Plan) -> None:
-    """Raises BadCampaign where a cell asks for a machine: there is this one alone."""
-    for cell in plan.cells:
-        if cell.hardware.accelerator is not None:
-            raise BadCampaign(
-                f"hardware {cell.hardware.name!r} asks for accelerator "
-                f"{cell.hardware.accelerator!r}: only --on ray chooses among machines"
-            )
+# Cells of a file.
 
 
-def slo_of(spec: str | SloSpec) -> Slo:
-    """The SLO of a preset, changed or not, or of own limits. Raises BadCampaign."""
-    if isinstance(spec, str):
-        spec = SloSpec(preset=spec)
-    changes = {
-        name: value
-        for name in SloSpec.__struct_fields__
-        if name != "preset" and (value := getattr(spec, name)) is not None
-    }
-    if spec.preset is not None and spec.preset not in SLO_PRESETS:
+def cells_of(file: CampaignFile) -> list[Cell]:
+    """The product, then the cells given by hand, in the order of the file.
+
+    Raises BadCampaign for a combination that is none.
+    """
+    names = list(file.workloads) or [""]
+    if file.target is not None:
+        return [cell_of_target(file.target, name) for name in names]
+    wanted = [
+        OneCell(model=model, format=weight_format, backend=backend)
+        for model in file.models
+        for weight_format in (*file.formats, *(() if file.formats else (None,)))
+        for backend in file.backends
+        if backend != BEST
+    ]
+    # The best engine is one cell for all formats: they limit what it is chosen from.
+    best = [OneCell(model=model, backend=BEST) for model in file.models if BEST in file.backends]
+    wanted += best + file.cells
+    cells = [
+        _cell(one, hardware, file, name)
+        for one in wanted
+        for hardware in file.hardware
+        for name in names
+    ]
+    cells += [
+        _cell_of_engine(engine, model, weight_format, hardware, file, name)
+        for engine in file.engines
+        for model in file.models
+        for weight_format in formats_of(engine, file.formats)
+        for hardware in file.hardware
+        for name in names
+    ]
+    if not cells:
+        raise BadCampaign("nothing to measure: backends is empty")
+    key, times = Counter(cell.key for cell in cells).most_common(1)[0]
+    if times > 1:
         raise BadCampaign(
-            f"SLO {spec.preset!r} is not one of {', '.join(SLO_PRESETS)} - at `$.slo.preset`"
+            f"cell {key} is there twice; hardware budgets need names, "
+            "models and formats must differ"
         )
+    return cells
+
+
+def cell_of_target(target: Target, workload: str = "") -> Cell:
+    """The cell of an endpoint that is there already, under one of its workloads."""
+    model = target.model or "default"
+    key = plain(f"{model}@{target.url.split('://')[-1]}" + (f"-{workload}" if workload else ""))
+    return Cell(
+        key=key,
+        model=model,
+        weight_format="",
+        backend="external",
+        url=target.url,
+        workload=workload,
+    )
+
+
+def _cell_of_engine(
+    engine: Engine,
+    model: str,
+    weight_format: str,
+    hardware: Hardware,
+    file: CampaignFile,
+    workload: str,
+) -> Cell:
+    is_made = engine.weights != "none" and model not in engine.names
+    name = rung(model).spec.name if is_rung(model) else model
+    parts = (name, weight_format, engine.name, hardware.name, workload)
+    filled, server = places(engine.command), file.server
+    # What its command does not say is its own business.
+    slots = server.slots if "slots" in filled else None
+    context = server.context_tokens if "context" in filled else None
+    return Cell(
+        key=plain("-".join(part for part in parts if part)),
+        model=name,
+        weight_format=weight_format,
+        backend=engine.name,
+        hardware=hardware,
+        slots=slots,
+        context_tokens=context,
+        kv_tokens=server.kv_tokens if "kv_tokens" in filled else None,
+        synthetic=True if is_made and is_rung(model) else None,
+        workload=workload,
+        engine=engine.name,
+        device=engine.device,
+    )
+
+
+def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -> Cell:
     try:
-        if spec.preset is None:
-            return Slo(**{"ttft_seconds": None, "tpot_seconds": None, "name": "own", **changes})
-        if changes.keys() & {"ttft_seconds", "tpot_seconds"}:
-            changes.setdefault("name", f"{spec.preset} (changed)")
-        return msgspec.structs.replace(SLO_PRESETS[spec.preset], **changes)
-    except ValueError as problem:
-        raise BadCampaign(f"{problem} - at `$.slo`") from problem
+        known = is_rung(one.model)
+        # A file, a folder or a hub id.
+        is_elsewhere = any(mark in one.model for mark in ("/", ".gguf"))
+        model = one.model if is_elsewhere and not known else rung(one.model).spec.name
+        is_best = one.backend == BEST
+        kind, weight_format = ("none", "") if is_best else weights_of(one.backend, one.format)
+    except BackendUnavailable as problem:
+        others = "vLLM, llama-server and others are [[engines]] tables, docs/engines-of-others.md"
+        raise BadCampaign(f"{problem}; {others}") from problem
+    except CrossoverError as problem:
+        raise BadCampaign(f"{problem}") from problem
+    name = f"{model}-{weight_format or DEFAULT_FORMATS.get(kind, '')}-{one.backend}".replace(
+        "--", "-"
+    )
+    key = plain("-".join(part for part in (name, hardware.name, workload) if part))
+    server = file.server
+    formats = (one.format,) if one.format else tuple(file.formats)
+    return Cell(
+        key=key,
+        model=model,
+        weight_format=weight_format,
+        backend=one.backend,
+        hardware=hardware,
+        slots=server.slots,
+        context_tokens=server.context_tokens,
+        kv_tokens=server.kv_tokens,
+        kv_dtype=server.kv_dtype,
+        synthetic=True if known else None,
+        workload=workload,
+        is_best=is_best,
+        formats=formats if is_best else (),
+    )
+
+
+def plain(text: str) -> str:
+    """As a file name."""
+    return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
+
+
+# Faults of a file, each one sentence with key and value.
+
+
+def _converted(raw: dict[str, Any]) -> CampaignFile:
+    """The file's struct. Raises BadCampaign with all that has a wrong key, type or range.
+
+    msgspec names the first fault alone: it is noted, taken out, and the rest is tried again.
+    """
+    faults: list[str] = []
+    while True:
+        try:
+            file = msgspec.convert(raw, CampaignFile)
+        except msgspec.ValidationError as problem:
+            path = _with_keys(_path_of(str(problem)), raw)
+            fault = _sentence(str(problem), path, raw)
+            name = fault.partition(" ")[0]
+            if not any(one.startswith(f"{name} ") for one in faults):  # else it was taken out
+                faults.append(fault)
+            if path and _taken_out(raw, path, problem) and len(faults) < 50:
+                continue
+        break
+    if faults:
+        raise BadCampaign("; ".join(faults))
+    return file
+
+
+def _path_of(problem: str) -> list[str | int]:
+    """`... - at `$.cells[0].slots`` -> ["cells", 0, "slots"]."""
+    place = re.search(r"at `(?:key in )?\$([^`]*)`", problem)
+    parts = re.findall(r"\.([^.\[\]]+)|\[(\d+)\]|\[(\.\.\.)\]", place[1] if place else "")
+    path: list[str | int] = [
+        name or (int(number) if number else "...") for name, number, _ in parts
+    ]
+    unknown = re.search(r"unknown field `([^`]*)`", problem)
+    return [*path, unknown[1]] if unknown else path
+
+
+def _with_keys(path: list[str | int], raw: dict[str, Any]) -> list[str | int]:
+    """With the key of a table of names in place of msgspec's `[...]`: one that has the fault."""
+    if "..." not in path:
+        return path
+    at = path.index("...")
+    found = _place(raw, path[:at])
+    named = {} if found is None else found[0].get(found[1], {})
+    for name in named:
+        one = [*path[:at], name, *path[at + 1 :]]
+        place = _place(raw, one)
+        if place is not None and (isinstance(place[0], list) or place[1] in place[0]):
+            return _with_keys(one, raw)
+    return path
+
+
+def _place(raw: dict[str, Any], path: Sequence[str | int]) -> tuple[Any, str | int] | None:
+    """The table or list that holds the value at the path, and its key; None where there is none."""
+    here: Any = raw
+    for part in path[:-1]:
+        try:
+            here = here[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return here, path[-1]
+
+
+def _taken_out(raw: dict[str, Any], path: Sequence[str | int], problem: Exception) -> bool:
+    found = _place(raw, path)
+    if found is None or "missing required" in str(problem):
+        return False
+    holder, last = found
+    try:
+        del holder[last]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
+def _sentence(problem: str, path: Sequence[str | int], raw: dict[str, Any]) -> str:
+    """msgspec's message as "server.slots must be at least 1, got 0"."""
+    name = re.sub(r"\.\[", "[", ".".join(f"[{p}]" if isinstance(p, int) else p for p in path))
+    if "unknown field" in problem:
+        known = _known_keys(path[:-1])
+        return f"{name} is no key; known here: {', '.join(known)}" if known else f"{name} is no key"
+    missing = re.search(r"missing required field `([^`]*)`", problem)
+    if missing:
+        return f"{f'{name}.' if name else ''}{missing[1]} is missing"
+    found = _place(raw, path) if path else None
+    value: Any = None
+    if found is not None:
+        try:
+            value = found[0][found[1]]
+        except (KeyError, IndexError, TypeError):
+            found = None
+    got = f", got {value!r}" if found is not None else ""
+    said = problem.partition(" - at `")[0]
+    bound = re.fullmatch(r"Expected `(?:\w+)` (>=|>|<=|<) (\S+)", said)
+    if bound:
+        words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+        return f"{name} must be {words[bound[1]]} {float(bound[2]):g}{got}"
+    wrong_type = re.fullmatch(r"Expected (`.*`), got `(.*)`", said)
+    if wrong_type:
+        return f"{name} must be {_type_words(wrong_type[1])}{got}"
+    if said.startswith("Invalid enum value"):
+        kinds = _literal_at(path)
+        choice = f"one of {', '.join(kinds)}" if kinds else "a known name"
+        return f"{name} must be {choice}{got}"
+    return f"{name}: {said}" if name else said
+
+
+def _type_words(types: str) -> str:
+    """`int | null` -> a whole number."""
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "str": "a text",
+        "bool": "true or false",
+        "array": "a list",
+        "object": "a table",
+    }
+    names = [one for one in re.findall(r"\w+", types) if one != "null"]
+    return " or ".join(words.get(one, one) for one in names)
+
+
+def _hint_at(path: Sequence[str | int]) -> Any:
+    """The type of what is at a path of the file; None where it is not known."""
+    kind: Any = CampaignFile
+    is_named = False
+    for part in path:
+        kind = _struct_in(kind)
+        if isinstance(part, int) or is_named:
+            is_named = False
+            continue
+        is_named = part == "workloads"  # its keys are names
+        if kind is None or part not in kind.__struct_fields__:
+            return kind if isinstance(part, str) and get_origin(kind) is dict else None
+        kind = get_type_hints(kind, include_extras=False)[part]
+    return kind
+
+
+def _struct_in(kind: Any) -> Any:
+    """The struct among the parts of a type: of `list[Hardware] | None` Hardware."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next((found for part in get_args(kind) if (found := _struct_in(part))), None)
+
+
+def _known_keys(path: Sequence[str | int]) -> tuple[str, ...]:
+    kind = _struct_in(_hint_at(path))
+    return kind.__struct_fields__ if kind is not None else ()
+
+
+def _literal_at(path: Sequence[str | int]) -> list[str]:
+    hint = _hint_at(path)
+    parts = [hint, *get_args(hint)]
+    found = next((part for part in parts if get_origin(part) is Literal), None)
+    return [repr(value) for value in get_args(found)] if found is not None else []
+
+
+def _faults(file: CampaignFile) -> Iterator[str]:
+    """What no single value says: combinations that cannot be."""
+    has_models = bool(file.models or file.cells)
+    if file.target is not None and (has_models or file.engines):
+        yield "target is an endpoint that is there already: it goes without models, cells, engines"
+    if file.target is None and not has_models:
+        yield "nothing to measure: give models, cells, or a target with a url"
+    if file.engines and not file.models:
+        yield "engines are measured on models, and there are none"
+    is_beside = len(file.models) > 1 or bool(file.cells or file.engines or file.target)
+    if AUTO in file.models and (is_beside or not {*file.backends} <= {*BACKENDS, BEST}):
+        yield (
+            "models 'auto' are rungs that a measurement chooses: they go without other models, "
+            "cells, engines, a target, and with backends of this product alone"
+        )
+    if file.workload is not None and file.workloads:
+        yield "workload and workloads: give one of them"
+    if file.slo is not None and file.slos:
+        yield "slo and slos: give one of them"
+    names = [one if isinstance(one, str) else one.name or one.preset or "own" for one in file.slos]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"slos has {name!r} twice: give each a name of its own"
+    budgets = [hardware.name for hardware in file.hardware]
+    if len(budgets) > 1 and (not all(budgets) or len(set(budgets)) < len(budgets)):
+        yield f"each of several hardware budgets needs a name of its own, got {budgets}"
+    is_best = BEST in (*file.backends, *(cell.backend for cell in file.cells))
+    if is_best and file.server.policy == "gpu-only":
+        yield f"server.policy is 'gpu-only', and backend {BEST!r} chooses among the CPU's engines"
+    if is_best and file.server.options:
+        yield f"server.options are of one engine, and backend {BEST!r} chooses among several"
+    try:
+        check_target(file.target or Target(url=""))
+    except TargetUnusable as problem:
+        yield f"target: {problem}"
+    yield from _faults_of_lengths(file)
+    taken = {*BACKENDS, BEST, "external"}
+    for position, engine in enumerate(file.engines):
+        place = f"engines[{position}]"
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*", engine.name) is None:
+            yield f"{place}.name must be a file's name, got {engine.name!r}"
+        if engine.name in taken:
+            yield f"{place}.name {engine.name!r} is that of another engine: give it one of its own"
+        taken.add(engine.name)
+        yield from (f"{place}.{name}: {what}" for name, what in wrong(engine))
+
+
+def _faults_of_lengths(file: CampaignFile) -> Iterator[str]:
+    """Prompt and output must fit in the context of a server of ours."""
+    context = file.server.context_tokens
+    for name, one in (file.workloads or {"workload": file.workload or DEFAULT_WORKLOAD}).items():
+        prompt = one.max_prompt_tokens or one.prompt_tokens or 0
+        output = one.max_output_tokens or one.output_tokens or 0
+        if prompt and output and prompt + output > context and file.target is None:
+            yield (
+                f"{name}: prompts of {prompt} and outputs of {output} tokens do not fit in "
+                f"server.context_tokens = {context}: raise it or lower the workload's caps"
+            )

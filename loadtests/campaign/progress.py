@@ -1,19 +1,30 @@
-"""Progress of a run: lines that stay, and one that moves (terminal) or repeats (elsewhere).
+"""Progress of a run that a person follows: a line a cell that changes, and lines that stay.
 
-with Progress() as progress:
-    progress.say("smollm2-135m Q4_0: ready in 1.2 s")
-    progress.tick("level 3: 0.8 requests/s", fraction=0.4)
+    with Progress() as progress:
+        progress.cells({"360m": "waiting"}, left_seconds=480)
+        progress.say("cell 1 of 2, 360m: at most 4 min of measuring")
+        progress.tick("360m: 1.6 requests/s: 84 of 86 good, 43 s left", fraction=0.4)
+        progress.found("360m", "limit about 2.0/s (1.6-2.5)")
+
+On a terminal the cells stand below what was said, each with what is known of it so far, and below
+them what is done now and how long it may still take; `detail` is not shown there. Elsewhere (a log,
+a pipe) every line stays, and what moves is repeated now and then.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import TextIO
 
-from rich.console import Console
-from rich.status import Status
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
+from models import formatting
 from models.errors import printable
 
 PLAIN_EVERY_SECONDS = 10.0
@@ -26,10 +37,13 @@ class Progress:
         self, stream: TextIO | None = None, *, plain_every_seconds: float = PLAIN_EVERY_SECONDS
     ) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
-        self._status: Status | None = None
+        self._live: Live | None = None
         self._every = plain_every_seconds
-        self._spoke = 0.0
-        self._started = time.monotonic()
+        self._started = self._spoke = time.monotonic()
+        self._found: dict[str, str] = {}  # by cell
+        self._now = ""
+        self._until: float | None = None  # when all is done at the latest
+        self._spinner = Spinner("dots")
 
     def __enter__(self) -> Progress:
         return self
@@ -37,31 +51,68 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.quiet()
 
+    def cells(self, found: Mapping[str, str], left_seconds: float | None = None) -> None:
+        """All cells with what is known of each, and how long all of it may still take at most."""
+        self._found = dict(found)
+        self._until = None if left_seconds is None else time.monotonic() + left_seconds
+        self._show()
+
+    def found(self, cell: str, words: str) -> None:
+        """What is known of a cell now."""
+        if self._found.get(cell) != words:
+            self._found[cell] = words
+            if not self._console.is_terminal:
+                self.say(f"  so far: {words}")
+        self._show()
+
     def say(self, text: str, style: str | None = None) -> None:
         """A line that stays, with the time since the start in front of it."""
-        self._console.print(f"[dim]{_clock(time.monotonic() - self._started)}[/dim] ", end="")
-        self._console.print(printable(text), style=style, markup=False)
+        line = Text(f"{_clock(time.monotonic() - self._started)} ", style="dim")
+        line.append(printable(text), style=style or "not dim")
+        self._console.print(line)
         self._spoke = time.monotonic()
+
+    def detail(self, text: str) -> None:
+        """A line for a log; on a terminal the cell's own line says it."""
+        if not self._console.is_terminal:
+            self.say(text)
 
     def tick(self, what: str, *, fraction: float | None = None) -> None:
         """How far the present thing is; may be called as often as one likes."""
-        parts = [what]
-        if fraction is not None:
-            parts.append(f"{min(1.0, max(0.0, fraction)):.0%}")
-        line = printable(", ".join(parts))
+        part = "" if fraction is None else f", {min(1.0, max(0.0, fraction)):.0%}"
+        self._now = printable(what) + part
         if self._console.is_terminal:
-            if self._status is None:
-                self._status = self._console.status("")
-                self._status.start()
-            self._status.update(line.replace("[", r"\["))
+            self._show()
         elif time.monotonic() - self._spoke >= self._every:
-            self.say(f"... {line}")
+            self.say(f"... {self._now}")
 
     def quiet(self) -> None:
-        """Takes the moving line away."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        """Takes the moving lines away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _show(self) -> None:
+        if not self._console.is_terminal:
+            return
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                transient=True,
+                refresh_per_second=4,
+                get_renderable=self._lines,
+            )
+            self._live.start()
+
+    def _lines(self) -> RenderableType:
+        table = Table.grid(padding=(0, 2))
+        for cell, words in self._found.items():
+            table.add_row(Text(f"  {printable(cell)}"), Text(printable(words), style="dim"))
+        left = ""
+        if self._until is not None and (seconds := self._until - time.monotonic()) > 0:
+            left = f"  (at most {formatting.duration(seconds)} left)"
+        self._spinner.update(text=Text(f"{self._now}{left}", overflow="ellipsis", no_wrap=True))
+        return Group(table, self._spinner)
 
 
 def _clock(seconds: float) -> str:

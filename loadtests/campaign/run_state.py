@@ -1,30 +1,38 @@
-"""What is on record of a run: its campaign, its cells' levels and predictions, the time they took.
+"""What is on record of a run: its manifest, campaign, cells, their levels and what these took.
 
-The runner asks here before each level, so that it goes on after a kill as if nothing had happened.
+    state = CellState(run, campaign, cell, levels_of(records, cell.key))
+    state.event(CellStarted(...)); state.spent_seconds, state.levels, state.calibrated
+
+The journal is folded once, event by event, at resume and while it is written. The runner asks here
+before each step, so that it goes on after a kill as if nothing had happened.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from loadtests.campaign.campaign_file import Campaign, Plan, RepeatedLevel
-from loadtests.campaign.cells import Cell, plain
-from loadtests.capacity.levels import Level, judged
-from loadtests.capacity.search_config import SearchConfig
+from loadtests.analysis.level import Level
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, RepeatedLevel, plain
+from loadtests.campaign.cell_selection import with_engine
 from loadtests.errors import BadRunFolder
-from loadtests.metrics.slo import Slo
-from loadtests.records.events import (
+from loadtests.records.run_folder import RunFolder, RunManifest, read_records
+from loadtests.records.run_journal import (
+    FORMAT_VERSION,
     Calibrated,
     CellFinished,
     CellReady,
     CellSkipped,
     CellStarted,
-    EngineChosen,
+    E,
     Event,
     LevelAbandoned,
     LevelFinished,
@@ -33,20 +41,37 @@ from loadtests.records.events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import LevelRecords, RunFolder, read_records
-from loadtests.records.schema import RequestRecord, RunManifest
-from loadtests.simulation.calibration import Prediction
-from serving.placement.fastest_backend import BEST
+from loadtests.simulation.step_observation import LevelFactor
+from serving.hardware.machine_facts import HardwareFacts
+
+PACKAGES = (
+    *("llm-crossover", "locust", "gevent", "numpy", "llama-cpp-python", "onnxruntime", "torch"),
+    *("transformers", "tokenizers", "uvicorn", "starlette", "msgspec"),
+)
 
 
-@dataclass
 class CellState:
     """One cell of a run that is open for writing."""
 
-    run: RunFolder
-    campaign: Campaign
-    cell: Cell
-    _judged: dict[tuple[str, Slo], Level] = field(default_factory=dict)
+    def __init__(
+        self, run: RunFolder, campaign: Campaign, cell: Cell, levels: Sequence[Level] = ()
+    ) -> None:
+        """`levels`: its finished ones."""
+        self.run = run
+        self.campaign = campaign
+        self.cell = with_engine(cell, run.events)
+        self.levels = list(levels)
+        self.factors: dict[str, LevelFactor | None] = {}  # by level: its steps over the law's
+        self.calibrated: Calibrated | None = None
+        self.ended: CellFinished | CellSkipped | None = None
+        self.parts: dict[int, CellStarted] = {}  # by block: what was said when it was begun
+        self.starts = 0  # servers that were ready so far, the one that serves now included
+        self.spent_seconds = 0.0  # of the budget: levels, abandoned ones too, and calibration
+        self.lost_seconds = 0.0  # of disturbed levels, and of waiting for a quiet machine
+        self._tried: Counter[str] = Counter()  # attempts by the level's name without the attempt
+        for event in run.events:
+            if event.cell == cell.key:
+                self._note(event)
 
     @property
     def key(self) -> str:
@@ -55,92 +80,141 @@ class CellState:
     @property
     def is_done(self) -> bool:
         """Measured, or skipped."""
-        ended = of_kind(self.run.events, CellFinished, self.key)
-        return bool(ended or of_kind(self.run.events, CellSkipped, self.key))
+        return self.ended is not None
+
+    def event(self, event: E) -> E:
+        """Writes one line of the journal."""
+        self.run.event(event)
+        self._note(event)
+        return event
+
+    def finish(self, level: Level, finished: LevelFinished) -> None:
+        """Writes that a level has finished; returns when all of it is on disk."""
+        self.run.finish(finished)
+        self._note(finished)
+        self.levels.append(level)
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case CellStarted():
+                self.parts[event.block] = event
+            case CellReady():
+                self.starts += 1
+            case Calibrated():
+                self.calibrated = event
+                self.spent_seconds += event.spent_seconds
+            case CellFinished() | CellSkipped():
+                self.ended = event
+            case LevelStarted():
+                self._tried[event.level.rpartition(".")[0]] += 1
+            case LevelFinished() if is_set_aside(event):
+                self.lost_seconds += event.spent_seconds
+            case LevelFinished():
+                self.spent_seconds += event.spent_seconds
+            case LevelAbandoned():
+                self.spent_seconds += event.spent_seconds or 0.0
+            case Waited():
+                self.lost_seconds += event.spent_seconds
 
     @property
-    def blocks(self) -> int:
-        """Server starts that the cell is measured on; 1 where there is no search or no server."""
-        is_searched = self.cell.url is None and self.campaign.repeats is None
-        search = self.campaign.search
-        return search.starts if is_searched and not search.rates else 1
-
-    def part(self, block: int) -> CellStarted | None:
-        """What was said of its part of a block when that was begun; None before."""
-        begun = of_kind(self.run.events, CellStarted, self.key)
-        return next((one for one in begun if one.block == block), None)
-
-    @property
-    def starts(self) -> int:
-        """Servers that were ready so far, the one that serves now included."""
-        return len(of_kind(self.run.events, CellReady, self.key))
-
-    @property
-    def spent_seconds(self) -> float:
-        """Of the budget: measuring, abandoned levels and calibration included.
-
-        What the machine's other work cost is not: see `lost_seconds`.
-        """
-        return sum(
-            event.spent_seconds or 0.0
-            for event in self.run.events
-            if event.cell == self.key
-            and isinstance(event, LevelFinished | LevelAbandoned | Calibrated)
-            and not (isinstance(event, LevelFinished) and event.is_set_aside)
-        )
-
-    @property
-    def lost_seconds(self) -> float:
-        """Of disturbed levels, and of waiting for a quiet machine."""
-        waits = sum(event.spent_seconds for event in of_kind(self.run.events, Waited, self.key))
-        levels = of_kind(self.run.events, LevelFinished, self.key)
-        return waits + sum(event.spent_seconds for event in levels if event.is_set_aside)
-
-    @property
-    def prediction(self) -> Prediction | None:
-        return prediction_on_record(self.run.events, self.key)
-
-    @property
-    def finished(self) -> list[LevelRecords]:
-        """The finished levels, without those that were disturbed and are measured again."""
+    def counted(self) -> list[Level]:
+        """The finished levels of load and single streams, without those that were set aside."""
         return [
-            level
-            for level in self.run.levels
-            if level.cell == self.key and not level.finished.is_set_aside
+            one
+            for one in self.levels
+            if one.started.purpose is not LevelPurpose.CALIBRATION
+            and not (one.finished is not None and is_set_aside(one.finished))
         ]
 
+    def next_attempt(self, number: str = "") -> int:
+        """Which attempt at a level of this number would be next, 1..; "": at the next level."""
+        return self._tried[f"{self.key}#{number or self.next_number}"] + 1
+
     @property
-    def single_stream(self) -> list[RequestRecord]:
-        """The requests of finished single-stream levels."""
-        return [
-            request
-            for level in self.finished
-            if level.started.purpose is LevelPurpose.SINGLE_STREAM
-            for request in level.requests
-        ]
+    def next_number(self) -> str:
+        """Of the next level."""
+        return str(len(self.counted) + 1)
 
-    def levels(self, slo: Slo) -> list[Level]:
-        """The finished levels in order, as the search for one SLO sees them: disturbed ones where
-        they count."""
-        seen = [(one, self._level(one, slo)) for one in self.finished]
-        return [level for one, level in seen if level.is_valid or not one.finished.is_disturbed]
 
-    def _level(self, one: LevelRecords, slo: Slo) -> Level:
-        if (one.name, slo) not in self._judged:
-            _, self._judged[one.name, slo] = judged(one, slo)
-        return self._judged[one.name, slo]
+def is_set_aside(finished: LevelFinished) -> bool:
+    """Disturbed, and to be measured again: it costs patience, not budget."""
+    found = finished.disturbance
+    return found is not None and found.is_set_aside
 
-    def next_level(self) -> tuple[int, int]:
-        """The next level's number and how many attempts at it are on record."""
-        number = len(self.finished) + 1
-        tried = {
-            event.level
-            for event in self.run.events
-            if event.cell == self.key
-            and event.level is not None
-            and event.level.startswith(f"{self.key}#{number}.")
-        }
-        return number, len(tried)
+
+def seed_of(seed: int, cell: Cell, level: str) -> int:
+    """The seed of one attempt at a level, the same in each cell that has a server of its own.
+
+    So cells are compared by the same requests. Levels of one server share no prompts: no prefix
+    cache helps a later one.
+    """
+    own = level.removeprefix(cell.key) if cell.url is None else level
+    digest = hashlib.blake2b(f"{seed}/{own}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little")
+
+
+def open_level_of(events: Sequence[Event]) -> LevelStarted | None:
+    """The level that was begun and neither finished nor abandoned."""
+    closed = {e.level for e in events if isinstance(e, LevelFinished | LevelAbandoned)}
+    still = [event for event in of_kind(events, LevelStarted) if event.level not in closed]
+    return still[-1] if still else None
+
+
+# The run as a whole.
+
+
+def new_folder(out: Path, name: str) -> Path:
+    """A folder name that is not taken: date, time, campaign."""
+    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    text = "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
+    for number in range(1000):
+        folder = out / (f"{stamp}-{text}" + (f"-{number}" if number else ""))
+        if not folder.exists():
+            return folder
+    raise BadRunFolder(f"{out} is full of runs of this second")
+
+
+def manifest_of(
+    plan: Plan, run_id: str, facts: HardwareFacts, command: Sequence[str]
+) -> RunManifest:
+    """What a run is, written once when it starts."""
+    machine = msgspec.to_builtins(facts)
+    target = plan.campaign.target
+    return RunManifest(
+        format_version=FORMAT_VERSION,
+        run_id=run_id,
+        created=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        crossover_version=_version("llm-crossover") or "unknown",
+        git_commit=_git_commit(),
+        command=list(command),
+        campaign=msgspec.to_builtins(plan.campaign),
+        campaign_text=plan.text,
+        cells=[msgspec.to_builtins(cell) for cell in plan.cells],
+        server_facts=machine if target is None else {"url": target.url},
+        client_facts=machine,
+        versions={name: version for name in PACKAGES if (version := _version(name)) is not None},
+        seed=plan.campaign.seed,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that this file lies in; None outside one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None if asked.returncode == 0 else None
 
 
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
@@ -158,6 +232,9 @@ def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
     return campaign, cells
 
 
+# Repeats of runs.
+
+
 def repeat_of(folder: Path, held_seconds: float | None = None) -> Plan:
     """A plan that measures the finished levels of a run again: same cells, rates, seconds, seeds.
 
@@ -165,50 +242,28 @@ def repeat_of(folder: Path, held_seconds: float | None = None) -> Plan:
     each cell alone, for so long, with seeds of its own. Raises BadRunFolder.
     """
     run = read_records(folder)
-    manifest = run.manifest
-    campaign, cells = campaign_of(manifest)
+    campaign, cells = campaign_of(run.manifest)
     levels: dict[str, tuple[RepeatedLevel, ...]] = {}
     for ended in of_kind(run.events, CellFinished) if held_seconds is not None else ():
-        if ended.cell is not None and ended.capacity is not None and ended.capacity.holds:
+        if ended.capacity is not None and ended.capacity.holds:
             levels[ended.cell] = (RepeatedLevel(ended.capacity.held, held_seconds or 0.0),)
-    for level in run.levels() if held_seconds is None else ():
-        if level.finished.is_set_aside:
+    for name, finished in run.finished_levels.items() if held_seconds is None else ():
+        start = run.started_levels[name]
+        if is_set_aside(finished) or start.purpose is LevelPurpose.CALIBRATION:
             continue
-        start = level.started
         one = RepeatedLevel(start.rate_per_second, start.window_seconds, start.seed)
-        levels[level.cell] = (*levels.get(level.cell, ()), one)
+        levels[start.cell] = (*levels.get(start.cell, ()), one)
     done = [with_engine(cell, run.events) for cell in cells if cell.key in levels]
     if not done:
-        what = (
-            "finished level to repeat" if held_seconds is None else "confirmed rate to hold again"
-        )
+        what = "finished level to repeat" if held_seconds is None else "confirmed rate to hold"
         raise BadRunFolder(f"{folder} has no {what}")
     again = msgspec.structs.replace(
         campaign,
-        repeats=manifest.run_id,
+        repeats=run.manifest.run_id,
         budget_seconds=None,
         cell_levels={cell.key: levels[cell.key] for cell in done},
     )
-    return Plan(again, done, manifest.campaign_text)
-
-
-def with_engine(cell: Cell, events: Iterable[Event]) -> Cell:
-    """The cell with the engine that was chosen for it; as it is where none was."""
-    chosen = of_kind(events, EngineChosen, cell.key)
-    if cell.backend != BEST or not chosen:
-        return cell
-    last = chosen[-1]
-    return msgspec.structs.replace(cell, backend=last.backend, weight_format=last.weight_format)
-
-
-def with_new_seeds(plan: Plan) -> Plan:
-    """A repeat whose arrivals, lengths and prompts are drawn anew."""
-    levels = {
-        key: tuple(RepeatedLevel(one.rate, one.seconds) for one in own)
-        for key, own in plan.campaign.cell_levels.items()
-    }
-    campaign = msgspec.structs.replace(plan.campaign, seed=secrets.randbits(31), cell_levels=levels)
-    return Plan(campaign, plan.cells, plan.text)
+    return Plan(again, done, run.manifest.campaign_text)
 
 
 def repeat_in_turns(
@@ -223,30 +278,19 @@ def repeat_in_turns(
     Raises BadRunFolder, before anything is measured.
     """
     plans = [repeat_of(folder, held_seconds) for folder in folders]
-    new_seeds = new_seeds or held_seconds is not None
     arms = [[folder] for folder in folders]
     for _ in range(times):
         for arm, plan in zip(arms, plans, strict=True):
-            arm.append(measure(with_new_seeds(plan) if new_seeds else plan))
+            new = new_seeds or held_seconds is not None
+            arm.append(measure(_with_new_seeds(plan) if new else plan))
     return arms
 
 
-def prediction_on_record(events: Iterable[Event], key: str) -> Prediction | None:
-    """What a cell's calibration predicted; None where there was none."""
-    made = of_kind(events, Calibrated, key)
-    return msgspec.convert(msgspec.to_builtins(made[0]), Prediction) if made else None
-
-
-def open_level_of(events: Sequence[Event]) -> LevelStarted | None:
-    """The level that was begun and neither finished nor abandoned."""
-    closed = {e.level for e in events if isinstance(e, LevelFinished | LevelAbandoned)}
-    still = [event for event in of_kind(events, LevelStarted) if event.level not in closed]
-    return still[-1] if still else None
-
-
-def aimed(config: SearchConfig, made: Prediction | None, slo: Slo) -> SearchConfig:
-    """The search after a calibration: it begins at the predicted rate, and believes nothing."""
-    predicted = made.rates.get(slo.name) if made is not None else None
-    if predicted is None or not predicted.rate or config.rates or config.start_rate:
-        return config
-    return msgspec.structs.replace(config, start_rate=predicted.rate)
+def _with_new_seeds(plan: Plan) -> Plan:
+    """A repeat whose arrivals, lengths and prompts are drawn anew."""
+    levels = {
+        key: tuple(RepeatedLevel(one.rate, one.seconds) for one in own)
+        for key, own in plan.campaign.cell_levels.items()
+    }
+    campaign = msgspec.structs.replace(plan.campaign, seed=secrets.randbits(31), cell_levels=levels)
+    return Plan(campaign, plan.cells, plan.text)

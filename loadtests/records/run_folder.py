@@ -7,7 +7,7 @@
     runs/<id>/logs/            output of servers and load generators; never read back
 
     run = read_records(folder)
-    for level in run.levels(): level.started, level.finished, level.requests, level.samples
+    for level in levels_of(run): ...           # loadtests.analysis.level
 
 A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
 leaves at most one cut-off line, and whoever writes next begins a new one. Readers leave out a line
@@ -19,29 +19,26 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from loadtests.errors import BadRunFolder
-from loadtests.records.events import (
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.resource_sample import ResourceSample
+from loadtests.records.run_journal import (
+    FORMAT_VERSION,
     AnyEvent,
     E,
     Event,
     LevelFinished,
     LevelStarted,
-    completed_levels,
-    started_levels,
-)
-from loadtests.records.lines import Appender, Read, cleaned, read_as, read_lines, read_plain
-from loadtests.records.schema import (
-    FORMAT_VERSION,
-    RequestRecord,
-    ResourceSample,
-    RunManifest,
+    of_kind,
 )
 from models import formatting
 from models.manifest import write_atomically
@@ -52,30 +49,110 @@ REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
+CHUNK_BYTES = 1 << 20
 
-_decode_event = msgspec.json.Decoder(AnyEvent).decode
+_PASSWORD = re.compile(rb"://[^/@\s\"\\]+@")
+_CONTROL = re.compile(
+    rb"\\u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|\x7f|\xc2[\x80-\x9f]", re.IGNORECASE
+)
+_MARKS = (b"\\u00", b"\x7f", b"\xc2")
+
+T = TypeVar("T")
 
 
-class LevelRecords(msgspec.Struct, frozen=True):
-    """A level that was measured to its end, with everything on record of it."""
+class RunManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything needed to know a run and to do it again; written when it starts."""
 
-    started: LevelStarted
-    finished: LevelFinished
-    requests: list[RequestRecord]
-    samples: list[ResourceSample]
+    format_version: int
+    run_id: str
+    created: str  # ISO 8601, UTC
+    crossover_version: str
+    git_commit: str | None
+    command: list[str]
+    campaign: dict[str, Any]  # the campaign as read, defaults filled in
+    campaign_text: str  # the file itself
+    cells: list[dict[str, Any]]
+    server_facts: dict[str, Any]  # HardwareFacts of the machine that serves, or the endpoint's url
+    client_facts: dict[str, Any]
+    versions: dict[str, str]
+    seed: int
 
-    @property
-    def name(self) -> str:
-        return self.started.level
 
-    @property
-    def cell(self) -> str:
-        return self.started.cell
+class RunRecords:
+    """A run folder, read. Requests are read anew each time: there may be very many."""
 
-    @property
-    def is_whole(self) -> bool:
-        """No request is missing: no line of it is broken."""
-        return len(self.requests) == self.finished.due
+    def __init__(self, folder: Path) -> None:
+        """Raises BadRunFolder."""
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        # By file: bytes of a cut-off last line; numbers (1..) of other lines that are no record.
+        self.dropped_bytes: dict[str, int] = {}
+        self.broken_lines: dict[str, list[int]] = {}
+        self.events: list[Event] = list(self._read(EVENTS, AnyEvent))
+        self.samples: list[ResourceSample] = list(self._read(SAMPLES, ResourceSample))
+
+    @cached_property
+    def started_levels(self) -> dict[str, LevelStarted]:
+        """All levels that were begun, by name, in order."""
+        return {event.level: event for event in of_kind(self.events, LevelStarted)}
+
+    @cached_property
+    def finished_levels(self) -> dict[str, LevelFinished]:
+        """The levels that were measured to their end, by name, in order."""
+        begun = self.started_levels
+        return {e.level: e for e in of_kind(self.events, LevelFinished) if e.level in begun}
+
+    def requests(self) -> Iterator[RequestRecord]:
+        """All on record, in the order they ended, those of abandoned levels included."""
+        return self._read(REQUESTS, RequestRecord)
+
+    def samples_of(self, level: str) -> list[ResourceSample]:
+        """Of one level, in order of time."""
+        return [sample for sample in self.samples if sample.level == level]
+
+    def damage(self) -> list[str]:
+        """What is left out of each file that was read, in words."""
+        cut = [
+            f"the cut-off last line of {name} ({count} bytes)"
+            for name, count in self.dropped_bytes.items()
+        ]
+        broken = [
+            f"{len(lines)} of the lines of {name} (the first is line {lines[0]})"
+            for name, lines in self.broken_lines.items()
+        ]
+        return cut + broken
+
+    def _read(self, name: str, kind: Any) -> Iterator[Any]:
+        """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
+        decode = msgspec.json.Decoder(kind).decode
+        path = self.folder / name
+        broken: list[int] = []
+        line = b"\n"
+        try:
+            _check_plain(path)
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith(b"\n"):
+                        break
+                    try:
+                        record = decode(cleaned(line))
+                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                        broken.append(number)
+                        continue
+                    yield record
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            raise BadRunFolder(f"{path} cannot be read: {problem.strerror}") from problem
+        if not line.endswith(b"\n"):
+            self.dropped_bytes[name] = len(line)
+        if broken:
+            self.broken_lines[name] = broken
+
+
+def read_records(folder: Path) -> RunRecords:
+    """A run folder. Raises BadRunFolder."""
+    return RunRecords(folder)
 
 
 class RunFolder:
@@ -86,8 +163,6 @@ class RunFolder:
         self.folder = folder
         self.manifest = manifest
         self.events: list[Event] = []  # the journal: what was read at first, and all since
-        self.levels: list[LevelRecords] = []  # the finished ones
-        self.broken_lines: dict[str, tuple[int, ...]] = {}  # as in RunRecords
         _check_no_links(folder)
         self._lock = _take_lock(folder)
         self._events: Appender[Event] = Appender(folder / EVENTS)
@@ -109,16 +184,14 @@ class RunFolder:
             raise BadRunFolder(f"{folder} cannot be written: {problem.strerror}") from problem
 
     @classmethod
-    def open_existing(cls, folder: Path) -> tuple[RunFolder, dict[str, int]]:
-        """A run to go on with, and the bytes of cut-off last lines taken off, by file."""
+    def open_existing(cls, folder: Path) -> tuple[RunFolder, RunRecords]:
+        """A run to go on with, and what is on record; cut-off last lines are taken off first."""
         opened = cls(folder, read_manifest(folder))
+        cut = {name: _cut_last_line(folder / name) for name in (REQUESTS, SAMPLES, EVENTS)}
         records = read_records(folder)
-        for name, cut in records.dropped_bytes.items():
-            os.truncate(folder / name, (folder / name).stat().st_size - cut)
-        opened.events = records.events
-        opened.levels = records.levels()
-        opened.broken_lines = records.broken_lines
-        return opened, records.dropped_bytes
+        records.dropped_bytes = {name: count for name, count in cut.items() if count}
+        opened.events = list(records.events)
+        return opened, records
 
     def event(self, event: E) -> E:
         """Writes one line of the journal."""
@@ -135,16 +208,15 @@ class RunFolder:
                 f"{formatting.size(LEAST_FREE_BYTES)}: make room and resume"
             )
 
-    def finish(self, level: LevelRecords) -> None:
+    def finish(self, level: LevelFinished) -> None:
         """Writes that a level has finished; its requests and samples are in their files already.
 
         Returns when all is on disk: a level that has finished survives a power cut.
         """
         self._requests.sync()
         self._samples.sync()
-        self.event(level.finished)
+        self.event(level)
         self._events.sync()
-        self.levels.append(level)
 
     def sample(self, sample: ResourceSample) -> None:
         self._samples.append(sample)
@@ -166,75 +238,57 @@ class RunFolder:
         self.close()
 
 
-class RunRecords(msgspec.Struct, frozen=True):
-    """A run folder as read; `dropped_bytes` and `broken_lines` as in Read, by file."""
+class Appender(Generic[T]):
+    """Appends records to one file, each as one line in one write()."""
 
-    folder: Path
-    manifest: RunManifest
-    events: list[Event]
-    requests: list[RequestRecord]
-    samples: list[ResourceSample]
-    dropped_bytes: dict[str, int] = {}
-    broken_lines: dict[str, tuple[int, ...]] = {}
+    def __init__(self, path: Path) -> None:
+        self._encoder = msgspec.json.Encoder()
+        self._path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o600)
+        self._is_torn: bool | None = None  # the last line is cut off; None: to be looked at
 
-    def damage(self) -> list[str]:
-        """What is left out of each file, in words."""
-        cut = [
-            f"the cut-off last line of {name} ({count} bytes)"
-            for name, count in self.dropped_bytes.items()
-        ]
-        broken = [
-            f"{len(lines)} of the lines of {name} (the first is line {lines[0]})"
-            for name, lines in self.broken_lines.items()
-        ]
-        return cut + broken
+    def append(self, record: T) -> None:
+        """Raises BadRunFolder where the disk is full; the records before are whole."""
+        if self._is_torn is None:
+            size = os.fstat(self._file).st_size
+            self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        line = b"\n" * self._is_torn + self._encoder.encode(record) + b"\n"
+        try:
+            self._is_torn = os.write(self._file, line) != len(line)
+        except OSError as problem:
+            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
+        if self._is_torn:
+            raise BadRunFolder(f"{self._path}: a record was written in part: is the disk full?")
 
-    def levels(self) -> list[LevelRecords]:
-        """The finished levels, in the order they were measured."""
-        return join_levels(self.events, self.requests, self.samples)
+    def sync(self) -> None:
+        """Returns when all is on disk. Raises BadRunFolder."""
+        try:
+            os.fsync(self._file)
+        except OSError as problem:
+            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
 
-
-def join_levels(
-    events: Iterable[Event], requests: Iterable[RequestRecord], samples: Iterable[ResourceSample]
-) -> list[LevelRecords]:
-    """The finished levels with their requests and samples."""
-    events = list(events)
-    started = started_levels(events)
-    levels = {
-        name: LevelRecords(started[name], finished, [], [])
-        for name, finished in completed_levels(events).items()
-        if name in started
-    }
-    for record in requests:
-        if record.level in levels:
-            levels[record.level].requests.append(record)
-    for sample in samples:
-        if sample.level in levels:
-            levels[sample.level].samples.append(sample)
-    return list(levels.values())
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
-def read_records(folder: Path) -> RunRecords:
-    """All of a run folder. Raises BadRunFolder."""
-    manifest = read_manifest(folder)
-    events, requests, samples = read_events(folder), read_requests(folder), read_samples(folder)
-    files: dict[str, Read[Any]] = {REQUESTS: requests, SAMPLES: samples, EVENTS: events}
-    return RunRecords(
-        folder,
-        manifest,
-        events.records,
-        requests.records,
-        samples.records,
-        {name: read.dropped_bytes for name, read in files.items() if read.dropped_bytes},
-        {name: read.broken_lines for name, read in files.items() if read.broken_lines},
-    )
+def cleaned(text: bytes) -> bytes:
+    """JSON without passwords in URLs, and without what a terminal would obey."""
+    if b"://" in text:
+        text = _PASSWORD.sub(b"://***@", text)
+    if any(mark in text for mark in _MARKS):  # hardly ever, and the expression takes time
+        text = _CONTROL.sub(rb"\\ufffd", text)
+    return text
 
 
 def read_manifest(folder: Path) -> RunManifest:
     """The manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:
-        text = cleaned(read_plain(path))
+        _check_plain(path)
+        text = cleaned(path.read_bytes())
     except OSError as problem:
         raise BadRunFolder(
             f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
@@ -256,18 +310,28 @@ class _Versioned(msgspec.Struct):
     format_version: int
 
 
-def read_requests(folder: Path) -> Read[RequestRecord]:
-    """All requests on record, in the order they ended, those of abandoned levels included."""
-    return read_lines(folder / REQUESTS, RequestRecord)
+def _check_plain(path: Path) -> None:
+    """Raises BadRunFolder for a pipe or device, which may have no end."""
+    if path.exists() and not path.is_file():
+        raise BadRunFolder(f"{path} is no plain file")
 
 
-def read_samples(folder: Path) -> Read[ResourceSample]:
-    return read_lines(folder / SAMPLES, ResourceSample)
-
-
-def read_events(folder: Path) -> Read[Event]:
-    """The journal."""
-    return read_as(folder / EVENTS, lambda line: _decode_event(cleaned(line)))
+def _cut_last_line(path: Path) -> int:
+    """Takes a line without an end off a file; its bytes."""
+    if not path.exists():
+        return 0
+    size = whole = path.stat().st_size
+    with open(path, "rb") as file:
+        while whole > 0:
+            start = max(0, whole - CHUNK_BYTES)
+            file.seek(start)
+            found = file.read(whole - start).rfind(b"\n")
+            whole = start + found + 1 if found >= 0 else start
+            if found >= 0:
+                break
+    if size > whole:
+        os.truncate(path, whole)
+    return size - whole
 
 
 def _check_no_links(folder: Path) -> None:

@@ -3,11 +3,11 @@
 A server with known truth (reference_server.py) is loaded as any endpoint would be, and the records
 are compared with what the server says it did.
 
-    worlds   one and four tokens a chunk, with and without stalls of 2 s: TTFT, TPOT, E2E, gaps
+    times    one and four tokens a chunk, with and without stalls of 2 s: TTFT, TPOT, E2E, gaps
     counts   answers that are cut off, and 429s of a full queue
-    arrivals Poisson as the server saw it, from one load generator and from four
+    arrivals Poisson as the server saw it, from one process and from four
     lateness send lag, the client's CPU, and a rate that one core should sustain
-    capacity a campaign measures the capacity of four slots, known from queueing theory
+    worlds   campaigns on servers that batch by a known step law: is the limit found?
 
 The table says how busy the machine was, since that makes times late.
 """
@@ -20,66 +20,78 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import psutil
 
-from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.runner import run
 from loadtests.errors import LoadError
-from loadtests.generator.channel import LoadGenerator
-from loadtests.generator.endpoint import Target, probe
-from loadtests.generator.http_client import connect, fetch, get_bytes
-from loadtests.generator.launcher import GeneratorProcess, client_environment
-from loadtests.generator.load_plan import LoadPlan
-from loadtests.generator.messages import Ended, Recorded
-from loadtests.host.processes import Child, divide_cores
-from loadtests.records.events import CellFinished, of_kind
-from loadtests.records.run_folder import read_events
-from loadtests.records.schema import RequestRecord
-from loadtests.selftest.checks import (
+from loadtests.host.child_processes import Child, last_line
+from loadtests.host.cpu_pinning import divide_cores
+from loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from loadtests.load_generator.load_plan import Ended, LoadPlan
+from loadtests.load_generator.locust_process import LoadGenerator, client_environment
+from loadtests.load_generator.openai_endpoint import Target, probe
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_folder import read_records
+from loadtests.records.run_journal import CellFinished, of_kind
+from loadtests.selftest.selftest_checks import (
     Row,
     arrival_rows,
     below,
-    capacity_of_slots,
-    capacity_row,
+    capacity_rows,
     failure_rows,
     lag_row,
     near,
     times_rows,
 )
-from loadtests.workload.arrivals import Constant, Poisson
-from loadtests.workload.requests import Workload
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.simulated_capacity import capacity
+from loadtests.simulation.step_law import StepLaw
+from loadtests.workload.arrivals import Constant
+from loadtests.workload.request_lengths import Workload
 from serving.hardware.machine_facts import allowed_cores
 
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
-ARRIVAL_RATE, ARRIVAL_SECONDS = 150.0, 12.0
+ARRIVAL_RATE, ARRIVAL_SECONDS = 300.0, 6.0
 SUSTAINED_RATE = 1000.0
-SLOTS, SLOT_TOKENS, TOKEN_SECONDS, WAIT_SECONDS, SHARE = 4, 51, 0.010, 0.5, 0.9
-# Of the capacity: given, not searched, so that each self-test sends the same requests.
-CAPACITY_RATES, CAPACITY_RATE_SECONDS = (0.8, 0.95, 1.1, 1.3), 24.0
 BUSY_STEAL, BUSY_OTHERS = 0.01, 0.25  # of the machine: more than this is named beside a failed row
+# An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
+LAW = StepLaw(
+    base_seconds=0.005,
+    row_seconds=0.0008,
+    prompt_token_seconds=0.0001,
+    context_token_seconds=5e-7,
+    pass_seconds=0.001,
+)
+SLOTS, SCALE, MOST_PROMPT, MOST_OUTPUT = 8, 0.15, 256, 64
+SLO = Slo("selftest", ttft_seconds=0.3, tpot_seconds=0.02, target=0.9)
+FAST_SECONDS, SLOW = 7.0, 1.25  # each of the two speeds lasts so long; factor of the second
+PAUSE_EVERY, PAUSE = 2.0, 0.1
+CAMPAIGN_SECONDS = 240.0  # after which one is given up
 
 CAMPAIGN = f"""
 name = "selftest"
-budget_seconds = 300
+budget_seconds = 120
 [target]
 url = "{{url}}"
 [workload]
-prompt_tokens = 16
-output_tokens = {SLOT_TOKENS}
+preset = "sharegpt"
+scale = {SCALE}
+max_prompt_tokens = {MOST_PROMPT}
+max_output_tokens = {MOST_OUTPUT}
 [slo]
-ttft_seconds = {WAIT_SECONDS + TOKEN_SECONDS}
-target = {SHARE}
+ttft_seconds = {SLO.ttft_seconds}
+tpot_seconds = {SLO.tpot_seconds}
+target = {SLO.target}
 [search]
-rates = {{rates}}
-rate_seconds = {[CAPACITY_RATE_SECONDS] * len(CAPACITY_RATES)}
-single_stream_requests = 2
+level_seconds = 20
+single_stream_seconds = 4
 """
 
 
@@ -106,8 +118,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return all(row.passed for row in self.rows)
 
 
+class Loaded(NamedTuple):
+    """A level as it came out: what the client wrote down, and what the server did."""
+
+    records: list[RequestRecord]
+    account: Ended
+    log: dict[str, Any]
+
+
 class Bench:
-    """Where the worlds run: a folder, and cores for the server and for the client."""
+    """Where the parts run: a folder, and cores for the server and for the client."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self.folder = folder
@@ -115,173 +135,192 @@ class Bench:
         layout = divide_cores(allowed_cores())
         self.server_cores = layout.engine[:1]
         self.client_cores = layout.client
-        self.servers = 0
-        self.worlds = 0
+        self._files = 0
 
     @contextmanager
     def server(self, **truth: Any) -> Iterator[str]:
-        """A truth server's URL."""
-        self.servers += 1
-        log = self.folder / f"server-{self.servers}.log"
-        command = [sys.executable, "-m", "loadtests.selftest.reference_server", json.dumps(truth)]
+        """A reference server's URL."""
+        log = self.file("server.log")
+        settings = json.dumps(msgspec.to_builtins(truth))
+        command = [sys.executable, "-m", "loadtests.selftest.reference_server", settings]
+        cores = self.server_cores
         with Child(
-            command, cores=self.server_cores, log=log, environment=client_environment(), urgent=True
+            command, cores=cores, log=log, environment=client_environment(), urgent=True
         ) as child:
             until = time.monotonic() + 30
             while not (text := log.read_text()).endswith("\n"):
                 if child.poll() is not None or time.monotonic() > until:
-                    raise LoadError(f"the truth server did not start ({child.how_it_ended()})")
+                    raise LoadError(f"the reference server did not start ({child.how_it_ended()})")
                 time.sleep(0.01)
             yield f"http://127.0.0.1:{int(text)}"
 
+    def file(self, name: str) -> Path:
+        """A path that is not taken."""
+        self._files += 1
+        return self.folder / f"{self._files}-{name}"
+
+    @contextmanager
+    def generator(self, processes: int = 1) -> Iterator[LoadGenerator]:
+        with LoadGenerator(
+            log=self.file("locust.log"), processes=processes, cores=self.client_cores
+        ) as generator:
+            yield generator
+
     def load(
         self,
+        generator: LoadGenerator,
         url: str,
         rate: float,
         seconds: float,
-        *,
-        processes: int = 1,
         tokens: int = TOKENS,
         **changes: Any,
     ) -> Loaded:
-        """One level by Locust, as the runner does it."""
-        self.worlds += 1
+        """One level, as the runner has it sent."""
+        target = Target(url=url)
         plan = LoadPlan(
-            target=Target(url=url),
+            target=target,
             workload=Workload(prompt_tokens=16, output_tokens=tokens),
-            rate_per_second=rate,
+            rate=rate,
             window_seconds=seconds,
             drain_seconds=20.0,
-            quiet=True,
-            facts=probe(Target(url=url)),
-            level=f"world-{self.worlds}",
+            facts=probe(target),
+            **changes,
         )
-        before = self._truth(url).keys()
-        log = self.folder / f"{self.worlds}.log"
+        before = _truth(url).keys()
         records: list[RequestRecord] = []
-        process = GeneratorProcess(log=log, processes=processes, cores=self.client_cores)
-        with LoadGenerator(process) as generator:
-            generator.channel.send(msgspec.structs.replace(plan, **changes))
-            until = time.monotonic() + seconds + 90
-            for message in generator.told():
-                if isinstance(message, Recorded):
-                    records.append(message.record)
-                if isinstance(message, Ended):
-                    account = message
-                    break
-                if time.monotonic() > until:
-                    raise LoadError(f"the load generator did not end in {seconds + 90:g} s")
-            generator.close()
-        log_now = self._truth(url)
-        new = {name: entry for name, entry in log_now.items() if name not in before}
-        return Loaded(records, account, new, seconds)
-
-    def _truth(self, url: str) -> dict[str, Any]:
-        with connect(url) as pool:
-            found: dict[str, Any] = msgspec.json.decode(
-                fetch(pool, get_bytes(pool, "/truth"), 30)[2]
-            )
-        return found
+        account = Ended()
+        for told in generator.run(plan):
+            if isinstance(told, RequestRecord):
+                records.append(told)
+            elif isinstance(told, Ended):
+                account = told
+        log = {name: entry for name, entry in _truth(url).items() if name not in before}
+        return Loaded(records, account, log)
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """A world as it came out: what the client wrote down, and what the server did."""
-
-    records: list[RequestRecord]
-    account: Ended
-    log: dict[str, Any]
-    seconds: float
+def _truth(url: str) -> dict[str, Any]:
+    with connect(url) as pool:
+        found: dict[str, Any] = msgspec.json.decode(fetch(pool, get_bytes(pool, "/truth"))[2])
+    return found
 
 
 def times(bench: Bench) -> list[Row]:
     """Four worlds of chunks and stalls."""
     rows: list[Row] = []
-    for chunk in (1, 4):
-        for stall in (0.0, STALL_SECONDS):
-            with bench.server(
-                ttft=0.06,
-                gap=GAP_SECONDS * chunk,
-                chunk_tokens=chunk,
-                stall=stall,
-                stall_at=6,
-                stall_every=3,
-            ) as url:
-                loaded = bench.load(url, 50.0, 3.0)
-            world = f"{chunk} token{'s' if chunk > 1 else ''} a chunk" + (
-                f", {stall:g} s stalls" if stall else ""
-            )
-            rows += times_rows(world, loaded.records, loaded.log)
-            if not stall:
-                rows.append(lag_row(world, loaded.records, 0.001))
+    with bench.generator() as generator:
+        for chunk in (1, 4):
+            for stall in (0.0, STALL_SECONDS):
+                with bench.server(
+                    ttft=0.06,
+                    gap=GAP_SECONDS * chunk,
+                    chunk_tokens=chunk,
+                    stall=stall,
+                    stall_at=6,
+                    stall_every=3,
+                ) as url:
+                    loaded = bench.load(generator, url, 50.0, 2.5)
+                world = "one token a chunk" if chunk == 1 else f"{chunk} tokens a chunk"
+                world += f", stalls of {stall:g} s" if stall else ""
+                rows += times_rows(world, loaded.records, loaded.log)
+                rows += [] if stall else [lag_row(world, loaded.records, 0.001)]
     return rows
 
 
 def counts(bench: Bench) -> list[Row]:
     """Failures of every kind at once, on a server that is too slow."""
-    with bench.server(ttft=0.03, gap=0.004, slots=2, waiting=4, fail="cut", fail_every=5) as url:
-        loaded = bench.load(url, 60.0, 3.0, tokens=8)
-    return failure_rows(loaded.records, loaded.log)
+    with (
+        bench.server(ttft=0.03, gap=0.004, slots=2, waiting=4, fail="cut", fail_every=5) as url,
+        bench.generator() as generator,
+    ):
+        loaded = bench.load(generator, url, 60.0, 3.0, tokens=8)
+    return failure_rows("failures and refusals", loaded.records, loaded.log)
 
 
 def arrivals(bench: Bench) -> list[Row]:
-    """The same process from one load generator and from four."""
+    """The same process from one load generator process and from four."""
     rows: list[Row] = []
     for processes in (1, 4):
-        with bench.server(ttft=0.01) as url:
-            loaded = bench.load(
-                url,
-                ARRIVAL_RATE,
-                ARRIVAL_SECONDS,
-                processes=processes,
-                tokens=1,
-                arrivals=Poisson(),
-            )
+        with bench.server(ttft=0.01) as url, bench.generator(processes) as generator:
+            loaded = bench.load(generator, url, ARRIVAL_RATE, ARRIVAL_SECONDS, tokens=1)
         arrived = np.sort(np.array([entry["arrived"] for entry in loaded.log.values()]))
-        world = f"Poisson, {processes} load generator{'s' if processes > 1 else ''}"
+        world = f"Poisson from {'one process' if processes == 1 else f'{processes} processes'}"
         rows.append(lag_row(world, loaded.records, 0.002))
-        rows += arrival_rows(world, arrived, ARRIVAL_RATE, ARRIVAL_SECONDS)
+        rows += arrival_rows(world, arrived, ARRIVAL_RATE)
     return rows
 
 
 def lateness(bench: Bench) -> list[Row]:
     """A rate that one core should sustain with room to spare."""
-    with bench.server(ttft=0.01) as url:
-        loaded = bench.load(url, SUSTAINED_RATE, 4.0, tokens=1, arrivals=Constant())
+    with bench.server(ttft=0.01) as url, bench.generator() as generator:
+        loaded = bench.load(generator, url, SUSTAINED_RATE, 4.0, tokens=1, arrivals=Constant())
     world = f"{SUSTAINED_RATE:.0f} requests/s"
     ok = sum(record.error is None for record in loaded.records)
+    cpu = loaded.account.cpu_seconds / 4.0
     return [
-        near(f"{world}: answers", len(loaded.log), ok, 0, "count"),
+        near(world, "answers", len(loaded.log), ok, 0, "count"),
         lag_row(world, loaded.records, 0.010),
-        below(
-            f"{world}: client CPU of one core",
-            loaded.account.cpu_seconds / loaded.seconds,
-            0.8,
-            "number",
-        ),
+        below(world, "client CPU of one core", cpu, 0.8, "number"),
     ]
 
 
-def capacity(bench: Bench) -> list[Row]:
-    """A campaign on four slots."""
-    service = SLOT_TOKENS * TOKEN_SECONDS
-    true = capacity_of_slots(SLOTS, service, WAIT_SECONDS, SHARE)
-    with bench.server(ttft=TOKEN_SECONDS, gap=TOKEN_SECONDS, slots=SLOTS) as url:
-        rates = [round(share * true, 3) for share in CAPACITY_RATES]
-        text = CAMPAIGN.format(url=url, rates=rates)
-        with open(os.devnull, "w") as nowhere:
-            folder = run(parse_campaign(text), bench.folder / "runs", Progress(nowhere))
-    found = of_kind(read_events(folder).records, CellFinished)[-1].capacity
-    assert found is not None
-    what = f"capacity of {SLOTS} slots of {service:g} s"
-    return [capacity_row(what, true, found)]
+def worlds(bench: Bench) -> list[Row]:
+    """Campaigns on four servers that batch by one law, all at once: they mostly wait."""
+    workload = Workload(
+        preset="sharegpt",
+        scale=SCALE,
+        max_prompt_tokens=MOST_PROMPT,
+        max_output_tokens=MOST_OUTPUT,
+    )
+
+    def true(factor: float = 1.0, whole_prompts: bool = False) -> float:
+        policy = SchedulingPolicy(slots=SLOTS, whole_prompts=whole_prompts)
+        return capacity(LAW.slower(factor), policy, workload, SLO).rate
+
+    fast, slow = true(), true(SLOW)
+    settings: dict[str, tuple[dict[str, Any], float, float | None, float | None]] = {
+        "limit, steady": ({}, fast, None, None),
+        "limit, two speeds": (
+            {"speeds": [[FAST_SECONDS, 1.0], [FAST_SECONDS, SLOW]]},
+            *(true((1 + SLOW) / 2), slow, fast),
+        ),
+        "limit, with pauses": (
+            {"pause_every": PAUSE_EVERY, "pause": PAUSE},
+            *(true(1 + PAUSE / PAUSE_EVERY), None, None),
+        ),
+        "limit, whole prompts first": (
+            {"whole_prompts": True},
+            *(true(whole_prompts=True), None, None),
+        ),
+    }
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        running: dict[str, tuple[Child, Path]] = {}
+        for world, (truth, *_) in settings.items():
+            url = stack.enter_context(bench.server(law=LAW, slots=SLOTS, **truth))
+            file = bench.file("campaign.toml")
+            file.write_text(CAMPAIGN.format(url=url))
+            out, log = bench.file("runs"), bench.file("campaign.log")
+            run = ("campaign", "run", str(file), "--out", str(out), "--beside-others")
+            child = Child([sys.executable, "-m", "crossover", *run], log=log)
+            running[world] = stack.enter_context(child), out
+        until = time.monotonic() + CAMPAIGN_SECONDS
+        for world, (child, out) in running.items():
+            if child.wait(max(0.0, until - time.monotonic())) != 0:
+                said = last_line(child.log) if child.log is not None else ""
+                raise LoadError(f"the campaign of {world!r} failed: {said}")
+            folder = next(out.iterdir())
+            found = of_kind(read_records(folder).events, CellFinished)[-1].capacities
+            _, middle, low, high = settings[world]
+            rows += capacity_rows(world, middle, next(iter(found.values())), low, high)
+    return rows
 
 
 PARTS: dict[str, tuple[Callable[[Bench], list[Row]], str]] = {
     "times": (times, "times, with and without stalls"),
     "counts": (counts, "failures and refusals"),
-    "arrivals": (arrivals, "Poisson arrivals from one and from four load generators"),
+    "arrivals": (arrivals, "Poisson arrivals from one process and from four"),
     "lateness": (lateness, f"{SUSTAINED_RATE:.0f} requests/s"),
-    "capacity": (capacity, "the capacity of four slots"),
+    "worlds": (worlds, "four campaigns on servers whose limit is known"),
 }
 
 
@@ -292,15 +331,10 @@ def run_selftest(progress: Progress, parts: list[str] | None = None) -> Report:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as folder:
         bench = Bench(Path(folder), progress)
-        for name in parts or list(PARTS):
+        for number, name in enumerate(parts or PARTS):
             part, words = PARTS[name]
-            progress.say(words)
-            found = part(bench)
-            failed = sum(not row.passed for row in found)
-            progress.say(
-                f"  {len(found) - failed} of {len(found)} pass", style=None if not failed else "red"
-            )
-            rows += found
+            progress.tick(words, fraction=number / len(parts or PARTS))
+            rows += part(bench)
     return Report(rows=rows, host=_host(before, mine), seconds=time.monotonic() - began)
 
 
@@ -309,17 +343,16 @@ def _host(before: tuple[float, float, float], mine: float) -> Host:
     whole = now[0] - before[0]
     if whole <= 0:
         return Host(steal=None, others=None)
-    return Host(
-        steal=(now[2] - before[2]) / whole,
-        others=max(0.0, (now[1] - before[1]) - (_own_seconds() - mine)) / whole,
-    )
+    others = (now[1] - before[1]) - (_own_seconds() - mine)
+    return Host(steal=(now[2] - before[2]) / whole, others=max(0.0, others) / whole)
 
 
 def _machine_seconds() -> tuple[float, float, float]:
     """All, busy and stolen time of all cores since the machine started."""
     found = psutil.cpu_times()
+    steal = getattr(found, "steal", 0.0)
     busy = found.user + found.nice + found.system + found.irq + found.softirq
-    return busy + found.idle + found.iowait + found.steal, busy, found.steal
+    return busy + found.idle + found.iowait + steal, busy, steal
 
 
 def _own_seconds() -> float:

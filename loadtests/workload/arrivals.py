@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from loadtests.errors import LoadError
 from loadtests.workload.traces import load_trace
@@ -33,11 +34,6 @@ SERVEGEN_SMALL_DAY: tuple[float, ...] = (
     *(0.839, 0.714, 0.733, 0.676, 0.714, 0.66, 0.684, 0.855, 1.015, 1.054, 1.125, 1.093),
     *(1.06, 1.073, 1.06, 1.047, 1.091, 1.079, 1.007, 1.229, 1.456, 1.402, 1.27, 1.063),
 )
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be above 0, got {value}")
 
 
 class _Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -55,86 +51,61 @@ class Poisson(_Process, frozen=True, tag="poisson"):
 class Gamma(_Process, frozen=True, tag="gamma"):
     """Renewal with gamma gaps of coefficient of variation `cv` (1: Poisson), in equilibrium."""
 
-    cv: float = 2.0  # coefficient of variation of the gaps; 1: Poisson
-
-    def __post_init__(self) -> None:
-        _check_positive("cv", self.cv)
+    cv: Annotated[float, Meta(gt=0, description="coefficient of variation; 1: Poisson")] = 2.0
 
 
 class OnOff(_Process, frozen=True, tag="on_off"):
     """Poisson while on, nothing while off; both last exponentially long. In equilibrium."""
 
-    on_seconds: float = 10.0  # mean time with requests
-    off_seconds: float = 30.0  # mean time without requests
-
-    def __post_init__(self) -> None:
-        _check_positive("on_seconds", self.on_seconds)
-        _check_positive("off_seconds", self.off_seconds)
+    on_seconds: Annotated[float, Meta(gt=0, description="mean time with requests")] = 10.0
+    off_seconds: Annotated[float, Meta(gt=0, description="mean time without requests")] = 30.0
 
 
 class Piecewise(_Process, frozen=True, tag="piecewise"):
     """Poisson whose rate moves in steps, [[seconds, relative rate], ...], repeated."""
 
-    steps: tuple[tuple[float, float], ...]  # [[seconds, relative rate], ...], repeated
+    steps: Annotated[
+        tuple[
+            tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(ge=0, le=1e9)]],
+            ...,
+        ],
+        Meta(min_length=1, description="[[seconds, relative rate], ...], repeated"),
+    ]
 
     def __post_init__(self) -> None:
-        if not self.steps:
-            raise ValueError("steps is empty: give at least one [seconds, weight]")
-        for seconds, weight in self.steps:
-            _check_positive("seconds in steps", seconds)
-            if not (math.isfinite(weight) and weight >= 0):
-                raise ValueError(f"weight in steps must be 0 or more, got {weight}")
         if not any(weight for _, weight in self.steps):
-            raise ValueError("steps has no weight above 0: no request would ever be due")
+            raise ValueError("steps has no relative rate above 0: no request would ever be due")
 
 
 class Diurnal(_Process, frozen=True, tag="diurnal"):
     """Poisson whose rate follows a day of `period_seconds`; `profile`: rates of equal parts."""
 
-    period_seconds: float = 86_400.0  # length of the day
-    profile: tuple[float, ...] = SERVEGEN_SMALL_DAY  # relative rates of equal parts of it
+    period_seconds: Annotated[float, Meta(gt=0, description="length of the day")] = 86_400.0
+    profile: Annotated[
+        tuple[Annotated[float, Meta(ge=0, le=1e9)], ...],
+        Meta(min_length=1, description="relative rates of equal parts of it"),
+    ] = SERVEGEN_SMALL_DAY
 
     def __post_init__(self) -> None:
-        _check_positive("period_seconds", self.period_seconds)
         self.as_steps()
 
     def as_steps(self) -> Piecewise:
         """The same process as steps of a rate."""
-        part_seconds = self.period_seconds / max(1, len(self.profile))
+        part_seconds = self.period_seconds / len(self.profile)
         return Piecewise(tuple((part_seconds, weight) for weight in self.profile))
 
 
-class Ramp(_Process, frozen=True, tag="ramp"):
-    """Poisson whose rate moves in a straight line over the level, `start` to `end` (relative)."""
-
-    start: float = 0.0  # relative rate at the start of a level
-    end: float = 2.0  # relative rate at its end
-
-    def __post_init__(self) -> None:
-        total = self.start + self.end
-        if min(self.start, self.end) < 0 or not math.isfinite(total) or total == 0:
-            raise ValueError(
-                f"start and end must be 0 or more and not both 0, got {self.start} and {self.end}"
-            )
-
-
 class Trace(_Process, frozen=True, tag="trace"):
-    """Replay of recorded stamps, time stretched to the asked rate, repeated when it ends.
+    """Replay of recorded stamps, time stretched to the asked rate, repeated when it ends."""
 
-    Coarse stamps (Mooncake: 3 s) are spread within their step: `dither_seconds` None finds the
-    step, 0 leaves the stamps alone.
-    """
-
-    path: str  # file with the recorded stamps
-    dither_seconds: float | None = None  # spread of coarse stamps; none: their step; 0: none
-
-    def __post_init__(self) -> None:
-        dither = self.dither_seconds
-        if dither is not None and not (math.isfinite(dither) and dither >= 0):
-            raise ValueError(f"dither_seconds must be 0 or more, got {dither}")
+    path: Annotated[str, Meta(description="file with the recorded stamps")]
+    dither_seconds: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="spread of coarse stamps (Mooncake: 3 s); none: their step; 0: none"),
+    ] = None
 
 
-Arrivals = Constant | Poisson | Gamma | OnOff | Piecewise | Diurnal | Ramp | Trace
+Arrivals = Constant | Poisson | Gamma | OnOff | Piecewise | Diurnal | Trace
 
 
 def due_times(
@@ -142,76 +113,36 @@ def due_times(
     rate: float,
     duration_seconds: float,
     seed: int,
-    follow_seconds: float = 0.0,
     *,
     stamps: Sequence[float] | None = None,
 ) -> Times:
     """Ascending times in [0, duration_seconds) at which requests are due: float64 [n], seconds.
 
-    `rate`: mean, requests per second. `follow_seconds`: so much longer, without a change to the
-    times before; a ramp goes on at the rate of its end. `stamps`: a trace's times in seconds (else
-    read from its path). A longer duration only adds times at the end (but for Ramp).
-    Raises LoadError for a rate or duration that is not above 0, and for a trace with fewer than
-    two stamps.
+    `rate`: mean, requests per second. `stamps`: a trace's times in seconds (else read from its
+    path). A longer duration only adds times at the end. Raises LoadError for a rate or duration
+    that is not above 0, and for a trace with fewer than two stamps.
     """
     for name, value in (("rate", rate), ("duration_seconds", duration_seconds)):
         if not (math.isfinite(value) and value > 0):
             raise LoadError(f"{name} must be above 0, got {value}")
-    if isinstance(arrivals, Ramp):
-        at_end = rate * 2 * arrivals.end / (arrivals.start + arrivals.end)
-        if at_end * follow_seconds > 0:
-            ramp = due_times(arrivals, rate, duration_seconds, seed)
-            later = due_times(Poisson(), at_end, follow_seconds, seed + 1)
-            return np.concatenate([ramp, duration_seconds + later])
-    else:
-        duration_seconds += follow_seconds
     rng = generator(seed, _STREAM)
+    if isinstance(arrivals, Diurnal):
+        arrivals = arrivals.as_steps()
     match arrivals:
         case Constant():
             times = np.arange(math.ceil(duration_seconds * rate), dtype=np.float64) / rate
+        case Poisson():
+            times = _unit_poisson(rng, duration_seconds * rate) / rate
         case Gamma():
             times = _renewal(rng, arrivals.cv, rate, duration_seconds)
         case OnOff():
             times = _on_off(rng, arrivals, rate, duration_seconds)
+        case Piecewise():
+            times = _piecewise(rng, arrivals, rate, duration_seconds)
         case Trace():
             recorded = load_trace(arrivals.path).seconds if stamps is None else np.asarray(stamps)
             times = _replay(rng, recorded, arrivals, rate, duration_seconds)
-        case _:
-            # Time rescaling: a unit-rate process through the inverse of the expected count.
-            expected, inverse = expected_count(arrivals, rate, duration_seconds)
-            times = inverse(_unit_poisson(rng, float(expected(np.array([duration_seconds]))[0])))
     return times[times < duration_seconds]
-
-
-def cycle_seconds(arrivals: Arrivals) -> float | None:
-    """How long a cycle lasts, on average, at any rate; None: the arrivals do not come in cycles."""
-    match arrivals:
-        case OnOff():
-            return arrivals.on_seconds + arrivals.off_seconds
-        case Piecewise():
-            return sum(seconds for seconds, _ in arrivals.steps)
-        case Diurnal():
-            return arrivals.period_seconds
-        case _:
-            return None
-
-
-def phases(arrivals: Arrivals) -> tuple[tuple[float, float], ...]:
-    """What a cycle is made of: (share of the requests, rate over the mean) of each kind of time."""
-    if isinstance(arrivals, Diurnal):
-        arrivals = arrivals.as_steps()
-    if isinstance(arrivals, OnOff):
-        return ((1.0, (arrivals.on_seconds + arrivals.off_seconds) / arrivals.on_seconds),)
-    if isinstance(arrivals, Piecewise):
-        seconds, weights = np.array(arrivals.steps).T
-        mean = np.dot(seconds, weights) / seconds.sum()
-        times = {weight: float(seconds[weights == weight].sum()) for weight in weights.tolist()}
-        return tuple(
-            (length * weight / float(seconds.sum() * mean), weight / float(mean))
-            for weight, length in times.items()
-            if weight > 0
-        )
-    return ((1.0, 1.0),)
 
 
 def process_of(detail: Mapping[str, Any]) -> Arrivals | None:
@@ -225,11 +156,9 @@ def process_of(detail: Mapping[str, Any]) -> Arrivals | None:
         raise LoadError(f"arrivals on record cannot be read: {problem}") from problem
 
 
-def deal(times: Times, worker: int, workers: int) -> tuple[npt.NDArray[np.int64], Times]:
-    """One of `workers` processes' share: indices within the level, and their due times."""
-    if not 0 <= worker < workers:
-        raise LoadError(f"worker must be 0..{workers - 1}, got {worker}")
-    indices = np.arange(worker, len(times), workers, dtype=np.int64)
+def deal(times: Times, share: int, shares: int) -> tuple[npt.NDArray[np.int64], Times]:
+    """One of `shares` processes' part: indices within the level, and their due times."""
+    indices = np.arange(share, len(times), shares, dtype=np.int64)
     return indices, times[indices]
 
 
@@ -288,6 +217,24 @@ def _on_off(
     return times
 
 
+def _piecewise(
+    rng: np.random.Generator, process: Piecewise, rate: float, duration_seconds: float
+) -> Times:
+    """Time rescaling: a unit-rate process through the inverse of the expected count."""
+    seconds, weights = np.array(process.steps).T
+    scale = rate * seconds.sum() / np.dot(seconds, weights)
+    laps = math.ceil(duration_seconds / seconds.sum())
+    knots = np.concatenate([[0.0], np.cumsum(np.tile(seconds, laps))])
+    counts = np.concatenate([[0.0], np.cumsum(np.tile(seconds * weights * scale, laps))])
+    unit = _unit_poisson(rng, float(np.interp(duration_seconds, knots, counts)))
+    # Stretches of zero rate are skipped.
+    right = np.clip(np.searchsorted(counts, unit, side="right"), 1, len(counts) - 1)
+    left = right - 1
+    part = (unit - counts[left]) / np.maximum(counts[right] - counts[left], 1e-300)
+    times: Times = knots[left] + part * (knots[right] - knots[left])
+    return times
+
+
 def _replay(
     rng: np.random.Generator, stamps: Times, trace: Trace, rate: float, duration_seconds: float
 ) -> Times:
@@ -297,7 +244,10 @@ def _replay(
             "at least two different ones are needed"
         )
     stamps = np.sort(stamps) - np.min(stamps)
-    step = stamp_step_seconds(stamps) if trace.dither_seconds is None else trace.dither_seconds
+    step = trace.dither_seconds
+    if step is None:  # the step that stamps were rounded to, where half coincide with another
+        gaps = np.diff(stamps)
+        step = float(np.min(gaps[gaps > 0])) if np.mean(gaps == 0) >= 0.5 else 0.0
     last = float(stamps[-1])
     span = last + (step or last / (len(stamps) - 1))  # the last stamp has a gap after it as well
     stretch = len(stamps) / (span * rate)
@@ -306,45 +256,3 @@ def _replay(
         spread = rng.random(len(stamps)) * step if step else 0.0
         parts.append((np.sort(stamps + spread) + lap * span) * stretch)
     return np.concatenate(parts)
-
-
-def stamp_step_seconds(stamps: Times) -> float:
-    """The step that stamps were rounded to; 0.0 where fewer than half coincide with another."""
-    gaps = np.diff(np.sort(stamps))
-    if len(gaps) == 0 or np.mean(gaps == 0) < 0.5 or not np.any(gaps > 0):
-        return 0.0
-    return float(np.min(gaps[gaps > 0]))
-
-
-def expected_count(
-    arrivals: Arrivals, rate: float, duration_seconds: float
-) -> tuple[Callable[[Times], Times], Callable[[Times], Times]]:
-    """Expected arrivals of a Poisson process before a time, and the inverse."""
-    if isinstance(arrivals, Diurnal):
-        arrivals = arrivals.as_steps()
-    if isinstance(arrivals, Piecewise):
-        seconds, weights = np.array(arrivals.steps).T
-        scale = rate * seconds.sum() / np.dot(seconds, weights)
-        laps = math.ceil(duration_seconds / seconds.sum())
-        knots = np.concatenate([[0.0], np.cumsum(np.tile(seconds, laps))])
-        counts = np.concatenate([[0.0], np.cumsum(np.tile(seconds * weights * scale, laps))])
-        return (lambda t: np.interp(t, knots, counts)), (lambda n: _inverse(n, counts, knots))
-    if isinstance(arrivals, Ramp):
-        total = arrivals.start + arrivals.end
-        first = rate * 2 * arrivals.start / total
-        slope = (rate * 2 * arrivals.end / total - first) / duration_seconds
-        if slope != 0:
-            return (
-                (lambda t: first * t + slope * t * t / 2),
-                (lambda n: 2 * n / (first + np.sqrt(np.maximum(first**2 + 2 * slope * n, 0.0)))),
-            )
-    return (lambda t: t * rate), (lambda n: n / rate)
-
-
-def _inverse(count: Times, counts: Times, knots: Times) -> Times:
-    """Times at which the expected count reaches `count`; stretches of zero rate are skipped."""
-    right = np.clip(np.searchsorted(counts, count, side="right"), 1, len(counts) - 1)
-    left = right - 1
-    part = (count - counts[left]) / np.maximum(counts[right] - counts[left], 1e-300)
-    times: Times = knots[left] + part * (knots[right] - knots[left])
-    return times

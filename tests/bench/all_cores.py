@@ -26,9 +26,9 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
-from loadtests.host.disturbance import CoreWatch
-from loadtests.host.resources import engine_pids
-from loadtests.metrics.disturbance import disturbance_of
+from loadtests.analysis.disturbance import disturbance_of
+from loadtests.host.core_watch import CoreWatch
+from loadtests.host.resource_sampler import engine_pids
 from models.resolve import resolve
 from serving.backends.backend_table import spec_of
 from serving.hardware.cpu_topology import SHARED_NICE, cores_text
@@ -79,10 +79,13 @@ def watched(engine: int, work: Callable[[], Figures]) -> Figures:
     watch.read(scan=True)
     figures = work()
     part = watch.read(scan=True)
-    found = disturbance_of([part] if part else [], "engine")
-    if found is None or found.strangers_seconds is None:
+    found = disturbance_of([part] if part else [])
+    if found is None or found.total.strangers_seconds is None:
         return figures
-    return figures | {"strangers": found.strangers_seconds / found.seconds, "taken": found.share}
+    return figures | {
+        "strangers": found.total.strangers_seconds / found.total.seconds,
+        "taken": found.share,
+    }
 
 
 def at_rate(

@@ -21,8 +21,8 @@ import numpy as np
 
 from models.convert.compare import reference_logits, stage, text_sequences
 from models.resolve import resolve
-from serving.backends import weights_of
-from serving.backends.base import EngineConfig
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import weights_of
 from tests.bench.engines_in_process import COMMAND, engine
 from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child

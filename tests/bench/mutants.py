@@ -1,7 +1,7 @@
 """Mutation testing: change one operator, constant or condition at a time, and run the tests.
 
     python -m tests.bench.mutants                               all modules of MODULES
-    python -m tests.bench.mutants --module loadtests/metrics/slo.py --sample 60 --seed 1
+    python -m tests.bench.mutants --module loadtests/analysis/slo.py --sample 60 --seed 1
 
 Each mutant runs in a forked child that imports our code anew, with the libraries already loaded.
 Tests that start processes see the code as it is. Prints survivors as they are found, then a row
@@ -32,15 +32,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = ("models", "serving", "loadtests", "reports", "tests")
-METRICS = "tests/loadtests/metrics"
-CAPACITY = "tests/loadtests/capacity"
-RECORDS = "tests/loadtests/records/test_run_folder.py"
+ANALYSIS = "tests/loadtests/analysis"
+RECORDS = "tests/loadtests/records/test_run_records.py"
 MODULES: dict[str, tuple[str, ...]] = {
-    "loadtests/metrics/slo.py": (f"{METRICS}/test_slo.py",),
-    "loadtests/metrics/request_metrics.py": (f"{METRICS}/test_request_metrics.py",),
-    "loadtests/metrics/level_summary.py": (f"{METRICS}/test_level.py",),
-    "loadtests/metrics/level_warnings.py": (f"{METRICS}/test_level_warnings.py",),
-    "loadtests/capacity/posterior.py": (f"{CAPACITY}/test_posterior.py",),
+    "loadtests/analysis/slo.py": (f"{ANALYSIS}/test_slo.py",),
+    "loadtests/analysis/level.py": (f"{ANALYSIS}/test_level.py",),
+    "loadtests/analysis/level_validity.py": (f"{ANALYSIS}/test_level_validity.py",),
+    "loadtests/analysis/capacity_estimate.py": (f"{ANALYSIS}/test_capacity_estimate.py",),
     "loadtests/records/run_folder.py": (RECORDS,),
 }
 # Property tests are left out: slow, and not the same twice. UNSEEN starts processes.

@@ -26,7 +26,7 @@ import numpy as np
 from loadtests.metrics.slo import SLO_PRESETS
 from loadtests.simulation.batching import Policy, simulate
 from loadtests.simulation.capacity_band import capacity_band
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import Workload, draw
 from models.ladder import rung
 from reports.planning.hardware import devices
 from reports.prediction import fit

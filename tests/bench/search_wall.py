@@ -23,7 +23,7 @@ from pathlib import Path
 
 from loadtests.campaign.runner import prediction_on_record
 from loadtests.records.events import CellFinished, of_kind
-from loadtests.records.run_folder import read_events, read_manifest
+from loadtests.records.old_run_folder import read_events, read_manifest
 from tests.loadtests.capacity.known_worlds import worlds
 
 GAP, TOKENS, LIMIT = 0.01, 51, 0.5

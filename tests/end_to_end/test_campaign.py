@@ -24,7 +24,7 @@ from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import prediction_on_record
 from loadtests.campaign.runner import resume, run
 from loadtests.errors import BadRunFolder
-from loadtests.host.resources import engine_pids, family
+from loadtests.host.resource_sampler import engine_pids, family
 from loadtests.records.events import (
     CapacityStatus,
     CellFinished,
@@ -38,7 +38,7 @@ from loadtests.records.events import (
     completed_levels,
     of_kind,
 )
-from loadtests.records.run_folder import (
+from loadtests.records.old_run_folder import (
     read_events,
     read_manifest,
     read_records,
@@ -51,8 +51,8 @@ from loadtests.workload.goodness_of_fit import ArrivalCheck
 from reports.engines import side_by_side
 from reports.run import read_run
 from reports.write import Asked, write_report
+from tests.loadtests.analysis.made import waits_md_c
 from tests.loadtests.campaign.checks import check_folder
-from tests.loadtests.capacity.known_worlds import waits_md_c
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.slow

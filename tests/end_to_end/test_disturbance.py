@@ -20,7 +20,7 @@ import pytest
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.runner import run
-from loadtests.host.processes import divide_cores
+from loadtests.host.cpu_pinning import divide_cores
 from loadtests.metrics import disturbance
 from loadtests.records.events import (
     CellFinished,
@@ -29,7 +29,7 @@ from loadtests.records.events import (
     Waited,
     of_kind,
 )
-from loadtests.records.run_folder import read_events
+from loadtests.records.old_run_folder import read_events
 from serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 

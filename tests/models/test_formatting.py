@@ -96,15 +96,15 @@ def test_missing_is_said_and_never_a_number() -> None:
 
 
 def test_intervals() -> None:
-    assert formatting.rate_with_interval(0.824, 0.71, 0.943) == "0.82 requests/s (0.71–0.95)"
+    assert formatting.rate_with_interval(1.824, 1.71, 1.943) == "1.8 requests/s (1.7–2.0)"
     assert (
-        formatting.rate_with_interval(0.824, 0.815, 0.833) == "0.824 requests/s (0.815–0.833)"
+        formatting.rate_with_interval(1.824, 1.815, 1.833) == "1.82 requests/s (1.81–1.84)"
     )  # two digits would not tell its ends apart
     assert formatting.interval(0.5, None) == "above 0.50"
     assert formatting.interval(0.559, None) == "above 0.55"
     assert formatting.interval(None, 0.551) == "below 0.56"
-    assert formatting.rate_interval(0.71, 0.943) == "0.71–0.95/s"
-    assert formatting.rate_interval(None, 0.05) == "below 3.0/min"
+    assert formatting.rate_interval(1.71, 1.943) == "1.7–2.0/s"
+    assert formatting.rate_interval(None, 0.05) == "below 180 an hour"
     assert formatting.rate_interval(None, None) == NOT_MEASURED
     assert formatting.interval(None, 0.5) == "below 0.50"
 
@@ -114,12 +114,12 @@ def test_intervals() -> None:
     [
         (0.0, "0 requests/s"),
         (2.4, "2.4 requests/s"),
-        (0.1, "0.10 requests/s"),
-        (0.0999, "6.0 requests/min"),
-        (0.044, "2.6 requests/min"),
-        (1 / 60, "1.0 requests/min"),
-        (0.0125, "45 requests/h"),
-        (0.0002, "0.72 requests/h"),
+        (0.57, "34 requests a minute"),
+        (0.0999, "360 requests an hour"),
+        (0.044, "160 requests an hour"),
+        (1 / 60, "60 requests an hour"),
+        (0.0125, "45 requests an hour"),
+        (0.0002, "0.72 requests an hour"),
     ],
 )
 def test_slow_rates_are_said_per_minute_or_per_hour(per_second: float, text: str) -> None:
@@ -129,14 +129,14 @@ def test_slow_rates_are_said_per_minute_or_per_hour(per_second: float, text: str
 
 def test_the_load_of_a_level_is_a_rate_or_users() -> None:
     assert formatting.load(2.4, 7) == "2.4/s"
-    assert formatting.load(0.0999, digits=3, said=formatting.requests) == "5.99 requests/min"
+    assert formatting.load(0.0999, digits=3, said=formatting.requests) == "360 requests an hour"
     assert formatting.load(None, 8) == "8 users"
     assert formatting.load(None, 1) == formatting.load(None) == "alone"
 
 
 def test_an_interval_is_in_the_unit_of_its_rate() -> None:
-    assert formatting.rate_with_interval(0.044, 0.029, 0.13) == "2.6 requests/min (1.7–7.8)"
-    assert formatting.rate_with_interval(0.12, 0.05, 0.2) == "0.12 requests/s (0.050–0.20)"
+    assert formatting.rate_with_interval(0.044, 0.029, 0.13) == "160 requests an hour (100–470)"
+    assert formatting.rate_with_interval(0.5, 0.4, 2.0) == "30 requests a minute (24–120)"
 
 
 @pytest.mark.parametrize(

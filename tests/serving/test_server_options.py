@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from loadtests.campaign.campaign_keys import Server as CampaignServer
+from loadtests.campaign.campaign_file import Server as CampaignServer
 from serving.backends.backend_interface import EngineConfig
 from serving.bounds import unbounded
 from serving.cli.serve_command import serve

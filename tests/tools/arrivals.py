@@ -8,7 +8,6 @@ from loadtests.workload.arrivals import (
     OnOff,
     Piecewise,
     Poisson,
-    Ramp,
 )
 
 RATE, LONG = 20.0, 6000.0  # requests/s, seconds
@@ -19,7 +18,6 @@ KINDS: list[Arrivals] = [
     OnOff(5.0, 10.0),
     Piecewise(((30.0, 1.0), (10.0, 4.0))),
     Diurnal(600.0),
-    Ramp(0.5, 1.5),
 ]
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.workload.length_tables import JointTable
+from loadtests.workload.request_lengths import JointTable
 from loadtests.workload.traces import load_trace
 
 LEAST_ROWS = 400

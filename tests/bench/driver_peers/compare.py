@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.generator.http_client import connect, fetch, get_bytes
+from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.workload.arrivals import Poisson
 from loadtests.workload.goodness_of_fit import check
 from tests.bench.driver_peers.tools import QUANTILES, ROOT, TOOLS, Tool, quantiles

@@ -9,6 +9,7 @@ CPU is that of the whole process tree, by wait4.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from loadtests.metrics.request_metrics import e2e_seconds, tpot_seconds, ttft_seconds
-from loadtests.records.run_folder import read_lines
-from loadtests.records.schema import RequestRecord
+from loadtests.analysis.level import Level as Columns
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_journal import LevelPurpose, LevelStarted
 from models.tokenization.tokenizer import shipped_files
 
 ROOT = Path(__file__).parents[3]
@@ -168,13 +169,15 @@ class Ours(Tool):
             ]
             command += ["--processes", str(workers), "--requests-file", str(records)]
             run = execute(command, place / "log", environment, seconds + 120)
-        kept = read_lines(records, RequestRecord).records
+        lines = records.read_bytes().splitlines()
+        begun = LevelStarted(cell="", level="", purpose=LevelPurpose.LOAD, window_seconds=1e9)
+        seen = Columns.of((msgspec.json.decode(line, type=RequestRecord) for line in lines), begun)
         return Level(
             run,
             {
-                "TTFT": quantiles([ttft_seconds(r) for r in kept]),
-                "TPOT": quantiles([tpot_seconds(r) for r in kept]),
-                "E2E": quantiles([e2e_seconds(r) for r in kept]),
+                "TTFT": quantiles(seen.ttft.tolist()),
+                "TPOT": quantiles(seen.tpot.tolist()),
+                "E2E": quantiles(seen.e2e.tolist()),
             },
         )
 
@@ -388,8 +391,8 @@ def _attainment(benchmark: dict[str, Any]) -> Any:
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:
-    """Nearest rank, as in loadtests/metrics/level_summary.py."""
-    known = sorted(value for value in values if value is not None)
+    """Nearest rank, as in loadtests/analysis/percentiles.py."""
+    known = sorted(value for value in values if value is not None and math.isfinite(value))
     return (
         {
             name: known[min(len(known) - 1, max(0, -(-int(q * len(known) * 1e6) // 1_000_000) - 1))]

@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 import psutil
 import uvloop
 
-from loadtests.host.processes import Child
+from loadtests.host.child_processes import Child
 from models.isolated import python_path
 from serving.hardware.cpu_topology import parse_cores
 

@@ -1,45 +1,90 @@
 """A simulated server and clock for the runner: a campaign with all its logic in milliseconds, and
 kills at any append.
 
-    world = Simulated(slots=4)
+    world = Simulated()
     folder = world.run(plan, tmp_path)
 
-Requests come as the level's arrival process and wait for one of `slots`; each is served in
-`service_seconds`. What a level would take is added to the clock.
+The server batches continuously by known step times (known_server.py). What a level would take is
+added to the clock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
+import numpy as np
 import pytest
 
-from loadtests.campaign.bench import Level
-from loadtests.campaign.campaign_file import Plan
-from loadtests.campaign.level import Measured
+from loadtests.analysis.disturbance import disturbance_of
+from loadtests.analysis.level import Level, LevelRows
+from loadtests.campaign.campaign_file import Plan, parse_campaign
+from loadtests.campaign.campaign_runner import World, resume, run
+from loadtests.campaign.level_runner import LevelAsk, judged
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.campaign.runner import World, resume, run
-from loadtests.capacity.levels import Ending, holds_disturbed, judge
-from loadtests.errors import BurstDisturbed, LevelInterrupted
-from loadtests.metrics.disturbance import disturbance_of, in_words
-from loadtests.records.events import CellReady, Event, LevelFinished, LevelPurpose, LevelStarted
-from loadtests.records.run_folder import LevelRecords, RunFolder
-from loadtests.records.schema import CoresSample, Probe, RequestRecord, Stranger
-from loadtests.simulation.batching import Policy
-from loadtests.simulation.calibration import Burst
+from loadtests.errors import LevelInterrupted
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.resource_sample import CoresSample, Stranger
+from loadtests.records.run_folder import RunFolder
+from loadtests.records.run_journal import CellReady, Event, LevelFinished, LevelStarted
+from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.workload.arrivals import due_times
+from loadtests.workload.request_lengths import draw
 from serving.hardware.machine_facts import HardwareFacts, hardware_facts
+from tests.loadtests.simulation.known_server import KnownServer
 
 FACTS = hardware_facts()
-TOKENS = 8
-FIRST_SECONDS = 0.05
+OVERHEAD_SECONDS = 0.5  # of each level
+
+CAMPAIGN = """
+name = "simulated"
+models = {models}
+backends = ["fake"]
+budget_seconds = {budget}
+workload = {{ preset = "chat", max_prompt_tokens = 128, max_output_tokens = 32 }}
+{more}
+[slo]
+ttft_seconds = {ttft}
+tpot_seconds = 0.2
+target = 0.9
+[search]
+starts = {starts}
+{search}
+"""
+
+
+def campaign(
+    budget: float = 600,
+    *,
+    models: str = '["135m"]',
+    starts: int = 1,
+    ttft: float = 1.0,
+    search: str = "",
+    more: str = "",
+) -> Plan:
+    """A small campaign of the simulated server."""
+    given = {"budget": budget, "models": models, "starts": starts, "ttft": ttft}
+    return parse_campaign(CAMPAIGN.format(**given, search=search, more=more))
+
+
+class Serves(Protocol):
+    """A server: lengths and due times in, records out."""
+
+    def records(
+        self,
+        due: Sequence[float],
+        prompt_tokens: Sequence[int],
+        output_tokens: Sequence[int],
+        cached_tokens: Sequence[int] | None = None,
+        cell: str = "c",
+        level: str = "l",
+    ) -> list[RequestRecord]: ...
 
 
 class Killed(BaseException):
@@ -48,24 +93,29 @@ class Killed(BaseException):
 
 @dataclass
 class Simulated:
-    """The server of every cell. What befalls it is asked before each level: `fate` may raise."""
+    """The server of every cell. What befalls it is asked in each level: `fate` may raise."""
 
-    slots: int = 2
-    service_seconds: float = 0.1
-    policy: Policy | None = None
+    base: float = 0.02  # seconds of a step, and more for a row and a prompt token
+    row: float = 0.005
+    prompt: float = 0.001
+    slots: int = 8
+    chunk: int = 1  # tokens of a chunk
+    speed: Callable[[float], float] = lambda now: 1.0  # by which steps are quicker at a moment
+    noise: float = 0.02
+    policy: SchedulingPolicy | None = SchedulingPolicy(slots=8)
     facts: HardwareFacts = FACTS
-    fate: Callable[[CellState, Level], None] = lambda state, level: None
+    fate: Callable[[CellState, LevelAsk], None] = lambda state, asked: None
     opening: Callable[[CellState], None] = lambda state: None  # may raise, as a server does
-    recovering: Callable[[CellState], None] = lambda state: None
-    # From when to when a process has `hog_share` of the engine's core, and how long a probe takes.
+    # From when to when a process has `hog_share` of the engine's core.
     hog: tuple[float, float] = (0.0, 0.0)
     hog_share: float = 0.5
-    probing: Callable[[float], Probe | None] = lambda now: None
+    # What serves, by seed, moment and number of the start, in place of the server by step times.
+    serving: Callable[[int, float, int], Serves] | None = None
+    taken: Callable[[float, float], float] | None = None  # seconds between two moments, as hog
     now: float = 0.0
     opened: list[str] = field(default_factory=list)  # keys of cells
-    settled: int = 0
+    recovered: int = 0
     rested: float = 0.0
-    bursts: int = 0
     said: StringIO = field(default_factory=StringIO)
 
     @property
@@ -76,20 +126,37 @@ class Simulated:
         progress = Progress(self.said)
         return run(plan, out, progress, command=["test"], beside_others=True, world=self.world)
 
-    def resume(self, folder: Path) -> Path:
-        return resume(folder, Progress(self.said), beside_others=True, world=self.world)
+    def resume(self, folder: Path, *, confirm: bool = False) -> Path:
+        progress = Progress(self.said)
+        return resume(folder, progress, confirm=confirm, beside_others=True, world=self.world)
 
     @contextlib.contextmanager
     def open(self, state: CellState) -> Iterator[Bench]:
         self.opened.append(state.key)
         self.opening(state)
         self.now += 5.0
-        state.run.event(CellReady(cell=state.key, url="simulated"))
+        state.event(CellReady(cell=state.key, url="simulated"))
         yield Bench(self, state)
+
+    def server(self, seed: int, start: int = 1) -> Serves:
+        if self.serving is not None:
+            return self.serving(seed, self.now, start)
+        rng = np.random.default_rng(seed)
+
+        def steps(rows: int, tokens: int, context: int, passes: int) -> float:
+            plain = self.base + self.row * rows + self.prompt * tokens
+            return (
+                plain * float(np.exp(self.noise * rng.normal())) / self.speed(self.now + server.now)
+            )
+
+        server = KnownServer(steps, slots=self.slots, chunk=self.chunk)
+        return server
 
     def cores(self, start: float, end: float) -> CoresSample:
         """The engine's core from `start` to `end`."""
         lost = self.hog_share * max(0.0, min(end, self.hog[1]) - max(start, self.hog[0]))
+        if self.taken is not None:
+            lost = self.taken(start, end)
         return CoresSample(
             seconds=end - start,
             busy_seconds=end - start - lost,
@@ -100,145 +167,111 @@ class Simulated:
             strangers=[Stranger("hog", 7, lost)] if lost else [],
         )
 
-    def serve(self, dues: list[float], name: str, cell: str) -> list[RequestRecord]:
-        """First come, first served."""
-        free = [0.0] * self.slots
-        records = []
-        for index, due in enumerate(dues):
-            begin = max(due, heapq.heappop(free))
-            end = begin + self.service_seconds
-            heapq.heappush(free, end)
-            first = begin + FIRST_SECONDS
-            gap = (end - first) / (TOKENS - 1)
-            moments = [first + gap * token for token in range(TOKENS)]
-            records.append(
-                RequestRecord(
-                    cell=cell,
-                    level=name,
-                    index=index,
-                    due_seconds=due,
-                    sent_seconds=due,
-                    first_content_seconds=moments[0],
-                    last_content_seconds=moments[-1],
-                    ended_seconds=moments[-1],
-                    content_seconds=moments,
-                    first_chunk_tokens=1,
-                    prompt_tokens=16,
-                    output_tokens=TOKENS,
-                    status=200,
-                    finish_reason="length",
-                    worker=0,
-                )
-            )
-        return records
-
 
 @dataclass
 class Bench:
-    server: Simulated
+    world: Simulated
     state: CellState
 
     @property
-    def policy(self) -> Policy | None:
-        return self.server.policy
+    def policy(self) -> SchedulingPolicy | None:
+        return self.world.policy
 
-    def measure(self, level: Level) -> Measured:
-        server, run, step = self.server, self.state.run, level.step
-        is_alone = step.rate is None
-        warmup = 0.0 if is_alone else 1.0
+    def measure(self, asked: LevelAsk) -> Level:
+        world, state = self.world, self.state
         started = LevelStarted(
-            cell=self.state.key,
-            level=level.name,
-            purpose=LevelPurpose.SINGLE_STREAM if is_alone else LevelPurpose.SEARCH,
-            start=self.state.starts,
-            rate_per_second=step.rate,
-            concurrency=1 if is_alone else None,
-            arrivals={"kind": "closed"} if is_alone else {"kind": "poisson"},
-            warmup_seconds=warmup,
-            window_seconds=step.duration_seconds,
-            seed=level.seed,
-            attempt=level.attempt,
-            started_unix_seconds=1e9 + server.now,
+            cell=state.key,
+            level=asked.name,
+            purpose=asked.purpose,
+            start=state.starts,
+            rate_per_second=asked.rate,
+            concurrency=1 if asked.requests is not None else None,
+            warmup_seconds=asked.warmup_seconds,
+            window_seconds=asked.window_seconds,
+            seed=asked.seed,
+            attempt=asked.attempt,
+            started_unix_seconds=1e9 + world.now,
         )
-        run.event(started)
-        seconds = warmup + step.duration_seconds
-        if step.rate is None:
-            dues = [index * server.service_seconds for index in range(step.requests or 1)]
-            seconds = len(dues) * server.service_seconds
-        else:
-            dues = due_times(level.campaign.arrivals, step.rate, seconds, level.seed).tolist()
-        records = server.serve(dues, level.name, self.state.key)
+        state.event(started)
+        records = self._records(asked)
+        last = max([0.0, *(one.ended_seconds or 0.0 for one in records)])
+        seconds = asked.warmup_seconds + asked.window_seconds
+        window = asked.window_seconds
+        if asked.rate is None:
+            seconds = window = max(last, 1e-3)
         for record in records[: len(records) // 2]:
-            run.request(record)
-        server.now += seconds
-        server.fate(self.state, level)  # half of the requests are on record
-        for record in records[len(records) // 2 :]:
-            run.request(record)
-        window = seconds if is_alone else step.duration_seconds
-        part = server.cores(server.now - seconds, server.now)
-        counts = level.campaign.disturbance == "ignore"
-        found = disturbance_of([part], "engine", counts=counts, counts_slight=not level.is_patient)
-        ending = Ending(window_seconds=window, disturbance=found)
-        shown, seen = judge(records, [], started, level.campaign.slo, ending)
-        summary, _ = judge(records, [], started, level.campaign.all_slos[0], ending)
+            state.run.request(record)
+        began, world.now = world.now, world.now + max(seconds, last) + OVERHEAD_SECONDS
+        world.fate(state, asked)  # half of the requests are on record
+        rows = LevelRows()
+        for index, record in enumerate(records):
+            rows.add(record)
+            if index >= len(records) // 2:
+                state.run.request(record)
+        is_ignored = state.campaign.disturbance == "ignore"
         finished = LevelFinished(
-            cell=self.state.key,
-            level=level.name,
+            cell=state.key,
+            level=asked.name,
             due=len(records),
-            good=summary.counts.good,
-            failed=0,
-            window_due=summary.counts.due,
             window_seconds=window,
-            spent_seconds=round(seconds, 3),
-            verdict=summary.verdict,
-            is_valid=summary.is_valid,
-            warnings=[warning.code for warning in summary.warnings],
-            disturbance=found,
-            held=holds_disturbed(records, [], started, level.campaign.all_slos, ending),
+            spent_seconds=round(world.now - began, 3),
+            disturbance=disturbance_of([world.cores(began, world.now)], counts=is_ignored),
         )
-        run.finish(LevelRecords(started, finished, records, []))
-        late = sum((record.ended_seconds or 0.0) > seconds for record in records)
-        return Measured(level.name, shown, seen, gave_up=late, disturbance=found)
+        level, finished = judged(rows, started, finished, state.campaign, asked, [])
+        state.finish(level, finished)
+        return level
 
-    def burst(self, burst: Burst, number: int, seed: int) -> list[RequestRecord]:
-        self.server.bursts += 1
-        name = f"{self.state.key}#calibration"
-        records = self.server.serve([0.0] * burst.streams, name, self.state.key)
-        moved = [
-            msgspec.structs.replace(record, index=1000 * number + record.index)
-            for record in records
-        ]
-        for record in moved:
-            self.state.run.request(record)
-        began = self.server.now
-        self.server.now += max(record.ended_seconds or 0.0 for record in moved)
-        found = disturbance_of([self.server.cores(began, self.server.now)], "engine")
-        if found is not None and found.is_disturbed:
-            raise BurstDisturbed(in_words(found))
-        return moved
+    def _records(self, asked: LevelAsk) -> list[RequestRecord]:
+        server, state = self.world.server(asked.seed, self.state.starts), self.state
+        workload = state.campaign.workload_of(state.cell)
+        named = (state.key, asked.name)
+        if asked.burst is not None:
+            burst = asked.burst
+            due = [0.0] * burst.streams
+            return server.records(due, burst.prompt_tokens, burst.output_tokens, None, *named)
+        if asked.rate is None:
+            return self._one_by_one(server, asked)
+        seconds = asked.warmup_seconds + asked.window_seconds
+        due = due_times(state.campaign.arrivals, asked.rate, seconds, asked.seed).tolist()
+        asks = draw(workload, len(due), asked.seed)
+        prompts = [ask.prompt_tokens for ask in asks]
+        return server.records(due, prompts, [ask.output_tokens for ask in asks], None, *named)
+
+    def _one_by_one(self, server: Serves, asked: LevelAsk) -> list[RequestRecord]:
+        state, at, records = self.state, 0.0, []
+        asks = draw(state.campaign.workload_of(state.cell), asked.requests or 1, asked.seed)
+        for index, ask in enumerate(asks):
+            if at >= asked.window_seconds:
+                break
+            (one,) = server.records(
+                [at],
+                [ask.prompt_tokens],
+                [ask.output_tokens],
+                cell=state.key,
+                level=asked.name,
+            )
+            records.append(msgspec.structs.replace(one, index=index))
+            at = one.ended_seconds or at
+        return records
 
     def look(self) -> CoresSample | None:
-        return self.server.cores(self.server.now - 1.0, self.server.now)
-
-    def probe(self) -> Probe | None:
-        return self.server.probing(self.server.now)
+        return self.world.cores(self.world.now - 1.0, self.world.now)
 
     def rest(self, seconds: float) -> None:
-        self.server.now += seconds
-        self.server.rested += seconds
-
-    def settle(self) -> None:
-        self.server.settled += 1
+        self.world.now += seconds
+        self.world.rested += seconds
 
     def recover(self) -> None:
-        self.server.recovering(self.state)
+        self.world.recovered += 1
 
 
-def fails_once(name: str, error: Callable[[], Exception]) -> Callable[[CellState, Level], None]:
+def fails_once(
+    name: str, error: Callable[[], BaseException]
+) -> Callable[[CellState, LevelAsk], None]:
     """A fate: the first attempt at the level that ends in `name` fails."""
 
-    def fate(state: CellState, level: Level) -> None:
-        if level.name.endswith(name):
+    def fate(state: CellState, asked: LevelAsk) -> None:
+        if asked.name.endswith(name):
             raise error()
 
     return fate

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from loadtests.cli import campaign
+from loadtests.cli.campaign_command import campaign
 
 
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:

@@ -1,14 +1,54 @@
-"""What a run says while it goes on."""
+"""What a run says while it goes on, and at its end."""
+
+from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 
+from rich.console import Console
+
+from loadtests.campaign.campaign_text import show_run
 from loadtests.campaign.progress import Progress
+from tests.loadtests.campaign.simulated import Simulated, campaign
 
 
 def test_progress_is_lines_where_there_is_no_terminal() -> None:
     out = StringIO()
     with Progress(out, plain_every_seconds=0.0) as progress:
+        progress.cells({"360m": "waits"}, 60.0)
         progress.say("a [b] c")
         progress.tick("level", fraction=0.5)
+        progress.found("360m", "limit about 2.0/s")
+        progress.found("360m", "limit about 2.0/s")
     lines = out.getvalue().splitlines()
     assert lines[0].endswith("a [b] c") and lines[1].endswith("... level, 50%")
+    assert [line.endswith("so far: limit about 2.0/s") for line in lines[2:]] == [True]
+
+
+def test_a_terminal_has_a_line_a_cell_and_the_time_left(monkeypatch: object) -> None:
+    out = StringIO()
+    progress = Progress(out)
+    progress._console = Console(file=out, force_terminal=True, width=100)
+    with progress:
+        progress.cells({"135m": "holds 1.5/s", "360m": "now"}, 125.0)
+        progress.tick("360m: 1.6 requests/s: 84 of 86 good, 43 s left", fraction=0.4)
+        progress.detail("not shown")
+        progress.found("360m", "limit about 1.0/s")
+        progress._live.refresh()  # type: ignore[union-attr]
+    shown = out.getvalue()
+    for part in ("135m", "holds 1.5/s", "limit about 1.0/s", "84 of 86 good", "(at most 2 min"):
+        assert part in shown, part
+    assert "not shown" not in shown
+
+
+def test_the_answer_is_a_table_with_grades_and_what_confirming_takes(tmp_path: Path) -> None:
+    plan = campaign(480, models='["135m", "360m"]', search="confirm = 1")
+    folder = Simulated().run(plan, tmp_path)
+    out = StringIO()
+    show_run(folder, Console(file=out, width=160))
+    said = out.getvalue()
+    for part in (
+        *("TTFT 1 s, TPOT 200 ms for 90 % of requests", "confirmed", "estimated", "1.5/s"),
+        *("--confirm", "Confirming what is estimated would take about "),
+    ):
+        assert part in said, part

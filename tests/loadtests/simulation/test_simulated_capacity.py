@@ -1,160 +1,177 @@
-"""The simulated capacity against long runs, and its error against its own spread."""
+"""The one function for a capacity: against queueing theory, against itself, at its edges."""
 
+import functools
+import math
+
+import msgspec
 import numpy as np
 import pytest
 
+from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
-from loadtests.metrics.slo import SLO_PRESETS, Slo
 from loadtests.simulation import simulated_capacity
-from loadtests.simulation.batching import Array, Policy, simulate
-from loadtests.simulation.simulated_capacity import _Server, predict
-from loadtests.simulation.step_replay import Residuals
-from loadtests.workload.arrivals import Diurnal, Gamma, OnOff, Poisson, due_times
-from tests.loadtests.simulation.step_laws import LAWS
+from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.simulated_capacity import (
+    QUICK_REQUESTS,
+    Lengths,
+    Server,
+    good_shares,
+    latency_curve,
+    lengths_of,
+    measured_reuse,
+)
+from loadtests.simulation.step_law import StepLaw
+from loadtests.workload.arrivals import Gamma, OnOff, Poisson, due_times
+from loadtests.workload.request_lengths import Workload
+from tests.loadtests.simulation.known_server import KnownServer
+
+capacity = functools.partial(simulated_capacity.capacity, requests=QUICK_REQUESTS)
+
+LAW = StepLaw(
+    base_seconds=0.02,
+    row_seconds=0.003,
+    prompt_token_seconds=0.0005,
+    context_token_seconds=2e-6,
+    pass_seconds=0.01,
+)
+POLICY = SchedulingPolicy(slots=8, step_seconds_target=0.3)
+CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=128)
+SLO = Slo("x", 2.0, 0.2, target=0.9)
 
 
-def test_capacity_is_where_the_share_crosses_the_target():
-    rng = np.random.default_rng(3)
-    pairs = np.column_stack([rng.integers(20, 400, 3000), rng.integers(5, 100, 3000)])
-    slo = Slo("x", 1.0, 0.08, target=0.95)
-    found = predict(LAWS[0], Policy(), pairs, slo, seed=1)
-    assert found.single_stream_share == 1.0 and found.rate > 0.3
-    shares = []
-    for factor in (0.9, 1.1):
-        due = due_times(Poisson(), found.rate * factor, 3000 / (found.rate * factor), 77)
-        count = min(len(due), 3000)
-        shares.append(
-            simulate(LAWS[0], Policy(), due[:count], pairs[:count]).good(slo)[300:].mean()
+def test_the_capacity_is_where_the_share_of_good_requests_is_the_target():
+    found = capacity(LAW, POLICY, CHAT, SLO, seed=1, requests=8000)
+    lengths = lengths_of(CHAT, 30_000, 7)
+    due = due_times(Poisson(), found.rate, 30_000 / found.rate, 9)
+    n = min(len(due), 30_000)
+    played = simulate(LAW, POLICY, due[:n], lengths.prompt[:n], lengths.output[:n])
+    assert played.good(2.0, 0.2).mean() == pytest.approx(0.9, abs=0.03)
+    assert found.alone_share == 1.0 and found.steepness >= 1.0
+
+
+def test_one_server_of_constant_service_has_the_capacity_of_m_d_1():
+    """P(wait <= t) of M/D/1 (Erlang 1909); the longest wait of nine in ten is the limit."""
+    service, limit = 1.0, 3.0
+    law = StepLaw(base_seconds=service / 100)
+    ones, hundreds = np.ones(8000, dtype=np.int64), np.full(8000, 100)
+    lengths = Lengths(ones, hundreds, 0 * ones)
+    # The first token comes a step after the wait.
+    slo = Slo("x", limit + 1.5 * service / 100, None, target=0.9)
+    policy = SchedulingPolicy(slots=1)
+
+    def waits_at_most(load: float) -> float:
+        terms = range(math.floor(limit / service) + 1)
+        return (1 - load) * sum(
+            math.exp(load * (limit / service - k))
+            * (load * (k - limit / service)) ** k
+            / math.factorial(k)
+            for k in terms
         )
-    assert shares[0] > 0.95 > shares[1]
+
+    loads = np.linspace(0.3, 0.95, 500)
+    exact = float(loads[np.argmin([abs(waits_at_most(load) - 0.9) for load in loads])])
+    assert capacity(law, policy, lengths, slo, requests=40_000).rate == pytest.approx(
+        exact / service, rel=0.03
+    )
 
 
-def test_an_slo_costs_throughput_and_burstiness_costs_more():
-    rng = np.random.default_rng(3)
-    pairs = np.column_stack([rng.integers(20, 400, 8000), rng.integers(5, 100, 8000)])
-    rates = [
-        predict(LAWS[0], Policy(), pairs, Slo("x", ttft, 0.2, target=0.9), seed=1).rate
-        for ttft in (0.3, 0.6, 2.0)
+def test_the_steepness_is_that_of_a_slower_machine():
+    found = capacity(LAW, POLICY, CHAT, SLO)
+    slower = capacity(LAW.slower(1.1), msgspec.structs.replace(POLICY), CHAT, SLO)
+    by_hand = math.log(found.rate / slower.rate) / math.log(1.1)
+    assert found.steepness == pytest.approx(max(1.0, by_hand), abs=0.15)
+    tight = capacity(LAW, POLICY, CHAT, msgspec.structs.replace(SLO, tpot_seconds=0.06))
+    assert tight.steepness > found.steepness, "the nearer the limit is, the steeper"
+
+
+def test_requests_that_fail_alone_have_no_capacity():
+    found = capacity(LAW.slower(20), POLICY, CHAT, SLO)
+    assert found.rate == 0.0 and found.alone_share < 0.9
+
+
+def test_an_slo_without_limits_is_held_until_the_server_is_saturated():
+    found = capacity(LAW, POLICY, CHAT, Slo("x", None, None, target=0.9))
+    server = Server(LAW, POLICY, CHAT, count=QUICK_REQUESTS)
+    assert found.rate == pytest.approx(server.saturated_rate())
+    assert found.rate > capacity(LAW, POLICY, CHAT, SLO).rate
+
+
+def test_replicas_hold_their_number_and_a_little_more():
+    one = capacity(LAW, POLICY, CHAT, SLO).rate
+    four = capacity(LAW, POLICY, CHAT, SLO, replicas=4).rate
+    assert 4 * one <= four < 5 * one
+
+
+@pytest.mark.parametrize("arrivals", [Gamma(cv=3.0), OnOff(on_seconds=10, off_seconds=30)])
+def test_bursty_arrivals_take_capacity(arrivals):
+    smooth = capacity(LAW, POLICY, CHAT, SLO).rate
+    assert 0 < capacity(LAW, POLICY, CHAT, SLO, arrivals=arrivals).rate < 0.85 * smooth
+
+
+def test_what_is_found_in_a_cache_need_not_be_computed():
+    shared = Workload(
+        prompt_tokens=1200, output_tokens=60, shared_prefix_tokens=1000, prefix_groups=2
+    )
+    none = capacity(LAW, POLICY, shared, SLO).rate
+    half = msgspec.structs.replace(POLICY, reused_share=0.5)
+    every = msgspec.structs.replace(POLICY, reused_share=1.0)
+    assert none < capacity(LAW, half, shared, SLO).rate < capacity(LAW, every, shared, SLO).rate
+    assert set(lengths_of(shared, 50, 1, 1.0).cached.tolist()) == {1000}
+
+
+def test_the_history_of_a_session_is_what_can_be_found():
+    sessions = Workload(prompt_tokens=50, output_tokens=30, turns=4.0)
+    lengths = lengths_of(sessions, 400, 1, reused_share=1.0)
+    later = lengths.prompt > 50
+    assert later.any()
+    assert (lengths.prompt - lengths.cached)[later].tolist() == [50] * int(later.sum())
+    assert not lengths.cached[~later].any()
+
+
+def test_how_much_a_server_found_in_its_cache_is_measured():
+    shared = Workload(prompt_tokens=200, output_tokens=8, shared_prefix_tokens=150)
+    server = KnownServer(LAW.seconds)
+    levels = [
+        server.level([0.0, 5.0, 10.0], [200] * 3, [8] * 3, [0, 150, 150]),
+        server.level([0.0], [200], [8], [150]),
     ]
-    assert rates[0] < rates[1] < rates[2]
-    bursty = predict(
-        LAWS[0], Policy(), pairs, Slo("x", 0.6, 0.2, target=0.9), seed=1, arrivals=Gamma(3.0)
-    ).rate
-    assert bursty < 0.85 * rates[1]
+    assert measured_reuse(shared, levels) == pytest.approx(0.75)
+    assert measured_reuse(CHAT, levels) == 0.0
+    untold = msgspec.structs.replace(levels[1], cached_tokens=np.array([np.nan]))
+    assert measured_reuse(shared, [untold]) == 0.0
 
 
-def dispersion(due: Array, bin_seconds: float) -> float:
-    """Variance over mean of the counts in bins."""
-    counts, _ = np.histogram(due, np.arange(0.0, due[-1], bin_seconds))
-    return float(counts.var() / counts.mean())
+@pytest.mark.parametrize("slots", [1, 64])
+def test_prompts_of_thousands_of_tokens_and_many_slots(slots):
+    rng = np.random.default_rng(1)
+    n = 2000
+    long = Lengths(rng.integers(2000, 8000, n), rng.integers(20, 200, n), np.zeros(n, np.int64))
+    slo = Slo("x", 20.0, 0.5, target=0.9)
+    policy = SchedulingPolicy(slots=slots, kv_tokens=60_000, step_seconds_target=0.3)
+    found = capacity(LAW.slower(0.5), policy, long, slo, requests=n)
+    assert 0 < found.rate < 1 / (0.00025 * 5000)
 
 
-@pytest.mark.parametrize("rate", [0.1, 1.0, 10.0])
-def test_the_arrivals_are_of_the_process_at_the_rate_that_is_asked_for(rate: float) -> None:
-    """Periods of 10 s on and 30 s off stay so long at every rate: the index of dispersion of counts
-    in 20 s is that of the process, not that of a process sped up.
-    """
-    process = OnOff(10.0, 30.0)
-    count = int(1_000 * 40 * rate)
-    server = _Server(LAWS[1], Policy(), np.ones((1, 2), dtype=np.int64), None, process, 1)
-    played = server.play(rate, 0, count)
-    asked = due_times(process, rate, count / rate, 77)
-    own = dispersion(played.due, 20.0)
-    assert own == pytest.approx(dispersion(asked, 20.0), rel=0.15)
-    sped_up = due_times(process, 1.0, count, 77) / rate
-    assert rate == 1.0 or own != pytest.approx(dispersion(sped_up, 20.0), rel=0.3)
+def test_latency_rises_with_the_rate():
+    rate = capacity(LAW, POLICY, CHAT, SLO).rate
+    points = latency_curve(LAW, POLICY, CHAT, [0.2 * rate, 0.8 * rate, 1.1 * rate])
+    for name in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90"):
+        values = [getattr(point, name) for point in points]
+        assert values == sorted(values), name
+    one = Workload(prompt_tokens=20, output_tokens=1)
+    assert latency_curve(LAW, POLICY, one, [1.0])[0].tpot_p90 is None
 
 
-def test_the_last_requests_do_not_end_in_an_empty_server() -> None:
-    """Near saturation: the last of a run wait for nobody who comes after them, and have no say."""
-    pairs = np.tile([16, 100], (600, 1))
-    server = _Server(LAWS[0], Policy(slots=64), pairs, None, Poisson(), 1)
-    rate, runs = 0.9 * server.saturated_rate(), range(10)
-    tpot = np.concatenate([server.play(rate, run, 600).tpot_seconds[60:540] for run in runs])
-    slo = Slo("x", None, float(np.median(tpot)), target=0.9)
-    good = [server.play(rate, run, 600).good(slo) for run in runs]
-    emptying = float(np.mean([each[60:].mean() for each in good]))
-    last = float(np.mean([each[-15:].mean() for each in good]))
-    share = float(server.share(rate, runs, 600, slo).mean())
-    assert last > 0.7 > 0.55 > emptying > share + 0.008
+def test_shares_under_many_limits_come_from_one_simulation_a_rate():
+    limits = [(2.0, 0.2), (0.5, 0.1), (None, 0.05), (None, None)]
+    shares = good_shares(LAW, POLICY, CHAT, [0.5, 2.0], limits)
+    assert shares.shape == (2, 4)
+    assert (shares[0] >= shares[1]).all() and shares[1, 3] == 1.0
+    server = Server(LAW, POLICY, CHAT, count=2000)
+    assert shares[1, 0] == server.share(2.0, SLO)
 
 
-def test_the_rate_moves_the_same_arrivals() -> None:
-    """Common random numbers: a Poisson process at twice the rate is the same one, twice as fast."""
-    pairs = np.tile([16, 8], (2_000, 1))
-    server = _Server(LAWS[0], Policy(), pairs, None, Poisson(), 1)
-    slow, quick = server.play(1.0, 0, 2_000), server.play(2.0, 0, 2_000)
-    assert quick.due[:1000] == pytest.approx(slow.due[:1000] / 2)
-
-
-def test_a_days_profile_is_not_flat() -> None:
-    """A day of 200 s, all of it in its middle tenth: the capacity is that of the busy time."""
-    pairs = np.tile([100, 20], (4_000, 1))
-    slo = Slo("x", 1.0, 0.2, target=0.9)
-    flat = predict(LAWS[0], Policy(), pairs, slo, seed=1).rate
-    busy = Diurnal(200.0, (0.0,) * 5 + (1.0,) + (0.0,) * 4)
-    assert predict(LAWS[0], Policy(), pairs, slo, seed=1, arrivals=busy).rate < 0.3 * flat
-
-
-def test_its_error_is_that_of_other_seeds() -> None:
-    rng = np.random.default_rng(3)
-    found = []
-    for seed in range(12):
-        pairs = np.column_stack([rng.integers(20, 400, 6000), rng.integers(5, 100, 6000)])
-        found.append(predict(LAWS[0], Policy(), pairs, Slo("x", 1.0, 0.2, target=0.9), seed=seed))
-    spread = float(np.std(np.log([one.rate for one in found]), ddof=1))
-    said = float(np.sqrt(np.mean([one.error**2 for one in found if one.error is not None])))
-    assert 0.5 * said < spread < 2 * said < 0.2
-
-
-def test_runs_end_once_the_error_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = np.tile([100, 20], (20_000, 1))
-    slo = Slo("x", 1.0, 0.2, target=0.9)
-    monkeypatch.setattr(simulated_capacity, "PRECISION", 0.2)
-    rough = predict(LAWS[0], Policy(), pairs, slo, seed=1)
-    assert rough.error is not None and rough.error < 0.2 and rough.requests == 8_000
-    monkeypatch.setattr(simulated_capacity, "PRECISION", 1e-9)
-    fine = predict(LAWS[0], Policy(), pairs, slo, seed=1)
-    assert fine.requests == 20_000 and fine.rate == pytest.approx(rough.rate, rel=0.1)
-
-
-def test_residuals_cost_capacity_as_a_slower_server_does() -> None:
-    """Steps that all take 5 % longer are a law that is 5 % slower; the sensitivity says how much
-    that costs.
-    """
-    rng = np.random.default_rng(3)
-    pairs = np.column_stack([rng.integers(20, 400, 20_000), rng.integers(5, 100, 20_000)])
-    slo = Slo("x", 1.0, 0.2, target=0.9)
-    as_said = predict(LAWS[0], Policy(), pairs, slo, seed=1)
-    slower = Residuals(alone=(1.05,), together=(1.05,), prompts=(1.05,))
-    found = predict(LAWS[0], Policy(), pairs, slo, seed=1, residuals=slower)
-    assert 1.0 < as_said.sensitivity < 3.0
-    assert found.rate == pytest.approx(as_said.rate * 1.05**-as_said.sensitivity, rel=0.03)
-
-
-def test_a_rate_that_no_slo_limits_is_that_of_the_saturated_server() -> None:
-    pairs = np.tile([100, 20], (2_000, 1))
-    found = predict(LAWS[0], Policy(slots=1), pairs, Slo("x", None, 1.0, target=0.9), seed=1)
-    own = LAWS[0].seconds(0, 100, 0) + LAWS[0].stretch_seconds(1, 100, 19)
-    assert found.rate == pytest.approx(1 / own, rel=0.02)
-
-
-def test_an_slo_that_single_stream_requests_break_has_no_capacity():
-    pairs = np.tile([400, 50], (200, 1))
-    found = predict(LAWS[0], Policy(), pairs, Slo("x", 0.2, None, target=0.9))
-    assert (found.rate, found.single_stream_share) == (0.0, 0.0)
-
-
-def test_too_few_lengths_are_an_error() -> None:
-    with pytest.raises(LoadError, match="at least 50"):
-        predict(LAWS[0], Policy(), np.ones((49, 2), dtype=np.int64), SLO_PRESETS["chat"])
-
-
-def test_runs_without_a_request_are_no_evidence() -> None:
-    """All requests of the day come in its last hour, and a run ends before it."""
-    pairs = np.tile([100, 20], (2_000, 1))
-    last_hour = Diurnal(86_400.0, (0.0,) * 23 + (1.0,))
-    with pytest.raises(LoadError, match="no simulated request counts"):
-        predict(LAWS[0], Policy(), pairs, Slo("x", 1.0, 0.2, target=0.9), arrivals=last_hour)
-    server = _Server(LAWS[0], Policy(), pairs, None, last_hour, 1)
-    assert np.isnan(server.share(1.0, [0, 1], 2_000, Slo("x", 1.0, 0.2, target=0.9))).all()
+def test_nothing_to_simulate_from_is_an_error():
+    none = np.empty(0, dtype=np.int64)
+    with pytest.raises(LoadError, match="no lengths"):
+        capacity(LAW, POLICY, Lengths(none, none, none), SLO)

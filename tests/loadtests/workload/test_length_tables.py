@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from loadtests.workload.length_tables import PRESETS, preset_table
-from loadtests.workload.requests import Workload, draw
+from loadtests.workload.request_lengths import PRESETS, Workload, draw, preset_table
 from tests.tools.length_tables import joint_table
 
 # Published quantiles of the traces (p5, p25, p50, p75, p90, p95, p99), mean, and rank correlation:

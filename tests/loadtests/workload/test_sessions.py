@@ -6,11 +6,11 @@ import json
 import pytest
 
 from loadtests.errors import LoadError
-from loadtests.generator.endpoint import Target, TargetFacts
-from loadtests.generator.http_client import connect
-from loadtests.generator.load_plan import LoadPlan
-from loadtests.generator.request_factory import RequestFactory, Share
-from loadtests.workload.requests import Workload, draw
+from loadtests.load_generator.http_connection import connect
+from loadtests.load_generator.load_plan import LoadPlan
+from loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from loadtests.load_generator.request_factory import RequestFactory
+from loadtests.workload.request_lengths import Workload, draw
 
 FACTS = TargetFacts(
     model="m",
@@ -21,23 +21,26 @@ FACTS = TargetFacts(
     min_tokens=True,
     tokenizer=None,
 )
-ALONE = Share(0, 1)
+ALONE = (0, 1)
 TALK = Workload(prompt_tokens=20, output_tokens=10, turns=3.0, think_seconds=1.0)
 
 
 def prompts(
-    api: str = "chat", share: Share = ALONE, workload: Workload = TALK, rate: float | None = 5.0
+    api: str = "chat",
+    share: tuple[int, int] = ALONE,
+    workload: Workload = TALK,
+    rate: float | None = 5.0,
 ) -> RequestFactory:
     target = Target(url="http://127.0.0.1:9", api=api)  # type: ignore[arg-type]
     plan = LoadPlan(
         target=target,
         workload=workload,
-        rate_per_second=rate,
+        rate=rate,
         concurrency=None if rate else 1,
         window_seconds=60.0,
         facts=FACTS,
     )
-    return RequestFactory(plan, FACTS, connect(target.url), share)
+    return RequestFactory(plan, FACTS, connect(target.url), *share)
 
 
 def body(wire: bytes) -> dict:
@@ -47,12 +50,15 @@ def body(wire: bytes) -> dict:
 def test_a_later_turn_carries_the_real_answers() -> None:
     maker = prompts()
     requests = maker.scheduled()
-    third = next(r for r in requests if r.turn == 2)
+    third = next(r for r in requests if r.record.turn == 2)
     first, second = (
-        next(r for r in requests if r.session == third.session and r.turn == turn)
+        next(
+            r
+            for r in requests
+            if r.record.session == third.record.session and r.record.turn == turn
+        )
         for turn in (0, 1)
     )
-    assert not first.needs_answers and second.needs_answers and third.needs_answers
     opening = body(first.wire)["messages"][0]["content"]
     sent = body(maker.with_answers(third, ["yes!", "and no"]))
     assert [m["role"] for m in sent["messages"]] == [
@@ -81,8 +87,8 @@ def test_a_later_turn_carries_the_real_answers() -> None:
 
 def test_a_completion_is_one_text() -> None:
     maker = prompts(api="completions")
-    second = next(r for r in maker.scheduled() if r.turn == 1)
-    first = next(r for r in maker.scheduled() if r.session == second.session)
+    second = next(r for r in maker.scheduled() if r.record.turn == 1)
+    first = next(r for r in maker.scheduled() if r.record.session == second.record.session)
     text = body(maker.with_answers(second, [" certainly."]))["prompt"]
     assert (
         text.startswith(body(first.wire)["prompt"] + " certainly. ")
@@ -93,29 +99,29 @@ def test_a_completion_is_one_text() -> None:
 def test_answers_that_do_not_fit_are_an_error() -> None:
     maker = prompts()
     requests = maker.scheduled()
-    second = next(r for r in requests if r.turn == 1)
+    second = next(r for r in requests if r.record.turn == 1)
     for wrong in ([], ["a", "b"]):
         with pytest.raises(
             LoadError,
-            match=f"turn 1 of session {second.session} continues from 1 answers, got {len(wrong)}",
+            match=f"session {second.record.session} continues from 1 answers, got {len(wrong)}",
         ):
             maker.with_answers(second, wrong)
     with pytest.raises(LoadError, match="continues from 0 answers"):
-        maker.with_answers(next(r for r in requests if r.turn == 0), ["a"])
+        maker.with_answers(next(r for r in requests if r.record.turn == 0), ["a"])
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_session_stays_with_one_load_generator(workers: int) -> None:
-    shares = [prompts(share=Share(index, workers)).scheduled() for index in range(workers)]
-    sessions = [{r.session for r in share} for share in shares]
+    shares = [prompts(share=(index, workers)).scheduled() for index in range(workers)]
+    sessions = [{r.record.session for r in share} for share in shares]
     assert all(not a & b for a, b in itertools.combinations(sessions, 2))
-    together = sorted((r.due_seconds, r.index) for share in shares for r in share)
-    alone = [(r.due_seconds, r.index) for r in prompts().scheduled()]
+    together = sorted((r.record.due_seconds, r.record.index) for share in shares for r in share)
+    alone = [(r.record.due_seconds, r.record.index) for r in prompts().scheduled()]
     assert together == alone, "the arrivals are the process that was asked, whoever sends them"
 
 
 def test_closed_loops_take_whole_sessions() -> None:
-    maker, other = prompts(rate=None, share=Share(0, 2)), prompts(rate=None, share=Share(1, 2))
+    maker, other = prompts(rate=None, share=(0, 2)), prompts(rate=None, share=(1, 2))
     expected = [
         list(turns)
         for _, turns in itertools.groupby(draw(TALK, 256, 1), key=lambda ask: ask.session)
@@ -124,11 +130,15 @@ def test_closed_loops_take_whole_sessions() -> None:
         for taker, parity in ((maker, 0), (other, 1)):
             turns = taker.next_session()
             wanted = expected[2 * position + parity]
-            assert [r.index for r in turns] == [ask.index for ask in wanted] and [
-                r.turn for r in turns
+            assert [r.record.index for r in turns] == [ask.index for ask in wanted] and [
+                r.record.turn for r in turns
             ] == list(range(len(wanted)))
-            assert len({r.session for r in turns}) == 1 and all(
+            assert len({r.record.session for r in turns}) == 1 and all(
                 r.think_seconds > 0 for r in turns[1:]
             )
     single_stream = prompts(rate=None, workload=Workload(prompt_tokens=5, output_tokens=5))
-    assert [[r.index for r in single_stream.next_session()] for _ in range(3)] == [[0], [1], [2]]
+    assert [[r.record.index for r in single_stream.next_session()] for _ in range(3)] == [
+        [0],
+        [1],
+        [2],
+    ]

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from loadtests.host.disturbance import processes
+from loadtests.host.core_watch import processes
 from models.isolated import run_python, start_python
 
 CORE = max(os.sched_getaffinity(0))

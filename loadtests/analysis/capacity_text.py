@@ -1,0 +1,79 @@
+"""A capacity in words: the only place that words one, for terminal, report and plan alike.
+
+    >>> from loadtests.records.run_journal import Capacity
+    >>> found = Capacity(state="holds", held=2.1, limit=2.42, low=2.04, high=2.87, method="law")
+    >>> in_words(found)
+    'holds 2.1/s, limit about 2.4/s (2.0–2.9)'
+    >>> in_words(Capacity(state="no_rate_confirmed", limit=0.57, low=0.5, high=0.66, method="law"))
+    'no rate confirmed, limit about 34 a minute (30–40)'
+
+"Holds" is said of `held` alone: a rate that ran, long enough, and met the SLO.
+"""
+
+from __future__ import annotations
+
+from loadtests.records.run_journal import Capacity
+from models import formatting
+
+
+def in_words(found: Capacity | None) -> str:
+    """The state and the limit; None: not measured."""
+    if found is None:
+        return formatting.NOT_MEASURED
+    if found.state == "not_even_alone":
+        return state_words(found)
+    return f"{state_words(found)}, {limit_words(found)}"
+
+
+def state_words(found: Capacity | None) -> str:
+    """`holds 2.1/s`, `no rate confirmed`, `not even alone`."""
+    if found is None:
+        return formatting.NOT_MEASURED
+    if found.state == "holds":
+        return f"holds {formatting.rate(found.held, rounded='down')}"
+    if found.state == "not_even_alone":
+        return "not even alone" + (" (on one start)" if found.starts < 2 else "")
+    return "no rate confirmed"
+
+
+def limit_words(found: Capacity) -> str:
+    """`limit about 2.4/s (2.0–2.9)`; by levels alone `limit between 2.0 and 2.9/s`."""
+    low, high = found.low, found.high
+    if found.state == "not_even_alone":
+        return "no limit"
+    if found.method == "law" and found.limit is not None:
+        return "limit about " + formatting.rate_with_interval(found.limit, low, high).replace(
+            " requests", ""
+        )
+    if low is None and high is None:
+        return "limit not known"
+    ends = formatting.rate_interval(low, high)
+    return "limit " + (f"between {ends.replace('–', ' and ')}" if low and high else ends)
+
+
+def held_words(found: Capacity) -> str:
+    """What the confirmed rate rests on: `90 s, 214 requests, 98 % good, 2 starts`."""
+    if not found.holds:
+        return found.reason
+    parts = [
+        formatting.seconds(found.held_seconds),
+        f"{formatting.count(found.held_requests)} requests",
+        f"{formatting.share(found.held_share)} good",
+    ]
+    if found.starts > 1:
+        parts.append(f"{found.starts} starts")
+    return ", ".join(parts)
+
+
+def confirm_words(found: Capacity) -> str:
+    """`confirming takes 3 min`; "" where a rate is confirmed or it is not known."""
+    if found.confirm_seconds is None:
+        return ""
+    return f"confirming takes {formatting.duration(found.confirm_seconds)}"
+
+
+def speed_words(found: Capacity) -> str:
+    """ "" for a machine whose speed was not seen to change."""
+    if found.speed_moved is None:
+        return ""
+    return f"this machine's speed moved by {found.speed_moved:.0%} while it was measured"

@@ -1,0 +1,90 @@
+"""Energy of a level, from the watts that were sampled beside it. Joules.
+
+    energy_of(samples, start_unix_seconds, end_unix_seconds)     # Energy, or None
+
+CPU watts are means since the sample before, by RAPL's counters, so their sum is exact whatever the
+gaps. So is what a GPU's energy counter says (NVML's total energy, amdgpu's energy1_input). Where it
+has none, its watts are readings of the moment: each stands for the time since the sample before,
+and a gap of more than `LONGEST_GAP` intervals is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from loadtests.records.resource_sample import ResourceSample
+
+Watts = Callable[[ResourceSample, ResourceSample], float | None]  # between two samples
+LONGEST_GAP = 3.0  # usual intervals
+LEAST_COVERED = 0.9  # of the time, for the energy to count
+
+
+class Energy(msgspec.Struct, frozen=True, kw_only=True):
+    """Joules over `seconds` of a level; None: not measured there."""
+
+    cpu_joules: float | None = None  # of all CPU packages, by RAPL
+    gpu_joules: float | None = None  # of the GPU, by its driver
+    gpu_by: str = "NVML"  # that driver
+    seconds: float
+
+    @property
+    def joules(self) -> float | None:
+        """Of CPU and GPU together, as far as measured; None where neither is."""
+        known = [one for one in (self.cpu_joules, self.gpu_joules) if one is not None]
+        return sum(known) if known else None
+
+    @property
+    def watts(self) -> float | None:
+        """Mean of `joules` over the time."""
+        return None if self.joules is None else self.joules / self.seconds
+
+    @property
+    def measured_by(self) -> str:
+        pairs = (("RAPL", self.cpu_joules), (self.gpu_by, self.gpu_joules))
+        return " and ".join(name for name, joules in pairs if joules is not None)
+
+
+def energy_of(
+    samples: Sequence[ResourceSample], start_unix_seconds: float, end_unix_seconds: float
+) -> Energy | None:
+    """Between two moments; None where less than 90 % of the time was sampled for either device."""
+    seconds = end_unix_seconds - start_unix_seconds
+    ordered = sorted(samples, key=lambda one: one.unix_seconds)
+    steps = [b.unix_seconds - a.unix_seconds for a, b in pairwise(ordered)]
+    if seconds <= 0 or not steps:
+        return None
+    gap = LONGEST_GAP * float(np.median(steps))
+
+    def joules(watts: Watts, longest: float) -> float | None:
+        used = covered = 0.0
+        for before, after in pairwise(ordered):
+            power = watts(before, after)
+            begin = max(before.unix_seconds, start_unix_seconds)
+            lasted = min(after.unix_seconds, end_unix_seconds) - begin
+            step = after.unix_seconds - before.unix_seconds
+            if power is not None and lasted > 0 and step <= longest:
+                used += power * lasted
+                covered += lasted
+        return used * seconds / covered if covered >= LEAST_COVERED * seconds else None
+
+    counted = joules(_counted_watts, seconds)
+    found = Energy(
+        cpu_joules=joules(lambda _, after: after.cpu_watts, seconds),
+        gpu_joules=joules(lambda _, after: after.gpu_watts, gap) if counted is None else counted,
+        gpu_by=ordered[-1].gpu_by,
+        seconds=seconds,
+    )
+    return None if found.joules is None else found
+
+
+def _counted_watts(before: ResourceSample, after: ResourceSample) -> float | None:
+    """The GPU's mean power between two samples; None where its counter began anew between them."""
+    begin, end = before.gpu_energy_joules, after.gpu_energy_joules
+    seconds = after.unix_seconds - before.unix_seconds
+    if begin is None or end is None or end < begin or seconds <= 0:
+        return None
+    return (end - begin) / seconds

@@ -1,0 +1,384 @@
+"""One level of load as columns: a row a request, in order of due time. Made once from records.
+
+    level = Level.of(records, started, finished)
+    level.judge(slo).verdict, distribution(level.ttft[level.counted]).p99
+
+TTFT = first content chunk - due time. E2E = last content - due time. ITL = gaps between chunks.
+TPOT = (last content - first content) / (output tokens - tokens of the first chunk); dividing by
+(tokens - 1), as is usual, is wrong by 5 % for chunks of four. `usage` and `[DONE]` are not content.
+Times count from the due time, not the send: else the wait of an overloaded client is hidden.
+
+Requests due inside the window count, and are followed to their end; throughput counts the chunks
+that arrive inside it. Failed and cut-off requests are infinitely late, never dropped.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loadtests.analysis.good_share_interval import counted_as_one, wilson
+from loadtests.analysis.slo import Slo, Verdict
+from loadtests.analysis.steady_state import grows, is_steady
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_folder import RunRecords
+from loadtests.records.run_journal import LevelFinished, LevelStarted
+
+Floats = npt.NDArray[np.float64]
+
+_NUMBERS = (
+    ("due", "due_seconds"),
+    ("sent", "sent_seconds"),
+    ("first", "first_content_seconds"),
+    ("last", "last_content_seconds"),
+    ("ended", "ended_seconds"),
+    ("prompt_tokens", "prompt_tokens"),
+    ("cached_tokens", "cached_tokens"),
+    ("output_tokens", "output_tokens"),
+    ("first_chunk_tokens", "first_chunk_tokens"),
+    ("asked_prompt_tokens", "asked_prompt_tokens"),
+    ("asked_output_tokens", "asked_output_tokens"),
+    ("turn", "turn"),
+    ("stand_in", "stand_in"),
+)
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """A level under one SLO: the requests due in its window."""
+
+    due: int
+    good: int
+    failed: int  # no answer, an error, or cut off
+    share: float | None  # good / due; None: nothing was due
+    low: float  # Wilson's bounds, each at the SLO's confidence, for effective counts
+    high: float
+    effective: float  # independent requests that tell as much
+    steady: bool | None  # False: a queue grew over the window; None: too few requests to tell
+    verdict: Verdict  # a level whose queue grows does not hold
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
+    """All arrays but `chunks` are [requests]. Seconds since the level's start; nan: never.
+
+    `chunks` holds the content stamps of request i at [chunk_offsets[i] : chunk_offsets[i + 1]].
+    """
+
+    started: LevelStarted
+    finished: LevelFinished | None  # None: it is under way, or was abandoned
+    window: tuple[float, float]  # [start, end): requests due in it count
+    due: Floats
+    sent: Floats
+    first: Floats
+    last: Floats
+    ended: Floats
+    chunks: Floats
+    chunk_offsets: npt.NDArray[np.int64]  # [requests + 1]
+    prompt_tokens: Floats  # as the server's usage counted
+    cached_tokens: Floats
+    output_tokens: Floats
+    first_chunk_tokens: Floats
+    asked_prompt_tokens: Floats
+    asked_output_tokens: Floats
+    turn: Floats  # of its session, from 0; nan: no session
+    stand_in: Floats  # 1: due before the answer it continues, so filler was sent; else 0
+    failure: tuple[str | None, ...]  # why a request is not ok, in one word; None: it is
+    backend: tuple[str | None, ...]  # X-Crossover-Backend
+
+    @classmethod
+    def of(
+        cls,
+        records: Iterable[RequestRecord],
+        started: LevelStarted,
+        finished: LevelFinished | None = None,
+        *,
+        window: tuple[float, float] | None = None,
+    ) -> Level:
+        """The records of one level, in any order; another window than the level's where given."""
+        rows = LevelRows()
+        for record in records:
+            rows.add(record)
+        return rows.level(started, finished, window)
+
+    @property
+    def name(self) -> str:
+        return self.started.level
+
+    @property
+    def cell(self) -> str:
+        return self.started.cell
+
+    @property
+    def rate(self) -> float | None:
+        """Asked, requests/s; None: single stream or closed loop."""
+        return self.started.rate_per_second
+
+    @property
+    def is_single_stream(self) -> bool:
+        return self.rate is None and self.started.concurrency == 1
+
+    @property
+    def window_seconds(self) -> float:
+        return self.window[1] - self.window[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """No request is missing: no line of it is broken."""
+        return self.finished is None or len(self.due) == self.finished.due
+
+    @cached_property
+    def counted(self) -> npt.NDArray[np.bool_]:
+        """Due inside the window."""
+        return (self.due >= self.window[0]) & (self.due < self.window[1])
+
+    @cached_property
+    def failed(self) -> npt.NDArray[np.bool_]:
+        return np.array([one is not None for one in self.failure], dtype=np.bool_)
+
+    @cached_property
+    def ttft(self) -> Floats:
+        """inf: failed or cut off."""
+        return np.where(self.failed, np.inf, self.first - self.due)
+
+    @cached_property
+    def e2e(self) -> Floats:
+        """inf: failed or cut off."""
+        return np.where(self.failed, np.inf, self.last - self.due)
+
+    @cached_property
+    def send_lag(self) -> Floats:
+        """How late the client sent; nan: it never did."""
+        return self.sent - self.due
+
+    @cached_property
+    def chunk_counts(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.chunk_offsets)
+
+    @cached_property
+    def tokens_of_first_chunk(self) -> Floats:
+        """As the server said, else the mean chunk (at least 1); nan: no token count."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mean = np.maximum(1.0, np.round(self.output_tokens / self.chunk_counts))
+        told = np.isfinite(self.first_chunk_tokens)
+        return np.where(
+            told, self.first_chunk_tokens, np.where(self.chunk_counts > 0, mean, np.nan)
+        )
+
+    @cached_property
+    def tpot(self) -> Floats:
+        """Seconds per token after the first chunk; nan: one chunk only; inf: failed or cut off.
+
+        Without a token count a chunk stands for a token: it holds at least one, so no request is
+        called good that is not.
+        """
+        counted = self.output_tokens - self.tokens_of_first_chunk
+        tokens = np.where(np.isnan(self.output_tokens), self.chunk_counts - 1.0, counted)
+        several = (self.chunk_counts > 1) & (tokens > 0)
+        seconds = (self.last - self.first) / np.where(several, tokens, np.nan)
+        return np.where(self.failed, np.inf, seconds)
+
+    @cached_property
+    def itl(self) -> Floats:
+        """Gaps between content chunks of all counted requests, one after the other."""
+        request = np.repeat(np.arange(len(self.due)), self.chunk_counts)
+        inside = (request[1:] == request[:-1]) & self.counted[request[1:]]
+        gaps: Floats = np.diff(self.chunks)[inside]
+        return gaps
+
+    def good(self, slo: Slo) -> npt.NDArray[np.bool_]:
+        """[requests]: ok, TTFT and TPOT within the limits. One chunk cannot break TPOT."""
+        good = ~self.failed
+        if slo.ttft_seconds is not None:
+            good &= self.ttft <= slo.ttft_seconds
+        if slo.tpot_seconds is not None:
+            good &= np.isnan(self.tpot) | (self.tpot <= slo.tpot_seconds)
+        return good
+
+    def judge(self, slo: Slo) -> Judged:
+        """Whether the level meets the SLO. Requests one at a time count fully."""
+        good = self.good(slo)[self.counted]
+        due, count = len(good), int(good.sum())
+        together = 1.0 if self.is_single_stream else counted_as_one(good)
+        low, high = wilson(count / together, due / together, slo.confidence)
+        steady = None if self.rate is None else self._is_steady(slo)
+        verdict: Verdict = "unresolved"
+        if high < slo.target:
+            verdict = "fails"
+        elif low >= slo.target and steady is not False:
+            verdict = "holds"
+        return Judged(
+            due=due,
+            good=count,
+            failed=int(self.failed[self.counted].sum()),
+            share=count / due if due else None,
+            low=low,
+            high=high,
+            effective=due / together,
+            steady=steady,
+            verdict=verdict,
+        )
+
+    def _is_steady(self, slo: Slo) -> bool | None:
+        if grows(*self.in_flight_at_ends):
+            return False
+        inside = self.counted
+        return is_steady(self.due[inside], self.ttft[inside], *self.window, slo.ttft_seconds)
+
+    @cached_property
+    def in_flight_at_ends(self) -> tuple[float, float]:
+        """Mean requests in flight in the first and in the last third of the window."""
+        (start, end), third = self.window, self.window_seconds / 3
+        return self.mean_in_flight(start, start + third), self.mean_in_flight(end - third, end)
+
+    def mean_in_flight(self, start: float, end: float) -> float:
+        """Time average of requests between due and end; one without an end stays."""
+        ended = np.minimum(np.where(np.isnan(self.ended), end, self.ended), end)
+        inside = np.maximum(0.0, ended - np.maximum(self.due, start))
+        return float(inside.sum()) / (end - start)
+
+    @property
+    def littles_law(self) -> float | None:
+        """lambda W of the counted requests, beside mean_in_flight; None where one has no end."""
+        lasted = (self.ended - self.due)[self.counted]
+        if not len(lasted) or np.isnan(lasted).any():
+            return None
+        return float(lasted.sum()) / self.window_seconds
+
+    @property
+    def offered_rate(self) -> float:
+        """Requests/s that were due."""
+        return float(self.counted.sum()) / self.window_seconds
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Counted requests that are not ok: why -> how many."""
+        whys = (why for why, inside in zip(self.failure, self.counted, strict=True) if inside)
+        return dict(sorted(Counter(why for why in whys if why is not None).items()))
+
+    @property
+    def backends(self) -> dict[str, int]:
+        """Counted requests by the backend that answered."""
+        names = (name for name, inside in zip(self.backend, self.counted, strict=True) if inside)
+        return dict(sorted(Counter(name for name in names if name is not None).items()))
+
+    @cached_property
+    def output_tokens_per_second(self) -> float | None:
+        """Tokens of the chunks that arrived in the window; None: the server did not count.
+
+        The first chunk holds its tokens, the others share the rest equally. Chunks of a stream that
+        was cut off hold the mean tokens of those that were counted.
+        """
+        counts = self.chunk_counts
+        told = ~np.isnan(self.output_tokens) & (counts > 0)
+        if not told.any():
+            return None if (counts > 0).any() else 0.0
+        usual = float(self.output_tokens[told].sum() / counts[told].sum())
+        first = np.where(np.isnan(self.tokens_of_first_chunk), usual, self.tokens_of_first_chunk)
+        later = np.where(told, (self.output_tokens - first) / np.maximum(1, counts - 1), usual)
+        tokens = np.repeat(later, counts)
+        tokens[self.chunk_offsets[:-1][counts > 0]] = first[counts > 0]
+        inside = (self.chunks >= self.window[0]) & (self.chunks < self.window[1])
+        return float(tokens[inside].sum()) / self.window_seconds
+
+    @property
+    def prompt_tokens_per_second(self) -> float | None:
+        """Each prompt counts when its first content arrives; None: the server did not count."""
+        begun = ~np.isnan(self.first)
+        if begun.any() and np.isnan(self.prompt_tokens[begun]).all():
+            return None
+        inside = begun & (self.first >= self.window[0]) & (self.first < self.window[1])
+        return float(np.nansum(self.prompt_tokens[inside])) / self.window_seconds
+
+    def mean(self, column: Floats) -> float | None:
+        """Of the counted requests that are ok and have a value; None where none has."""
+        values = column[self.counted & ~self.failed]
+        known = values[np.isfinite(values)]
+        return float(known.mean()) if len(known) else None
+
+
+class LevelRows:
+    """Columns that grow by a record: a level while it runs."""
+
+    def __init__(self) -> None:
+        self._numbers = {name: array("d") for name, _ in _NUMBERS}
+        self._chunks = array("d")
+        self._offsets = array("q", [0])
+        self._failure: list[str | None] = []
+        self._backend: list[str | None] = []
+
+    def add(self, record: RequestRecord) -> None:
+        for name, attribute in _NUMBERS:
+            value = getattr(record, attribute)
+            self._numbers[name].append(np.nan if value is None else value)
+        self._chunks.extend(record.content_seconds)
+        self._offsets.append(len(self._chunks))
+        self._failure.append(failure_of(record))
+        self._backend.append(record.backend)
+
+    def level(
+        self,
+        started: LevelStarted,
+        finished: LevelFinished | None,
+        window: tuple[float, float] | None = None,
+    ) -> Level:
+        columns = {name: np.array(values) for name, values in self._numbers.items()}
+        order = np.argsort(columns["due"], kind="stable")
+        offsets = np.array(self._offsets, dtype=np.int64)
+        counts = np.diff(offsets)[order]
+        moved = np.concatenate(([0], np.cumsum(counts)))
+        # where the stamps of each request lie in the order of arrival
+        source = np.arange(moved[-1]) + np.repeat(offsets[:-1][order] - moved[:-1], counts)
+        if window is None:
+            start = started.warmup_seconds
+            seconds = started.window_seconds if finished is None else finished.window_seconds
+            window = (start, start + max(seconds, 1e-9))
+        return Level(
+            started=started,
+            finished=finished,
+            window=window,
+            chunks=np.frombuffer(self._chunks)[source] if len(source) else np.empty(0),
+            chunk_offsets=moved,
+            failure=tuple(self._failure[i] for i in order),
+            backend=tuple(self._backend[i] for i in order),
+            **{name: values[order] for name, values in columns.items()},
+        )
+
+
+def failure_of(record: RequestRecord) -> str | None:
+    """Why a request is not ok, in one word; None: it ended with content and no error."""
+    if record.error is not None:
+        return record.error
+    if record.status is not None and record.status >= 400:
+        return f"http_{record.status}"
+    if record.ended_seconds is None:
+        return "unfinished"
+    return "no_content" if record.first_content_seconds is None else None
+
+
+def levels_of(run: RunRecords, cell: str | None = None) -> list[Level]:
+    """The finished levels of a run, or of one of its cells, in the order they were measured."""
+    wanted = {
+        name: LevelRows() for name, one in run.finished_levels.items() if cell in (None, one.cell)
+    }
+    for record in run.requests():
+        if record.level in wanted:
+            wanted[record.level].add(record)
+    # each is let go once it is a Level
+    return [
+        wanted.pop(name).level(run.started_levels[name], run.finished_levels[name])
+        for name in list(wanted)
+    ]
+
+
+def level_of(run: RunRecords, name: str) -> Level:
+    """One finished level. Raises KeyError where there is none of this name."""
+    rows = LevelRows()
+    for record in run.requests():
+        if record.level == name:
+            rows.add(record)
+    return rows.level(run.started_levels[name], run.finished_levels[name])

@@ -1,0 +1,433 @@
+"""Runs a campaign from its first cell to its last; it may be killed at any moment and resumed.
+
+    folder = run(read_campaign(path), Path("runs"), progress)
+    resume(folder, progress)                        # confirm=True: what was only estimated, too
+    run(repeat_of(folder), Path("runs"), progress)
+
+All state is the run folder, which is read once, at resume. A level that was not finished is
+abandoned, and measured again under another name. Whatever this process starts ends with it.
+
+Where more than one start must confirm, cells are measured in blocks: in each block every cell gets
+a server of its own, in an order drawn anew, and its part of the budget. So a drift of the machine
+is no difference between cells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.analysis import capacity_text
+from loadtests.analysis.level import levels_of
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, cell_of_target, check_trust
+from loadtests.campaign.cell_runner import Done, capacities, next_step, run_cell, seen_of
+from loadtests.campaign.cell_selection import (
+    WhyNot,
+    choice_lines,
+    fastest_engine,
+    layout_of,
+    shares,
+    to_confirm,
+    why_not,
+    with_engine,
+)
+from loadtests.campaign.level_runner import OpenBench, open_bench
+from loadtests.campaign.model_size_selection import with_rungs
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import (
+    CellState,
+    campaign_of,
+    manifest_of,
+    new_folder,
+    open_level_of,
+)
+from loadtests.campaign.server_launch import Endpoint
+from loadtests.comparison.run_environment import machine_differences
+from loadtests.errors import (
+    BadRunFolder,
+    EndpointRefuses,
+    Incomplete,
+    LoadError,
+    OverMemory,
+    ServerFailed,
+)
+from loadtests.host.child_processes import signals_interrupt
+from loadtests.host.machine_lock import machine_lock
+from loadtests.load_generator.openai_endpoint import probe
+from loadtests.records.run_folder import RunFolder
+from loadtests.records.run_journal import (
+    Capacity,
+    CellFinished,
+    CellSkipped,
+    CellStarted,
+    EngineChosen,
+    Interrupted,
+    LevelAbandoned,
+    RunFinished,
+    RunResumed,
+    RunStarted,
+    SkipCause,
+    of_kind,
+)
+from models import formatting
+from models.errors import CrossoverError
+from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
+from serving.placement.fastest_backend import BEST
+
+CONFIRM_MARGIN = 1.5  # of the seconds that confirming is said to take, and ...
+CONFIRM_SECONDS = 60.0  # ... so many more: warm-up, last answers
+
+
+@dataclass(frozen=True)
+class World:
+    """What a sitting measures with: tests pass a simulated one."""
+
+    facts: Callable[[], HardwareFacts] = hardware_facts
+    open_bench: OpenBench | None = None  # None: real servers and load generators
+    clock: Callable[[], float] = time.monotonic
+
+
+def run(
+    plan: Plan,
+    out: Path,
+    progress: Progress,
+    *,
+    command: Sequence[str] = (),
+    beside_others: bool = False,
+    world: World | None = None,
+) -> Path:
+    """A new run in a folder of its own below `out`. Raises Incomplete when cells are missing.
+
+    Raises MachineBusy where another campaign measures on this machine, unless `beside_others`.
+    """
+    measuring_real = World(lambda: hardware_facts(bandwidth=plan.campaign.target is None))
+    with _lock(f"campaign {plan.campaign.name}", beside_others):
+        plan = _named(plan)
+        world = world or measuring_real
+        facts = world.facts()
+        plan = with_rungs(plan, facts, progress)
+        folder = new_folder(out, plan.campaign.name)
+        manifest = manifest_of(plan, folder.name, facts, command or sys.argv)
+        with RunFolder.create(folder, manifest) as opened:
+            opened.event(RunStarted(cells=len(plan.cells)))
+            progress.say(f"run {folder}: {len(plan.cells)} cells")
+            states = [CellState(opened, plan.campaign, cell) for cell in plan.cells]
+            _Sitting(opened, plan.campaign, states, facts, progress, world).go()
+    return folder
+
+
+def resume(
+    folder: Path,
+    progress: Progress,
+    *,
+    confirm: bool = False,
+    trusted: Sequence[str] = (),
+    allow_commands: bool = False,
+    beside_others: bool = False,
+    world: World | None = None,
+) -> Path:
+    """Goes on with a run; one that is complete is left as it is, but for what is to be confirmed.
+
+    `confirm`: cells with an estimate and no confirmed rate get the time that confirming takes.
+    Raises Incomplete, BadRunFolder (also on another machine), BadCampaign, MachineBusy.
+    """
+    world = world or World()
+    opened, records = RunFolder.open_existing(folder)
+    with opened, _lock(f"run {folder}", beside_others):
+        campaign, cells = campaign_of(opened.manifest)
+        check_trust(Plan(campaign, cells, ""), trusted, allow_commands=allow_commands)
+        levels = levels_of(records)
+        states = [
+            CellState(opened, campaign, cell, [one for one in levels if one.cell == cell.key])
+            for cell in cells
+        ]
+        is_complete = bool(of_kind(opened.events, RunFinished))
+        again = [state for state in states if confirm and to_be_confirmed(state)]
+        if is_complete and not again:
+            what = "every cell is confirmed, or cannot be" if confirm else "nothing to do"
+            progress.say(f"{folder} is complete: {what}")
+            return folder
+        facts = world.facts()
+        _check_machine(opened, facts)
+        note_resumed(opened, records.dropped_bytes)
+        done = sum(state.is_done for state in states)
+        progress.say(
+            f"going on with {folder}: {done} of {len(cells)} cells and {len(levels)} levels are "
+            f"done{f', {len(again)} to confirm' if again else ''}"
+        )
+        for damage in records.damage():
+            progress.say(f"left out: {damage}", style="yellow")
+        for state in again:
+            state.ended = None
+        _Sitting(opened, campaign, states, facts, progress, world, again).go()
+    return folder
+
+
+def to_be_confirmed(state: CellState) -> bool:
+    """A cell that has ended with an estimate that a level could confirm."""
+    ended = state.ended
+    if not isinstance(ended, CellFinished):
+        return False
+    return any(
+        not one.holds and one.confirm_seconds is not None for one in ended.capacities.values()
+    )
+
+
+def note_resumed(opened: RunFolder, dropped_bytes: dict[str, int]) -> None:
+    """Writes that a run goes on, and how it had ended. `dropped_bytes`: cut-off last lines."""
+    last = opened.events[-1] if opened.events else None
+    _close_open_level(opened, "the runner ended within it")
+    ended = isinstance(last, RunFinished) or (isinstance(last, Interrupted) and last.cell is None)
+    if not ended:
+        kind = last.kind if last is not None else None
+        opened.event(Interrupted(reason="the runner was killed", last_event=kind))
+    opened.event(RunResumed(dropped_bytes=dropped_bytes))
+
+
+def _lock(what: str, beside_others: bool) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if beside_others else machine_lock(what)
+
+
+def _check_machine(opened: RunFolder, facts: HardwareFacts) -> None:
+    """Raises BadRunFolder on another machine than the one that began the run."""
+    found = machine_differences(opened.manifest, msgspec.to_builtins(facts))
+    if found:
+        apart = "; ".join(f"{one.name} {one.first} then, {one.second} now" for one in found)
+        raise BadRunFolder(
+            f"{opened.folder} was begun on another machine ({apart}): start a new run"
+        )
+
+
+def _close_open_level(opened: RunFolder, reason: str) -> None:
+    level = open_level_of(opened.events)
+    if level is not None:
+        opened.event(LevelAbandoned(cell=level.cell, level=level.level, reason=reason))
+
+
+def _named(plan: Plan) -> Plan:
+    """The plan with the name of the model that its endpoint serves. Raises TargetUnusable."""
+    target = plan.campaign.target
+    if target is None or target.model is not None:
+        return plan
+    Endpoint(target).wait_ready(lambda what, fraction: None)
+    target = msgspec.structs.replace(target, model=probe(target).model)
+    cells = [cell_of_target(target, cell.workload) for cell in plan.cells]
+    return Plan(msgspec.structs.replace(plan.campaign, target=target), cells, plan.text)
+
+
+class _Sitting:
+    """All cells of a run that are not done, one after the other."""
+
+    def __init__(
+        self,
+        opened: RunFolder,
+        campaign: Campaign,
+        states: list[CellState],
+        facts: HardwareFacts,
+        progress: Progress,
+        world: World,
+        again: Sequence[CellState] = (),
+    ) -> None:
+        """`again`: cells that had ended and are to be confirmed now."""
+        self._run = opened
+        self._campaign = campaign
+        self.states = states
+        self._facts = facts
+        self._progress = progress
+        self._clock = world.clock
+        self._open_bench = world.open_bench or (lambda state: open_bench(state, progress))
+        self._given_up: set[str] = set()  # in this sitting
+        self._again = {state.key for state in again}
+        is_searched = campaign.repeats is None and not campaign.search.rates
+        self._blocks = campaign.search.starts if is_searched and campaign.target is None else 1
+        self._confirmed = to_confirm(campaign, [state.cell for state in states]) | self._again
+
+    def go(self) -> None:
+        with signals_interrupt():
+            try:
+                for state in self.states:
+                    if state.key in self._again:
+                        self._part(state, max(state.parts, default=0) + 1)
+                for block in range(1, self._blocks + 1):
+                    self._block(block)
+            except KeyboardInterrupt:
+                self._interrupted("stopped by the user")
+                again = f"crossover campaign resume {self._run.folder}"
+                raise Incomplete(
+                    f"stopped; what was measured is kept. Go on with: {again}"
+                ) from None
+            except BaseException as problem:
+                self._interrupted(f"{type(problem).__name__}: {problem}")
+                raise
+        missing = [state.key for state in self.states if not state.is_done]
+        if missing:
+            raise Incomplete(
+                f"{len(missing)} of {len(self.states)} cells could not be measured: "
+                f"{', '.join(missing)}; "
+                f"try again with: crossover campaign resume {self._run.folder}"
+            )
+        self._run.event(RunFinished())
+        self._progress.quiet()
+        self._progress.say(f"complete: {self._run.folder}")
+
+    def _interrupted(self, reason: str) -> None:
+        self._progress.quiet()
+        _close_open_level(self._run, reason)
+        self._run.event(Interrupted(reason=reason))
+
+    def _block(self, block: int) -> None:
+        """Each cell that is not done, on a server of its own."""
+        order = list(self.states)
+        if self._blocks > 1:
+            random.Random(f"{self._campaign.seed}/{block}").shuffle(order)
+        for state in order:
+            if not state.is_done and state.key not in self._given_up:
+                self._part(state, block)
+
+    def _part(self, state: CellState, block: int) -> None:
+        """A cell in one block: measured as far as the block goes, or skipped.
+
+        One that has levels is given up for now, not skipped: a later start may be better.
+        """
+        place = f"cell {self.states.index(state) + 1} of {len(self.states)}, {state.key}"
+        self._tell_cells(state.key)
+        why = why_not(state.cell, self._campaign, self._facts) or self._settle(state)
+        if why is not None and not state.levels:
+            return self._skip(state, why.cause, why.reason, place)
+        if why is not None:
+            return self._give_up(state, why.reason, place)
+        part = state.parts.get(block) or self._begin(state, block, place)
+        is_last = block >= self._blocks
+        confirms = state.key in self._confirmed
+        try:
+            found: dict[str, Capacity] | None = None
+            if state.levels and isinstance(
+                next_step(seen_of(state, part, to_confirm=confirms)), Done
+            ):
+                found = capacities(state)  # decided: no server is started
+            if found is None:
+                found = run_cell(
+                    state,
+                    self._open_bench,
+                    part,
+                    self._progress,
+                    self._clock,
+                    to_confirm=confirms,
+                )
+        except OverMemory as problem:
+            return self._skip(state, SkipCause.MEMORY, str(problem), place)
+        except BadRunFolder:  # nothing can be written any more
+            raise
+        except LoadError as problem:
+            if not state.levels and isinstance(problem, ServerFailed):
+                return self._skip(state, SkipCause.SERVER, str(problem), place)
+            refuses = isinstance(problem, EndpointRefuses) and state.cell.url is None
+            if not state.levels and refuses:
+                return self._skip(state, SkipCause.ENDPOINT, str(problem), place)
+            return self._give_up(state, str(problem), place)
+        if is_last or not confirms:
+            self._finish(state, found, place)
+        return None
+
+    def _settle(self, state: CellState) -> WhyNot | None:
+        """Gives a cell whose backend is `best` its engine; returns why there is none."""
+        if state.cell.backend != BEST:
+            return None
+        if not of_kind(self._run.events, EngineChosen, state.key):
+            try:
+                choice = fastest_engine(state.cell, self._campaign, self._facts, self._progress)
+            except CrossoverError as problem:
+                return WhyNot(SkipCause.SETTINGS, str(problem))
+            first, *more = choice_lines(choice)
+            self._progress.say(f"{state.key}: {first}")
+            for line in more:
+                self._progress.detail(f"  {line}")
+            state.event(choice)
+        state.cell = with_engine(state.cell, self._run.events)
+        return why_not(state.cell, self._campaign, self._facts)
+
+    def _begin(self, state: CellState, block: int, place: str) -> CellStarted:
+        """The cell's part of this block, on record."""
+        spent = state.spent_seconds
+        budget = spent + self._share(state)
+        blocks_left = max(1, self._blocks - block + 1)
+        until = spent + (budget - spent) / blocks_left
+        part = CellStarted(
+            cell=state.key,
+            budget_seconds=round(budget, 3),
+            block=block,
+            until_seconds=round(until, 3),
+        )
+        state.event(part)
+        which = f", start {block} of {self._blocks}" if 1 < self._blocks >= block else ""
+        self._progress.say(
+            f"{place}{which}: at most {formatting.duration(until - spent)} of measuring"
+        )
+        if block == 1:
+            layout = layout_of(state.cell, allowed_cores(), self._campaign.load.workers)
+            for line in layout.shared if layout is not None else ():
+                self._progress.detail(f"  note: {line}")
+        return part
+
+    def _share(self, state: CellState) -> float:
+        """Seconds of measuring that the cell may still have: its share of what is left."""
+        if state.key in self._again:
+            needed = [one.confirm_seconds or 0.0 for one in capacities(state).values()]
+            return CONFIRM_MARGIN * max(needed) + CONFIRM_SECONDS
+        whole = self._campaign.budget_seconds
+        if whole is None:
+            return max(0.0, self._campaign.search.budget_seconds - state.spent_seconds)
+        left = max(0.0, whole - sum(one.spent_seconds for one in self.states))
+        to_come = [
+            one.cell
+            for one in self.states
+            if one is state
+            or not (one.is_done or one.key in self._given_up)
+            and why_not(one.cell, self._campaign, self._facts) is None
+        ]
+        return shares(self._campaign, to_come, self._confirmed, left)[state.key]
+
+    def _tell_cells(self, now: str) -> None:
+        """All cells for the moving lines, and how much may still be measured."""
+        found: dict[str, str] = {}
+        for state in self.states:
+            ended = state.ended
+            if isinstance(ended, CellFinished):
+                found[state.key] = capacity_text.in_words(ended.capacity)
+            elif isinstance(ended, CellSkipped):
+                found[state.key] = f"skipped, {ended.reason}"
+            else:
+                found[state.key] = "now" if state.key == now else "waits"
+        whole = self._campaign.budget_seconds
+        if whole is None:
+            whole = self._campaign.search.budget_seconds * len(self.states)
+        left = whole - sum(state.spent_seconds for state in self.states)
+        self._progress.cells(found, max(0.0, left) or None)
+
+    def _give_up(self, state: CellState, reason: str, place: str) -> None:
+        self._given_up.add(state.key)
+        state.event(Interrupted(cell=state.key, reason=reason))
+        self._progress.say(f"{place}: given up for now, {reason}", style="red")
+
+    def _skip(self, state: CellState, cause: SkipCause, reason: str, place: str) -> None:
+        state.event(CellSkipped(cell=state.key, cause=cause, reason=reason))
+        self._progress.say(f"{place}: skipped, {reason}", style="red")
+
+    def _finish(self, state: CellState, found: dict[str, Capacity], place: str) -> None:
+        state.event(CellFinished(cell=state.key, capacities=found))
+        for name, one in found.items():
+            of = f" (SLO {name})" if len(found) > 1 else ""
+            self._progress.say(f"{place}{of}: {capacity_text.in_words(one)}", style="bold")
+
+
+def cells_text(cells: Sequence[Cell]) -> str:
+    """`1 cell`, `4 cells`."""
+    return "1 cell" if len(cells) == 1 else f"{len(cells)} cells"

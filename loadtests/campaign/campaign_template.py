@@ -1,0 +1,107 @@
+"""A campaign file with every key, its default and what it is: `crossover campaign init`.
+
+Keys, defaults and descriptions are those of the structs that read the file.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from loadtests.analysis.slo import SLO_PRESETS
+from loadtests.campaign.campaign_file import (
+    CampaignFile,
+    Hardware,
+    Load,
+    OneCell,
+    Search,
+    Server,
+    SloSpec,
+)
+from loadtests.campaign.external_servers import Engine
+from loadtests.load_generator.openai_endpoint import Target
+from loadtests.workload.arrivals import Arrivals
+from loadtests.workload.request_lengths import Workload
+
+# Table of the file -> its struct, and the keys that init sets in it.
+SECTIONS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+    "slo": (SloSpec, {"preset": next(iter(SLO_PRESETS))}),
+    "workload": (Workload, {"preset": "chat", "max_prompt_tokens": 512, "max_output_tokens": 256}),
+    "server": (Server, {}),
+    "load": (Load, {}),
+    "search": (Search, {}),
+    "hardware": (Hardware, {}),
+    "target": (Target, {}),
+    "cells": (OneCell, {}),
+    "engines": (Engine, {"name": "vllm", "command": "vllm serve {model} --port {port}"}),
+}
+LISTS = ("hardware", "cells", "engines")  # [[...]]
+ABSENT = ("target", "cells", "engines")  # a file has them only where it wants them
+STARTED = {"name": "my-campaign", "models": ["smollm2-135m"], "budget_seconds": 600.0}
+
+
+class Key(msgspec.Struct, frozen=True):
+    """One key of the file."""
+
+    name: str
+    type: Any  # of its values
+    default: Any  # None: it has none, or is None
+    is_required: bool
+    what: str
+
+
+def keys_of(kind: type[msgspec.Struct]) -> list[Key]:
+    """The keys of a table of the file, in the order of the struct."""
+    types, described = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    keys = []
+    for one in msgspec.structs.fields(kind):
+        default = one.default
+        if one.default_factory is not msgspec.NODEFAULT:
+            default = one.default_factory()
+        value = None if one.required else msgspec.to_builtins(default)
+        what = _description(described[one.name])
+        keys.append(Key(one.name, types[one.name], value, one.required, what))
+    return keys
+
+
+def _description(hint: Any) -> str:
+    if get_origin(hint) is not Annotated:
+        return ""
+    metas = [one for one in hint.__metadata__ if isinstance(one, Meta)]
+    return next((one.description for one in metas if one.description), "")
+
+
+def campaign_template() -> str:
+    """The file. It parses; a key without a value is commented out."""
+    tables = (*SECTIONS, "arrivals", "workloads")
+    top = [key for key in keys_of(CampaignFile) if key.name not in tables]
+    out = ["# A campaign: crossover campaign run FILE. Every key; name, models, budget_seconds"]
+    out += ["# and the caps of [workload] are examples, the other values are the defaults."]
+    out += [_line(key, STARTED, is_off=key.name == "slos") for key in top]
+    kinds = ", ".join(str(kind.__struct_config__.tag) for kind in get_args(Arrivals))
+    out += ["", "[arrivals]  # when requests are due", f'kind = "poisson"  # {kinds}']
+    what = {key.name: key.what for key in keys_of(CampaignFile)}
+    for name, (kind, values) in SECTIONS.items():
+        is_off = name in ABSENT
+        header = f"[[{name}]]" if name in LISTS else f"[{name}]"
+        out += ["", f"{'# ' if is_off else ''}{header}  # {what[name]}"]
+        out += [_line(key, values, is_off) for key in keys_of(kind)]
+    return "\n".join(out) + "\n"
+
+
+def _line(key: Key, values: dict[str, Any], is_off: bool) -> str:
+    value = values.get(key.name, key.default)
+    text = "" if value is None else toml_value(value)
+    off = "# " if is_off or value is None else ""
+    comment = f"  # {key.what}" if key.what else ""
+    return f"{off}{key.name} = {text}{comment}".rstrip()
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML: strings, numbers, booleans, lists and empty tables."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(one) for one in value) + "]"
+    return json.dumps(value)

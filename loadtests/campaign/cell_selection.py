@@ -1,0 +1,330 @@
+"""Which cells can be measured here, on which engine and cores, and for how long.
+
+why_not(cell, campaign, facts)           # None, or the reason with its arithmetic
+settled(cell, campaign, facts, progress) # the CPU's fastest engine, where the cell asks for it
+shares(campaign, cells, 600.0)           # {cell key: seconds}
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from loadtests.analysis.slo import Slo
+from loadtests.campaign.campaign_file import Campaign, Cell, Server
+from loadtests.campaign.external_servers import HOST
+from loadtests.campaign.progress import Progress
+from loadtests.errors import BadCampaign
+from loadtests.host.cpu_pinning import Layout, divide_cores
+from loadtests.records.run_journal import EngineChosen, EngineRating, Event, SkipCause, of_kind
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.simulated_capacity import capacity
+from loadtests.simulation.step_law import StepLaw
+from loadtests.workload.request_lengths import Workload, draw
+from models import formatting
+from models.formats import DEFAULT_FORMATS, weight_bytes
+from models.ladder import is_rung, rung
+from models.resolve import resolve
+from serving.backends.backend_interface import EngineConfig
+from serving.backends.backend_table import BACKENDS
+from serving.errors import Cause, ServingError
+from serving.hardware.machine_facts import HardwareFacts, allowed_cores
+from serving.placement.fastest_backend import (
+    BEST,
+    EngineCandidate,
+    EngineTimes,
+    Question,
+    Work,
+    fastest_backend,
+)
+from serving.placement.memory_estimate import Sizes, forecast
+from serving.placement.placement_policy import NoPlacement, PlacementRequest, Policy, plan
+
+ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
+
+
+class WhyNot(msgspec.Struct, frozen=True):
+    """Why a cell cannot run here, with the arithmetic."""
+
+    cause: SkipCause
+    reason: str
+
+
+def why_not(cell: Cell, campaign: Campaign, facts: HardwareFacts) -> WhyNot | None:
+    """None when the cell can run here, or when only trying tells."""
+    if (
+        cell.url is not None
+        or not is_rung(cell.model)
+        or cell.backend not in BACKENDS
+        or not BACKENDS[cell.backend].has_weights
+    ):
+        return None
+    spec, server = rung(cell.model).spec, campaign.server
+    context = min(server.context_tokens, spec.context)
+    kv_tokens = server.kv_tokens if server.kv_tokens is not None else server.slots * context
+    limit = cell.hardware.memory_gib
+    if limit is not None:
+        sizes = Sizes(spec, server.slots, context, kv_tokens, server.kv_dtype, isa=facts.isa)
+        taken = forecast(sizes, cell.backend, "cpu", cell.weight_format)
+        if taken.total_bytes > limit * 2**30:
+            parts = (
+                f"weights {formatting.size(taken.weight_bytes)}, KV of {kv_tokens} tokens "
+                f"{formatting.size(taken.kv_bytes)}, "
+                f"overhead {formatting.size(taken.overhead_bytes)}"
+            )
+            need = formatting.size(taken.total_bytes)
+            reason = f"needs {need} ({parts}) and the budget is {limit:g} GiB"
+            return WhyNot(SkipCause.MEMORY, reason)
+    try:
+        asked = _placement(campaign, spec, Policy(server.policy))
+        asked = msgspec.structs.replace(
+            asked, backend=cell.backend, weight_format=cell.weight_format
+        )
+        plan(asked, facts)
+    except NoPlacement as problem:
+        causes = {reason.cause for reason in problem.reasons}
+        is_short = bool(causes & {Cause.insufficient_memory, Cause.insufficient_vram})
+        return WhyNot(SkipCause.MEMORY if is_short else SkipCause.SETTINGS, str(problem))
+    except (ServingError, ValueError, KeyError) as problem:
+        return WhyNot(SkipCause.SETTINGS, str(problem))
+    return None
+
+
+def _placement(campaign: Campaign, spec: Any, policy: Policy) -> PlacementRequest:
+    server = campaign.server
+    return PlacementRequest(
+        model=spec,
+        policy=policy,
+        slots=server.slots,
+        context_tokens=server.context_tokens,
+        kv_tokens=server.kv_tokens,
+        kv_dtype=server.kv_dtype,
+        check_memory=server.check_memory,
+    )
+
+
+def with_engine(cell: Cell, events: Iterable[Event]) -> Cell:
+    """The cell with the engine that was chosen for it; as it is where none was."""
+    chosen = of_kind(events, EngineChosen, cell.key)
+    if cell.backend != BEST or not chosen:
+        return cell
+    last = chosen[-1]
+    return msgspec.structs.replace(cell, backend=last.backend, weight_format=last.weight_format)
+
+
+def fastest_engine(
+    cell: Cell, campaign: Campaign, facts: HardwareFacts, progress: Progress
+) -> EngineChosen:
+    """The engine of the CPU that holds most under the cell's workload and SLO.
+
+    Step times of seconds, kept in this machine's table, make a law of each candidate; capacity()
+    says what each would hold. Raises CrossoverError where no engine can run the cell.
+    """
+    began = time.monotonic()
+    limit = cell.hardware.memory_gib
+    if limit is not None:
+        most = min(facts.usable_memory_bytes, int(limit * 2**30))
+        facts = msgspec.structs.replace(facts, cgroup_memory_bytes=most)
+
+    def tick(what: str, fraction: float | None) -> None:
+        progress.tick(f"{cell.key}: {what}", fraction=fraction)
+
+    found = fastest_backend(
+        question_of(cell, campaign), facts, lambda line: progress.say(f"  {line}"), tick
+    )
+    workload, policy = campaign.workload_of(cell), policy_of(campaign.server)
+    chosen, reason = (found.backend, found.weight_format), found.reason
+    rates = {
+        (one.backend, one.weight_format): capacity(
+            law_of_times(one.times), policy, workload, campaign.slo
+        ).rate
+        for one in found.candidates
+        if one.times is not None
+    }
+    possible = [one for one in found.candidates if not one.why_not and _pair(one) in rates]
+    if len(possible) > 1 and max(rates[_pair(one)] for one in possible) > 0:
+        best = max(possible, key=lambda one: rates[_pair(one)])
+        chosen = _pair(best)
+        told = ", ".join(f"{one.name} {formatting.requests(rates[_pair(one)])}" for one in possible)
+        reason = f"of the engines that can run here it holds most by its step times: {told}"
+    return EngineChosen(
+        cell=cell.key,
+        backend=chosen[0],
+        weight_format=chosen[1],
+        reason=reason,
+        engines=[_rating(one, _pair(one) == chosen, rates) for one in found.candidates],
+        spent_seconds=round(time.monotonic() - began, 3),
+    )
+
+
+def _pair(one: EngineCandidate) -> tuple[str, str]:
+    return one.backend, one.weight_format
+
+
+def law_of_times(times: EngineTimes) -> StepLaw:
+    """The step law of an engine whose steps of one row and of all slots were timed."""
+    row = (times.decode_slots_seconds - times.decode_seconds) / max(1, times.slots - 1)
+    row = min(max(row, 0.0), times.decode_seconds)
+    return StepLaw(
+        base_seconds=times.decode_seconds - row,
+        row_seconds=row,
+        prompt_token_seconds=1 / times.prompt_tokens_per_second,
+    )
+
+
+def policy_of(server: Server) -> SchedulingPolicy:
+    """The scheduler's settings of a server of ours that is started so."""
+    defaults = EngineConfig(backend="", model_path="", model_name="")
+    return SchedulingPolicy(
+        slots=server.slots,
+        prefill_tokens=server.prefill_tokens or defaults.prefill_tokens,
+        kv_tokens=server.kv_tokens,
+        step_seconds_target=server.step_seconds or defaults.step_seconds_target,
+    )
+
+
+def question_of(cell: Cell, campaign: Campaign) -> Question:
+    """What the cell's engines are timed with."""
+    server = campaign.server
+    layout = layout_of(cell, allowed_cores(), campaign.load.workers)
+    assert layout is not None
+    if is_rung(cell.model):
+        spec = rung(cell.model).spec
+    else:
+        spec = resolve(cell.model, kind="hf", cache=server.cache).spec
+    prompts, outputs = mean_tokens(campaign.workload_of(cell))
+    return Question(
+        source=cell.model,
+        request=_placement(campaign, spec, Policy.cpu_only),
+        work=Work(prompts, outputs, server.slots),
+        threads=cell.hardware.threads or layout.engine_threads,
+        cores=layout.engine,
+        formats=cell.formats,
+        cache=server.cache,
+    )
+
+
+def mean_tokens(workload: Workload) -> tuple[float, float]:
+    """Of a prompt and of an answer."""
+    asks = draw(workload, 1000, 1)
+    prompts = sum(ask.prompt_tokens for ask in asks) / len(asks)
+    return prompts, sum(ask.output_tokens for ask in asks) / len(asks)
+
+
+def _rating(
+    one: EngineCandidate, is_chosen: bool, rates: dict[tuple[str, str], float]
+) -> EngineRating:
+    times = one.times
+    told: dict[str, Any] = {}
+    if times is not None:
+        told = {
+            "slots": times.slots,
+            "prompt_tokens_per_second": times.prompt_tokens_per_second,
+            "decode_tokens_per_second": 1 / times.decode_seconds,
+            "decode_slots_tokens_per_second": times.slots / times.decode_slots_seconds,
+            "requests_per_second": rates.get(_pair(one)),
+        }
+    return EngineRating(
+        backend=one.backend,
+        weight_format=one.weight_format,
+        is_chosen=is_chosen,
+        why_not=one.why_not,
+        measured_on=one.measured_on,
+        **told,
+    )
+
+
+def choice_lines(choice: EngineChosen) -> list[str]:
+    """The choice for people: why, then a line for each engine that was looked at."""
+    lines = [f"fastest engine: {choice.reason}"]
+    for one in choice.engines:
+        told = []
+        if one.decode_tokens_per_second is not None:
+            told.append(
+                f"prompts {formatting.significant(one.prompt_tokens_per_second or 0)} tokens/s, "
+                f"decode {formatting.significant(one.decode_tokens_per_second)} tokens/s for one "
+                f"stream, {formatting.significant(one.decode_slots_tokens_per_second or 0)} "
+                f"for {one.slots}"
+            )
+        if one.requests_per_second is not None:
+            told.append(formatting.requests(one.requests_per_second))
+        if one.measured_on:
+            told.append(f"measured on {one.measured_on}, scaled")
+        if one.why_not:
+            told.append(f"cannot be chosen: {one.why_not}")
+        lines.append(f"  {one.backend} {one.weight_format}: {'; '.join(told) or 'not measured'}")
+    return lines
+
+
+def layout_of(cell: Cell, usable: tuple[int, ...], load_generators: int = 1) -> Layout | None:
+    """The cores of a cell whose load so many processes send; None for an endpoint.
+
+    Raises BadCampaign for more than there are.
+    """
+    if cell.url is not None:
+        return None
+    try:
+        return divide_cores(usable, cell.hardware.cores, load_generators)
+    except ValueError as problem:
+        raise BadCampaign(f"hardware {cell.hardware.name!r}: {problem}") from problem
+
+
+def engine_values(cell: Cell, server: Server, layout: Layout, model: str) -> dict[str, object]:
+    """What the places of an engine's command are filled with, but the port: a free one."""
+    return {
+        "model": model,
+        "host": HOST,
+        "slots": server.slots,
+        "context": server.context_tokens,
+        "kv_tokens": server.kv_tokens or server.slots * server.context_tokens,
+        "threads": cell.hardware.threads or layout.engine_threads,
+    }
+
+
+def to_confirm(campaign: Campaign, cells: Sequence[Cell]) -> set[str]:
+    """Keys of the cells that are to be confirmed: all, or those of the smallest models."""
+    most = campaign.search.confirm
+    if most is None:
+        return {cell.key for cell in cells}
+    models = sorted(dict.fromkeys(cell.model for cell in cells), key=_parameters)
+    return {cell.key for cell in cells if cell.model in models[:most]}
+
+
+def _parameters(model: str) -> float:
+    """Of a rung; a model that the ladder does not know goes last."""
+    return rung(model).spec.parameters if is_rung(model) else float("inf")
+
+
+def shares(
+    campaign: Campaign, cells: Sequence[Cell], confirmed: set[str], seconds: float
+) -> dict[str, float]:
+    """Seconds of measuring for each cell that is to come, of those that are left.
+
+    One that is estimated only needs little; the others share the rest evenly.
+    """
+    if not cells:
+        return {}
+    little = min(ESTIMATE_SECONDS, seconds / len(cells))
+    few = [cell for cell in cells if cell.key not in confirmed]
+    many = len(cells) - len(few)
+    rest = (seconds - little * len(few)) / many if many else 0.0
+    return {cell.key: rest if cell.key in confirmed else little for cell in cells}
+
+
+def weights_text(cell: Cell) -> int | None:
+    """Bytes of a rung's weights; None where they are not known before an engine is chosen."""
+    if cell.url is not None or not is_rung(cell.model):
+        return None
+    weight_format = cell.weight_format or (DEFAULT_FORMATS["gguf"] if cell.is_best else "")
+    try:
+        return weight_bytes(rung(cell.model).spec, weight_format) or None
+    except KeyError:
+        return None
+
+
+def has_limits(slo: Slo) -> bool:
+    """Whether an SLO limits any latency: without a limit no law says what it allows."""
+    return slo.ttft_seconds is not None or slo.tpot_seconds is not None

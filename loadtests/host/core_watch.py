@@ -1,0 +1,277 @@
+"""Reads who took CPU time from the engine: steal, run-queue delay, strangers, quota, clock.
+
+    watch = CoreWatch(lambda: engine_pids(server), runner_pid)
+    watch.read()                              # None: sets the mark that the next one counts from
+    parts = [watch.read(), watch.read()]      # CoresSample, whenever one likes
+
+A run-queue delay is the time that a thread was ready to run and had no core
+(/proc/PID/task/TID/schedstat, second number). All counters are differences, so readings of any
+length may be summed. loadtests.analysis.disturbance says what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from loadtests.analysis.disturbance import busiest
+from loadtests.records.resource_sample import CoresSample, Stranger
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+MOST_SCAN_SHARE = 0.01  # of one core, that looking at all processes may take
+
+Pids = Callable[[], list[int]]
+
+
+class Process(NamedTuple):
+    """A line of /proc/PID/stat."""
+
+    name: str
+    parent: int
+    cpu_seconds: float  # user and system, of all threads, ended ones included
+    started: int  # clock ticks since boot: tells processes with the same number apart
+    core: int  # that its main thread ran on last
+
+
+class Thread(NamedTuple):
+    """A line of /proc/PID/task/TID/schedstat."""
+
+    ran_seconds: float
+    waited_seconds: float  # it was ready and had no core
+    turns: int  # on a core
+
+
+class _Reading(NamedTuple):
+    """All counters at one moment."""
+
+    at: float
+    cores: frozenset[int]
+    subject: frozenset[int]
+    ours: frozenset[int]  # without the subject
+    threads: dict[tuple[int, int], Thread] | None
+    processes: dict[int, Process]
+    counters: dict[int, tuple[float, float]] | None
+    throttled: float | None
+    clock_hertz: float | None
+
+
+class CoreWatch:
+    """Reads the cores that a subject may run on. `runner`: all below it is ours."""
+
+    def __init__(self, subject: Pids, runner: int) -> None:
+        self._subject = subject
+        self._runner = runner
+        self._before: _Reading | None = None
+        self._scanned = float("-inf")  # when all processes were looked at
+        self._scan_seconds = 0.0  # CPU time that this took
+
+    def read(self, *, scan: bool = False) -> CoresSample | None:
+        """Since the last call; None at the first, without a subject, and where nothing is told.
+
+        `scan`: look at all processes, also where that was dear the last time.
+        """
+        before, now = self._before, self._look(scan)
+        self._before = now
+        if before is None or now is None or before.cores != now.cores or now.at <= before.at:
+            return None
+        return _between(before, now)
+
+    def _look(self, scan: bool) -> _Reading | None:
+        at = time.monotonic()
+        pids = self._subject()
+        try:
+            cores = frozenset(os.sched_getaffinity(pids[0])) if pids else None
+        except OSError:  # it has just ended
+            cores = None
+        if not cores:
+            return None
+        old = self._before.processes if self._before is not None else {}
+        if scan or at - self._scanned > self._scan_seconds / MOST_SCAN_SHARE:
+            began = time.thread_time()
+            seen = dict(processes())
+            self._scan_seconds = time.thread_time() - began
+            self._scanned = at
+        else:
+            seen = old | dict(processes(pids={*pids, *_below(self._runner, old)}))
+        return _Reading(
+            at=at,
+            cores=cores,
+            subject=frozenset(pids),
+            ours=_below(self._runner, seen) - set(pids),
+            threads=threads(PROC, pids),
+            processes=seen,
+            counters=core_counters(PROC, cores),
+            throttled=throttled_seconds(pids[0]),
+            clock_hertz=clock_hertz(cores),
+        )
+
+
+def _between(before: _Reading, now: _Reading) -> CoresSample:
+    """What the counters say of the time between two readings."""
+    used: dict[int, float] = {}
+    for pid, one in now.processes.items():
+        old = before.processes.get(pid)  # none, or another's: it has started since
+        is_same = old is not None and old.started == one.started
+        used[pid] = one.cpu_seconds - (old.cpu_seconds if old is not None and is_same else 0.0)
+    own = sum(used[pid] for pid in now.subject if pid in used)
+    near = {pid for pid, one in now.processes.items() if one.core in now.cores}
+    ours = sum(used[pid] for pid in near & now.ours)
+    strangers = [
+        Stranger(now.processes[pid].name, pid, round(used[pid], 4))
+        for pid in near - now.subject - now.ours
+        if used[pid] > 0
+    ]
+    rest = steal = None
+    if before.counters is not None and now.counters is not None:
+        pairs = [(before.counters[core], now.counters[core]) for core in now.counters]
+        rest = round(sum(new[0] - old[0] for old, new in pairs) - own - ours, 4)
+        steal = round(max(new[1] - old[1] for old, new in pairs), 4)
+    seconds = now.at - before.at
+    throttled = None
+    if before.throttled is not None and now.throttled is not None:
+        # Counted for each core: together they cannot stop the engine for longer than there was.
+        throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
+    times = _thread_times(before, now)
+    return CoresSample(
+        seconds=round(seconds, 4),
+        busy_seconds=round(own, 4),
+        work_seconds=round(max(one.ran_seconds for one in times), 6) if times else None,
+        waited_seconds=round(sum(one.waited_seconds for one in times), 6) if times else None,
+        stalled_seconds=round(max(one.waited_seconds for one in times), 6) if times else None,
+        turns=max(one.turns for one in times) if times else None,
+        ours_seconds=round(ours, 4),
+        strangers_seconds=rest,
+        steal_seconds=steal,
+        throttled_seconds=throttled,
+        clock_hertz=now.clock_hertz,
+        strangers=busiest(strangers),
+    )
+
+
+def _thread_times(before: _Reading, now: _Reading) -> list[Thread]:
+    """Of each thread since the reading before; one that is new began after it; []: not told."""
+    found = []
+    for key, new in (now.threads or {}).items() if before.threads is not None else ():
+        old = before.threads.get(key, Thread(0.0, 0.0, 0))
+        if any(value < was for value, was in zip(new, old, strict=True)):
+            old = Thread(0.0, 0.0, 0)  # another thread with the number of an ended one
+        found.append(Thread(*(value - was for value, was in zip(new, old, strict=True))))
+    return found
+
+
+def _below(top_pid: int, seen: dict[int, Process]) -> frozenset[int]:
+    """A process and all that it started."""
+    children: dict[int, list[int]] = {}
+    for pid, one in seen.items():
+        children.setdefault(one.parent, []).append(pid)
+    found: set[int] = set()
+    left = [top_pid]
+    while left:
+        pid = left.pop()
+        if pid not in found:
+            found.add(pid)
+            left.extend(children.get(pid, ()))
+    return frozenset(found)
+
+
+def processes(
+    proc: Path = PROC, pids: Iterable[int] | None = None
+) -> Iterator[tuple[int, Process]]:
+    """Processes that are there, by number; of `pids`, where given."""
+    names = [name for name in os.listdir(proc) if name.isdigit()] if pids is None else pids
+    for pid in names:
+        try:
+            with open(f"{proc}/{pid}/stat", "rb", buffering=0) as file:
+                yield int(pid), process_of(file.read(4096))
+        except (OSError, ValueError, IndexError):  # it ended meanwhile
+            continue
+
+
+def process_of(line: bytes) -> Process:
+    """A line of /proc/PID/stat; the name in brackets may hold anything, also brackets."""
+    name = line[line.index(b"(") + 1 : line.rindex(b")")].decode(errors="replace")
+    fields = line[line.rindex(b")") + 2 :].split()
+    used = int(fields[11]) + int(fields[12])
+    return Process(name, int(fields[1]), used / TICKS_PER_SECOND, int(fields[19]), int(fields[36]))
+
+
+def threads(proc: Path, pids: Iterable[int]) -> dict[tuple[int, int], Thread] | None:
+    """Threads by (process, thread); None: this kernel does not tell."""
+    if not os.path.exists(f"{proc}/self/schedstat"):
+        return None
+    found: dict[tuple[int, int], Thread] = {}
+    for pid in pids:
+        try:
+            names = os.listdir(f"{proc}/{pid}/task")
+        except OSError:
+            continue
+        for name in names:
+            try:
+                with open(f"{proc}/{pid}/task/{name}/schedstat", "rb", buffering=0) as file:
+                    ran, waited, turns = file.read(256).split()
+            except (OSError, ValueError):
+                continue
+            found[pid, int(name)] = Thread(int(ran) * 1e-9, int(waited) * 1e-9, int(turns))
+    return found
+
+
+def core_counters(proc: Path, cores: Iterable[int]) -> dict[int, tuple[float, float]] | None:
+    """Core -> seconds in which processes ran, seconds stolen (/proc/stat); None: not told here."""
+    wanted = {f"cpu{core}": core for core in cores}
+    found = {}
+    try:
+        for line in (proc / "stat").read_text().splitlines():
+            name, *numbers = line.split()
+            if name in wanted:
+                ticks = [int(number) for number in numbers]
+                ran = sum(ticks[:3])
+                found[wanted[name]] = (ran / TICKS_PER_SECOND, ticks[7] / TICKS_PER_SECOND)
+    except (OSError, ValueError, IndexError):
+        return None
+    return found if len(found) == len(wanted) else None
+
+
+def throttled_seconds(pid: int, proc: Path = PROC, cgroup: Path = CGROUP) -> float | None:
+    """Seconds that the CPU quota of a process's control groups has held cores back; None: not told.
+
+    A limit may stand on any group above its own: the group that was held back most counts.
+    """
+    try:
+        lines = [
+            line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()
+        ]
+    except OSError:
+        return None
+    found: list[float] = []
+    for number, kinds, path in lines:
+        if "cpu" in kinds.split(","):  # version 1: nanoseconds, in a hierarchy of its own
+            root, key, unit = cgroup / "cpu", "throttled_time", 1e-9
+        elif number == "0":  # version 2
+            root, key, unit = cgroup, "throttled_usec", 1e-6
+        else:
+            continue
+        folder = root / path.strip("/")
+        for one in (folder, *folder.parents):
+            if one == root or one.is_relative_to(root):
+                try:
+                    told = (one / "cpu.stat").read_text().splitlines()
+                    found.append(int(dict(line.split() for line in told)[key]) * unit)
+                except (OSError, ValueError, KeyError):
+                    continue
+    return max(found, default=None)
+
+
+def clock_hertz(cores: Iterable[int], cpu: Path = Path("/sys/devices/system/cpu")) -> float | None:
+    """Mean clock of these cores now; None where the kernel does not say (most virtual machines)."""
+    found = []
+    for core in cores:
+        try:
+            found.append(int((cpu / f"cpu{core}/cpufreq/scaling_cur_freq").read_text()) * 1e3)
+        except (OSError, ValueError):
+            continue
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,547 @@
+"""What load costs, once a second beside it: CPU, memory, swap, clocks, GPU, watts, /metrics.
+
+    with Sampler("cell", folder.sample, server=server_pid) as sampler:
+        sampler.client = locust_pid
+        sampler.level = "cell#3.1"       # samples carry it until it is None again
+        ...
+        sampler.level = None             # returns when all samples of the level are handed over
+        sampler.cores                    # CoresSample of the level, from its begin to its end
+
+One child samples (`python -m loadtests.host.resource_sampler SETTINGS`): it reads a JSON line a
+Change and writes one a sample, and ends when its input does, so it cannot outlive its parent. What
+a machine does not tell is None. CPU is the difference of kernel counters, so nothing that ran
+between two samples is missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import psutil
+
+from loadtests.errors import LoadError
+from loadtests.host.core_watch import CoreWatch, Pids, clock_hertz, throttled_seconds
+from loadtests.host.prometheus_scrape import Remote
+from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
+from models.isolated import start_python
+
+INTERVAL_SECONDS = 1.0
+ANSWER_SECONDS = 10.0  # for the child to say that it has seen a change
+PSS_EVERY = 10  # samples: the kernel walks all pages for it
+RAPL = Path("/sys/class/powercap")
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
+THROTTLES: dict[int, str] = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+
+
+class Scraped(msgspec.Struct, frozen=True):
+    """An endpoint whose /metrics is read too."""
+
+    url: str
+    api_key_env: str | None = None
+    verify_tls: bool = True
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the child is to look at."""
+
+    cell: str
+    interval_seconds: float = INTERVAL_SECONDS
+    server: int | None = None  # process id of our server; None: somebody else's endpoint
+    is_ours: bool = True  # a server whose engine is a child; else all below `server` is the engine
+    client: int  # the runner, counted without its children
+    metrics: Scraped | None = None
+
+
+class Change(msgspec.Struct, frozen=True):
+    """From now on: the level that runs, and the process whose family is the load generator."""
+
+    level: str | None
+    client: int
+    number: int
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the child's output: a sample, what it cannot read, or the answer to a change."""
+
+    sample: ResourceSample | None = None
+    missing: dict[str, str] | None = None
+    done: int | None = None
+    cores: CoresSample | None = None  # with `done`: since the last sample of the level that ended
+
+
+class Sampler:
+    """Samples until its `with` block ends. `sink` takes each sample, in a thread of ours."""
+
+    def __init__(
+        self,
+        cell: str,
+        sink: Callable[[ResourceSample], None],
+        *,
+        server: int | None = None,
+        is_ours: bool = True,
+        interval_seconds: float = INTERVAL_SECONDS,
+        metrics: Scraped | None = None,
+    ) -> None:
+        self._settings = Settings(
+            cell=cell,
+            interval_seconds=interval_seconds,
+            server=server,
+            is_ours=is_ours,
+            client=os.getpid(),
+            metrics=metrics,
+        )
+        self._sink = sink
+        self._level: str | None = None
+        self._client = os.getpid()
+        self._sent = 0
+        self._done = threading.Condition()
+        self._answered = 0
+        self._closing = False
+        self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
+        self.latest: CoresSample | None = None  # of the last sample, level or not
+        self.missing: dict[str, str] = {}  # what cannot be read here, and why
+        self.failure: Exception | None = None
+
+    def __enter__(self) -> Sampler:
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        settings = msgspec.json.encode(self._settings).decode()
+        command = ("-m", "loadtests.host.resource_sampler", settings)
+        self._process = start_python(*command, secrets=True, **pipes)
+        self._thread = threading.Thread(target=self._read, name="samples", daemon=True)
+        self._thread.start()
+        self._change(wait=True)  # nothing is measured before it looks
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        process = self._process
+        assert process.stdin and process.stdout and process.stderr
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._thread.join(5)
+        process.stdout.close()
+        process.stderr.close()
+
+    @property
+    def level(self) -> str | None:
+        return self._level
+
+    @level.setter
+    def level(self, name: str | None) -> None:
+        self._level = name
+        if name is not None:
+            self.cores = []
+        self._change(wait=name is None)
+
+    @property
+    def client(self) -> int:
+        """The process whose family is the load generator."""
+        return self._client
+
+    @client.setter
+    def client(self, pid: int) -> None:
+        self._client = pid
+        self._change(wait=False)
+
+    def _change(self, wait: bool) -> None:
+        self._sent += 1
+        assert self._process.stdin is not None
+        change = Change(self._level, self._client, self._sent)
+        try:
+            self._process.stdin.write(msgspec.json.encode(change) + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            return  # `failure` will say why
+        if wait:
+            with self._done:
+                self._done.wait_for(
+                    lambda: self._answered >= self._sent or self.failure is not None, ANSWER_SECONDS
+                )
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        decoder = msgspec.json.Decoder(Line)
+        try:
+            for line in self._process.stdout:
+                told = decoder.decode(line)
+                parts = [told.cores]
+                if told.missing is not None:
+                    self.missing = told.missing
+                if told.sample is not None:
+                    self.latest = told.sample.cores
+                    if told.sample.level is not None and told.sample.level == self._level:
+                        parts.append(told.sample.cores)
+                    self._sink(told.sample)
+                self.cores += [part for part in parts if part is not None]
+                if told.done is not None:
+                    with self._done:
+                        self._answered = told.done
+                        self._done.notify_all()
+            if not self._closing:
+                said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+                raise LoadError(
+                    f"the sampler of resources ended: {said[-1] if said else 'it said nothing'}"
+                )
+        except Exception as problem:  # a full disk, a dead child: the runner asks between levels
+            self.failure = problem
+            with self._done:
+                self._done.notify_all()
+
+
+class Readings:
+    """Reads everything, in the child. `groups`: "engine", "api" and "client" -> process ids now."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        groups: dict[str, Pids],
+        remote: Remote | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.level: str | None = None
+        self.missing: dict[str, str] = {}
+        self._settings = settings
+        self._groups = {name: _Group(name, pids) for name, pids in groups.items()}
+        is_local = settings.server is not None
+        self._gpu = (gpu or Gpu()) if is_local else None
+        self._rapl = Rapl() if is_local else None
+        self._remote = remote
+        self._number = 0
+        self._before: tuple[float, float, float, float | None] | None = None
+        psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
+
+    def sample(self, cores: CoresSample | None = None) -> ResourceSample:
+        """One sample, now."""
+        reasons: list[str] = []
+        late = self._late_seconds()
+        if late is not None:
+            reasons.append(f"taken {late:.1f} s late")
+        steal_share, quota_share = self._held_back()
+        with_pss = self._number % PSS_EVERY == 0
+        self._number += 1
+        found = {name: one.sample(with_pss, reasons) for name, one in self._groups.items()}
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+        gpu: dict[str, Any] = {}
+        if self._gpu is not None:
+            engine = self._groups["engine"].pids if "engine" in self._groups else ()
+            gpu = self._gpu.read(engine)
+            if gpu and all(value is None for value in gpu.values()):
+                reasons.append("the GPU's driver tells nothing")
+            else:
+                self.missing |= self._gpu.missing
+        remote = self._remote() if self._remote is not None else None
+        if isinstance(remote, str):
+            reasons.append(remote)
+            remote = None
+        cpu_watts = None
+        if self._rapl is not None:
+            cpu_watts = self._rapl.read()
+            if self._rapl.reason:
+                self.missing["cpu_watts"] = self._rapl.reason
+        return ResourceSample(
+            cell=self._settings.cell,
+            level=self.level,
+            unix_seconds=round(time.time(), 3),
+            machine_cpu_share=psutil.cpu_percent() / 100,
+            available_bytes=memory.available,
+            swap_used_bytes=swap.used,
+            cpu_watts=cpu_watts,
+            cpu_clock_hertz=clock_hertz(range(os.cpu_count() or 1)),
+            steal_share=steal_share,
+            quota_share=quota_share,
+            remote=remote,
+            cores=cores,
+            valid=not reasons,
+            reasons=reasons,
+            **found,
+            **gpu,
+        )
+
+    def _late_seconds(self) -> float | None:
+        """By how much the sample comes too late, where that is much."""
+        if self._before is None:
+            return None
+        passed, interval = time.monotonic() - self._before[0], self._settings.interval_seconds
+        return passed - interval if passed > 3 * interval else None
+
+    def _held_back(self) -> tuple[float | None, float | None]:
+        """Since the last sample: the share of all cores' time that a hypervisor gave to others,
+        and of the time in which a CPU quota held cores back.
+        """
+        times = psutil.cpu_times()
+        busy = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        now = (time.monotonic(), getattr(times, "steal", 0.0), busy, throttled_seconds(os.getpid()))
+        before, self._before = self._before, now
+        if before is None or now[2] <= before[2] or now[0] <= before[0]:
+            return None, None
+        steal = round((now[1] - before[1]) / (now[2] - before[2]), 4)
+        if now[3] is None or before[3] is None:
+            return steal, None
+        return steal, round((now[3] - before[3]) / (now[0] - before[0]), 4)
+
+
+class _Group:
+    """Some processes that are one to us. Their CPU share is known from the second sample on."""
+
+    def __init__(self, name: str, pids: Pids) -> None:
+        self._name = name
+        self._now = pids
+        self._cpu: dict[int, float] = {}
+        self._at = 0.0
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes of the last sample."""
+        return tuple(self._cpu)
+
+    def sample(self, with_pss: bool, reasons: list[str]) -> ProcessSample | None:
+        now = time.monotonic()
+        rss = threads = 0
+        pss: int | None = 0 if with_pss else None
+        cpu: dict[int, float] = {}
+        for pid in self._now():
+            try:
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    times = process.cpu_times()
+                    cpu[pid] = times.user + times.system
+                    rss += process.memory_info().rss
+                    threads += process.num_threads()
+            except psutil.Error:
+                continue
+            if pss is not None:
+                try:
+                    pss += int(process.memory_full_info().pss)
+                except (psutil.Error, AttributeError):
+                    pss = None
+        used = sum(total - self._cpu[pid] for pid, total in cpu.items() if pid in self._cpu)
+        is_known = bool(cpu) and cpu.keys() <= self._cpu.keys() and now > self._at
+        if self._cpu and self._name == "engine" and cpu.keys() != self._cpu.keys():
+            reasons.append("engine process changed" if cpu else "engine process gone")
+        share = round(used / (now - self._at), 4) if is_known else None
+        self._cpu, self._at = cpu, now
+        if not cpu:
+            return None
+        return ProcessSample(rss_bytes=rss, pss_bytes=pss, cpu_share=share, threads=threads)
+
+
+def family(pid: int) -> list[int]:
+    """The process and all that it started, itself first; empty when it is gone."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+def engine_pids(server: int) -> list[int]:
+    """The engine children below a server process of ours."""
+    return [pid for pid in family(server)[1:] if _is_engine(pid)]
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return any(part.startswith("serving.engine.") for part in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
+class Gpu:
+    """The engine's NVIDIA GPU by NVML: what its driver does not tell is None.
+
+    Drivers and CUDA count GPUs differently, so the one that is read is that of the engine: where
+    its processes are listed, else the first. Power is a mean of about a second; the energy counter
+    has no gaps. Utilisation is the share of time in which some kernel ran: a slow decode has 99 %.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        """`nvml`: a module with pynvml's functions; None: pynvml itself."""
+        self.missing: dict[str, str] = {}
+        self._device: Any = None
+        self._engine: tuple[int, ...] = ()
+        try:
+            if nvml is None:
+                import pynvml as nvml
+            nvml.nvmlInit()
+            self._all = [
+                nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
+            ]
+            self._device = self._all[0]
+        except Exception as problem:  # no package, no driver, no device
+            self.missing["gpu"] = f"no NVIDIA GPU to be read: {problem}"
+        self._nvml = nvml
+
+    def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
+        """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
+        if self._device is None:
+            return {}
+        nvml, ask = self._nvml, self._told
+        if tuple(engine) != self._engine:
+            self._engine = tuple(engine)
+            mine = [one for one in self._all if {p.pid for p in self._running(one)} & set(engine)]
+            self._device = (mine or [self._device])[0]
+        # Version 2 counts apart what driver and firmware keep back; drivers before 510 have it not.
+        memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
+        memory = memory or ask("nvmlDeviceGetMemoryInfo")
+        reserved = getattr(memory, "reserved", None)
+        own = [p.usedGpuMemory for p in self._running(self._device) if p.pid in engine]
+        rates, watts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
+        joules = ask("nvmlDeviceGetTotalEnergyConsumption")
+        clock = ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
+        memory_clock = ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)
+        bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
+        found = {
+            "gpu_memory_bytes": None if memory is None else int(memory.used),
+            "gpu_reserved_bytes": None if reserved is None else int(reserved),
+            # None in a container: the driver hides it
+            "gpu_engine_bytes": sum(map(int, own)) if own and None not in own else None,
+            "gpu_utilisation": None if rates is None else rates.gpu / 100,
+            "gpu_watts": None if watts is None else watts / 1000,
+            "gpu_energy_joules": None if joules is None else joules / 1000,
+            "gpu_clock_hertz": None if clock is None else clock * 1e6,
+            "gpu_memory_clock_hertz": None if memory_clock is None else memory_clock * 1e6,
+            "gpu_throttled": None
+            if bits is None
+            else [name for bit, name in THROTTLES.items() if bits & bit],
+        }
+        self.missing = {
+            name: "this driver does not tell" for name, value in found.items() if value is None
+        }
+        return found
+
+    def _told(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, name)(self._device, *arguments)
+        except Exception:  # of any driver: NVMLError, or no such function
+            return None
+
+    def _running(self, device: Any) -> list[Any]:
+        try:
+            return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(device))
+        except Exception:
+            return []
+
+
+class Rapl:
+    """Watts of all CPU packages, from energy counters; `reason`: why they cannot be read."""
+
+    def __init__(self, root: Path = RAPL, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # intel-rapl:0 is a package, intel-rapl:0:1 a part of it; psys holds the packages once more
+        self._packages = [
+            path
+            for path in sorted(root.glob("intel-rapl:*"))
+            if path.name.count(":") == 1 and not _reads(path / "name", "psys")
+        ]
+        self._before: tuple[float, list[int]] | None = None
+        self.reason = (
+            None
+            if self._packages
+            else f"{root} has no intel-rapl: a virtual machine, or a CPU without energy counters"
+        )
+
+    def read(self) -> float | None:
+        """Mean since the last call; None at the first, and where the counters do not say it."""
+        if not self._packages:
+            return None
+        try:
+            joules = [int((path / "energy_uj").read_text()) for path in self._packages]
+            ranges = [int((path / "max_energy_range_uj").read_text()) for path in self._packages]
+        except (OSError, ValueError) as problem:
+            why = getattr(problem, "strerror", None) or problem
+            self.reason = f"{self._packages[0].name} cannot be read: {why}"
+            self._packages = []
+            return None
+        before, self._before = self._before, (self._clock(), joules)
+        if before is None or self._before[0] <= before[0]:
+            return None
+        counted = zip(joules, before[1], ranges, strict=True)
+        used = [((new - old) % (limit + 1), limit) for new, old, limit in counted]
+        if any(one > limit / 2 for one, limit in used):
+            return None  # a counter that was set back, or a gap of more than one wrap-around
+        return round(sum(one for one, _ in used) / 1e6 / (self._before[0] - before[0]), 3)
+
+
+def _reads(file: Path, text: str) -> bool:
+    try:
+        return file.read_text().strip() == text
+    except OSError:
+        return False
+
+
+def sample_until_closed(settings: Settings, source: IO[bytes], sink: IO[bytes]) -> None:
+    """The child: samples, and answers changes, until its input ends."""
+    client, server = settings.client, settings.server
+
+    def client_pids() -> list[int]:
+        return [client] if client == settings.client else family(client)
+
+    def tell(line: Line) -> None:
+        sink.write(msgspec.json.encode(line) + b"\n")
+        sink.flush()
+
+    groups: dict[str, Pids] = {"client": client_pids}
+    subject: Pids = client_pids
+    if server is not None and settings.is_ours:
+        groups["engine"] = subject = lambda: engine_pids(server)
+        groups["api"] = lambda: [pid for pid in family(server) if not _is_engine(pid)]
+    elif server is not None:
+        groups["engine"] = subject = lambda: family(server)[1:]
+    watch = CoreWatch(subject, settings.client)
+    remote, first = None, None
+    if (asked := settings.metrics) is not None:
+        key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
+        remote = Remote(asked.url, api_key=key, verify_tls=asked.verify_tls)
+        first = remote()
+    readings = Readings(settings, groups, None if isinstance(first, str) else remote)
+    if isinstance(first, str):
+        readings.missing["remote"] = first
+    told: dict[str, str] = {}
+    due = time.monotonic()
+    pending = b""
+    while True:
+        if readings.missing != told:
+            told = dict(readings.missing)
+            tell(Line(missing=told))
+        if select.select([source], [], [], max(0.0, due - time.monotonic()))[0]:
+            data = os.read(source.fileno(), 65536)
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                change = msgspec.json.decode(line, type=Change)
+                before, client = readings.level, change.client
+                # the rest of the level that ends, or the mark that one which begins counts from
+                rest = watch.read(scan=True) if change.level != before else None
+                readings.level = change.level
+                tell(Line(done=change.number, cores=rest if before is not None else None))
+        elif time.monotonic() >= due:
+            tell(Line(sample=readings.sample(watch.read())))
+            due = max(due + settings.interval_seconds, time.monotonic())
+
+
+if __name__ == "__main__":
+    sample_until_closed(
+        msgspec.json.decode(sys.argv[1], type=Settings), sys.stdin.buffer, sys.stdout.buffer
+    )

@@ -1,0 +1,246 @@
+"""One process at work on its share of a level: every request leaves when it is due.
+
+Open loop: one greenlet sends each request at its due time, whether or not earlier ones have ended.
+Closed loop: one greenlet a user sends one request after the other.
+Load goes on after the window where the plan says so, that the last requests of the window do not
+finish in a server that empties: these requests do not count, and are ended once those that do have.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gevent
+import gevent.event
+import msgspec
+
+from loadtests.host.precise_timer import Alarm
+from loadtests.load_generator.http_connection import clock
+from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Recorded, Settled, Wire
+from loadtests.load_generator.openai_endpoint import pool_for, probe
+from loadtests.load_generator.request_factory import Request, RequestFactory
+from loadtests.load_generator.sse_timestamps import Answer, GaveUp, stream
+
+LATE_EVERY_SECONDS = 0.25
+FOLLOW_EVERY_SECONDS = 0.02
+END_SECONDS = 10.0  # that requests may take to end once they are given up
+YIELD_EVERY = 16  # overdue requests that are sent before answers are read again
+
+
+class Dispatcher:
+    """Share `share` of `shares`. `tell` takes each record and Late, and Settled once.
+
+    Requests are made when it is, so that `run` only sends. Raises LoadError.
+    """
+
+    def __init__(
+        self, plan: LoadPlan, share: int, shares: int, tell: Callable[[Wire], None]
+    ) -> None:
+        self.plan = plan
+        self.others_settled = gevent.event.Event()  # the level's other processes are, too
+        self._tell = tell
+        self._pool = pool_for(plan.target)
+        facts = plan.facts or probe(plan.target, self._pool)
+        shares = min(shares, plan.concurrency or shares)
+        self._factory = RequestFactory(plan, facts, self._pool, share, shares)
+        self._scheduled = self._factory.scheduled() if plan.concurrency is None else []
+        self._users = len(range(share, plan.concurrency or 0, shares))
+        # Of a closed loop that ends after so many: one session after the other, the last one first.
+        wanted = len(range(share, plan.requests or 0, shares)) if self._users else 0
+        self._ready = [self._factory.next_session() for _ in range(wanted)][::-1]
+        self._account = Ended()
+        self._origin = 0.0  # t0 of the level, on `clock`
+        self._over = gevent.event.Event()  # nothing more is sent
+        self._decided = gevent.event.Event()
+        self._idle = gevent.event.Event()  # no counted request is on its way
+        self._idle.set()
+        self._running: set[Any] = set()  # greenlets with a request on its way
+        self._counted: set[int] = set()  # requests on their way that were due before the end
+        self._waiting: dict[int, float] = {}  # index -> due seconds, until the first token
+        self._answers: dict[str, dict[int, str]] = {}  # session -> turn -> the server's words
+        self._alarm = Alarm()
+
+    def run(self, origin: float) -> Ended:
+        """Send all that is due from `origin` on `clock`, wait for the last answer; the account."""
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 50, 100)
+        self._origin = origin
+        cpu_seconds, busy_seconds = time.process_time(), _busy_seconds()
+        watcher = gevent.spawn(self._tell_late)
+        users = [gevent.spawn(self._use) for _ in range(self._users)]
+        try:
+            end_seconds = self.plan.duration_seconds
+            counted = [one for one in self._scheduled if one.record.due_seconds < end_seconds]
+            self._dispatch(counted)
+            if self.plan.requests is not None:
+                gevent.joinall(users, timeout=max(0.0, origin + end_seconds - clock()))
+            elif self.plan.asks is None:
+                self._over.wait(max(0.0, origin + end_seconds - clock()))
+            if self.plan.follow_seconds:
+                gevent.spawn(self._end_following)
+                self._dispatch(self._scheduled[len(counted) :])
+                self._over.wait()
+            self._over.set()
+            self._drain()
+        finally:
+            gevent.killall([watcher, *users], block=False)
+            gc.set_threshold(700, 10, 10)
+            gc.unfreeze()
+            self.close()
+        account = self._account
+        account.cpu_seconds = time.process_time() - cpu_seconds
+        account.wall_seconds = clock() - origin
+        if busy_seconds is not None and account.wall_seconds > 0:
+            busy = (_busy_seconds() or 0.0) - busy_seconds
+            account.busy_share = round(busy / account.wall_seconds, 4)
+        return account
+
+    def close(self) -> None:
+        """In place of `run`, for a level that never begins, too."""
+        self._over.set()
+        self._pool.close()
+        self._alarm.close()
+
+    def stop(self, is_decided: bool = True) -> None:
+        """Send nothing more, from now on. A level that is decided does not wait for answers."""
+        if is_decided and self._account.stopped_seconds is None:
+            self._account.stopped_seconds = max(0.0, clock() - self._origin)
+            self._decided.set()
+        self._over.set()
+        if self._alarm.fd >= 0:
+            self._alarm.set(clock())
+
+    def _dispatch(self, requests: Sequence[Request]) -> None:
+        """Send each request at its due time, on a kernel timer: gevent's own is 1 ms late."""
+        hub = gevent.get_hub()
+        rung = hub.loop.io(self._alarm.fd, 1)
+        try:
+            for position, request in enumerate(requests):
+                moment = self._origin + request.record.due_seconds
+                if moment > clock():
+                    self._alarm.set(moment)
+                    hub.wait(rung)
+                elif position % YIELD_EVERY == 0:
+                    gevent.sleep(0)
+                if self._over.is_set():
+                    return
+                gevent.spawn(self._send, request, request.record)
+        finally:
+            rung.close()
+
+    def _use(self) -> None:
+        """One user of a closed loop."""
+        gevent.sleep(max(0.0, self._origin - clock()))
+        may_follow = self.plan.follow_seconds > 0
+        while self.plan.requests is None or self._ready:
+            turns = self._ready.pop() if self._ready else self._factory.next_session()
+            for request in turns:
+                if request.think_seconds > 0:
+                    gevent.sleep(request.think_seconds)
+                now = clock() - self._origin
+                if self._over.is_set() or (now >= self.plan.duration_seconds and not may_follow):
+                    return
+                self._send(request, msgspec.structs.replace(request.record, due_seconds=now))
+
+    def _send(self, request: Request, asked: Any) -> None:
+        """One request from now to its end. `asked`: its record, with its due time."""
+        me = gevent.getcurrent()
+        index, session, turn = asked.index, asked.session, asked.turn
+        self._running.add(me)
+        if asked.due_seconds < self.plan.duration_seconds:
+            self._counted.add(index)
+            self._idle.clear()
+        self._account.due += 1
+        self._waiting[index] = asked.due_seconds
+        answer = Answer(lambda: self._waiting.pop(index, None), keep_text=session is not None)
+        wire = request.wire
+        if turn:  # its prompt continues the answers before it
+            seen = self._answers.get(session, {})
+            before = [seen[number] for number in range(turn) if number in seen]
+            if len(before) == turn:
+                wire = self._factory.with_answers(request, before)
+            else:
+                asked = msgspec.structs.replace(asked, stand_in=True)
+        record = stream(
+            self._pool,
+            wire,
+            asked,
+            origin=self._origin,
+            timeout_seconds=self.plan.target.timeout_seconds,
+            answer=answer,
+        )
+        self._waiting.pop(index, None)
+        self._running.discard(me)
+        self._counted.discard(index)
+        if session is not None and record.error is None:
+            self._answers.setdefault(session, {})[turn or 0] = "".join(answer.text or ())
+        self._account.recorded += 1
+        self._tell(Recorded(record))
+        if not self._counted:
+            self._idle.set()
+
+    def _end_following(self) -> None:
+        """Nothing more is sent once every counted request has ended or broken every TTFT limit.
+
+        Those of other processes too: theirs end beside our load.
+        """
+        until = self._origin + self.plan.duration_seconds + self.plan.follow_seconds
+        gevent.sleep(0)  # requests that were due last have not begun yet
+        while self._is_open() and clock() < until and not self._over.wait(FOLLOW_EVERY_SECONDS):
+            pass
+        self._tell(Settled())
+        left = max(0.0, until - clock())
+        gevent.wait([self.others_settled, self._over], timeout=left, count=1)
+        self.stop(is_decided=False)
+
+    def _is_open(self) -> bool:
+        """Whether a counted request on its way may still be good."""
+        late = self.plan.late_seconds
+        past = -math.inf if late is None else clock() - self._origin - late
+        return any(self._waiting.get(index, math.inf) >= past for index in self._counted)
+
+    def _tell_late(self) -> None:
+        """Tell, once each, of requests that wait too long for their first token."""
+        told: set[int] = set()
+        while self.plan.late_seconds is not None:
+            gevent.sleep(LATE_EVERY_SECONDS)
+            past = clock() - self._origin - self.plan.late_seconds
+            late = {index for index, due in self._waiting.items() if due < past} - told
+            if late:
+                told |= late
+                self._tell(Late(sorted(late)))
+
+    def _drain(self) -> None:
+        """Wait for the answers that count; end what is late or does not count, as a timeout."""
+        gevent.sleep(0)  # requests that were due last have not begun yet
+        patience = self.plan.drain_seconds
+        end = self._origin + self.plan.duration_seconds + patience
+        timeout = max(0.0, min(patience, end - clock()))
+        gevent.wait([self._idle, self._decided], timeout=timeout, count=1)
+        late = list(self._running)
+        if late:
+            self._account.gave_up = len(late)
+            why = f"no end {patience:g} s after the last was due"
+            if self._decided.is_set():
+                why = "the level was decided"
+            elif not self._counted:
+                why = "it was due after the window: every answer that counts is there"
+            gevent.killall(late, exception=GaveUp(why), block=False)
+            until = clock() + END_SECONDS  # a user's greenlet goes on: only its request ends
+            while self._running and clock() < until:
+                gevent.sleep(0.001)
+
+
+def _busy_seconds() -> float | None:
+    """How long this thread has run, or had no core to run on (man 5 proc, schedstat)."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran, waited, _ = file.read().split()
+    except OSError:
+        return None
+    return (int(ran) + int(waited)) / 1e9

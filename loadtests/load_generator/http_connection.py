@@ -1,0 +1,461 @@
+"""HTTP/1.1 to one endpoint on gevent's loop, without a greenlet switch per chunk.
+
+    pool = connect("http://127.0.0.1:8000")
+    status, headers, body = fetch(pool, get_bytes(pool, "/v1/models"))
+
+A greenlet sends its request in one piece and is woken once, when the answer is whole. Meanwhile
+the loop calls `Connection._readable`: bytes are taken from the kernel, stamped, and parsed some
+pieces later (httptools), at the end of the answer at the latest.
+Works inside Locust and outside it: nothing is patched, and Locust's patches are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket as names
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import gevent
+import gevent.monkey
+import gevent.socket
+import httptools
+import msgspec
+from gevent.hub import Waiter
+
+from loadtests.errors import TargetUnusable
+
+clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all processes of a machine
+
+CONNECT_SECONDS = 30.0
+IDLE_SECONDS = 2.0  # idle for longer: not used again, since servers close theirs after 5 s
+FRESH_SECONDS = 0.02  # idle for less: not checked for having been closed
+HEADERS = 256  # most of an answer, trailers included
+HEAD_BYTES = 65536  # most of an answer's status line and headers; more ends the connection
+WHOLE_BYTES = 64 << 20  # most of an answer that `fetch` keeps
+LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
+_buffer = bytearray(1 << 18)  # shared: what was read is parsed or copied before the next read
+_view = memoryview(_buffer)
+_NO_HTTP = (httptools.HttpParserError, httptools.HttpParserUpgrade)
+# The system's own socket, also where Locust has put gevent's in its place.
+_Socket = gevent.monkey.get_original("socket", "socket")
+# How far an answer has come. FLOWING: chunks follow that may be parsed later.
+_AWAITED, _BEGUN, _HEADED, _FLOWING, _WHOLE = range(5)
+
+
+class Reader(Protocol):
+    """Who takes an answer. Called from the event loop, so it must not wait.
+
+    Where it raises ConnectionError, the connection ends.
+    """
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Status and headers are here."""
+
+    def body(self, data: bytes, received: float) -> bool:
+        """A piece of the body, and when it left the kernel, on `clock`. True: more may wait."""
+
+
+class Connection:
+    """One connection, kept between requests. Its parser's callbacks are its own `on_*` methods."""
+
+    def __init__(self, sock: Any, tls: Tls | None = None) -> None:
+        self.parked = 0.0  # when it last became idle
+        self.is_unanswered = False  # the server closed it before the first byte of an answer
+        self._sock = sock
+        self._tls = tls
+        self._parser = httptools.HttpResponseParser(self)
+        self._reader: Reader | None = None  # of the answer on its way; None: idle
+        self._waiter: Any = None
+        self._unread: list[tuple[float, bytes]] = []  # stamped pieces, to be parsed later
+        self._received = 0.0  # when the bytes that are parsed now left the kernel
+        self._trouble: OSError | None = None  # why it is over
+        self._watcher = gevent.get_hub().loop.io(sock.fileno(), 1)
+        self._watcher.start(self._readable)
+
+    def exchange(self, wire: bytes, reader: Reader) -> bool:
+        """Send, and return when the answer is whole. Raises OSError, and what is thrown in.
+
+        False: the connection is closed and takes no other request.
+        """
+        self._state = _AWAITED
+        self._ends_by_close = True  # neither a length nor chunks tell the end of the body
+        self._is_chunked = False
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = 0  # read before they were whole
+        self._is_reusable = False
+        self._reader = reader
+        try:
+            self._send(wire)
+            while self._state != _WHOLE:
+                if self._trouble is not None:
+                    raise self._trouble
+                self._waiter = Waiter()
+                try:
+                    self._waiter.get()
+                finally:
+                    self._waiter = None
+        except BaseException as problem:
+            with contextlib.suppress(*_NO_HTTP):
+                self._parse_unread()
+            is_closed = isinstance(problem, ConnectionResetError | BrokenPipeError)
+            self.is_unanswered = is_closed and self._head_bytes == 0
+            self.close()
+            raise
+        finally:
+            self._reader = None
+        if self._is_reusable and self._trouble is None:
+            self.parked = clock()
+            return True
+        self.close()
+        return False
+
+    def is_good(self) -> bool:
+        """Whether a request may be sent over it: not idle for too long, and not closed."""
+        idle = clock() - self.parked
+        if self._trouble is not None or idle > IDLE_SECONDS:
+            return False
+        if idle < FRESH_SECONDS:
+            return True
+        try:
+            self._sock.recv(1, names.MSG_PEEK)  # closed, or bytes that nobody asked for
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        self._watcher.stop()
+        self._watcher.close()
+        self._sock.close()
+
+    def _send(self, wire: bytes) -> None:
+        if self._tls is not None:
+            wire = self._tls.sealed(wire)
+        sent = 0
+        while sent < len(wire):
+            try:
+                sent += self._sock.send(memoryview(wire)[sent:] if sent else wire)
+            except BlockingIOError:
+                gevent.socket.wait_write(self._sock.fileno())
+
+    def _readable(self) -> None:
+        """The event loop's callback: bytes are here, or the connection's end."""
+        try:
+            count = self._sock.recv_into(_buffer)
+        except BlockingIOError:
+            return
+        except OSError as problem:
+            self._end(problem)
+            return
+        now = clock()
+        if not count:
+            self._end(None)
+            return
+        if self._reader is None:
+            self._end(ConnectionResetError("the server sent bytes that belong to no request"))
+            return
+        if self._state <= _BEGUN:
+            self._head_bytes += count
+            # A read may hold a large piece of the body behind the head.
+            if self._head_bytes > HEAD_BYTES + len(_buffer):
+                self._end(ConnectionError(f"an answer's head of more than {HEAD_BYTES} bytes"))
+                return
+        data = _view[:count]
+        try:
+            if self._state == _FLOWING and self._tls is None and len(self._unread) < LATER:
+                piece = bytes(data)
+                self._unread.append((now, piece))
+                # An answer ends so; where that came in two reads, the second is shorter.
+                if count >= 4 and not piece.endswith(b"\r\n\r\n"):
+                    return
+                self._parse_unread()
+            else:
+                self._parse_unread()
+                self._received = now
+                self._parser.feed_data(data if self._tls is None else self._tls.opened(data))
+        except (*_NO_HTTP, ssl.SSLError) as problem:
+            why = problem.__context__ or problem
+            self._end(ConnectionError(f"an answer that is no HTTP: {why}"))
+            return
+        if self._state == _WHOLE and self._waiter is not None:
+            self._waiter.switch(None)
+
+    def _parse_unread(self) -> None:
+        """Parses what was put aside, each piece with its own stamp."""
+        if self._unread:
+            unread = self._unread
+            self._unread = []
+            for self._received, data in unread:
+                self._parser.feed_data(data)
+
+    def _end(self, problem: OSError | None) -> None:
+        """The connection is over, by the server's doing or by an error."""
+        self._watcher.stop()
+        with contextlib.suppress(*_NO_HTTP):
+            self._parse_unread()
+        place = "before it answered"
+        if self._reader is not None and self._state != _AWAITED:
+            place = "within its answer"
+            if problem is None and self._state != _BEGUN and self._ends_by_close:
+                self._state = _WHOLE
+        self._trouble = problem or ConnectionResetError(f"the server closed the connection {place}")
+        if self._waiter is not None:
+            self._waiter.switch(None)
+
+    # httptools calls these. What comes when no answer is awaited any more is left out.
+
+    def on_message_begin(self) -> None:
+        if self._reader is None:
+            return
+        if self._state == _WHOLE:
+            raise ConnectionError("a second answer to one request")  # ends the connection
+        self._state = max(self._state, _BEGUN)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reader is not None:
+            if len(self._headers) >= HEADERS:
+                raise ConnectionError(f"an answer with more than {HEADERS} headers")
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._reader is None:
+            return
+        if status < 200:  # 100 Continue and the like: the answer is still to come
+            self._headers = []
+            return
+        found = {name.lower() for name, _ in self._headers}
+        self._is_chunked = b"transfer-encoding" in found
+        self._ends_by_close = not self._is_chunked and b"content-length" not in found
+        self._state = _HEADED
+        self._reader.head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._reader is not None:
+            may_wait = self._reader.body(data, self._received)
+            self._state = _FLOWING if may_wait and self._is_chunked else _HEADED
+
+    def on_message_complete(self) -> None:
+        if self._reader is not None and self._state in (_HEADED, _FLOWING):
+            self._state = _WHOLE
+            self._is_reusable = self._parser.should_keep_alive()
+
+
+class Tls:
+    """TLS over a socket that knows nothing of it: bytes in and out of memory."""
+
+    def __init__(self, context: ssl.SSLContext, host: str) -> None:
+        self._in = ssl.MemoryBIO()
+        self._out = ssl.MemoryBIO()
+        self._object = context.wrap_bio(self._in, self._out, server_hostname=host)
+
+    def shake_hands(self, sock: Any) -> None:
+        """Waits for it. Raises OSError (ssl.SSLError is one)."""
+        while True:
+            try:
+                self._object.do_handshake()
+                done = True
+            except ssl.SSLWantReadError:
+                done = False
+            data = self._out.read()
+            while data:
+                gevent.socket.wait_write(sock.fileno(), CONNECT_SECONDS)
+                data = data[sock.send(data) :]
+            if done:
+                return
+            gevent.socket.wait_read(sock.fileno(), CONNECT_SECONDS)
+            received = sock.recv(65536)
+            if not received:
+                raise ConnectionResetError("the connection was closed within the TLS handshake")
+            self._in.write(received)
+
+    def sealed(self, data: bytes) -> bytes:
+        self._object.write(data)
+        return self._out.read()
+
+    def opened(self, data: memoryview) -> bytes:
+        self._in.write(data)
+        parts: list[bytes] = []
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while part := self._object.read(65536):
+                parts.append(part)
+        return b"".join(parts)
+
+
+class Pool:
+    """Connections to one endpoint, with the headers and the path prefix of every request."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        host: str,
+        prefix: str,
+        headers: str,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        self.host = host  # scheme, name and port, for messages
+        self.prefix = prefix
+        self.headers = headers
+        self.idle: list[Connection] = []  # the one used last is used next
+        self._address = address
+        self._context = context
+        self._found: list[Any] | None = None  # what the name was resolved to, once
+
+    def exchange(self, wire: bytes, reader: Reader) -> None:
+        """One request over an idle connection or a new one, to its end. Raises OSError.
+
+        Some servers close a connection that they said to keep (llama-server after each stream): a
+        request that met its end unanswered is sent once more, over a new one (RFC 9112, 9.3.1).
+        """
+        while self.idle:
+            connection = self.idle.pop()
+            if not connection.is_good():
+                connection.close()
+                continue
+            try:
+                if connection.exchange(wire, reader):
+                    self.idle.append(connection)
+                return
+            except OSError:
+                if not connection.is_unanswered:
+                    raise
+                break
+        connection = self._open()
+        if connection.exchange(wire, reader):
+            self.idle.append(connection)
+
+    def close(self) -> None:
+        while self.idle:
+            self.idle.pop().close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> Connection:
+        if self._found is None:
+            self._found = gevent.socket.getaddrinfo(*self._address, 0, names.SOCK_STREAM)
+        failure: OSError = ConnectionError(f"{self._address[0]} has no address")
+        for family, kind, protocol, _, place in self._found:
+            sock = _Socket(family, kind, protocol)
+            try:
+                sock.setblocking(False)
+                sock.setsockopt(names.IPPROTO_TCP, names.TCP_NODELAY, 1)
+                problem = sock.connect_ex(place)
+                if problem == errno.EINPROGRESS:
+                    gevent.socket.wait_write(sock.fileno(), CONNECT_SECONDS)
+                    problem = sock.getsockopt(names.SOL_SOCKET, names.SO_ERROR)
+                if problem:
+                    raise OSError(problem, os.strerror(problem))
+                tls = None
+                if self._context is not None:
+                    tls = Tls(self._context, self._address[0])
+                    tls.shake_hands(sock)
+                return Connection(sock, tls)
+            except OSError as problem_here:
+                sock.close()
+                failure = problem_here
+            except BaseException:
+                sock.close()
+                raise
+        raise failure
+
+
+def connect(url: str, *, api_key: str | None = None, verify_tls: bool = True) -> Pool:
+    """A pool for `url` ("http://host:8000", with or without /v1 at its end); opens nothing yet.
+
+    Raises TargetUnusable for a URL that is none, or a key that a header cannot carry.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as problem:
+        raise TargetUnusable(f"{url!r} has no good port: {problem}") from problem
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise TargetUnusable(
+            f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
+        )
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise TargetUnusable("the API key holds characters that a header cannot carry")
+    context = None
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        if not verify_tls:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    headers = f"Host: {host}:{port}\r\nUser-Agent: crossover\r\nAccept-Encoding: identity\r\n"
+    if api_key is not None:
+        headers += f"Authorization: Bearer {api_key}\r\n"
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Pool((parts.hostname, port), f"{parts.scheme}://{host}:{port}", prefix, headers, context)
+
+
+def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
+    """The whole request as it goes over the wire: made before the level starts."""
+    payload = msgspec.json.encode(body)
+    head = (
+        f"POST {pool.prefix}{path} HTTP/1.1\r\n{pool.headers}"
+        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    )
+    return head.encode("latin-1") + payload
+
+
+def get_bytes(pool: Pool, path: str) -> bytes:
+    return f"GET {pool.prefix}{path} HTTP/1.1\r\n{pool.headers}\r\n".encode("latin-1")
+
+
+class _Whole:
+    """A Reader that keeps everything."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.data = bytearray()
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self.headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers
+        }
+
+    def body(self, data: bytes, received: float) -> bool:
+        self.data += data
+        if len(self.data) > WHOLE_BYTES:
+            raise ConnectionError(f"an answer of more than {WHOLE_BYTES} bytes")
+        return True
+
+
+def fetch(
+    pool: Pool, wire: bytes, timeout_seconds: float = 30.0
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers (lower case) and body of a plain request. Raises TargetUnusable."""
+    reader = _Whole()
+    try:
+        within(timeout_seconds, lambda: pool.exchange(wire, reader))
+    except gevent.Timeout as problem:
+        raise TargetUnusable(
+            f"{pool.host} did not answer within {timeout_seconds:g} s"
+        ) from problem
+    except OSError as problem:
+        raise TargetUnusable(f"{pool.host} cannot be reached: {problem}") from problem
+    return reader.status, reader.headers, bytes(reader.data)
+
+
+def within(seconds: float, what: Callable[[], None]) -> None:
+    """Calls `what`. Raises gevent.Timeout where it takes longer."""
+    timer = gevent.Timeout(seconds)
+    timer.start()
+    try:
+        what()
+    finally:
+        timer.close()

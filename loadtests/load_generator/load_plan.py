@@ -1,0 +1,173 @@
+"""One level of load, as a runner asks for it, and what a load generator tells of it.
+
+    LoadPlan(target=Target(url=url), rate=2.0, window_seconds=60.0)              # open loop
+    LoadPlan(target=Target(url=url), concurrency=1, requests=20)                 # single stream
+    LoadPlan(target=Target(url=url), asks=asks, due=(0.0, 0.0))                  # these, at once
+
+All times are seconds since the level's start, on one CLOCK_MONOTONIC for all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+
+import msgspec
+
+from loadtests.errors import LoadError
+from loadtests.load_generator.openai_endpoint import Target, TargetFacts
+from loadtests.records.request_record import RequestRecord
+from loadtests.workload.arrivals import Arrivals, Poisson
+from loadtests.workload.request_lengths import Ask, Workload
+from models import formatting
+
+DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
+
+
+class LoadPlan(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One level: exactly one of `rate` (open loop), `concurrency` (closed loop), `asks` (given).
+
+    Raises LoadError for numbers that cannot be.
+    """
+
+    target: Target
+    workload: Workload = DEFAULT_WORKLOAD
+    arrivals: Arrivals = Poisson()
+    rate: float | None = None  # requests/s, sent when due whatever comes back
+    concurrency: int | None = None  # users that each send one request after the other
+    requests: int | None = None  # of a closed loop: it ends after so many; None: by time alone
+    asks: tuple[Ask, ...] | None = None  # these requests, with their lengths, in place of drawn
+    due: tuple[float, ...] = ()  # when each of `asks` is due, ascending
+    warmup_seconds: float = 0.0
+    window_seconds: float = 30.0
+    drain_seconds: float = 60.0  # how long requests may go on after the last one was due
+    follow_seconds: float = 0.0  # how long others may come after it: they do not count
+    late_seconds: float | None = None  # tell of requests that wait longer for their first token
+    seed: int = 1
+    cell: str = "load"
+    level: str = "load"
+    facts: TargetFacts | None = None  # None: the load generator probes the target
+
+    def __post_init__(self) -> None:
+        if sum(one is not None for one in (self.rate, self.concurrency, self.asks)) != 1:
+            raise LoadError("a level has one of rate (open loop), concurrency (closed) and asks")
+        for name in ("rate", "concurrency", "requests", "window_seconds"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and isfinite(value)):
+                raise LoadError(f"{name} must be above 0, got {value}")
+        for name in ("warmup_seconds", "drain_seconds", "follow_seconds"):
+            value = getattr(self, name)
+            if not (value >= 0 and isfinite(value)):
+                raise LoadError(f"{name} must be 0 or more, got {value}")
+        if len(self.due) != len(self.asks or ()):
+            raise LoadError(f"due has {len(self.due)} times for {len(self.asks or ())} asks")
+
+    @property
+    def duration_seconds(self) -> float:
+        """How long requests become due, those of `follow_seconds` left out."""
+        return self.warmup_seconds + self.window_seconds
+
+    @property
+    def load_in_words(self) -> str:
+        if self.asks is not None:
+            return f"{len(self.asks)} given requests"
+        return formatting.load(self.rate, self.concurrency, 3, formatting.requests)
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The clock of the level starts at this moment."""
+
+    unix_seconds: float
+
+
+class Late(msgspec.Struct, frozen=True, tag="late"):
+    """These requests have waited longer than `late_seconds` for their first token; told once."""
+
+    indices: list[int]
+
+
+class Ended(msgspec.Struct, kw_only=True, tag="ended"):
+    """The account of a level, after its last record: of one process, or of all together."""
+
+    due: int = 0  # requests whose time came
+    recorded: int = 0
+    gave_up: int = 0  # requests ended by the client at the end of the drain time
+    stopped_seconds: float | None = None  # when stop() came; None: the level ran its full time
+    cpu_seconds: float = 0.0
+    busy_share: float | None = None  # of the busiest process: at work, or ready and without a core
+    wall_seconds: float = 0.0
+    processes: int = 1
+
+
+Told = Started | RequestRecord | Late | Ended | None  # to the runner; None: a moment has passed
+
+
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """Part `share` of `shares` of a level. Answered with Ready or Failed."""
+
+    plan: LoadPlan
+    share: int = 0
+    shares: int = 1
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The level's t0 is `origin` on the machine's monotonic clock."""
+
+    origin: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Send nothing more. A level that is decided does not wait for what is on its way."""
+
+    is_decided: bool = True
+
+
+class Settled(msgspec.Struct, frozen=True, tag="settled"):
+    """All requests that count are good or bad: of one process; and back to all, of every one."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """All requests of a share are made, by a process with these versions."""
+
+    versions: str
+
+
+class Recorded(msgspec.Struct, frozen=True, tag="recorded"):
+    """A request has ended."""
+
+    record: RequestRecord
+
+
+class Workers(msgspec.Struct, frozen=True, tag="workers"):
+    """Locust's workers that have joined the master, one name each."""
+
+    names: list[str]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The level cannot be run."""
+
+    problem: str
+
+
+Order = Share | Begin | Stop | Settled  # the runner's, over the pipe; its end: quit
+Wire = Workers | Ready | Recorded | Late | Settled | Ended | Failed  # the answers
+
+
+def total(accounts: Iterable[Ended]) -> Ended:
+    """The accounts of several processes as one."""
+    many = list(accounts)
+    stops = [one.stopped_seconds for one in many if one.stopped_seconds is not None]
+    shares = [one.busy_share for one in many if one.busy_share is not None]
+    return Ended(
+        due=sum(one.due for one in many),
+        recorded=sum(one.recorded for one in many),
+        gave_up=sum(one.gave_up for one in many),
+        stopped_seconds=min(stops, default=None),
+        cpu_seconds=sum(one.cpu_seconds for one in many),
+        busy_share=max(shares, default=None),
+        wall_seconds=max(one.wall_seconds for one in many),
+        processes=sum(one.processes for one in many),
+    )

@@ -1,0 +1,279 @@
+"""The endpoint under load and what it can do, asked once before anything is measured.
+
+    target = Target(url="http://127.0.0.1:8000")
+    facts = probe(target)          # TargetFacts: model, usage in streams, ignore_eos, tokenizer ...
+
+OpenAI-compatible endpoints differ in the optional fields they accept. Each is tried; what is
+refused is left out of all requests, and `notes` say so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from loadtests.errors import EndpointRefuses, TargetUnusable
+from loadtests.load_generator.http_connection import (
+    Pool,
+    clock,
+    connect,
+    fetch,
+    get_bytes,
+    post_bytes,
+)
+from loadtests.load_generator.sse_timestamps import stream
+from loadtests.records.request_record import RequestRecord
+
+PROBE_TOKENS = 8
+# What names a secret, and how the secrets of well-known services begin.
+SECRET_NAME = re.compile(
+    "api[_-]?key|(access|private|secret)[_-]?key|"
+    "(access|auth|bearer|hf|id|refresh)[_-]?token|^token$|secret|passw|credential|authorization",
+    re.IGNORECASE,
+)
+SECRET_TEXT = re.compile(r"(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|bearer )\S{6}", re.IGNORECASE)
+_PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
+_KEPT = "and a run folder would keep it: put a key into an environment variable and name that"
+
+
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Where load is sent to."""
+
+    url: Annotated[str, Meta(description="the endpoint's base URL, e.g. http://127.0.0.1:8000")]
+    model: Annotated[
+        str | None, Meta(description="model name; none: the first that /v1/models lists")
+    ] = None
+    api: Annotated[
+        Literal["completions", "chat"], Meta(description="the route that is measured")
+    ] = "completions"
+    api_key_env: Annotated[
+        str | None, Meta(description="the variable that holds the key; --trust names it too")
+    ] = None
+    verify_tls: Annotated[bool, Meta(description="check the server's certificate")] = True
+    extra_body: Annotated[dict[str, Any], Meta(description="added to every request")] = {}
+    timeout_seconds: Annotated[float, Meta(gt=0, description="limit of one request")] = 600.0
+    ready_seconds: Annotated[
+        float, Meta(gt=0, description="how long to wait for the endpoint's first answer")
+    ] = 60.0
+
+
+def check_target(target: Target) -> None:
+    """Raises TargetUnusable for a secret where a run folder would keep it."""
+    if "@" in urlsplit(target.url if "://" in target.url else f"//{target.url}").netloc:
+        raise TargetUnusable(f"the url holds a user or a password, {_KEPT} with api_key_env")
+    if (place := _secret_place(target.extra_body)) is not None:
+        raise TargetUnusable(f"extra_body{place} looks like a secret, {_KEPT} with api_key_env")
+
+
+def _secret_place(value: Any) -> str | None:
+    """Where a key, token or password is in a request's body; None: nowhere that names tell."""
+    if isinstance(value, str):
+        return "" if SECRET_TEXT.match(value) else None
+    items = enumerate(value) if isinstance(value, list) else ()
+    for key, inside in value.items() if isinstance(value, dict) else items:
+        is_secret = isinstance(inside, str) and SECRET_NAME.search(str(key))
+        if (place := "" if is_secret else _secret_place(inside)) is not None:
+            return f"[{key!r}]{place}"
+    return None
+
+
+class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an endpoint said of itself when it was probed."""
+
+    model: str
+    models: list[str]
+    usage: bool  # token counts at the end of a stream
+    continuous_usage: bool  # token counts beside every chunk
+    ignore_eos: bool  # outputs of the asked length
+    min_tokens: bool
+    tokenizer: Literal["vllm", "llama.cpp"] | None  # which shape of /tokenize; None: there is none
+    backend: str | None = None  # X-Crossover-Backend
+    server: str | None = None  # Server header
+    max_model_tokens: int | None = None
+    prompt_overhead_tokens: int = 0  # that the server adds to every prompt: BOS, chat template
+    notes: list[str] = []
+
+
+def pool_for(target: Target) -> Pool:
+    """Connections to the target. Raises TargetUnusable where its key is not set."""
+    key = None
+    if target.api_key_env is not None and not (key := os.environ.get(target.api_key_env)):
+        raise TargetUnusable(
+            f"api_key_env names {target.api_key_env!r}, and that environment variable is not set"
+        )
+    return connect(target.url, api_key=key, verify_tls=target.verify_tls)
+
+
+def path_of(target: Target) -> str:
+    return "/v1/completions" if target.api == "completions" else "/v1/chat/completions"
+
+
+def body_of(target: Target, facts: TargetFacts, prompt: Any, output_tokens: int) -> dict[str, Any]:
+    """A request for `output_tokens` greedy tokens.
+
+    `prompt` is a text, token ids (completions only) or messages (chat only).
+    """
+    body: dict[str, Any] = {
+        "model": facts.model,
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": output_tokens,
+    }
+    if target.api == "completions":
+        body["prompt"] = prompt
+    else:
+        is_text = not isinstance(prompt, list)
+        body["messages"] = [{"role": "user", "content": prompt}] if is_text else prompt
+    if facts.usage:
+        body["stream_options"] = {"include_usage": True}
+        if facts.continuous_usage:
+            body["stream_options"]["continuous_usage_stats"] = True
+    if facts.ignore_eos:
+        body["ignore_eos"] = True
+    if facts.min_tokens:
+        body["min_tokens"] = output_tokens
+    return body | target.extra_body
+
+
+def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
+    """Ask the endpoint what it can, by a handful of tiny requests. Raises TargetUnusable."""
+    if pool is None:
+        with pool_for(target) as pool:
+            return probe(target, pool)
+    models, server, context = _models(target, pool)
+    model = target.model or (models[0] if models else None)
+    if model is None:
+        raise TargetUnusable(f"{target.url} lists no models; say which one with `model`")
+    if models and model not in models:
+        raise TargetUnusable(f"{target.url} has no model {model!r}; it has {', '.join(models)}")
+    kinds: tuple[Literal["vllm", "llama.cpp"], ...] = ("vllm", "llama.cpp")
+    tokenizer = next((k for k in kinds if _try_tokenize(pool, model, k, _PROBE_TEXT)), None)
+    # From everything to nothing: the first set of extras that the endpoint accepts is used.
+    for usage, continuous, ignore_eos, min_tokens in (
+        (True, True, True, True),
+        (True, True, True, False),
+        (True, False, True, False),
+        (True, False, False, False),
+        (False, False, False, False),
+    ):
+        facts = TargetFacts(
+            model=model,
+            models=models,
+            usage=usage,
+            continuous_usage=continuous,
+            ignore_eos=ignore_eos,
+            min_tokens=min_tokens,
+            tokenizer=tokenizer,
+            server=server,
+            max_model_tokens=context,
+        )
+        wire = post_bytes(pool, path_of(target), body_of(target, facts, _PROBE_TEXT, PROBE_TOKENS))
+        asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
+        record = stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
+        if record.error is None:
+            return _seen(facts, record, pool)
+        if record.status not in (400, 404, 415, 422):
+            break
+    status = record.status
+    is_refused = status is not None and 400 <= status < 500 and status not in (408, 425, 429)
+    raise (EndpointRefuses if is_refused else TargetUnusable)(
+        f"{target.url}{path_of(target)} did not stream an answer of {PROBE_TOKENS} tokens "
+        f"from {model!r}: {record.error}: {record.error_message}"
+    )
+
+
+def _seen(facts: TargetFacts, record: RequestRecord, pool: Pool) -> TargetFacts:
+    """The facts corrected by what really came back, with a note for each thing that is missing."""
+    usage = record.output_tokens is not None
+    continuous = facts.continuous_usage and record.first_chunk_tokens is not None
+    ignore_eos = facts.ignore_eos and record.output_tokens in (None, PROBE_TOKENS)
+    notes: list[str] = []
+    if not usage:
+        notes.append("no token counts in streams: output tokens and TPOT are unknown")
+    elif not continuous:
+        notes.append("no token counts beside chunks: the first chunk is taken as one token")
+    if not ignore_eos:
+        notes.append("ignore_eos is not honoured: answers may be shorter than asked")
+    overhead = 0
+    if facts.tokenizer is None:
+        notes.append(
+            "no /tokenize: prompt lengths are estimated before sending, "
+            "and known only from the usage that comes back"
+        )
+    elif record.prompt_tokens is not None:
+        overhead = max(0, record.prompt_tokens - count_tokens(pool, facts, _PROBE_TEXT))
+    return msgspec.structs.replace(
+        facts,
+        usage=usage,
+        continuous_usage=continuous,
+        ignore_eos=ignore_eos,
+        backend=record.backend,
+        prompt_overhead_tokens=overhead,
+        notes=notes,
+    )
+
+
+def count_tokens(pool: Pool, facts: TargetFacts, text: str) -> int:
+    """Tokens of `text` by the server's tokenizer, without special ones. Raises TargetUnusable."""
+    if facts.tokenizer is None:
+        raise TargetUnusable(f"{pool.host} has no /tokenize")
+    tokens = _try_tokenize(pool, facts.model, facts.tokenizer, text)
+    if tokens is None:
+        raise TargetUnusable(f"{pool.host} did not tokenize a text of {len(text)} characters")
+    return len(tokens)
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+def _models(target: Target, pool: Pool) -> tuple[list[str], str | None, int | None]:
+    """Names of models, the Server header, and how many tokens the wanted model takes."""
+    status, headers, body = fetch(pool, get_bytes(pool, "/v1/models"), target.ready_seconds)
+    server = headers.get("server")
+    if status in (401, 403):
+        hint = "it wants a key: name its environment variable with api_key_env"
+        if target.api_key_env:
+            hint = "the key is wrong"
+        raise TargetUnusable(f"{target.url} answered {status}; {hint}")
+    if status == 404:
+        return [], server, None
+    if status != 200:
+        raise TargetUnusable(
+            f"{target.url}/v1/models answered {status}: {body[:200].decode(errors='replace')}"
+        )
+    try:
+        found = msgspec.json.decode(body, type=_Models).data
+    except msgspec.MsgspecError as problem:
+        raise TargetUnusable(
+            f"{target.url}/v1/models is not what OpenAI's API returns: {problem}"
+        ) from problem
+    wanted = [model for model in found if target.model in (None, model.id)]
+    return [model.id for model in found], server, wanted[0].max_model_len if wanted else None
+
+
+def _try_tokenize(pool: Pool, model: str, kind: str, text: str) -> list[int] | None:
+    body: dict[str, Any] = {"content": text, "add_special": False}
+    if kind == "vllm":
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+    status, _, answer = fetch(pool, post_bytes(pool, "/tokenize", body))
+    if status != 200:
+        return None
+    try:
+        return msgspec.json.decode(answer, type=_Tokens).tokens
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,253 @@
+"""One request over server-sent events, timed: bytes out, chunks in, one RequestRecord.
+
+    pool = connect("http://127.0.0.1:8000")
+    wire = post_bytes(pool, "/v1/completions", body)
+    asked = RequestRecord(cell="c", level="l", index=0, due_seconds=0.0)
+    record = stream(pool, wire, asked, origin=clock(), timeout_seconds=60)
+
+The clock of a request starts when it was **due**. Every piece of the answer is stamped when its
+bytes left the kernel, before it is parsed, so chunks that arrived together carry one time. A chunk
+is content when it carries text or, where the server counts as it goes, when its count has grown;
+role, usage and `[DONE]` are not content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import gevent
+import msgspec
+
+from loadtests.load_generator.http_connection import Pool, clock, within
+from loadtests.records.request_record import RequestRecord
+
+_ERROR_BYTES = 500
+LINE_BYTES = 4 << 20  # most of one line of a stream
+CHUNKS = 1 << 20  # most content chunks of one answer
+
+
+class GaveUp(BaseException):
+    """Thrown into a request that is still on its way when the drain time is over."""
+
+
+class _Text(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: msgspec.Raw | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: _Text | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    """What is read of one SSE event of /v1/completions or /v1/chat/completions."""
+
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class Answer:
+    """What has come back so far: the connection's Reader. `keep_text`: keep the words too."""
+
+    __slots__ = (
+        *("backend", "contents", "counted", "done", "error", "error_message", "finish_reason"),
+        *("first_chunk_tokens", "on_first", "request_id", "status", "text", "usage"),
+        *("_received", "_rest"),
+    )
+
+    def __init__(self, on_first: Callable[[], None] | None = None, keep_text: bool = False) -> None:
+        self.status: int | None = None
+        self.contents: list[float] = []  # on `clock`
+        self.first_chunk_tokens: int | None = None
+        self.counted = 0
+        self.usage: _Usage | None = None
+        self.finish_reason: str | None = None
+        self.done = False
+        self.error: str | None = None
+        self.error_message: str | None = None
+        self.backend: str | None = None
+        self.request_id: str | None = None
+        self.on_first = on_first
+        self.text: list[str] | None = [] if keep_text else None
+        self._received = 0.0
+        self._rest = b""  # a line that is not whole yet, or the body of a refusal
+
+    def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        for name, value in headers:
+            match name.lower():
+                case b"x-crossover-backend":
+                    self.backend = value.decode("latin-1")
+                case b"x-request-id":
+                    self.request_id = value.decode("latin-1")
+
+    def body(self, data: bytes, received: float) -> bool:
+        """True once there is content: until then somebody waits for its first."""
+        if self.status != 200:
+            self._rest += data[: _ERROR_BYTES - len(self._rest)]
+            return True
+        self._received = received
+        if self._rest:
+            data = self._rest + data
+        elif (
+            data.startswith(b"data: {")
+            and data.find(b"\n") == len(data) - 2
+            and data.endswith(b"\n\n")
+        ):
+            self._data(data[6:], received)  # nearly all there is: one whole event
+            return bool(self.contents)
+        lines = data.split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > LINE_BYTES or len(self.contents) > CHUNKS:
+            self.fail("stream_error", f"a line of > {LINE_BYTES} bytes, or > {CHUNKS} chunks")
+            raise ConnectionError("an endless answer")
+        for line in lines:
+            if line:
+                self._line(line, received)
+        return bool(self.contents)
+
+    def ended(self) -> None:
+        """The answer is whole: what is left of it, and whether it may end so."""
+        if self.status != 200:
+            message = self._rest.decode(errors="replace").strip() or None
+            self.error = "refused" if self.status == 429 else f"http_{self.status}"
+            self.error_message = message
+            return
+        if self._rest:
+            self._line(self._rest, self._received)
+        if not self.done and self.finish_reason is None:
+            self.fail("cut_off", "the stream ended without [DONE] and without a finish reason")
+
+    def fail(self, error: str, message: str) -> None:
+        """The first thing that went wrong is the one that is kept."""
+        if self.error is None:
+            self.error = error
+            self.error_message = message
+
+    def _line(self, line: bytes, received: float) -> None:
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self.done = True
+            else:
+                self._data(data, received)
+        elif line.startswith(b"event: error"):
+            self.fail("stream_error", "the stream ended in an error event")
+
+    def _data(self, data: bytes, received: float) -> None:
+        try:
+            chunk = _decode_chunk(data)
+        except msgspec.MsgspecError as problem:
+            self.fail("stream_error", f"a chunk that is none: {problem}")
+            return
+        if chunk.error is not None:
+            self.error = None  # more telling than "event: error" before it
+            self.fail("stream_error", bytes(chunk.error).decode(errors="replace")[:_ERROR_BYTES])
+            return
+        usage = chunk.usage
+        if usage is not None:
+            self.usage = usage
+        if not chunk.choices:
+            return
+        is_content = False
+        for choice in chunk.choices:
+            if choice.finish_reason is not None:
+                self.finish_reason = choice.finish_reason
+            piece, delta = choice.text, choice.delta
+            if delta is not None:
+                piece = delta.content or delta.reasoning_content or delta.reasoning
+                is_content = is_content or delta.tool_calls is not None
+            if piece:
+                is_content = True
+                if self.text is not None:
+                    self.text.append(piece)
+        count = usage.completion_tokens if usage is not None else None
+        if is_content or (count is not None and count > self.counted):
+            if not self.contents:
+                self.first_chunk_tokens = count
+                if self.on_first is not None:
+                    self.on_first()
+            self.contents.append(received)
+        if count is not None:
+            self.counted = count
+
+
+def stream(
+    pool: Pool,
+    wire: bytes,
+    asked: RequestRecord,
+    *,
+    origin: float,
+    timeout_seconds: float,
+    answer: Answer | None = None,
+) -> RequestRecord:
+    """Send `wire` and read its stream to the end. What server or network do is `record.error`.
+
+    `asked`: what is known of the request before. All times count from `origin`, on `clock`.
+    `answer` is one's own where more is wanted than the record keeps.
+    """
+    seen = answer or Answer()
+    sent = clock()
+    try:
+        within(timeout_seconds, lambda: pool.exchange(wire, seen))
+        seen.ended()
+    except gevent.Timeout:
+        seen.fail("timeout", f"no end within {timeout_seconds:g} s")
+    except GaveUp as problem:
+        seen.fail("timeout", str(problem))
+    except OSError as problem:
+        kind = "connection" if seen.status is None else "cut_off"
+        seen.fail(kind, f"{type(problem).__name__}: {problem}")
+    ended = clock()
+    if not seen.contents:
+        seen.fail("empty", "the stream ended well and held no content")
+    contents = [round(moment - origin, 6) for moment in seen.contents]
+    usage = seen.usage or _NO_USAGE
+    details = usage.prompt_tokens_details
+    return RequestRecord(
+        cell=asked.cell,
+        level=asked.level,
+        index=asked.index,
+        due_seconds=round(asked.due_seconds, 6),
+        sent_seconds=round(sent - origin, 6),
+        first_content_seconds=contents[0] if contents else None,
+        last_content_seconds=contents[-1] if contents else None,
+        ended_seconds=round(ended - origin, 6),
+        content_seconds=contents,
+        first_chunk_tokens=seen.first_chunk_tokens,
+        asked_prompt_tokens=asked.asked_prompt_tokens,
+        asked_output_tokens=asked.asked_output_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=details.cached_tokens if details is not None else None,
+        output_tokens=usage.completion_tokens,
+        status=seen.status,
+        error=seen.error,
+        error_message=seen.error_message,
+        finish_reason=seen.finish_reason,
+        backend=seen.backend,
+        request_id=seen.request_id,
+        session=asked.session,
+        turn=asked.turn,
+        stand_in=asked.stand_in,
+    )
+
+
+_NO_USAGE = _Usage()

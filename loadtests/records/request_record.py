@@ -1,0 +1,42 @@
+"""One request as it is written down: times, counts and errors, never a statistic.
+
+    RequestRecord(cell="360m", level="360m#1.1", index=0, due_seconds=0.5, sent_seconds=0.5001)
+
+`*_seconds` count from the start of the level (monotonic clock); LevelStarted holds that moment in
+Unix seconds. Missing is None: a request that never got a token has `first_content_seconds = None`,
+not 0.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+# gc=False: there are hundreds of thousands, without cycles.
+class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
+    """One request, from the moment it was due to the moment its stream ended."""
+
+    cell: str  # Cell.key
+    level: str  # LevelStarted.level: unique per attempt
+    index: int  # 0.. within the level
+    due_seconds: float
+    sent_seconds: float | None = None  # when the first byte was about to leave; None: never sent
+    first_content_seconds: float | None = None
+    last_content_seconds: float | None = None
+    ended_seconds: float | None = None
+    content_seconds: list[float] = []  # when each content chunk arrived, first and last included
+    first_chunk_tokens: int | None = None  # where the server says so
+    asked_prompt_tokens: int | None = None
+    asked_output_tokens: int | None = None
+    prompt_tokens: int | None = None  # as the server's usage counted
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    status: int | None = None  # HTTP status; None: no answer
+    error: str | None = None  # refused, http_500, timeout, connection, cut_off, stream_error ...
+    error_message: str | None = None
+    finish_reason: str | None = None
+    backend: str | None = None  # X-Crossover-Backend
+    request_id: str | None = None
+    session: str | None = None
+    turn: int | None = None
+    stand_in: bool = False  # due before the answer it continues: filler of the same length

@@ -1,0 +1,359 @@
+"""The journal of a run: what the runner did, in order, one struct per kind of event.
+
+    {"kind": "level_started", "unix_seconds": 1780000000.0, "cell": "...", "level": "...#1.1", ...}
+
+One line of events.jsonl is one event; its `kind` is the struct's name in snake case. `Capacity` is
+the one struct of a result: in the journal, in reports and in plans.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from loadtests.records.resource_sample import CoresSample
+
+FORMAT_VERSION = 4  # goes up when what is written means something else
+
+
+class SkipCause(StrEnum):
+    """Why a cell was not measured."""
+
+    MEMORY = "memory"  # it does not fit
+    SETTINGS = "settings"  # the backend, format or device cannot be had here
+    SERVER = "server"  # the server did not start, or ended
+    ENDPOINT = "endpoint"  # the server refused the probe
+
+
+class LevelPurpose(StrEnum):
+    SINGLE_STREAM = "single_stream"  # one request at a time
+    CALIBRATION = "calibration"  # bursts, whose steps the law is made from
+    SEARCH = "search"
+    LOAD = "load"  # `crossover load`
+
+
+CapacityState = Literal["holds", "no_rate_confirmed", "not_even_alone"]
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The highest rate that meets an SLO, requests/s; loadtests.analysis.capacity_estimate says.
+
+    `held` ran, long enough, steadily and undisturbed, and met the SLO: *confirmed*. `limit` is the
+    estimate, with its 90 % interval low..high; an end is None where nothing bounds it. All three
+    are 0.0 for `not_even_alone`: requests one at a time miss the SLO.
+    """
+
+    state: CapacityState
+    held: float | None = None  # that was asked for, or came, where fewer came
+    held_seconds: float | None = None  # of the levels at that rate, together
+    held_requests: int | None = None
+    held_share: float | None = None  # of them that were good, 0..1
+    starts: int = 0  # of the server, that the held levels (else all levels) ran on
+    limit: float | None = None
+    low: float | None = None
+    high: float | None = None
+    # law: simulated from step times that this run measured; levels: between held and failed ones
+    method: Literal["law", "levels"] = "levels"
+    steepness: float | None = None  # d ln limit / d ln step time, as a positive number
+    factor: float | None = None  # by which the levels' steps took longer than the law says
+    # By how much the machine's step times moved while it was measured, 0.2: 20 %; None: not seen
+    speed_moved: float | None = None
+    reason: str = ""
+    confirm_seconds: float | None = None  # measuring that would confirm 0.8 x limit; None: done
+
+    @property
+    def holds(self) -> bool:
+        """Some rate is confirmed."""
+        return self.state == "holds"
+
+
+class Disturbance(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What was taken from the engine during a level, in seconds of one core.
+
+    loadtests.analysis.disturbance makes it and says how. None: cannot be read here.
+    """
+
+    total: CoresSample  # the readings of the level, summed
+    by_strangers_seconds: float | None = None  # that the engine waited while strangers ran
+    steal_seconds: float | None = None  # its part of what the hypervisor took
+    taken_seconds: float | None = None  # by strangers, steal and quota together
+    share: float | None = None  # taken of what it wanted: taken / (work + taken)
+    steady_steal_share: float | None = None  # of what it wanted; None: unsteady, little, not known
+    is_disturbed: bool = False
+    counts: bool = False  # the campaign takes the machine as it is: the level counts all the same
+
+    @property
+    def is_set_aside(self) -> bool:
+        """The level says nothing of the server, unless it holds (is_slight)."""
+        return self.is_disturbed and not self.counts
+
+
+class EngineTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine's time went while it had work: seconds by its own clock, since it started.
+
+    `device_seconds` are the backend's, with the calls that start its kernels; `host_seconds` are
+    all others between the first and the last step of a busy stretch: scheduling, sampling outside
+    the backend, text, messages.
+    """
+
+    steps: int
+    device_seconds: float
+    host_seconds: float
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of its busy time that the device waited for the host; None: no step."""
+        busy = self.device_seconds + self.host_seconds
+        return self.host_seconds / busy if busy > 0 else None
+
+    def since(self, before: EngineTime) -> EngineTime | None:
+        """From `before` to this; None where the counters began anew between them."""
+        if self.steps < before.steps or self.device_seconds < before.device_seconds:
+            return None
+        return EngineTime(
+            steps=self.steps - before.steps,
+            device_seconds=round(self.device_seconds - before.device_seconds, 6),
+            host_seconds=round(max(0.0, self.host_seconds - before.host_seconds), 6),
+        )
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a Crossover server said of its engine (/v1/placement); all None for another server."""
+
+    name: str | None = None  # of the backend
+    device: str | None = None
+    device_name: str | None = None
+    weight_format: str | None = None
+    quality_kl_nats: float | None = None
+    slots: int | None = None
+    context_tokens: int | None = None
+    kv_tokens: int | None = None
+    threads: int | None = None
+    cores: list[int] | None = None  # that it may run on; []: all
+    nice: int | None = None  # above 0: HTTP goes before it
+    predicted: dict[str, Any] | None = None  # memory in bytes by what holds it
+    measured: dict[str, Any] | None = None
+    gpu: dict[str, Any] | None = None  # where its memory and the load's time went
+    details: dict[str, Any] | None = None
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
+
+
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag=_kind
+):
+    """What all events have."""
+
+    unix_seconds: float = msgspec.field(default_factory=time.time)
+    cell: str | None = None  # Cell.key
+    level: str | None = None  # unique per attempt
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    cells: int | None = None
+
+
+class RunResumed(Event, frozen=True, kw_only=True):
+    dropped_bytes: dict[str, int] = {}  # cut-off last lines, by file
+
+
+class RunFinished(Event, frozen=True, kw_only=True):
+    pass
+
+
+class Interrupted(Event, frozen=True, kw_only=True):
+    """The run (no cell), a cell's server or a level was interrupted."""
+
+    reason: str
+    last_event: str | None = None  # its kind, where the runner was killed
+
+
+class CellStarted(Event, frozen=True, kw_only=True):
+    """A cell's part of a block is begun. Seconds are of measuring, since the cell's first part."""
+
+    cell: str
+    budget_seconds: float | None = None  # of all its parts; None: one level of `crossover load`
+    block: int = 1
+    until_seconds: float | None = None  # its budget up to the end of this part
+
+
+class CellReady(Event, frozen=True, kw_only=True):
+    """The server answers."""
+
+    cell: str
+    info: EngineInfo = EngineInfo()
+    load_seconds: float | None = None
+    rss_bytes: int | None = None
+    peak_rss_bytes: int | None = None
+    synthetic: bool | None = None  # random weights; None: not known
+    url: str | None = None
+    layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
+    placement: Any = None  # the server's explanation
+    memory_cap: str | None = None
+    target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
+    sampling: Any = None  # resources that are not sampled, and why
+
+    @property
+    def shared_cores(self) -> list[str]:
+        """Which processes share cores."""
+        return list((self.layout or {}).get("shared") or ())
+
+    @property
+    def endpoint_notes(self) -> list[str]:
+        """What the endpoint lacks."""
+        return list((self.target or {}).get("notes") or ())
+
+
+class EngineRating(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An engine that was looked at for a cell; tokens/s, None where it was not measured."""
+
+    backend: str
+    weight_format: str
+    is_chosen: bool = False
+    why_not: str = ""  # why it cannot be chosen; "": it can
+    measured_on: str = ""  # the model measured, where that is another one; the rates are scaled
+    slots: int | None = None
+    prompt_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None  # of one stream
+    decode_slots_tokens_per_second: float | None = None  # of all slots together
+    requests_per_second: float | None = None  # under the cell's workload, all slots busy
+
+
+class EngineChosen(Event, frozen=True, kw_only=True):
+    """The engine of a cell whose backend is `best`, chosen when the cell started."""
+
+    cell: str
+    backend: str
+    weight_format: str
+    reason: str
+    engines: list[EngineRating]
+    spent_seconds: float  # measuring and making weights for that; not of the budget
+
+
+class Calibrated(Event, frozen=True, kw_only=True):
+    """The law of a cell's engine, from single streams and bursts, and the first estimate."""
+
+    cell: str
+    spent_seconds: float
+    law: dict[str, Any] | None = None  # loadtests.simulation.step_law.StepLaw; None: does not fit
+    policy: dict[str, Any] | None = None  # .batching_simulator.SchedulingPolicy
+    observations: list[dict[str, Any]] = []  # .step_law.StepObservation
+    slots: int | None = None
+    start: int | None = None  # 1..: which start of the cell's server
+    limits: dict[str, Capacity] = {}  # the first estimate, by the SLO's name
+    reason: str = ""  # why there is no law
+
+
+class CellSkipped(Event, frozen=True, kw_only=True):
+    cell: str
+    cause: SkipCause
+    reason: str
+
+
+class CellFinished(Event, frozen=True, kw_only=True):
+    cell: str
+    capacities: dict[
+        str, Capacity
+    ] = {}  # by the SLO's name, the campaign's first SLO first; empty: `crossover load`
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """The capacity under the campaign's first SLO."""
+        return next(iter(self.capacities.values()), None)
+
+
+class LevelStarted(Event, frozen=True, kw_only=True):
+    cell: str
+    level: str
+    purpose: LevelPurpose
+    rate_per_second: float | None = None  # open loop; None: closed loop, or given requests
+    concurrency: int | None = None  # closed loop; None: open loop
+    arrivals: dict[str, Any] = {}  # the arrival process, as loadtests.workload.arrivals names it
+    warmup_seconds: float = 0.0  # requests due before this do not count
+    window_seconds: float  # requests due in [warmup_seconds, warmup_seconds + window_seconds) count
+    seed: int = 0
+    attempt: int = 1  # 1..: how often this level was tried, this time included
+    start: int | None = None  # 1..: which start of the cell's server; None: not known
+    started_unix_seconds: float = 0.0  # the moment that RequestRecord's times count from
+
+
+class LevelFinished(Event, frozen=True, kw_only=True):
+    """`good`, `window_due` and `verdict` are by the campaign's first SLO, for who reads along."""
+
+    cell: str
+    level: str
+    due: int  # requests on record, those of the warm-up included
+    window_seconds: float  # as it came out: shorter than asked where the level was cut short
+    good: int = 0
+    window_due: int = 0
+    verdict: str = ""
+    cut_short: str | None = None  # why
+    gave_up: int = 0  # requests that the client ended at the end of the drain time
+    spent_seconds: float = 0.0  # of the budget: start, warm-up, window and drain
+    is_valid: bool = True  # no serious warning but `Disturbed`
+    warnings: list[str] = []  # their codes
+    disturbance: Disturbance | None = None  # None: it was not watched
+    # of the whole level, warm-up and drain included; None: the server does not say
+    engine_time: EngineTime | None = None
+    # of the busiest load generator process: at work, or ready for it and without a core
+    generator_busy_share: float | None = None
+
+
+class LevelAbandoned(Event, frozen=True, kw_only=True):
+    cell: str
+    level: str
+    reason: str
+    spent_seconds: float | None = None
+
+
+class Waited(Event, frozen=True, kw_only=True):
+    """The campaign waited for a quiet machine."""
+
+    cell: str
+    reason: str  # by whom it was disturbed
+    spent_seconds: float
+    became_quiet: bool
+
+
+class NeverQuiet(Event, frozen=True, kw_only=True):
+    """The cell's patience was used up: no level was measured after it."""
+
+    cell: str
+    reason: str  # by whom the machine was disturbed
+    slos: list[str]  # names of those that were not searched to the end
+
+
+AnyEvent = (
+    RunStarted
+    | RunResumed
+    | RunFinished
+    | Interrupted
+    | CellStarted
+    | CellReady
+    | EngineChosen
+    | Calibrated
+    | CellSkipped
+    | CellFinished
+    | LevelStarted
+    | LevelFinished
+    | LevelAbandoned
+    | Waited
+    | NeverQuiet
+)
+E = TypeVar("E", bound=Event)
+
+
+def of_kind(events: Iterable[Event], kind: type[E], cell: str | None = None) -> list[E]:
+    """The events of one kind, in order; of one cell, where one is named."""
+    return [e for e in events if isinstance(e, kind) and cell in (None, e.cell)]

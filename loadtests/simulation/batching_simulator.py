@@ -1,0 +1,326 @@
+"""Simulation of continuous batching: a step law, a policy, due times and lengths -> TTFT and TPOT.
+
+    played = simulate(law, SchedulingPolicy(slots=8), due, prompt_tokens, output_tokens)
+    played.good(ttft_seconds=2.0, tpot_seconds=0.2).mean()
+
+The policy is the scheduler's (serving/engine/scheduler.py): each step decodes one token of every
+sequence past its prompt, then takes prompt tokens, oldest first, up to a budget. Requests are
+admitted in order of arrival to a free slot while the KV pool has room for their prompts beside all
+that is promised to others. Where answers outgrow the pool, the youngest waits again, and all its
+tokens are computed anew. Time outside of steps is left out.
+
+Events are played, not tokens: steps that only decode are summed in closed form up to the next
+arrival or ending.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loadtests.errors import LoadError
+from loadtests.simulation.step_law import StepLaw
+from serving.engine.prefill_budget import (
+    MIN_PREFILL_TOKENS,
+    PREFILL_MULTIPLE,
+    PREFILL_SHARE,
+    PREFILL_WORTH,
+)
+
+Array = npt.NDArray[np.float64]
+Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]
+
+
+class SchedulingPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler's settings that matter to latency; names and defaults as EngineConfig's."""
+
+    slots: int = 16
+    prefill_tokens: int = 256  # most prompt tokens of a step while someone decodes
+    step_tokens: int = 2048  # most tokens of one step
+    kv_tokens: int | None = None  # None: never the limit
+    step_seconds_target: float | None = None  # of a step with prompts while someone decodes
+    whole_prompts: bool = False  # while a prompt is computed nobody decodes
+    reused_share: float = (
+        0.0  # of what prompts have in common with earlier ones: not computed again
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "prefill_tokens", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.reused_share <= 1:
+            raise ValueError(f"reused_share must be 0 to 1, got {self.reused_share}")
+
+
+class Simulated(msgspec.Struct, frozen=True, eq=False):
+    """A row a request, in order of due time, seconds: float64 [n]."""
+
+    due: Array
+    ttft: Array
+    tpot: Array  # nan: an answer of one token
+
+    def good(self, ttft_seconds: float | None, tpot_seconds: float | None) -> npt.NDArray[np.bool_]:
+        """Which requests were within both limits; None: no limit."""
+        good = np.ones(len(self.due), dtype=bool)
+        if ttft_seconds is not None:
+            good &= self.ttft <= ttft_seconds
+        if tpot_seconds is not None:
+            good &= ~(self.tpot > tpot_seconds)
+        return good
+
+
+def simulate(
+    law: StepLaw,
+    policy: SchedulingPolicy,
+    due: Numbers,
+    prompt_tokens: Numbers,
+    output_tokens: Numbers,
+    cached_tokens: Numbers | None = None,
+) -> Simulated:
+    """Play requests due at these times (ascending) with these lengths to their end.
+
+    `cached_tokens`: of each prompt, not computed again; one token is computed in any case.
+    """
+    count = len(due)
+    for lengths in (prompt_tokens, output_tokens, cached_tokens):
+        if lengths is not None and len(lengths) != count:
+            raise LoadError(f"{len(lengths)} lengths for {count} due times")
+    engine = _Engine(law, policy, due, prompt_tokens, output_tokens, cached_tokens)
+    engine.play()
+    due = np.asarray(due, dtype=np.float64)
+    first, last = np.array(engine.first), np.array(engine.last)
+    later = np.maximum(np.asarray(output_tokens, dtype=np.float64), 1.0) - 1.0
+    tpot = np.divide(last - first, later, out=np.full(count, np.nan), where=later > 0)
+    return Simulated(due, first - due, tpot)
+
+
+class _Engine:
+    """The engine on a simulated clock. Requests are their places in the order of due times."""
+
+    def __init__(
+        self,
+        law: StepLaw,
+        policy: SchedulingPolicy,
+        due: Numbers,
+        prompt_tokens: Numbers,
+        output_tokens: Numbers,
+        cached_tokens: Numbers | None,
+    ) -> None:
+        self.law = law
+        self.policy = policy
+        count = len(due)
+        prompts = np.maximum(np.asarray(prompt_tokens), 1).astype(np.int64)
+        cached = np.zeros(count) if cached_tokens is None else np.nan_to_num(cached_tokens)
+        left = np.maximum(prompts - np.asarray(cached, dtype=np.int64), 1)
+        self.due: list[float] = np.asarray(due, dtype=np.float64).tolist()
+        # Of one that was preempted, what it has made is part of its prompt.
+        self.prompts: list[int] = prompts.tolist()
+        self.outputs: list[int] = np.maximum(np.asarray(output_tokens), 1).astype(int).tolist()
+        self.left: list[int] = left.tolist()  # prompt tokens still to compute
+        # Of each prompt token its share of a pass, where whole prompts fit in a step.
+        mean = max(float(left.mean()), 1.0) if count else 1.0
+        self.token_seconds = law.prompt_token_seconds + law.pass_seconds / mean
+        self.first = [math.inf] * count
+        self.last = [0.0] * count
+        self.pool = math.inf if policy.kv_tokens is None else policy.kv_tokens
+        self.now = 0.0
+        self.step = 0  # decode steps so far
+        self.context = 0  # tokens in the KV of the decoding requests
+        self.held = 0  # tokens in the KV of all running requests
+        self.promised = 0  # ... and those of their prompts that are still to come
+        self.next = 0  # the first request that was never admitted
+        self.again: list[int] = []  # preempted, the oldest last: they go first
+        self.filling: list[int] = []  # prompts under way, oldest first
+        self.ends: list[tuple[int, int]] = []  # heap: (decode step of the last token, request)
+
+    def play(self) -> None:
+        """All requests to their end."""
+        law, due, ends, slots = self.law, self.due, self.ends, self.policy.slots
+        base, row, token = law.base_seconds, law.row_seconds, law.context_token_seconds
+        count, pool = len(due), self.pool
+        while True:
+            rows = len(ends)
+            if self.again or (
+                self.next < count
+                and due[self.next] <= self.now
+                and rows + len(self.filling) < slots
+            ):
+                self.admit()
+            if self.filling:
+                self.prefill_step()
+            elif rows:
+                # Only decode: to the next ending, till the KV pool is full, or until a request
+                # comes that could be admitted.
+                while self.held + len(ends) > pool and self.preempt_youngest() is not None:
+                    pass
+                rows = len(ends)
+                steps = ends[0][0] - self.step
+                if self.held + rows * steps > pool:
+                    steps = max(1, int(pool - self.held) // rows)
+                each = base + row * rows + token * self.context
+                growth = token * rows / 2
+                seconds = steps * (each + growth * (steps - 1))
+                if (
+                    rows < slots
+                    and self.next < count
+                    and not self.again
+                    and self.now < due[self.next] <= self.now + seconds
+                ):
+                    steps = _steps_until(due[self.next] - self.now, each, growth, steps)
+                    seconds = steps * (each + growth * (steps - 1))
+                self.now += seconds
+                self.step += steps
+                grown = rows * steps
+                self.context += grown
+                self.held += grown
+                self.promised += grown
+            elif self.next < count:
+                self.now = max(self.now, due[self.next])
+            else:
+                return
+            while ends and ends[0][0] <= self.step:
+                request = heapq.heappop(ends)[1]
+                self.last[request] = self.now
+                tokens = self.prompts[request] + self.outputs[request] - 1
+                self.context -= tokens
+                self.held -= tokens
+                self.promised -= tokens
+
+    def admit(self) -> None:
+        """Give waiting requests free slots while the KV pool has room."""
+        running = len(self.filling) + len(self.ends)
+        while running < self.policy.slots:
+            if self.again:
+                request = self.again[-1]
+            elif self.next < len(self.due) and self.due[self.next] <= self.now:
+                request = self.next
+            else:
+                return
+            prompt = self.prompts[request]
+            # The last token of each that decodes is known, but not in the KV yet.
+            if running and self.promised + len(self.ends) + prompt + running > self.pool:
+                return
+            if self.again:
+                self.again.pop()
+            else:
+                self.next += 1
+            self.filling.append(request)
+            self.held += prompt - self.left[request]
+            self.promised += prompt
+            running += 1
+
+    def prefill_step(self) -> None:
+        """One step: a token of each decoding request, then prompt tokens within the budget."""
+        pieces = self._pieces(self._budget())
+        decodes = not self.policy.whole_prompts
+        while self.held + len(self.ends) + sum(piece for _, piece in pieces) > self.pool:
+            youngest = self.preempt_youngest()
+            if youngest is None:
+                break
+            pieces = [one for one in pieces if one[0] != youngest]
+        rows = len(self.ends) if decodes else 0
+        taken = sum(piece for _, piece in pieces)
+        passes = len(pieces) + (rows > 0)
+        self.now += self.law.seconds(rows, taken, self.context if rows else 0, passes)
+        if rows:
+            self.step += 1
+            self.context += rows
+            self.promised += rows
+        self.held += rows + taken
+        for request, piece in pieces:
+            self.left[request] -= piece
+            if not self.left[request]:
+                self.filling.remove(request)
+                self.first[request] = min(self.first[request], self.now)
+                self.context += self.prompts[request]
+                heapq.heappush(self.ends, (self.step + self.outputs[request] - 1, request))
+
+    def _budget(self) -> int:
+        """Prompt tokens of the next step: as Scheduler._schedule and PrefillBudget.
+
+        What that learns of passes is taken for learnt: `left` seconds are what its tokens take, be
+        they whole prompts or, where these are longer, a piece of one.
+        """
+        rows, law, policy = len(self.ends), self.law, self.policy
+        room = policy.step_tokens - rows
+        if rows == 0 or policy.whole_prompts:
+            return room
+        most = min(room, policy.prefill_tokens)
+        if policy.step_seconds_target is None or law.prompt_token_seconds <= 0:
+            return max(1, most)
+        decode_seconds = law.seconds(rows, 0, self.context)
+        full_seconds = law.seconds(policy.slots, 0, self.context)
+        left = max(
+            policy.step_seconds_target - decode_seconds,
+            PREFILL_SHARE * decode_seconds,
+            PREFILL_WORTH * (decode_seconds / rows - full_seconds / policy.slots),
+        )
+        piece = (left - law.pass_seconds) / law.prompt_token_seconds
+        tokens = int(min(left / self.token_seconds, piece))
+        return max(1, min(most, max(MIN_PREFILL_TOKENS, tokens)))
+
+    def _pieces(self, budget: int) -> list[tuple[int, int]]:
+        """(request, prompt tokens) of the next step, from the oldest prompts on."""
+        pieces: list[tuple[int, int]] = []
+        taken = 0
+        for request in self.filling:
+            left = self.left[request]
+            piece = min(left, budget - taken)
+            if piece < min(left, PREFILL_MULTIPLE) and taken:
+                break
+            if PREFILL_MULTIPLE < piece < left:
+                piece -= piece % PREFILL_MULTIPLE
+            if piece <= 0:
+                break
+            pieces.append((request, piece))
+            taken += piece
+        return pieces
+
+    def preempt_youngest(self) -> int | None:
+        """The youngest of several that run goes back to the queue; None: one alone stays."""
+        if len(self.filling) + len(self.ends) < 2:
+            return None
+        request = max((*self.filling, *(each for _, each in self.ends)))
+        prompt = self.prompts[request]
+        if request in self.filling:
+            self.filling.remove(request)
+            computed = prompt - self.left[request]
+            self.promised -= prompt
+        else:
+            end = next(end for end, each in self.ends if each == request)
+            self.ends.remove((end, request))
+            heapq.heapify(self.ends)
+            made = self.outputs[request] - (end - self.step)
+            computed = prompt + made - 1
+            self.context -= computed
+            self.promised -= computed
+            self.prompts[request] += made
+            self.outputs[request] -= made
+        self.held -= computed
+        self.left[request] = self.prompts[request]
+        self.again.append(request)
+        return request
+
+
+def _steps_until(seconds: float, each: float, growth: float, most: int) -> int:
+    """The fewest decode steps, 1 to `most`, that last as long as `seconds`.
+
+    n steps last n (each + growth (n - 1)).
+    """
+    first = each - growth
+    if growth > 0:
+        steps = (math.sqrt(first * first + 4 * growth * seconds) - first) / (2 * growth)
+    else:
+        steps = seconds / each if each > 0 else most
+    found = min(max(1, math.ceil(steps)), most)
+    # The root is rounded: a step more or less may be the answer.
+    if found > 1 and (found - 1) * (each + growth * (found - 2)) >= seconds:
+        return found - 1
+    if found < most and found * (each + growth * (found - 1)) < seconds:
+        return found + 1
+    return found

@@ -1,0 +1,253 @@
+"""Calibration: some 20 s of requests out of which the step law is fitted.
+
+    made = calibrate(ask, workload, slots=8, seconds=20.0, alone=[single_stream_level])
+    made.law, made.reason              # the law, or why there is none
+
+Single streams tell what a prompt and one decode row cost; they are asked here where the caller has
+none. Then come two bursts: streams that are sent at one moment and end one after the other, so that
+each tells a step's time at several numbers of decode rows, and at its beginning what several
+prompts in one step cost. The first has short prompts, the second the workload's own lengths: that
+tells what context costs. Where an endpoint does not say its slots, bursts of 2, 4, 8 ... find them.
+
+What is asked depends on lengths and on what was seen, not on a clock, so a calibration that is
+taken up again asks the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from loadtests.analysis.level import Level
+from loadtests.errors import LoadError
+from loadtests.simulation.step_law import (
+    FITS,
+    LEAST_OBSERVATIONS,
+    StepLaw,
+    StepObservation,
+    fit_law,
+)
+from loadtests.simulation.step_observation import merged_steps, observed_steps
+from loadtests.workload.request_lengths import Workload, draw
+
+SECONDS = 20.0
+SINGLE_SHARE = 0.3  # of the time, for single streams
+QUANTILES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.99)  # of the prompts that single streams are asked with
+LEAST_SINGLE = 3
+FIRST_TOKENS, MOST_TOKENS = 8, 64  # of a single stream's answer: the first one tells the speed
+SHORT_PROMPT = 16
+MOST_STREAMS = 64
+MOST_SLOTS = 64  # that are looked for
+LADDER = (1.0, 0.75, 0.5, 0.375, 0.25)  # of the streams, the decode rows to visit
+STEPS = (4, 32)  # at each number of rows, at least and at most
+SCALING = 0.8  # power of rows by which a step is expected to grow before several were seen
+PROMPTS_SHARE = 0.4  # of a burst's time
+LEAST_CONTEXT = 0.5  # of the mean prompt: shorter contexts do not tell what a token costs
+AHEAD = 4  # steps, and an eighth of the streams: that the first stream starts before the last
+PIECE = 256  # prompt tokens that are expected to share a step with decode rows
+
+
+class Burst(msgspec.Struct, frozen=True):
+    """Streams that are sent at one moment, in this order: tokens of each prompt and answer."""
+
+    prompt_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+
+    @property
+    def streams(self) -> int:
+        return len(self.output_tokens)
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a calibration found."""
+
+    observations: list[StepObservation]
+    slots: int | None  # as served, or as found; None: not found
+    law: StepLaw | None
+    reason: str = ""  # why there is no law
+    spent_seconds: float = 0.0  # with requests under way
+
+
+Ask = Callable[[Burst], Level | None]  # sends a burst and waits for its end; None: it tells nothing
+
+
+def calibrate(
+    ask: Ask,
+    workload: Workload,
+    slots: int | None,
+    seconds: float = SECONDS,
+    alone: Sequence[Level] = (),
+) -> Calibration:
+    """Single streams (where `alone` has none), two bursts, the law. `slots` None: find them.
+
+    Nothing is asked that is expected to pass `seconds`, but for the first single stream and one
+    burst of two streams.
+    """
+    prompts = np.array([one.prompt_tokens for one in draw(workload, 400, 1)])
+    seen = _Seen(ask, prompts, seconds)
+    for level in alone:
+        seen.take(level)
+    if sum(len(level.due) for level in alone) < LEAST_SINGLE:
+        seen.single_streams()
+    if slots is None and seen.has_steps:
+        slots = seen.find_slots()
+    if slots is not None and seen.has_steps:
+        for left in (2, 1):
+            seen.burst(min(slots, MOST_STREAMS), (seconds - seen.spent) / left, left == 1)
+    law, reason = None, ""
+    try:
+        law = seen.law()
+    except LoadError as problem:
+        reason = str(problem)
+    if not seen.has_steps:
+        reason = "chunks of several tokens, or none: the server's steps cannot be told"
+    elif law is not None and not law.fits:
+        reason = (
+            f"steps are {law.error:.0%} off the law where it was not fitted ({FITS:.0%} at most)"
+        )
+    return Calibration(
+        observations=seen.observations,
+        slots=slots,
+        law=None if reason else law,
+        reason=reason,
+        spent_seconds=round(seen.spent, 3),
+    )
+
+
+class _Seen:
+    """What was asked and seen so far."""
+
+    def __init__(self, ask: Ask, prompts: np.typing.NDArray[np.int64], seconds: float) -> None:
+        self.observations: list[StepObservation] = []
+        self.spent = 0.0
+        self.has_steps = False
+        self._ask, self._prompts, self._seconds = ask, prompts, seconds
+
+    def take(self, level: Level) -> None:
+        """Add what a level's stamps tell of steps."""
+        if not len(level.chunks):
+            return
+        # All of a burst are under way at once; slots below its streams only merge more steps.
+        steps, _ = observed_steps(level, max(len(level.due), 1))
+        self.has_steps = self.has_steps or bool(steps)
+        self.observations += merged_steps(steps)
+
+    def ask(self, prompts: Sequence[int], outputs: Sequence[int]) -> Level | None:
+        level = self._ask(Burst(tuple(map(int, prompts)), tuple(map(int, outputs))))
+        if level is not None and len(level.chunks):
+            self.spent += float(np.nanmax(level.chunks))
+            self.take(level)
+        return level
+
+    def single_streams(self) -> None:
+        """Prompts at quantiles of the workload, as many as a share of the time pays for."""
+        for number, quantile in enumerate(QUANTILES):
+            prompt = int(np.quantile(self._prompts, quantile))
+            left = SINGLE_SHARE * self._seconds - self.spent - self._fill(prompt)
+            tokens = FIRST_TOKENS
+            if number:
+                tokens = min(MOST_TOKENS, int(left / 2 / max(self._expected(1), 1e-6)))
+            if number == 0 or (self.has_steps and tokens >= 2):
+                self.ask([prompt], [tokens])
+
+    def find_slots(self) -> int | None:
+        """Streams served together, by bursts of 2, 4, 8 ...; None: too slow to find out."""
+        served = None
+        streams = 2
+        while streams <= MOST_SLOTS:
+            tokens = STEPS[0] + AHEAD + streams
+            cost = tokens * self._expected(streams) + self._fill(SHORT_PROMPT) * streams
+            if streams > 2 and cost > (self._seconds - self.spent) / 2:
+                return served
+            level = self.ask([SHORT_PROMPT] * streams, [tokens] * streams)
+            if level is None:
+                return served
+            at_once = most_at_once(level)
+            served = max(served or 1, at_once)
+            if at_once < streams:
+                return served
+            streams *= 2
+        return served
+
+    def burst(self, streams: int, seconds: float, real_lengths: bool) -> None:
+        """One within so many seconds; fewer streams, steps and prompt tokens where it must be."""
+        if streams < 2:
+            return
+        for rows in _halves(streams):
+            ladder = sorted({max(2, round(rows * part)) for part in LADDER}, reverse=True)
+            each = sum(map(self._expected, ladder))
+            prompts = self._burst_prompts(rows, seconds, real_lengths)
+            ahead = AHEAD + rows // 8 + sum(prompts) // PIECE
+            left = seconds - sum(map(self._fill, prompts)) - ahead * self._expected(rows)
+            steps = min(STEPS[1], int(left / max(each, 1e-6)))
+            if steps >= STEPS[0] or rows <= 2:
+                self.ask(prompts, _ending_in_turn(ladder, max(steps, STEPS[0]), ahead))
+                return
+
+    def _burst_prompts(self, streams: int, seconds: float, real_lengths: bool) -> list[int]:
+        if not real_lengths:
+            return [int(min(SHORT_PROMPT, self._prompts.min()))] * streams
+        lengths = np.quantile(self._prompts, (np.arange(streams) + 0.5) / streams)
+        cost = float(sum(map(self._fill, lengths)))
+        lengths *= min(1.0, PROMPTS_SHARE * seconds / max(cost, 1e-9))
+        # The long ones are neither all first nor all last.
+        mixed = np.random.default_rng(1).permutation(np.maximum(lengths, 1).astype(int))
+        return [int(one) for one in mixed]
+
+    def _expected(self, rows: int) -> float:
+        """Seconds of a decode step."""
+        several = any(one.rows > one.steps for one in self.observations)
+        if several and len(self.observations) >= LEAST_OBSERVATIONS:
+            return self.law().seconds(rows, 0, rows * float(np.mean(self._prompts)))
+        decodes = [o.seconds / o.steps for o in self.observations if o.rows and not o.prompt_tokens]
+        return float(np.median(decodes)) * rows**SCALING if decodes else 0.0
+
+    def _fill(self, tokens: float) -> float:
+        """Seconds of a prompt."""
+        each = [
+            o.seconds / o.prompt_tokens for o in self.observations if o.prompt_tokens and not o.rows
+        ]
+        return min(each) * tokens if each else 0.0  # of the longest prompt: least of it is base
+
+    def law(self) -> StepLaw:
+        """Of all that was seen. Raises LoadError."""
+        longest = max((o.context_tokens / o.rows for o in self.observations if o.rows), default=0)
+        knows_context = longest >= LEAST_CONTEXT * float(np.mean(self._prompts))
+        return fit_law(self.observations, knows_context=knows_context)
+
+
+def _halves(streams: int) -> Iterator[int]:
+    while streams > 2:
+        yield streams
+        streams //= 2
+    yield 2
+
+
+def _ending_in_turn(ladder: Sequence[int], steps: int, ahead: int) -> list[int]:
+    """Output tokens of the streams of a burst whose decode rows go down the ladder.
+
+    The first stream, which starts first, ends last.
+    """
+    tokens: list[int] = []
+    for stage, rows in enumerate(ladder, 1):
+        fewer = ladder[stage] if stage < len(ladder) else 0
+        tokens += [1 + ahead + steps * stage] * (rows - fewer)
+    return tokens[::-1]
+
+
+def most_at_once(level: Level) -> int:
+    """How many streams that were sent at one moment were served together.
+
+    By the spans from first to last content; where answers are one chunk, by how many came within
+    one and a half times the first's.
+    """
+    answered = level.chunk_counts > 0
+    if not answered.any():
+        return 0
+    first, last = level.first[answered], level.last[answered]
+    if (first == last).all():
+        lasted = first - level.sent[answered]
+        return int((lasted <= 1.5 * lasted.min()).sum())
+    return int(max(((first <= at) & (at <= last)).sum() for at in first))

@@ -1,0 +1,140 @@
+"""machine.json: the step laws that `crossover calibrate` measured on a machine, for use elsewhere.
+
+    write_machine_file(Path("machine.json"), found)
+    found = read_machine_file(Path("machine.json"))   # BadMachineFile names key and value
+
+Facts of the hardware and of software versions; nothing that names a person, host, user, path or
+serial number. Sizes are bytes, times seconds, missing is None. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from loadtests.errors import LoadError
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.step_law import StepLaw
+from models.manifest import write_atomically
+from models.spec import ModelSpec
+from serving.bounds import Count, Positive, Seconds, bound
+from serving.hardware.machine_facts import HardwareFacts
+
+VERSION: Literal[2] = (
+    2  # 1: a grid of step times measured in process, with bandwidth and matrix rates
+)
+
+MOST_CHARACTERS = 200
+Text = Annotated[str, Meta(max_length=MOST_CHARACTERS)]
+Part = Annotated[float, Meta(ge=0, le=1)]
+
+
+class BadMachineFile(LoadError):
+    """A machine file that cannot be read, of another version, or with a wrong key or value."""
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The machine, as far as its kernel says."""
+
+    cpu_model: Text
+    architecture: Text
+    isa: tuple[Text, ...]
+    logical_cores: Count
+    physical_cores: Count | None = None
+    usable_cores: Positive  # by affinity and CPU quota
+    memory_bytes: Count  # of the machine, or of its container
+    virtualisation: Text | None = None
+    system: Text
+
+
+class ModelSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The step law of one model in one format on one engine."""
+
+    backend: Text
+    version: Text = ""  # of the engine's library
+    model: ModelSpec
+    weight_format: Text
+    threads: Count | None = None
+    policy: SchedulingPolicy
+    law: StepLaw
+    spent_seconds: Seconds = 0.0
+
+
+class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file."""
+
+    version: Literal[2] = VERSION
+    crossover: Text
+    measured_on: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d$")]
+    name: Text
+    hardware: Hardware
+    models: Annotated[tuple[ModelSteps, ...], Meta(min_length=1)]
+    taken_share: Part | None = (
+        None  # of the CPU time that the engine wanted, by others; None: not seen
+    )
+    watts: Positive | None = None  # under load, as its owner says
+    dollars_per_hour: Seconds | None = None
+    price_source: Text = ""
+    price_date: Text = ""
+    owned: bool = True
+
+
+def read_machine_file(path: Path) -> MachineFile:
+    """The file, checked. Raises BadMachineFile with file, key and value."""
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except OSError as problem:
+        raise BadMachineFile(f"{path} cannot be read: {problem.strerror}") from problem
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise BadMachineFile(f"{path} is no JSON: {problem}") from problem
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version != VERSION:
+        raise BadMachineFile(
+            f"{path} is no machine file of version {VERSION}: version is {version!r}; "
+            "`crossover calibrate` writes one anew on that machine"
+        )
+    try:
+        return msgspec.convert(raw, MachineFile)
+    except msgspec.ValidationError as problem:
+        raise BadMachineFile(f"{path}: {_explained(str(problem), raw)}") from problem
+
+
+def write_machine_file(path: Path, found: MachineFile) -> None:
+    """The whole file or none of it."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+
+
+def hardware_of(facts: HardwareFacts, memory_bytes: int) -> Hardware:
+    """What a file may say of this machine: no name of a host, and nothing of its kernel."""
+    return Hardware(
+        cpu_model=facts.cpu_model,
+        architecture=facts.architecture,
+        isa=facts.isa,
+        logical_cores=facts.logical_cores,
+        physical_cores=facts.physical_cores,
+        usable_cores=facts.usable_cores,
+        memory_bytes=memory_bytes,
+        virtualisation=facts.virtualisation,
+        system=facts.system,
+    )
+
+
+def _explained(problem: str, raw: Any) -> str:
+    """`models[0].threads must be at least 1, got 0`, from msgspec's sentence."""
+    found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", problem)
+    if found is None or "[...]" in found[2]:
+        return problem
+    value = raw
+    for key, index in re.findall(r"(\w+)|\[(\d+)\]", found[2]):
+        try:
+            value = value[int(index)] if index else value[key]
+        except (KeyError, IndexError, TypeError):
+            return problem
+    limits = bound(found[1])
+    told = f"must be {limits}" if limits else f"is wrong: {found[1]}"
+    shown = "" if isinstance(value, dict | list) else f", got {value!r}"
+    return f"{found[2] or 'the file'} {told}{shown}"

@@ -1,0 +1,157 @@
+"""The step law of one engine on one machine: seconds of a step by what is in it, in five numbers.
+
+    >>> law = StepLaw(base_seconds=0.01, row_seconds=0.002, prompt_token_seconds=0.0005)
+    >>> round(law.seconds(rows=8, prompt_tokens=100, context_tokens=4096), 3)
+    0.076
+
+    t = base + row * decode rows + prompt * prompt tokens + context * tokens of context
+             + pass * (passes - 1)
+
+Context is the tokens in the KV of all decoding rows together. A pass is one run through the
+weights: engines on CPUs compute the decode rows of a step in one pass and each prompt in another.
+
+One non-negative least squares on relative errors fits it (`fit_law`); its error is told by leaving
+observations out. The same struct holds laws of this run's stamps, of a machine elsewhere and of a
+datasheet; who makes it says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loadtests.errors import LoadError
+
+Array = npt.NDArray[np.float64]
+
+LEAST_OBSERVATIONS = 5  # as many as there are numbers
+FOLDS = 8  # that observations are left out in
+FITS = 0.25  # a law with a larger error does not describe the engine
+
+
+class StepObservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Some steps in a row and how long they took together: every count is a sum over the steps.
+
+    `passes` is the sum too: it equals `steps` where no step had a second pass.
+    """
+
+    seconds: float
+    rows: float  # decode rows
+    prompt_tokens: float  # computed; those found in a cache are left out
+    context_tokens: float  # in the KV of the decoding rows
+    passes: float = 1.0
+    steps: float = 1.0
+
+
+class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds, none below 0. `error`: root mean square of relative errors of what was left out of
+    the fit; None: not known.
+    """
+
+    base_seconds: float
+    row_seconds: float = 0.0  # of a decode row
+    prompt_token_seconds: float = 0.0
+    context_token_seconds: float = 0.0
+    pass_seconds: float = 0.0  # of each pass of a step but the first
+    error: float | None = None
+    observations: int | None = None  # that it was fitted to
+
+    def __post_init__(self) -> None:
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+
+    def seconds(
+        self,
+        rows: float,
+        prompt_tokens: float,
+        context_tokens: float,
+        passes: float = 1.0,
+        steps: float = 1.0,
+    ) -> float:
+        """Of one step; of several, where the counts are their sums."""
+        return (
+            self.base_seconds * steps
+            + self.row_seconds * rows
+            + self.prompt_token_seconds * prompt_tokens
+            + self.context_token_seconds * context_tokens
+            + self.pass_seconds * (passes - steps)
+        )
+
+    def of(self, seen: StepObservation) -> float:
+        """What it says of steps that were seen."""
+        return self.seconds(
+            seen.rows, seen.prompt_tokens, seen.context_tokens, seen.passes, seen.steps
+        )
+
+    def slower(self, factor: float) -> StepLaw:
+        """The law of a machine whose steps all take `factor` times as long."""
+        changed = {name: getattr(self, name) * factor for name in NUMBERS}
+        return msgspec.structs.replace(self, **changed)
+
+    @property
+    def fits(self) -> bool:
+        """Its error is not known, or small enough for it to describe the engine."""
+        return self.error is None or self.error <= FITS
+
+
+NUMBERS = (
+    "base_seconds",
+    "row_seconds",
+    "prompt_token_seconds",
+    "context_token_seconds",
+    "pass_seconds",
+)
+
+
+def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = True) -> StepLaw:
+    """The law with the least squared relative error, no number of it below 0.
+
+    A cost that the observations never vary is 0; so is a context token's where `knows_context` says
+    that contexts were too short to tell it. Raises LoadError for fewer than five observations and
+    for seconds that are not above 0.
+    """
+    if len(observations) < LEAST_OBSERVATIONS:
+        raise LoadError(
+            f"{len(observations)} observations are too few for a step law: "
+            f"at least {LEAST_OBSERVATIONS} are needed"
+        )
+    features = np.array(
+        [
+            (
+                o.steps,
+                o.rows,
+                o.prompt_tokens,
+                o.context_tokens if knows_context else 0.0,
+                o.passes - o.steps,
+            )
+            for o in observations
+        ]
+    )
+    seconds = np.array([o.seconds for o in observations])
+    if not (seconds > 0).all():
+        raise LoadError(f"an observation of {seconds.min():g} s: steps take longer than 0 s")
+    relative = features / seconds[:, None]
+    found = _least_squares(relative)
+    errors = []
+    for fold in range(min(FOLDS, len(seconds))):
+        left_out = np.arange(len(seconds)) % FOLDS == fold
+        errors.append(relative[left_out] @ _least_squares(relative[~left_out]) - 1.0)
+    return StepLaw(
+        **dict(zip(NUMBERS, found.tolist(), strict=True)),
+        error=float(np.sqrt(np.mean(np.concatenate(errors) ** 2))),
+        observations=len(seconds),
+    )
+
+
+def _least_squares(relative: Array) -> Array:
+    """The five numbers, from features over seconds: [n, 5] -> [5]."""
+    from scipy.optimize import nnls
+
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    found: Array = nnls(relative / scale, np.ones(len(relative)))[0] / scale
+    return found

@@ -1,0 +1,249 @@
+"""What the content stamps of a level say of the engine's steps; works against any endpoint.
+
+    seen, covered = observed_steps(level, slots=8)
+    level_factor(law, level, policy).factor        # 1.1: steps took 1.1 times what the law says
+
+Where a chunk is a token, a moment at which chunks come together is the end of a step. A step counts
+that began where the one before it ended (all who had more to come have a chunk) or, on an idle
+server, when its first request was sent. Steps in which a prompt may be under way without a first
+token yet are put together with those that follow, up to one with no prompt under way: sums are
+right then, whatever the pieces were. A server that lets nobody decode while it computes a prompt
+has steps of first tokens alone. So single streams, bursts and open-loop levels tell steps by
+one rule. Where chunks carry several tokens, steps cannot be told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from loadtests.analysis.level import Level
+from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.step_law import StepLaw, StepObservation
+
+Array = npt.NDArray[np.float64]
+Whole = npt.NDArray[np.int64]
+
+MOST_TOKENS = 1.05  # a chunk, on average: with more, chunks are not steps
+APART = 0.4  # of a quick step (the quickest fifth of gaps): chunks closer than that share a step
+MERGED = 12  # like steps in a row that are one observation, at most ...
+LEAST_OBSERVED = 40  # ... while so many observations of a level are left
+LEAST_STEPS = 50  # fewer say little
+# Of the time with work, in steps that can be told; else TPOT tells the factor, which is as good:
+# on 58 recorded levels near the limit both are 0.069 off (docs/benchmarks.md). 57 of 62 cover more
+# than 0.7; llama-server's do not.
+LEAST_COVERED = 0.35
+PARTS = 6  # of a level, that the spread is told from
+FACTORS = (0.4, 2.5)  # that TPOT is matched within
+
+
+class LevelFactor(msgspec.Struct, frozen=True, kw_only=True):
+    """How much longer than by the law the steps of a level took."""
+
+    factor: float
+    by: Literal["steps", "tpot"]
+    covered: float  # share of the time with work, in steps that could be told
+    steps: int
+    spread: float | None = None  # standard deviation of ln(factor) between sixths of the level
+
+
+def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], float]:
+    """The steps in order, and the share of the time with work that they cover.
+
+    Without a token count a chunk stands for a token. [] where chunks are not tokens.
+    """
+    counts = level.chunk_counts
+    told = (counts > 0) & ~np.isnan(level.output_tokens)
+    if level.output_tokens[told].sum() > MOST_TOKENS * counts[told].sum() or counts.max() < 2:
+        return [], 0.0
+    group, end, apart = _steps_of(level)
+    request = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(request)) - level.chunk_offsets[request]
+    size = len(end)
+
+    def per_step(which: npt.NDArray[np.bool_], value: Array | None = None) -> Array:
+        weights = None if value is None else value[which]
+        found: Array = np.bincount(group[which], weights, size).astype(np.float64)
+        return found
+
+    first, more = number == 0, number + 1 < counts[request]
+    decoding, begun = per_step(~first), per_step(first)
+    ended = np.cumsum(per_step(first & more) - per_step(~first & ~more))
+    active = np.concatenate([[0.0], ended[:-1]])  # have a token and more to come
+    # All who are active have their next token; or nobody, while prompts are computed.
+    turn = np.cumsum(decoding > 0)[group]
+    follows = ~first & (turn == np.concatenate([[-1], turn[:-1]]) + 1)
+    is_idle = active == 0
+    is_whole = (decoding == active) & (per_step(follows) == decoding) | (decoding == 0)
+    sent = np.where(np.isnan(level.sent), level.due, level.sent)
+    # Of those who have no first token before the step, when the earliest was sent.
+    earliest = np.full(size + 1, np.inf)
+    np.minimum.at(earliest, group[first], sent[request[first]])
+    earliest = np.minimum.accumulate(earliest[::-1])[::-1][:size]
+    before = np.concatenate([[-np.inf], end[:-1]])
+    begin = np.where(is_idle, np.maximum(before, earliest), before)
+    begin[0] = earliest[0]
+    gone = level.ended[(counts == 0) & ~np.isnan(level.ended)]
+    firsts = np.sort(np.concatenate([level.chunks[first], gone]))
+    asked = np.searchsorted(np.sort(sent), np.where(is_idle, end, begin))
+    waiting = asked - np.searchsorted(firsts, end + 1e-9)
+    is_filling = np.minimum(waiting, slots - decoding - begun) > 0
+    passes = np.maximum((decoding > 0) + np.maximum(begun, is_filling), 1)
+    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
+    prompt = np.nan_to_num(prompt)
+    computed = np.maximum(prompt - np.nan_to_num(level.cached_tokens), 1.0)
+    # From the step after one with no prompt under way to the next such step. A step that ended too
+    # soon after the one before it was quick since that one's chunks came late.
+    is_late = np.concatenate([end[1:] - begin[1:] < apart, [False]])
+    run = np.concatenate([[0], np.cumsum(~(is_filling | is_late))[:-1]])
+    columns = (
+        end - begin,
+        decoding,
+        per_step(first, computed[request]),
+        per_step(~first, prompt[request] + number),
+        passes,
+        np.ones(size),
+    )
+    sums = np.column_stack([np.bincount(run, column) for column in columns])
+    kept = (np.bincount(run, ~is_whole) == 0) & (sums[:, 0] > 0)
+    found = [
+        StepObservation(
+            seconds=row[0],
+            rows=row[1],
+            prompt_tokens=row[2],
+            context_tokens=row[3],
+            passes=row[4],
+            steps=row[5],
+        )
+        for row in sums[kept].tolist()
+    ]
+    return found, float(sums[kept, 0].sum()) / max(_busy_seconds(level, sent), 1e-9)
+
+
+def _steps_of(level: Level) -> tuple[Whole, Array, float]:
+    """Of each chunk the step that it came from; of each step when its last chunk came; and how far
+    apart, in seconds, chunks of two steps are at least.
+    """
+    request = np.repeat(np.arange(len(level.chunk_counts)), level.chunk_counts)
+    gaps = np.diff(level.chunks)[request[1:] == request[:-1]]
+    apart = APART * float(np.quantile(gaps, 0.2))
+    order = np.argsort(level.chunks, kind="stable")
+    stamps = level.chunks[order]
+    begins = np.concatenate([[True], np.diff(stamps) >= apart])
+    group = np.cumsum(begins) - 1
+    # One who has two chunks in a group had two steps, that came together.
+    key = group * (len(level.chunk_counts) + 1) + request[order]
+    _, several = np.unique(key, return_counts=True)
+    if several.max() > 1:
+        seen: set[int] = set()
+        for place, (is_first, who) in enumerate(
+            zip(begins.tolist(), request[order].tolist(), strict=True)
+        ):
+            if is_first or who in seen:
+                begins[place] = True
+                seen = set()
+            seen.add(who)
+        group = np.cumsum(begins) - 1
+    of_chunk = np.empty(len(order), dtype=np.int64)
+    of_chunk[order] = group
+    last = np.concatenate([np.flatnonzero(begins)[1:] - 1, [len(stamps) - 1]])
+    return of_chunk, stamps[last], apart
+
+
+def _busy_seconds(level: Level, sent: Array) -> float:
+    """In which a request was under way."""
+    ended = np.where(np.isnan(level.last), level.ended, level.last)
+    known = ~np.isnan(ended)
+    order = np.argsort(sent[known])
+    begin, end = sent[known][order], ended[known][order]
+    reached = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
+    return float(np.maximum(0.0, end - np.maximum(begin, reached)).sum())
+
+
+def level_factor(law: StepLaw, level: Level, policy: SchedulingPolicy) -> LevelFactor | None:
+    """Seconds of the level's steps over those by the law; None where the level tells nothing.
+
+    Where too few steps can be told: the factor of all step times with which the simulated level has
+    its median TPOT.
+    """
+    seen, covered = observed_steps(level, policy.slots) if len(level.chunks) else ([], 0.0)
+    steps = int(sum(one.steps for one in seen))
+    if steps >= LEAST_STEPS and covered >= LEAST_COVERED:
+        return LevelFactor(
+            factor=_ratio(law, seen),
+            by="steps",
+            covered=covered,
+            steps=steps,
+            spread=_spread(law, seen),
+        )
+    factor = _factor_by_tpot(law, level, policy)
+    if factor is None:
+        return None
+    return LevelFactor(factor=factor, by="tpot", covered=covered, steps=steps)
+
+
+def _ratio(law: StepLaw, seen: Sequence[StepObservation]) -> float:
+    return sum(one.seconds for one in seen) / max(sum(map(law.of, seen)), 1e-12)
+
+
+def _spread(law: StepLaw, seen: Sequence[StepObservation]) -> float | None:
+    """Between parts that are equally long."""
+    ends = np.cumsum([one.seconds for one in seen])
+    part = np.minimum((ends / ends[-1] * PARTS).astype(int), PARTS - 1)
+    logs = [
+        math.log(_ratio(law, [one for one, its in zip(seen, part, strict=True) if its == number]))
+        for number in sorted(set(part.tolist()))
+    ]
+    return float(np.std(logs, ddof=1)) if len(logs) > 1 else None
+
+
+def _factor_by_tpot(law: StepLaw, level: Level, policy: SchedulingPolicy) -> float | None:
+    counted = level.counted & ~level.failed & np.isfinite(level.tpot)
+    if not counted.any():
+        return None
+    real = float(np.median(level.tpot[counted]))
+    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
+    output = np.where(np.isnan(level.output_tokens), level.asked_output_tokens, level.output_tokens)
+    known = ~np.isnan(prompt) & ~np.isnan(output)
+    low, high = map(math.log, FACTORS)
+    for _ in range(10):
+        middle = (low + high) / 2
+        played = simulate(
+            law.slower(math.exp(middle)),
+            policy,
+            level.due[known],
+            prompt[known],
+            output[known],
+            level.cached_tokens[known],
+        )
+        tpot = played.tpot[counted[known]]
+        if np.isnan(tpot).all():
+            return None
+        low, high = (middle, high) if float(np.nanmedian(tpot)) < real else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def merged_steps(seen: Sequence[StepObservation]) -> list[StepObservation]:
+    """Steps in a row that only decode, with as many rows each, as one: their noise is averaged, and
+    a law is fitted to the mean of steps, stalls among them.
+    """
+    found: list[StepObservation] = []
+    most = min(MERGED, sum(one.steps for one in seen) / LEAST_OBSERVED)
+    alike = None
+    for one in seen:
+        decodes = (
+            one.rows / one.steps if not one.prompt_tokens and one.passes == one.steps else None
+        )
+        if decodes is not None and decodes == alike and found[-1].steps + one.steps <= most:
+            last = found.pop()
+            one = StepObservation(
+                **{name: getattr(last, name) + getattr(one, name) for name in one.__struct_fields__}
+            )
+        found.append(one)
+        alike = decodes
+    return found

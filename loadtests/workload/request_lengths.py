@@ -1,0 +1,353 @@
+"""What is asked: lengths, sessions and shared prefixes, drawn before a level starts.
+
+    >>> asks = draw(Workload(preset="chat", max_prompt_tokens=512), n=3, seed=1)
+    >>> [ask.index for ask in asks], all(1 <= ask.prompt_tokens <= 512 for ask in asks)
+    ([0, 1, 2], True)
+
+Lengths come from a preset (joint quantile table of a public trace), from `prompt_tokens` and
+`output_tokens` (all requests the same), from `file` (rows drawn at random) or from `replay` (rows
+in their order). `scale` multiplies, then the caps apply: `cap = "truncate"` cuts longer lengths to
+the cap, `cap = "redraw"` draws such pairs again.
+
+In a campaign file: `workload = { preset = "chat", max_prompt_tokens = 512 }`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from loadtests.errors import LoadError
+from loadtests.workload.arrivals import generator
+from loadtests.workload.traces import load_trace
+
+Pairs = npt.NDArray[np.int64]  # (prompt tokens, output tokens): [n, 2]
+Tokens = Annotated[int, Meta(ge=1)]
+PRESETS: tuple[str, ...] = ("chat", "code", "sharegpt", "summarise")
+
+_LENGTHS, _SESSIONS, _GROUPS = 0x0B, 0x0C, 0x0D  # streams of draws under one seed
+_DRAWN_AT_ONCE = 1024  # a constant: a longer level starts like a shorter one
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One kind of traffic. Exactly one source of lengths is given (see above)."""
+
+    preset: Annotated[
+        str | None,
+        Meta(description="lengths of a shipped trace: chat, code, sharegpt, summarise"),
+    ] = None
+    prompt_tokens: Annotated[
+        Tokens | None, Meta(description="every prompt has this length; with output_tokens")
+    ] = None
+    output_tokens: Annotated[
+        Tokens | None, Meta(description="every answer has this length; with prompt_tokens")
+    ] = None
+    file: Annotated[
+        str | None, Meta(description="a file with rows of lengths, drawn at random")
+    ] = None
+    replay: Annotated[
+        str | None,
+        Meta(description='such a file, row by row; use it with arrivals of kind "trace"'),
+    ] = None
+    scale: Annotated[
+        float,
+        Meta(gt=0, description="multiplies all lengths, and keeps their shape (a cap does not)"),
+    ] = 1.0
+    max_prompt_tokens: Annotated[Tokens | None, Meta(description="cap of a prompt's length")] = None
+    max_output_tokens: Annotated[Tokens | None, Meta(description="cap of an answer's length")] = (
+        None
+    )
+    cap: Annotated[
+        Literal["truncate", "redraw"],
+        Meta(description="lengths above a cap: cut (truncate), or drawn again (redraw)"),
+    ] = "truncate"
+    turns: Annotated[
+        float, Meta(ge=1, description="mean turns of a session (geometric); 1: no sessions")
+    ] = 1.0
+    think_seconds: Annotated[
+        float,
+        Meta(ge=0, description="mean pause of a session between two due times (exponential)"),
+    ] = 0.0
+    shared_prefix_tokens: Annotated[
+        int,
+        Meta(ge=0, description="tokens that begin each prompt, the same within its prefix group"),
+    ] = 0
+    prefix_groups: Annotated[Tokens, Meta(description="number of different shared prefixes")] = 1
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("preset", "file", "replay") if getattr(self, name) is not None]
+        if self.prompt_tokens is not None or self.output_tokens is not None:
+            if self.prompt_tokens is None or self.output_tokens is None:
+                raise ValueError("prompt_tokens and output_tokens belong together: give both")
+            given.append("prompt_tokens and output_tokens")
+        if len(given) != 1:
+            raise ValueError(
+                "give one of preset, file, replay, or prompt_tokens with output_tokens; "
+                f"got {' and '.join(given) or 'none'}"
+            )
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset {self.preset!r} is not one of {', '.join(PRESETS)}")
+        if self.replay is not None and self.turns > 1:
+            raise ValueError(
+                f"turns = {self.turns} with replay: a trace has its own order of requests; "
+                "leave turns out"
+            )
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The caps of prompt and output tokens; infinite where there is none."""
+        return self.max_prompt_tokens or math.inf, self.max_output_tokens or math.inf
+
+
+class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request to be asked. `prompt_tokens` is the whole prompt: prefix, history, new text."""
+
+    index: int
+    prompt_tokens: int
+    output_tokens: int
+    prefix: int | None = None  # group whose prompts start with the same `prefix_tokens` tokens
+    prefix_tokens: int = 0
+    session: int | None = None
+    turn: int | None = None  # 0.. within the session
+    history_tokens: int = 0  # of the prompt: earlier prompts and answers of the session
+    think_seconds: float = 0.0  # least pause between the previous turn's due time and this one's
+    blocks: tuple[int, ...] = ()  # a trace's block hashes: equal hashes are equal text
+    block_tokens: int = 0
+
+    def segments(self) -> list[tuple[str, int]]:
+        """The prompt as (name of a word stream, tokens from its start); same name, same text.
+
+        A session is one stream, so each turn's prompt starts with the prompt before it.
+        """
+        shared = [(f"block/{block}", self.block_tokens) for block in self.blocks]
+        if self.prefix is not None:
+            shared.insert(0, (f"prefix/{self.prefix}", self.prefix_tokens))
+        parts: list[tuple[str, int]] = []
+        left = self.prompt_tokens
+        for name, tokens in shared:
+            if min(left, tokens) > 0:
+                parts.append((name, min(left, tokens)))
+                left -= parts[-1][1]
+        if left > 0:
+            own = f"request/{self.index}" if self.session is None else f"session/{self.session}"
+            parts.append((own, left))
+        return parts
+
+
+class JointTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Lengths of a trace without the trace, in tokens of `tokenizer`; made by tests/tools.
+
+    No lognormal passes a Kolmogorov-Smirnov test on any public trace (D is 0.07 to 0.22), so a
+    preset is the empirical joint distribution: quantiles of the prompt length, and for each band
+    of prompt lengths quantiles of the output length. Between quantiles the inverse is linear.
+    """
+
+    source: str
+    licence: str
+    tokenizer: str
+    rows: int | None  # of the trace; None: made from published quantiles
+    method: str
+    levels: tuple[float, ...]
+    prompt: tuple[int, ...]  # quantile of the prompt length at each of `levels`
+    bands: tuple[float, ...]
+    output_levels: tuple[float, ...]
+    output: tuple[tuple[int, ...], ...]  # [b]: for prompts between levels bands[b], bands[b + 1]
+
+    def sample(self, uniform: npt.NDArray[np.float64]) -> Pairs:
+        """(prompt, output) pairs, each at least 1, for uniform numbers: [n, 2] in, [n, 2] out."""
+        prompt = np.interp(uniform[:, 0], self.levels, self.prompt)
+        band = np.clip(
+            np.searchsorted(self.bands, uniform[:, 0], side="right") - 1, 0, len(self.output) - 1
+        )
+        output = np.empty(len(uniform))
+        for b, quantiles in enumerate(self.output):
+            mine = band == b
+            output[mine] = np.interp(uniform[mine, 1], self.output_levels, quantiles)
+        return np.maximum(1, np.rint(np.column_stack([prompt, output]))).astype(np.int64)
+
+
+@functools.cache
+def preset_table(name: str) -> JointTable:
+    """A shipped table, one of PRESETS."""
+    file = resources.files("loadtests.workload").joinpath("data", f"{name}.json")
+    return msgspec.json.decode(file.read_bytes(), type=JointTable)
+
+
+def draw(
+    workload: Workload, n: int, seed: int, *, due_seconds: Sequence[float] | None = None
+) -> list[Ask]:
+    """The n asks of a level. A longer level starts like a shorter one (without sessions).
+
+    With sessions and `due_seconds` (open loop, ascending, one per ask), each due time goes to the
+    session that has waited longest among those whose pause is over, else to a new one: arrivals
+    stay the process that was asked. Without due times the turns of a session follow each other.
+    Raises LoadError where lengths cannot be had.
+    """
+    blocks: list[tuple[int, ...]] = []
+    block_tokens = 0
+    if workload.replay is not None:
+        rows = load_trace(workload.replay)
+        keep = np.arange(len(rows))
+        if workload.cap == "redraw":
+            keep = np.flatnonzero(_fits(workload, rows.pairs))
+        if len(keep) == 0:
+            raise LoadError(
+                f"replay {workload.replay}: no row fits max_prompt_tokens and max_output_tokens"
+            )
+        taken = keep[np.arange(n) % len(keep)]  # from the start again when they end
+        pairs = _capped(workload, rows.pairs[taken])
+        if rows.blocks:
+            blocks = [rows.blocks[i] for i in taken]
+            block_tokens = max(1, round(rows.block_tokens * workload.scale))
+    else:
+        pairs = _drawn(workload, n, generator(seed, _LENGTHS))
+    groups: list[int | None] = [None] * n
+    if workload.shared_prefix_tokens:
+        groups = generator(seed, _GROUPS).integers(workload.prefix_groups, size=n).tolist()
+    asks = [
+        Ask(
+            index=i,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            prefix=groups[i],
+            prefix_tokens=min(workload.shared_prefix_tokens, prompt),
+            blocks=blocks[i] if blocks else (),
+            block_tokens=block_tokens,
+        )
+        for i, (prompt, output) in enumerate(pairs.tolist())
+    ]
+    return _as_sessions(workload, asks, seed, due_seconds) if workload.turns > 1 else asks
+
+
+def source(workload: Workload) -> str:
+    """Where the lengths come from, for people."""
+    if workload.preset is not None:
+        return f"{workload.preset}: {preset_table(workload.preset).source}"
+    if workload.prompt_tokens is not None:
+        return f"fixed: {workload.prompt_tokens} prompt and {workload.output_tokens} output tokens"
+    return f"file {workload.file}" if workload.file is not None else f"replay of {workload.replay}"
+
+
+def in_words(workload: Workload) -> str:
+    """The lengths for people: "chat lengths x 0.1, answers of at most 64 tokens"."""
+    words = [f"{workload.preset} lengths"]
+    if workload.preset is None:
+        words = [f"lengths of {workload.file or workload.replay}"]
+    if workload.prompt_tokens is not None:
+        words = [
+            f"prompts of {workload.prompt_tokens} and answers of {workload.output_tokens} tokens"
+        ]
+    if workload.scale != 1:
+        words[0] += f" x {workload.scale:g}"
+    for name, cap in zip(("prompts", "answers"), workload.limits, strict=True):
+        if cap < math.inf:
+            words.append(f"{name} of at most {cap} tokens")
+    if workload.turns > 1:
+        words.append(f"sessions of {workload.turns:g} turns")
+    if workload.shared_prefix_tokens:
+        words.append(f"{workload.shared_prefix_tokens} tokens of shared prefix")
+    return ", ".join(words)
+
+
+def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
+    """n pairs within the caps, by cutting off or by drawing again."""
+    sample: Callable[[int], Pairs]
+    if workload.preset is not None:
+        table = preset_table(workload.preset)
+        sample = lambda count: table.sample(rng.random((count, 2)))  # noqa: E731
+    elif workload.file is not None:
+        rows = load_trace(workload.file).pairs
+        sample = lambda count: rows[rng.integers(len(rows), size=count)]  # noqa: E731
+    else:
+        both = [workload.prompt_tokens, workload.output_tokens]
+        sample = lambda count: np.tile(both, (count, 1))  # noqa: E731
+    if workload.cap == "truncate":
+        return _capped(workload, sample(n))
+    parts = [np.empty((0, 2), dtype=np.int64)]
+    found = tried = 0
+    while found < n:
+        pairs = sample(_DRAWN_AT_ONCE)
+        parts.append(pairs[_fits(workload, pairs)])
+        found += len(parts[-1])
+        tried += len(pairs)
+        if tried >= 16_384 and found < 0.001 * tried:
+            raise LoadError(
+                f"cap = 'redraw': fewer than 1 in 1,000 of {source(workload)} fit "
+                f"max_prompt_tokens = {workload.max_prompt_tokens} and "
+                f"max_output_tokens = {workload.max_output_tokens}; "
+                "raise them, lower scale, or use cap = 'truncate'"
+            )
+    return _capped(workload, np.concatenate(parts)[:n])
+
+
+def _scaled(workload: Workload, pairs: npt.NDArray[Any]) -> Pairs:
+    return np.maximum(1, np.rint(pairs * workload.scale)).astype(np.int64)
+
+
+def _fits(workload: Workload, pairs: Pairs) -> npt.NDArray[np.bool_]:
+    fits: npt.NDArray[np.bool_] = np.all(_scaled(workload, pairs) <= workload.limits, axis=1)
+    return fits
+
+
+def _capped(workload: Workload, pairs: npt.NDArray[Any]) -> Pairs:
+    return np.minimum(_scaled(workload, pairs), workload.limits).astype(np.int64)
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    """A session between two turns."""
+
+    ready_seconds: float
+    last: Ask
+    pause_seconds: float
+    turns_left: int
+
+
+def _as_sessions(
+    workload: Workload, asks: list[Ask], seed: int, due_seconds: Sequence[float] | None
+) -> list[Ask]:
+    """Deal the asks to sessions of geometric length.
+
+    A session ends early where its next prompt would pass max_prompt_tokens.
+    """
+    rng = generator(seed, _SESSIONS)
+    limit = workload.limits[0]
+    waiting: list[_Waiting] = []  # in order of `ready_seconds`
+    done: list[Ask] = []
+    sessions = 0
+    for i, ask in enumerate(asks):
+        pause = float(rng.exponential(workload.think_seconds)) if workload.think_seconds else 0.0
+        left = int(rng.geometric(1.0 / workload.turns)) - 1
+        now = 0.0 if due_seconds is None else float(due_seconds[i])
+        turn = msgspec.structs.replace(ask, session=sessions, turn=0)
+        # The one that has waited longest; those that this turn would make too long end.
+        while waiting and (due_seconds is None or waiting[0].ready_seconds <= now):
+            before = waiting.pop(0)
+            last = before.last
+            history = last.prompt_tokens + last.output_tokens
+            if history + ask.prompt_tokens <= limit:
+                turn = msgspec.structs.replace(
+                    ask,
+                    prompt_tokens=history + ask.prompt_tokens,
+                    history_tokens=history,
+                    prefix=last.prefix,
+                    prefix_tokens=last.prefix_tokens,
+                    session=last.session,
+                    turn=(last.turn or 0) + 1,
+                    think_seconds=before.pause_seconds,
+                )
+                left = before.turns_left - 1
+                break
+        sessions += not turn.turn
+        done.append(turn)
+        if left > 0:
+            waiting.append(_Waiting(now + pause, turn, pause, left))
+            waiting.sort(key=lambda entry: entry.ready_seconds)
+    return done

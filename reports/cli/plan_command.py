@@ -1,0 +1,134 @@
+"""`crossover plan`: what serves a forecast, what it costs, and how sure that is.
+
+crossover plan --example > plan.toml
+crossover plan plan.toml --run runs/ID
+crossover plan --model 8b --rate 0.5
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from models import formatting
+from reports.devices.device_catalog import devices, user_file
+from reports.errors import ReportError
+from reports.plan.candidates import asked_of, candidates_of
+from reports.plan.plan_file import EXAMPLE, finite, read_raw
+from reports.plan.plan_options import make_plan
+from reports.plan.plan_text import as_json, as_text
+from serving.bounds import option
+from serving.cli.parameters import command_of
+
+TEXT_COLUMNS = 110
+RATES = ("peak_rate", "mean_rate", "users", "requests_per_user", "trace")
+
+
+class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `crossover plan`."""
+
+    file: Annotated[Path | None, option("", "The plan file, TOML.", is_argument=True)] = None
+    model: Annotated[str | None, option("", "A rung of the ladder, e.g. 8b.")] = None
+    rate: Annotated[
+        float | None, option("", "Requests/s of the busiest hour, in place of the file's.")
+    ] = None
+    slo: Annotated[str | None, option("", "A preset: chat, interactive, reading, ...")] = None
+    device: Annotated[
+        list[str] | None, option("", "Consider this device for rent, not the list; repeatable.")
+    ] = None
+    run: Annotated[list[Path] | None, option("", "A run of a machine of yours; repeatable.")] = None
+    machine: Annotated[
+        list[Path] | None, option("", "A file of `crossover calibrate`; repeatable.")
+    ] = None
+    chart: Annotated[
+        Path | None, option("", "Write the staircase of costs: .png, .svg or .html.")
+    ] = None
+    as_json: Annotated[bool, option("", "Print the plan as JSON (docs/plan.md).", "json")] = False
+    devices: Annotated[bool, option("", "List the devices that are known, and end.")] = False
+    example: Annotated[bool, option("", "Print a plan file, and end.")] = False
+
+
+def _plan(options: PlanOptions) -> None:
+    """Rank the ways to serve a forecast by what they cost: this CPU, more of it, GPUs, or both.
+
+    crossover plan --example > plan.toml; crossover plan plan.toml --run runs/ID
+    """
+    if options.example:
+        typer.echo(EXAMPLE, nl=False)
+        return
+    console = Console()
+    width = console.width if console.is_terminal else TEXT_COLUMNS
+    if options.devices:
+        Console(width=max(width, 120)).print(_devices())
+        return
+    folder = options.file.parent if options.file is not None else Path()
+    with Console(stderr=True).status("simulating") as status:
+
+        def say(what: str) -> None:
+            status.update(f"simulating: {what}")
+
+        asked = asked_of(_tables(options, folder), folder)
+        made = make_plan(asked, candidates_of(asked, say), say)
+    if options.chart is not None:
+        _write_chart(options.chart, made)
+    typer.echo(as_json(made) if options.as_json else as_text(made, width))
+
+
+plan = command_of(PlanOptions, _plan)
+
+
+def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
+    """The plan file with the options in the place of its keys."""
+    tables = read_raw(options.file) if options.file is not None else {}
+    if options.file is None and (options.model is None or options.rate is None):
+        raise ReportError(
+            "give a plan file, or --model and --rate; `crossover plan --example` prints a file"
+        )
+    given = {"model": options.model, "slo": options.slo, "devices": options.device or None}
+    tables |= {name: value for name, value in given.items() if value is not None}
+    if options.rate is not None:
+        kept = {k: v for k, v in tables.get("forecast", {}).items() if k not in RATES}
+        tables["forecast"] = {**kept, "peak_rate": finite("--rate", options.rate)}
+    named = [("run", one) for one in options.run or []]
+    named += [("file", one) for one in options.machine or []]
+    # paths of the command line are relative to where it is typed, those of the file to its folder
+    machines = [{kind: str(path.absolute())} for kind, path in named]
+    if machines:
+        tables["machines"] = [*tables.get("machines", []), *machines]
+    return tables
+
+
+def _write_chart(path: Path, made: Any) -> None:
+    from reports.plan.plan_chart import staircase  # altair takes half a second
+
+    if path.suffix not in (".png", ".svg", ".html"):
+        raise ReportError(f"--chart must end in .png, .svg or .html, got {str(path)!r}")
+    try:
+        staircase(made).save(str(path))
+    except OSError as problem:
+        raise ReportError(f"{path} cannot be written: {problem.strerror}") from problem
+
+
+def _devices() -> Table:
+    table = Table(title=f"Devices (yours: {user_file()})", title_justify="left")
+    for name in ("device", "kind", "memory", "bandwidth", "16 bit", "power", "list price", "of"):
+        left = name in ("device", "kind", "of")
+        table.add_column(name, justify="left" if left else "right")
+    for one in devices():
+        tflops, price = one.tflops.fp16, one.dollars_per_hour
+        table.add_row(
+            one.name,
+            one.kind,
+            "" if one.memory_gib is None else f"{one.memory_gib:g} GiB",
+            formatting.bandwidth(one.bandwidth_gb_per_second * 1e9),
+            "" if tflops is None else f"{tflops:g} TFLOPS",
+            "" if one.watts is None else f"{one.watts:g} W",
+            "" if price is None else formatting.dollars_per_hour(price),
+            "" if price is None else f"{one.price_basis or one.price_source}, {one.price_date}",
+        )
+    return table

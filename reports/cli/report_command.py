@@ -1,0 +1,145 @@
+"""crossover report RUN...: options in, the answer and the files out."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from loadtests.analysis.slo import SLO_PRESETS, Slo
+from reports.ci_checks import checked
+from reports.errors import MissingPackage, ReportError
+from reports.headline import Answer, answers_of, basis, headline
+from reports.report_data import ReportData, read_report
+from reports.report_files import FORMATS, as_json, write_files
+from serving.bounds import option
+from serving.cli.parameters import command_of
+
+USUAL = "html,md,csv"
+
+
+class ReportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line of `crossover report`."""
+
+    runs: Annotated[list[Path], option("", "Run folders: runs/<id>.", is_argument=True)]
+    out: Annotated[
+        Path | None, option("", "Where to write (default: `report` in the first run's folder).")
+    ] = None
+    formats: Annotated[
+        str | None,
+        option("", f"What to write, of {', '.join(FORMATS)} (default: {USUAL}).", "format"),
+    ] = None
+    png: Annotated[bool, option("", "Write the first screen as a picture too.")] = False
+    slo: Annotated[
+        str | None,
+        option("", f"Judge by another SLO than the run's: {', '.join(SLO_PRESETS)}."),
+    ] = None
+    ttft: Annotated[float | None, option("", "Another limit of TTFT, in seconds.")] = None
+    tpot: Annotated[float | None, option("", "Another limit of TPOT, in seconds.")] = None
+    target: Annotated[
+        float | None, option("", "Another share of requests that must be good, 0 to 1.")
+    ] = None
+    checks: Annotated[
+        list[str] | None,
+        option(
+            "",
+            'End with status 1 unless this is so, e.g. "1b:capacity>=0.5"; repeatable.',
+            *("check", "CONDITION"),
+        ),
+    ] = None
+    share: Annotated[
+        Path | None,
+        option("", "Write a copy of the run without names, to give away; nothing else."),
+    ] = None
+    as_json: Annotated[bool, option("", "Print the numbers as JSON, and nothing else.", "json")] = (
+        False
+    )
+    open_page: Annotated[bool, option("", "Open the page in a browser.", "open")] = False
+
+
+def _report(options: ReportOptions) -> None:
+    """Turn runs into one HTML page, Markdown and CSV, computed from their records.
+
+    \b
+    crossover report runs/ID                                # runs/ID/report/index.html
+    crossover report runs/ID --check "1b:capacity>=0.5"     # for CI: exit status 0 or 1
+    """
+    if len({folder.resolve() for folder in options.runs}) < len(options.runs):
+        raise ReportError("the same run is named twice")
+    formats = _formats(options)
+    if options.share is not None:
+        from reports.export_run import export_run
+
+        for line in export_run(options.runs[0], options.share):
+            typer.echo(line)
+        return
+    data = read_report(options.runs, _slo(options))
+    answers = answers_of(data)
+    if options.as_json:
+        typer.echo(as_json(data, answers).decode(), nl=False)
+        return
+    typer.echo(headline(answers, data))
+    typer.echo(basis(data))
+    if options.checks:
+        found = [checked(condition, answers) for condition in options.checks]
+        for one in found:
+            typer.echo(f"{'ok  ' if one.holds else 'FAIL'}  {one.text}")
+        if not all(one.holds for one in found):
+            raise typer.Exit(1)
+        if options.formats is None and not options.png:
+            return
+    _write(options, data, answers, formats)
+
+
+report = command_of(ReportOptions, _report)
+
+
+def _write(
+    options: ReportOptions, data: ReportData, answers: list[Answer], formats: list[str]
+) -> None:
+    folder = options.out or options.runs[0] / "report"
+    try:
+        written = write_files(data, answers, folder, formats)
+    except MissingPackage as problem:
+        if options.formats is not None:
+            raise
+        typer.echo(f"No page: {problem}", err=True)
+        written = write_files(data, answers, folder, ["csv"])
+    for path in written:
+        typer.echo(str(path))
+    if options.open_page:
+        webbrowser.open(written[0].resolve().as_uri())
+
+
+def _formats(options: ReportOptions) -> list[str]:
+    asked = [name.strip() for name in (options.formats or USUAL).split(",") if name.strip()]
+    unknown = [name for name in asked if name not in FORMATS]
+    if unknown:
+        raise ReportError(f"--format {unknown[0]!r} is not one of {', '.join(FORMATS)}")
+    return [*asked, *(["png"] if options.png and "png" not in asked else [])]
+
+
+def _slo(options: ReportOptions) -> Slo | None:
+    """Another SLO than the run's; None: its own. Raises ReportError."""
+    changes = {
+        name: value
+        for name, value in (
+            ("ttft_seconds", options.ttft),
+            ("tpot_seconds", options.tpot),
+            ("target", options.target),
+        )
+        if value is not None
+    }
+    if options.slo is None and not changes:
+        return None
+    if options.slo is not None and options.slo not in SLO_PRESETS:
+        raise ReportError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
+    base = SLO_PRESETS[options.slo] if options.slo is not None else read_report(options.runs).slo
+    try:
+        named = {"name": f"{base.name} (changed)"} if changes else {}
+        return msgspec.structs.replace(base, **changes, **named)
+    except ValueError as problem:
+        raise ReportError(str(problem)) from problem

@@ -1,0 +1,113 @@
+"""Where a GPU takes over, and which: the one rule that page, map, sentence and plan follow.
+
+    takes_over(cell, data.slo)         # TakeOver(device="NVIDIA T4", rate=..., dollars=...)
+
+**The rule: the cheapest in the catalogue whose low end (90 %, one-sided) holds the rate.** The rate
+is what a CPU's limit asks for: a little more than it holds; where a model is not even good alone,
+the smallest rate that anybody would ask for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from loadtests.analysis.slo import Slo
+from models.spec import ModelSpec
+from reports.devices.device_capacity import (
+    TOGETHER,
+    DeviceCapacity,
+    Machine,
+    Traffic,
+    capacity_of,
+    holds,
+    machine_of,
+    slow_server,
+)
+from reports.devices.device_catalog import Device, priced_gpus
+from reports.errors import ReportError
+from reports.report_data import CellData, ReportData
+
+ABOVE = 1.1  # times the CPU's limit: what a GPU that takes over holds at least
+LEAST_RATE = 1 / 3600  # requests/s: one an hour, where the CPU holds nothing
+GPU_FORMAT = "bf16"  # what a GPU is taken to serve in: 16 bits
+
+
+class TakeOver(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU that takes over from a cell's CPU: predicted. None of `gpu`: `reason` says why."""
+
+    rate: float  # requests/s that were asked of it
+    gpu: DeviceCapacity | None
+    reason: str = ""
+
+
+def cheapest(
+    spec: ModelSpec,
+    weight_format: str,
+    traffic: Traffic,
+    slo: Slo,
+    rate: float,
+    devices: Sequence[Device] | None = None,
+) -> tuple[Machine, int] | None:
+    """The cheapest whose low end holds the rate, alone or 2, 4, 8 that share each step; None: none.
+
+    `devices` None: all GPUs of the catalogue that have a price.
+    """
+    offers = [
+        ((one.dollars_per_hour or math.inf) * count, count, one)
+        for one in (priced_gpus() if devices is None else devices)
+        for count in TOGETHER
+    ]
+    for _, count, device in sorted(offers, key=lambda offer: offer[:2]):
+        machine = machine_of(device)
+        try:
+            if holds(machine, spec, weight_format, traffic, slo, rate, count) == "yes":
+                return machine, count
+        except ReportError:  # its memory does not suffice, or its peak is not known
+            continue
+    return None
+
+
+def fitting(spec: ModelSpec, weight_format: str, traffic: Traffic, most: int) -> list[Machine]:
+    """The cheapest GPUs that the model fits on, whatever they hold."""
+    found = []
+    for device in priced_gpus():
+        machine = machine_of(device)
+        try:
+            slow_server(machine, spec, weight_format, traffic)
+        except ReportError:
+            continue
+        found.append(machine)
+        if len(found) == most:
+            break
+    return found
+
+
+def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
+    """For one cell on a CPU; None where its shape, its requests or its limit is not known, and
+    where a GPU serves it already."""
+    if cell.spec is None or cell.traffic is None or cell.limit is None or cell.device == "gpu":
+        return None
+    asked = max(cell.limit * ABOVE, LEAST_RATE)
+    found = cheapest(cell.spec, GPU_FORMAT, cell.traffic, slo, asked)
+    if found is None:
+        return TakeOver(rate=asked, gpu=None, reason="no GPU of the catalogue surely holds it")
+    machine, count = found
+    gpu = capacity_of(machine, cell.spec, GPU_FORMAT, cell.traffic, slo, count)
+    return TakeOver(rate=asked, gpu=gpu)
+
+
+def best_cells(data: ReportData) -> list[CellData]:
+    """One cell a model, smallest first: the one with the highest confirmed rate, then limit."""
+    best: dict[str, CellData] = {}
+    for cell in data.cells:
+        now = best.get(cell.model)
+        if now is None or _worth(cell) > _worth(now):
+            best[cell.model] = cell
+    return list(best.values())
+
+
+def _worth(cell: CellData) -> tuple[float, float]:
+    return cell.held or 0.0, cell.limit or 0.0

@@ -1,0 +1,128 @@
+"""A machine that was calibrated: from the step laws of its models to that of any other.
+
+    machine = calibrated_machine(Path("machine.json"))     # by `crossover calibrate`, there
+    law, half_width = machine.law(rung("3b").spec, "Q4_0", 8, 1)
+
+Each number of a law goes with something in a model's shape; it is told from the measured models of
+the same format with the same engine (least squares on relative errors, none below zero):
+
+    base, prompt token, pass     a * matrix parameters + b * layers * hidden
+    row                          c * matrix parameters + d * head parameters
+    token of context             e * layers * heads * head width
+
+A format that was not measured is told from the measured one with the nearest number of bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from scipy.optimize import nnls
+
+from loadtests.errors import LoadError
+from loadtests.simulation.calibration_file import MachineFile, ModelSteps, read_machine_file
+from loadtests.simulation.step_law import StepLaw
+from models.formats import GGUF_FORMATS
+from models.spec import BITS_PER_WEIGHT, ModelSpec
+from reports.devices.device_capacity import Machine
+from reports.errors import ReportError
+
+# Half widths of the 90 % band of ln(step time), measured on an AMD EPYC of two cores with the law
+# of today's predecessor (docs/benchmarks.md): the model itself 0.09; bigger models 0.34; another
+# format 0.60.
+SAME_HALF_WIDTH = 0.09
+BIGGER_HALF_WIDTH = 0.34
+FORMAT_HALF_WIDTH = 0.60
+
+
+def calibrated_machine(path: Path) -> Machine:
+    """The machine of a file. Raises ReportError, which names file, key and value."""
+    try:
+        file = read_machine_file(path)
+    except LoadError as problem:
+        raise ReportError(str(problem)) from problem
+    policy = file.models[0].policy
+    return Machine(
+        name=file.name,
+        kind="calibrated",
+        law=lambda spec, weight_format, slots, devices: _law(file, spec, weight_format, devices),
+        slots=policy.slots,
+        policy=policy,
+        is_cpu=True,
+        memory_bytes=file.hardware.memory_bytes,
+        watts=file.watts,
+        dollars_per_hour=file.dollars_per_hour,
+        price_source=file.price_source,
+        price_date=file.price_date,
+    )
+
+
+def _law(
+    file: MachineFile, spec: ModelSpec, weight_format: str, devices: int
+) -> tuple[StepLaw, float]:
+    if devices > 1:
+        raise ReportError(f"{file.name}: a step is not shared by several; use replicas")
+    own = [one for one in file.models if one.weight_format == weight_format]
+    for one in own:
+        if one.model.name == spec.name:
+            return one.law, SAME_HALF_WIDTH
+    if own:
+        return _told(spec, own), BIGGER_HALF_WIDTH
+    return _told(spec, _nearest(file, weight_format)), FORMAT_HALF_WIDTH
+
+
+def _nearest(file: MachineFile, weight_format: str) -> list[ModelSteps]:
+    """The measured format with the nearest number of bits. Raises ReportError."""
+    known = list(dict.fromkeys(one.weight_format for one in file.models))
+    comparable = [one for one in known if one in GGUF_FORMATS]
+    if weight_format not in GGUF_FORMATS or not comparable:
+        raise ReportError(
+            f"machine {file.name!r} was calibrated with {', '.join(known)}, "
+            f"which says nothing of {weight_format}"
+        )
+    bits = BITS_PER_WEIGHT[weight_format]
+    best = min(comparable, key=lambda one: abs(math.log(BITS_PER_WEIGHT[one] / bits)))
+    return [one for one in file.models if one.weight_format == best]
+
+
+def _told(spec: ModelSpec, seen: Sequence[ModelSteps]) -> StepLaw:
+    """The law of a model by those of others."""
+
+    def cost(of: Callable[[StepLaw], float], *terms: Callable[[ModelSpec], int]) -> float:
+        costs = np.array([of(one.law) for one in seen])
+        if len(seen) == 1 or not costs.all():  # one equation: all of it goes with the first term
+            return fmean(costs.tolist()) * terms[0](spec) / fmean(terms[0](s.model) for s in seen)
+        table = np.array([[term(one.model) for term in terms] for one in seen], dtype=float)
+        scale = table.max(axis=0)
+        found, _ = nnls(table / scale / costs[:, None], np.ones(len(costs)))
+        return float(
+            sum(f / s * term(spec) for f, s, term in zip(found, scale, terms, strict=True))
+        )
+
+    return StepLaw(
+        base_seconds=cost(lambda law: law.base_seconds, _matrices, _width),
+        row_seconds=cost(lambda law: law.row_seconds, _matrices, _head),
+        prompt_token_seconds=cost(lambda law: law.prompt_token_seconds, _matrices, _width),
+        context_token_seconds=cost(lambda law: law.context_token_seconds, _attention),
+        pass_seconds=cost(lambda law: law.pass_seconds, _matrices, _width),
+    )
+
+
+def _matrices(spec: ModelSpec) -> int:
+    return spec.matrix_parameters
+
+
+def _head(spec: ModelSpec) -> int:
+    return spec.vocabulary * spec.hidden
+
+
+def _width(spec: ModelSpec) -> int:
+    return spec.layers * spec.hidden
+
+
+def _attention(spec: ModelSpec) -> int:
+    return spec.layers * spec.heads * spec.head_dim

@@ -1,0 +1,295 @@
+"""What a machine that serves elsewhere would hold: a step law in the one simulation.
+
+    gpu = machine_of(device_named("NVIDIA T4"))
+    holds(gpu, rung("8b").spec, "bf16", traffic, slo, rate=0.5)     # "yes", "perhaps" or "no"
+    capacity_of(gpu, rung("8b").spec, "bf16", traffic, slo).low     # requests/s
+
+A machine's law is measured (this run), calibrated (machine.json) or predicted (a datasheet). Its
+interval is that of machines whose steps all take the law's time times, or over, exp(half width):
+`low` is held in nine of ten cases (one-sided), `high` in one of ten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from loadtests.analysis.slo import Slo
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, Lengths, Server
+from loadtests.simulation.step_law import StepLaw
+from loadtests.workload.arrivals import Arrivals, Poisson
+from models.formats import weight_bytes
+from models.formatting import GIB
+from models.spec import ModelSpec
+from reports.devices.device_catalog import Device
+from reports.devices.device_step_times import default_slots, predicted_law
+from reports.errors import ReportError
+
+# Of the half width of a two-sided 90 % band: the quantile of 90 % over that of 95 %.
+ONE_SIDED = 1.2816 / 1.6449
+# vLLM: its KV cache is gpu_memory_utilization x memory, less weights, less what its profiling run
+# takes at its peak, less what is outside torch (docs.vllm.ai, "Conserving Memory"; its worker's
+# log says the four). The peak is of sampling: for dense models 1.19 GiB with 256 sequences of
+# Llama-3.1-8B (its log on 80 GB), 4.8 with 1,024 and 5.6 with 1,024 of 152k tokens (llm-d, H100):
+# 39 bytes a sequence and token of the vocabulary, each. Outside torch 0.13-0.6 GiB (llm-d).
+VLLM_MEMORY_SHARE = 0.9
+VLLM_LOGIT_BYTES = 39
+VLLM_OUTSIDE_BYTES = 0.6 * GIB
+# llama.cpp beside weights and KV: CUDA context about 0.5 GiB, 0.13-0.6 GiB outside the allocator,
+# buffers of a step (llm-d's measurements).
+GPU_FIXED_BYTES = 1 * GIB
+GPU_WEIGHT_SHARE = 0.05
+PREFILL_TOKENS = 2048  # of a step while someone decodes: vLLM's default for a server
+TOGETHER = (1, 2, 4, 8)  # devices that share each step, the fewest first
+
+Kind = Literal["measured", "calibrated", "predicted"]
+Answer = Literal["yes", "perhaps", "no"]  # at the low end, at the high end only, at neither
+LawOf = Callable[[ModelSpec, str, int, int], tuple[StepLaw, float]]
+
+
+class Traffic(msgspec.Struct, frozen=True, eq=False):
+    """What is asked, and when. Compared by identity: one object a workload."""
+
+    lengths: Lengths
+    arrivals: Arrivals = Poisson()
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest request."""
+        return float((self.lengths.prompt + self.lengths.output).max())
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One device, or one CPU machine. Missing is None: not known, or not for rent.
+
+    `law` gives the step law of (model, format, slots, devices that share a step) and half the 90 %
+    band of ln(step time); it raises ReportError where none is known.
+    """
+
+    name: str
+    kind: Kind
+    law: LawOf
+    slots: int
+    policy: SchedulingPolicy | None = None  # of its scheduler; None: as such engines are given
+    memory_bytes: float | None = None  # that an engine can use
+    is_served_by_vllm: bool = False  # else by llama.cpp
+    is_cpu: bool = False
+    watts: float | None = None  # under load
+    dollars_per_hour: float | None = None
+    price_source: str = ""
+    price_date: str = ""
+
+
+class DeviceCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine holds under an SLO, requests/s. None: `reason` says why."""
+
+    device: str
+    kind: Kind
+    devices: int = 1  # that share each step
+    low: float | None = None  # held in nine of ten cases
+    rate: float | None = None
+    high: float | None = None
+    reason: str = ""
+    ttft_seconds: float | None = None  # medians at `rate`
+    tpot_seconds: float | None = None
+    memory_bytes: float | None = None  # that serving takes, of all devices
+    dollars_per_hour: float | None = None  # of all its devices
+    watts: float | None = None
+
+    @property
+    def name(self) -> str:
+        """`NVIDIA L4`, `2 x NVIDIA L4`."""
+        return self.device if self.devices == 1 else f"{self.devices} x {self.device}"
+
+
+@lru_cache(maxsize=512)
+def machine_of(device: Device) -> Machine:
+    """A device of the catalogue, which nobody has measured; the same object for the same device."""
+    return Machine(
+        name=device.name,
+        kind="predicted",
+        law=lambda spec, weight_format, slots, devices: predicted_law(
+            device, spec, weight_format, slots, devices
+        ),
+        slots=default_slots(device),
+        memory_bytes=device.usable_bytes,
+        is_served_by_vllm=device.is_served_by_vllm,
+        is_cpu=device.is_cpu,
+        watts=device.watts,
+        dollars_per_hour=device.dollars_per_hour,
+        price_source=device.price_source or "",
+        price_date=device.price_date or "",
+    )
+
+
+def needed_bytes(
+    machine: Machine, spec: ModelSpec, weight_format: str, kv_tokens: float, devices: int = 1
+) -> float:
+    """Memory of all devices that serving takes with so much KV. KeyError: unknown format."""
+    weights = weight_bytes(spec, weight_format)
+    held = weights + kv_tokens * spec.kv_bytes_per_token("fp16")
+    if machine.is_served_by_vllm:
+        logits = VLLM_LOGIT_BYTES * machine.slots * spec.vocabulary
+        return (held + devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
+    if machine.is_cpu:
+        return held + GPU_WEIGHT_SHARE * weights
+    return held + devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
+
+
+def _policy(
+    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int
+) -> SchedulingPolicy:
+    """With the KV cache that its memory leaves room for. Raises ReportError where it is too small
+    for the longest request, and for an unknown format."""
+    if machine.policy is not None:
+        return machine.policy
+    kv_tokens = None
+    try:
+        fixed = needed_bytes(machine, spec, weight_format, 0, devices)
+        least = needed_bytes(machine, spec, weight_format, traffic.longest, devices)
+    except KeyError as problem:
+        raise ReportError(str(problem.args[0])) from problem
+    if machine.memory_bytes is not None:
+        whole = machine.memory_bytes * devices
+        if least > whole:
+            raise ReportError(
+                f"needs {least / GIB:.1f} GiB, {machine.name} has {whole / GIB:.1f} GiB"
+            )
+        share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
+        kv_tokens = int((whole - fixed) * share / spec.kv_bytes_per_token("fp16"))
+    return SchedulingPolicy(
+        slots=machine.slots,
+        prefill_tokens=PREFILL_TOKENS,
+        step_tokens=PREFILL_TOKENS,
+        kv_tokens=kv_tokens,
+    )
+
+
+class _Simulated(msgspec.Struct, frozen=True):
+    """A machine in the simulation; servers by the factor on its step times, made when asked."""
+
+    law: StepLaw
+    policy: SchedulingPolicy
+    traffic: Traffic
+    half_width: float
+    servers: dict[float, Server]
+
+    def at(self, sign: int) -> Server:
+        """-1: steps quick, 0: as the law says, 1: slow, each in one of ten cases beyond."""
+        factor = math.exp(sign * ONE_SIDED * self.half_width)
+        if factor not in self.servers:
+            self.servers[factor] = Server(
+                self.law.slower(factor),
+                self.policy,
+                self.traffic.lengths,
+                self.traffic.arrivals,
+                count=QUICK_REQUESTS,
+            )
+        return self.servers[factor]
+
+
+@lru_cache(maxsize=1024)
+def _simulated(
+    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int
+) -> _Simulated:
+    """Raises ReportError where the memory does not suffice or no law is known."""
+    law, half_width = machine.law(spec, weight_format, machine.slots, devices)
+    policy = _policy(machine, spec, weight_format, traffic, devices)
+    return _Simulated(law, policy, traffic, half_width, {})
+
+
+def slow_server(
+    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int = 1
+) -> Server:
+    """The simulated server at the machine's low end: nine in ten are quicker.
+
+    Raises ReportError where the memory does not suffice or no law is known.
+    """
+    return _simulated(machine, spec, weight_format, traffic, devices).at(1)
+
+
+def holds(
+    machine: Machine,
+    spec: ModelSpec,
+    weight_format: str,
+    traffic: Traffic,
+    slo: Slo,
+    rate: float,
+    devices: int = 1,
+) -> Answer:
+    """Whether it holds a rate: by one or two simulations, none of a search.
+
+    Raises ReportError where the memory does not suffice or no law is known.
+    """
+    simulated = _simulated(machine, spec, weight_format, traffic, devices)
+    for sign, answer in ((1, "yes"), (-1, "perhaps")):
+        server = simulated.at(sign)
+        alone = server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean()
+        if alone >= slo.target and server.share(rate, slo) >= slo.target:
+            return answer  # type: ignore[return-value]
+    return "no"
+
+
+def capacity_of(
+    machine: Machine,
+    spec: ModelSpec,
+    weight_format: str,
+    traffic: Traffic,
+    slo: Slo,
+    devices: int | None = None,
+) -> DeviceCapacity:
+    """Its capacity; `devices` None: of the fewest that hold any rate. Never raises for a machine
+    that cannot serve the model: `reason` says why."""
+    found = None
+    for count in TOGETHER if devices is None else (devices,):
+        tried = _capacity(machine, spec, weight_format, traffic, slo, count)
+        if tried.rate:
+            return tried
+        found = found or tried
+    assert found is not None
+    return found
+
+
+def _capacity(
+    machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, slo: Slo, count: int
+) -> DeviceCapacity:
+    found = DeviceCapacity(
+        device=machine.name,
+        kind=machine.kind,
+        devices=count,
+        dollars_per_hour=None
+        if machine.dollars_per_hour is None
+        else machine.dollars_per_hour * count,
+        watts=None if machine.watts is None else machine.watts * count,
+    )
+    try:
+        simulated = _simulated(machine, spec, weight_format, traffic, count)
+    except ReportError as problem:
+        return msgspec.structs.replace(found, reason=str(problem))
+    low, rate, high = (_crossing(simulated.at(sign), slo) for sign in (1, 0, -1))
+    memory = None
+    if machine.policy is None:
+        memory = needed_bytes(machine, spec, weight_format, traffic.longest, count)
+    found = msgspec.structs.replace(found, low=low, rate=rate, high=high, memory_bytes=memory)
+    if not rate:
+        limits = "with one request at a time" if high == 0.0 else "by the middle of its interval"
+        return msgspec.structs.replace(found, reason=f"misses the SLO {slo.name} {limits}")
+    played = simulated.at(0).play(rate)
+    tpot = played.tpot[~np.isnan(played.tpot)]
+    return msgspec.structs.replace(
+        found,
+        ttft_seconds=float(np.median(played.ttft)),
+        tpot_seconds=float(np.median(tpot)) if len(tpot) else None,
+    )
+
+
+def _crossing(server: Server, slo: Slo) -> float:
+    """The capacity; 0.0: not even alone."""
+    alone = server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean()
+    return server.crossing(slo) if alone >= slo.target else 0.0

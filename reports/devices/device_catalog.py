@@ -1,0 +1,180 @@
+"""Devices that one can buy, rent or own: device_catalog.toml as records. All of it is published.
+
+>>> device_named("NVIDIA L4").usable_bytes > 20 * 2**30
+True
+
+A user's own devices stand in `$XDG_CONFIG_HOME/crossover/devices.toml`, in the same form; of two of
+one name the user's counts. `crossover plan --devices` lists all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from models.formatting import GIB
+from reports.errors import ReportError
+
+# What the driver leaves of the memory on the label, at least:
+# L4 23034 of 24576 MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi).
+USABLE_SHARE = 0.937
+# ... and of HBM: A100 and H100 79.1 of 80 GiB (the total in vLLM's log).
+HBM_USABLE_SHARE = 0.989
+# Of memory that the GPU shares with its CPU: what macOS gives it unasked.
+SHARED_USABLE_SHARE = 0.75
+
+DeviceKind = Literal["gpu", "apple", "cpu", "tpu", "accelerator"]
+MemoryType = Literal["gddr", "hbm", "apple", "uma", "ddr"]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[float, msgspec.Meta(ge=1)]
+Day = Annotated[str, msgspec.Meta(pattern=r"^20\d\d-\d\d-\d\d$")]
+
+
+class Tflops(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Dense peaks by number format. fp16: what matrix units reach, bf16 alike."""
+
+    fp16: Positive | None = None
+    fp8: Positive | None = None
+    int8: Positive | None = None
+    fp4: Positive | None = None
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the catalogue. Missing is None: not known, or not for rent."""
+
+    name: str
+    kind: DeviceKind
+    bandwidth_gb_per_second: Positive
+    source: str
+    source_date: Day
+    confidence: Literal["high", "medium", "low"]
+    maker: str = ""
+    memory_type: MemoryType
+    memory_gib: Positive | None = None
+    tflops: Tflops = Tflops()
+    link_gb_per_second: Positive | None = None
+    watts: Positive | None = None
+    dollars_per_hour: Positive | None = None
+    price_basis: str | None = None
+    price_source: str | None = None
+    price_date: Day | None = None
+    gpu_cores: Count | None = None
+    cores: Count | None = None  # of a CPU, from here on
+    clock_ghz: Positive | None = None
+    threads_per_core: Count = 1.0
+    vector_lanes: Count | None = None
+    int8_lanes: Count | None = None
+    channels: Count | None = None
+    isa: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{key} = {value} is no finite number")
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and not text.isprintable():
+                    raise ValueError(f"{key} = {text!r} has a control character")
+        if (self.kind == "cpu") != (self.memory_type == "ddr"):
+            raise ValueError(f"memory_type {self.memory_type!r} does not go with {self.kind!r}")
+        missing = [key for key in ("cores", "clock_ghz", "vector_lanes") if not getattr(self, key)]
+        if self.kind == "cpu" and missing:
+            raise ValueError(f"{missing[0]} is missing: a CPU needs it")
+        if self.dollars_per_hour is not None and not (self.price_source and self.price_date):
+            raise ValueError("dollars_per_hour needs price_source and price_date")
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.memory_type == "ddr"
+
+    @property
+    def is_served_by_vllm(self) -> bool:
+        """GPUs and their like are taken to serve with vLLM, others with llama.cpp."""
+        return self.memory_type in ("gddr", "hbm")
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """What an engine can use of the memory on the label."""
+        if self.memory_gib is None:
+            return None
+        shares = {
+            "apple": SHARED_USABLE_SHARE,
+            "uma": SHARED_USABLE_SHARE,
+            "hbm": HBM_USABLE_SHARE,
+        }
+        return self.memory_gib * GIB * shares.get(self.memory_type, USABLE_SHARE)
+
+
+class _Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    device: list[Device] = []
+
+
+def user_file() -> Path:
+    """The user's own devices; it may not be there."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "crossover" / "devices.toml"
+
+
+def read_devices(text: str, what: str) -> list[Device]:
+    """Devices of a TOML text. Raises ReportError, which names key and value."""
+    try:
+        return msgspec.convert(tomllib.loads(text), _Catalogue).device
+    except (msgspec.ValidationError, tomllib.TOMLDecodeError) as problem:
+        raise ReportError(f"{what} is broken: {problem}") from problem
+
+
+@cache
+def shipped() -> tuple[Device, ...]:
+    """Those of device_catalog.toml."""
+    name = "device_catalog.toml"
+    return tuple(read_devices(resources.files(__package__).joinpath(name).read_text("utf-8"), name))
+
+
+def devices() -> tuple[Device, ...]:
+    """Shipped ones and the user's, which replace those of their name. Smallest memory first.
+
+    Raises ReportError where the user's file is broken.
+    """
+    path = user_file()
+    try:
+        own = read_devices(path.read_text("utf-8"), str(path))
+    except FileNotFoundError:
+        own = []
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ReportError(f"{path} cannot be read: {problem}") from problem
+    found = {one.name.casefold(): one for one in (*shipped(), *own)}
+    return tuple(
+        sorted(found.values(), key=lambda one: (one.memory_gib or 0, one.dollars_per_hour or 1e9))
+    )
+
+
+def priced_gpus() -> tuple[Device, ...]:
+    """GPUs that have a price, the cheapest first."""
+    found = [one for one in devices() if one.kind == "gpu" and one.dollars_per_hour is not None]
+    return tuple(sorted(found, key=lambda one: one.dollars_per_hour or math.inf))
+
+
+def gpu_of(facts: Mapping[str, Any]) -> Device | None:
+    """The first GPU of a machine, as the catalogue has it; None where it is not in it."""
+    names = [str(gpu.get("name")) for gpu in facts.get("gpus") or []]
+    return next((one for one in devices() if one.kind == "gpu" and one.name in names[:1]), None)
+
+
+def device_named(name: str) -> Device:
+    """By its name, or by words that are in the names of one device only. Raises ReportError."""
+    wanted = name.casefold()
+    exact = [one for one in devices() if one.name.casefold() == wanted]
+    alike = exact or [
+        one for one in devices() if all(word in one.name.casefold() for word in wanted.split())
+    ]
+    if len(alike) == 1:
+        return alike[0]
+    which = ", ".join(one.name for one in alike[:6]) if alike else "none"
+    raise ReportError(f"device {name!r}: {which} of `crossover plan --devices` match; name one")

@@ -1,0 +1,176 @@
+"""A copy of a run that one may give away: by a list of what is kept, not of what is removed.
+
+    export_run(Path("runs/ID"), Path("shared"))     # a run folder; report and plan read it
+
+Kept: times, counts, rates, sizes, states, laws, names of the ladder's models, formats and engines,
+the CPU's name. Everything else (hosts, users, paths, addresses, commands, error texts, reasons,
+processes, the campaign's own text) is left out. `crossover report shared` makes the same page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.records.run_folder import (
+    EVENTS,
+    MANIFEST,
+    REQUESTS,
+    SAMPLES,
+    RunRecords,
+    read_records,
+)
+from loadtests.records.run_journal import Event
+from models import formatting
+from models.ladder import is_rung
+from models.manifest import write_atomically
+from reports.errors import ReportError
+
+# Words that a kept text may be: what our own code writes. Numbers and booleans are always kept.
+TEXT_KEYS = frozenset(
+    (
+        *("kind", "cell", "level", "purpose", "state", "method", "verdict", "cause", "backend"),
+        *("weight_format", "device", "model", "name", "preset", "policy", "kv_dtype", "error"),
+        *("finish_reason", "arrivals", "gpu_by", "key", "workload", "standby", "by"),
+    )
+)
+DROPPED_KEYS = frozenset(
+    (
+        *(
+            "command",
+            "campaign_text",
+            "url",
+            "target",
+            "placement",
+            "layout",
+            "sampling",
+            "hostname",
+        ),
+        *("error_message", "request_id", "session", "strangers", "engines", "options", "cache"),
+        *("details", "memory_cap", "reason", "reasons", "cut_short", "file", "replay", "path"),
+        *("cpu_name", "api_key_env", "gpu_note", "uuid", "endpoint_notes", "device_name"),
+    )
+)
+FACTS = ("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores")
+MORE_FACTS = ("memory_total_bytes", "virtualisation", "system")
+MOST_TEXT = 80
+
+
+def export_run(folder: Path, out: Path) -> list[str]:
+    """Write the copy; returns what is in it, in lines. Raises ReportError, BadRunFolder."""
+    if out.exists() and any(out.iterdir() if out.is_dir() else [1]):
+        raise ReportError(f"--share {str(out)!r} is there already; name a new folder")
+    run = read_records(folder)
+    models = [str(cell.get("model")) for cell in run.manifest.cells]
+    own = [name for name in models if not is_rung(name)]
+    events = [_event(one, own) for one in run.events]
+    requests = [_kept(msgspec.to_builtins(one), own) for one in run.requests()]
+    samples = [_kept(msgspec.to_builtins(one), own) for one in run.samples]
+    manifest = _manifest(run, own)
+    digest = hashlib.sha256(b"".join(map(msgspec.json.encode, requests))).hexdigest()[:10]
+    manifest["run_id"] = f"{run.manifest.created[:10]}-{digest}"
+    files = {
+        MANIFEST: msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n",
+        EVENTS: _lines(events),
+        REQUESTS: _lines(requests),
+        SAMPLES: _lines(samples),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(out / name, content)
+    except OSError as problem:
+        raise ReportError(f"{out} cannot be written: {problem.strerror}") from problem
+    size = formatting.size(sum(map(len, files.values())))
+    texts = sorted(
+        {text for one in (manifest, *events, *requests, *samples) for text in _texts(one)}
+    )
+    return [
+        f"{out}: {len(requests)} requests (times and token counts), {len(samples)} samples, {size}",
+        "left out: hosts, users, paths, addresses, commands, error texts, reasons, the campaign",
+        f"texts in it: {', '.join(texts)}",
+    ]
+
+
+def _manifest(run: RunRecords, own: list[str]) -> dict[str, Any]:
+    whole = msgspec.to_builtins(run.manifest)
+    facts = {k: whole["server_facts"].get(k) for k in (*FACTS, *MORE_FACTS)}
+    facts["gpus"] = [
+        {"name": gpu.get("name"), "memory_bytes": gpu.get("memory_bytes")}
+        for gpu in whole["server_facts"].get("gpus") or []
+    ]
+    campaign = _kept(whole["campaign"], own)
+    campaign["name"] = "shared"
+    return {
+        **{key: whole[key] for key in ("format_version", "created", "crossover_version", "seed")},
+        "versions": whole["versions"],
+        "git_commit": None,
+        "command": ["crossover", "campaign", "run"],
+        "campaign": campaign,
+        "campaign_text": "",
+        "cells": [_kept(cell, own) for cell in whole["cells"]],
+        "server_facts": {k: v for k, v in facts.items() if v not in (None, [])},
+        "client_facts": {},
+    }
+
+
+def _event(event: Event, own: list[str]) -> dict[str, Any]:
+    kept: dict[str, Any] = _kept(msgspec.to_builtins(event), own)
+    # required texts of events that say why
+    if event.kind in ("interrupted", "level_abandoned", "cell_skipped", "waited", "never_quiet"):
+        kept["reason"] = "(left out)"
+    if event.kind == "engine_chosen":
+        kept["reason"] = "(left out)"
+        kept["engines"] = [_kept(msgspec.to_builtins(one), own) for one in event.engines]  # type: ignore[attr-defined]
+    if event.kind == "cell_finished":
+        kept["capacities"] = {
+            name: {**_kept(value, own), "reason": ""}
+            for name, value in msgspec.to_builtins(event)["capacities"].items()
+        }
+    return kept
+
+
+def _kept(value: Any, own: list[str]) -> Any:
+    """Numbers, and texts of known keys; a model that is no rung is called `model N`."""
+    if isinstance(value, Mapping):
+        found = {}
+        for key, item in value.items():
+            if key in DROPPED_KEYS and not isinstance(item, float):  # slo.target is a number
+                continue
+            if isinstance(item, str):
+                if key in TEXT_KEYS and len(item) <= MOST_TEXT and "/" not in item:
+                    found[key] = _renamed(item, own)
+                elif key in TEXT_KEYS and any(name in item for name in own):
+                    found[key] = _renamed(item, own)
+                continue
+            found[key] = _kept(item, own)
+        return found
+    if isinstance(value, list | tuple):
+        return [_kept(item, own) for item in value if not isinstance(item, str)]
+    return value
+
+
+def _renamed(text: str, own: list[str]) -> str:
+    for number, name in enumerate(own, 1):
+        text = text.replace(name, f"model {number}")
+    return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in ("cell", "level", "key", "kind"):
+                yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _lines(records: list[dict[str, Any]]) -> bytes:
+    return b"".join(msgspec.json.encode(one) + b"\n" for one in records)

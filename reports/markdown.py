@@ -1,0 +1,43 @@
+"""The report as Markdown of at most 6 KB: the sentence, the table, what each topic says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reports.headline import Answer, basis, headline
+from reports.report_data import ReportData
+from reports.report_warnings import alerts_of, warnings_of
+from reports.sections.section import Section
+from reports.tables import HEADS, answer_row
+
+MOST_BYTES = 6_000
+
+
+def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Section]) -> str:
+    """The whole text."""
+    lines = [f"# {headline(answers, data)}", "", basis(data), ""]
+    lines += [f"> {text}" for text in alerts_of(data)]
+    lines += ["", _row(HEADS), _row(["---"] * len(HEADS))]
+    for one in answers:
+        cells = answer_row(one, data.slo)
+        grades = [f" *({cell.grade})*" if cell.grade else "" for cell in cells]
+        lines.append(_row([f"{c.text}{g}" for c, g in zip(cells, grades, strict=True)]))
+    lines += [
+        "",
+        "Confirmed: a level at this rate ran and held. Estimated: simulated from step times that "
+        "this run measured. Predicted: from datasheets and published measurements.",
+        "",
+    ]
+    lines += [f"- **{section.title}**: {section.sentence}" for section in sections]
+    lines += ["", *(f"- {w.code} ({w.seriousness.value}): {w.text}" for w in warnings_of(data)), ""]
+    kept: list[str] = []
+    for line in lines:
+        if sum(len(one.encode()) + 1 for one in (*kept, line)) > MOST_BYTES - 60:
+            kept.append("- ... the rest is on the page")
+            break
+        kept.append(line)
+    return "\n".join(kept).rstrip() + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(text.replace('|', '/') for text in cells)} |"

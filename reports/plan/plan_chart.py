@@ -1,0 +1,30 @@
+"""The staircases of a plan: dollars a month against the rate of the busiest hour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+
+from reports.chart_style import data
+from reports.plan.plan_options import Plan
+
+
+def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:
+    """A line for each of the first four ways; the forecast is a rule."""
+    rows = [
+        {"rate": rate, "dollars": dollars, "way": name}
+        for name, points in plan.stairs.items()
+        for rate, dollars in points
+    ]
+    lines = (
+        data(rows)
+        .mark_line(interpolate="step-after", strokeWidth=2)
+        .encode(
+            x=alt.X("rate:Q", scale=alt.Scale(type="log"), title="requests/s in the busiest hour"),
+            y=alt.Y("dollars:Q", title="$ a month"),
+            color=alt.Color("way:N", title=None, legend=alt.Legend(orient="top", columns=1)),
+        )
+    )
+    asked = data([{"rate": plan.peak_rate}]).mark_rule(strokeDash=[4, 4]).encode(x="rate:Q")
+    return (lines + asked).properties(width=width, height=height)

@@ -1,0 +1,266 @@
+"""The plan file: what is asked of `crossover plan`. TOML -> PlanFile -> Question.
+
+    model = "8b"
+    slo = "chat"
+    [forecast]
+    peak_rate = 0.5
+
+A key is a field of a struct here: its type says what its value may be, its description what
+docs/plan.md says of it. A file that says something impossible is one sentence a fault, each with
+key and value. Reading a plan looks at no machine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from loadtests.analysis.slo import Slo
+from loadtests.campaign.campaign_file import SloSpec, slo_of
+from loadtests.errors import LoadError
+from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, lengths_of
+from loadtests.workload.arrivals import Constant, Gamma, OnOff, Poisson
+from loadtests.workload.request_lengths import Workload
+from loadtests.workload.request_lengths import in_words as lengths_in_words
+from models.errors import CrossoverError
+from models.formats import known_formats
+from models.ladder import rung
+from models.spec import ModelSpec
+from reports.devices.device_capacity import Traffic
+from reports.errors import ReportError
+from reports.plan.load_forecast import DAYS, Forecast, day_loads, trace_loads
+
+Positive = Annotated[float, Meta(gt=0)]
+FORMAT = "Q4_0"
+
+EXAMPLE = """\
+# crossover plan plan.toml --run runs/ID     (docs/plan.md has every key)
+model = "8b"                 # a rung of the ladder: crossover models list
+slo = "chat"                 # chat, interactive, reading, or [slo] with limits of your own
+
+[forecast]
+peak_rate = 0.5              # requests/s in the busiest hour
+day = "office"               # flat, people, office, night
+weekend = 0.2                # of a weekday's rate
+
+[workload]
+preset = "chat"              # lengths of prompts and answers
+max_prompt_tokens = 1024
+
+[prices]                     # $/h, where the list price is not yours
+"NVIDIA L4" = 0.70
+"""
+
+
+class BadPlan(ReportError):
+    """A plan file that cannot be; the message names key and value."""
+
+
+def key(text: str) -> Meta:
+    """What is said of a key."""
+    return Meta(description=text)
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file: unknown keys are refused."""
+
+
+class ForecastKeys(Table, frozen=True, kw_only=True):
+    """The rate: exactly one of peak_rate, mean_rate, users and trace."""
+
+    peak_rate: Annotated[Positive | None, key("requests/s, mean of the busiest hour")] = None
+    mean_rate: Annotated[Positive | None, key("requests/s, mean of the month")] = None
+    users: Annotated[Positive | None, key("people; with requests_per_user")] = None
+    requests_per_user: Annotated[Positive | None, key("a day, by each of the users")] = None
+    trace: Annotated[str | None, key("a file of recorded requests, for the whole month")] = None
+    day: Annotated[
+        Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0)]],
+        key("flat, people, office, night, or the rates of its hours"),
+    ] = "flat"
+    weekend: Annotated[
+        Annotated[float, Meta(ge=0)], key("rate of a weekend's hour over that of a weekday's")
+    ] = 1.0
+    arrivals: Annotated[
+        Constant | Poisson | Gamma | OnOff, key("inside an hour: poisson, constant, gamma, on_off")
+    ] = Poisson()
+    growth_per_month: Annotated[Annotated[float, Meta(gt=-1)], key("0.05: 5 % more each month")] = (
+        0.0
+    )
+    months: Annotated[
+        Annotated[int, Meta(ge=1)], key("planned for; the busiest of them counts")
+    ] = 1
+
+
+class MachineKeys(Table, frozen=True, kw_only=True):
+    """One machine: exactly one of run, file and device."""
+
+    run: Annotated[str | None, key("a run folder with this machine's measured capacity")] = None
+    file: Annotated[str | None, key("a machine.json that `crossover calibrate` wrote")] = None
+    device: Annotated[str | None, key("a name of `crossover plan --devices`")] = None
+    name: Annotated[str | None, key("what to call it; none: its own name")] = None
+    owned: Annotated[Annotated[int, Meta(ge=0)], key("how many of it are there")] = 1
+    dollars_per_hour: Annotated[Positive | None, key("rent of one more of it")] = None
+    watts: Annotated[Positive | None, key("under load, at the wall")] = None
+
+
+class PlanFile(Table, frozen=True, kw_only=True):
+    """The file as it is written."""
+
+    name: Annotated[str, key("what to call the plan")] = ""
+    model: Annotated[str, key("a rung of the ladder")]
+    format: Annotated[
+        str | None, key("weight format on CPUs; none: that of a run of the model, else Q4_0")
+    ] = None
+    gpu_format: Annotated[str, key("weight format on GPUs")] = "bf16"
+    forecast: Annotated[ForecastKeys, key("how many requests come, and when")]
+    workload: Annotated[
+        Workload | None, key("how long they are; none: those of the run, else the preset chat")
+    ] = None
+    slo: Annotated[
+        str | SloSpec | None, key("what a good request is; none: that of the run, else chat")
+    ] = None
+    spares: Annotated[
+        Annotated[int, Meta(ge=0)], key("machines that may fail with the SLO kept: 1 is N+1")
+    ] = 0
+    machines: Annotated[list[MachineKeys], key("those you have, and others by file or name")] = []
+    devices: Annotated[
+        list[str] | None, key("to consider for rent; none: all GPUs that have a price")
+    ] = None
+    prices: Annotated[dict[str, Positive], key("$/h of a device, in place of its list price")] = {}
+    dollars_per_kwh: Annotated[
+        Annotated[float, Meta(ge=0)], key("of energy for machines that you own")
+    ] = 0.15
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """A plan file, read: what is asked, without the machines."""
+
+    keys: PlanFile
+    spec: ModelSpec
+    forecast: Forecast
+    slo: Slo
+    traffic: Traffic
+    lengths: str  # in words
+    folder: Path  # that paths in the file are relative to
+
+    @property
+    def weight_format(self) -> str:
+        """On CPUs."""
+        return self.keys.format or FORMAT
+
+
+def read_raw(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises BadPlan."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise BadPlan(f"{path} cannot be read: {problem.strerror}") from problem
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise BadPlan(f"{path} is no TOML: {problem}") from problem
+
+
+def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
+    """The plan in the tables of a file. Raises BadPlan: all faults, each with key and value."""
+    try:
+        keys = msgspec.convert(raw, PlanFile)
+    except msgspec.ValidationError as problem:
+        raise BadPlan(_explained(problem, raw)) from problem
+    if faults := list(_faults(keys)):
+        raise BadPlan("; ".join(faults))
+    workload = keys.workload or Workload(preset="chat")
+    if keys.forecast.trace is not None and keys.workload is None:
+        workload = Workload(file=keys.forecast.trace)
+    paths = {
+        name: str(folder / value)
+        for name in ("file", "replay")
+        if (value := getattr(workload, name)) is not None
+    }
+    try:
+        lengths = lengths_of(msgspec.structs.replace(workload, **paths), QUICK_REQUESTS, seed=1)
+        return Question(
+            keys=keys,
+            spec=rung(keys.model).spec,
+            forecast=_forecast(keys.forecast, folder),
+            slo=slo_of(keys.slo or "chat"),
+            traffic=Traffic(lengths, keys.forecast.arrivals),
+            lengths=lengths_in_words(workload),
+            folder=folder,
+        )
+    except (CrossoverError, LoadError) as problem:
+        raise BadPlan(str(problem)) from problem
+
+
+def _faults(keys: PlanFile) -> Iterator[str]:
+    """What no type says."""
+    asked = keys.forecast
+    names = ("peak_rate", "mean_rate", "users", "trace")
+    given = [name for name in names if getattr(asked, name) is not None]
+    if len(given) != 1:
+        said = " and ".join(given) or "none"
+        yield f"forecast: give one of {', '.join(names)}; got {said}"
+    if (asked.users is None) != (asked.requests_per_user is None):
+        yield "forecast.requests_per_user: users and requests_per_user belong together"
+    if isinstance(asked.day, list) and not any(asked.day):
+        yield f"forecast.day needs a rate above 0, got {asked.day}"
+    if asked.trace is not None and (asked.day != "flat" or asked.weekend != 1.0):
+        yield "forecast.trace has its own curve of rates: leave out day and weekend"
+    for name, value in (("format", keys.format or FORMAT), ("gpu_format", keys.gpu_format)):
+        if value not in known_formats():
+            yield f"{name} must be one of {', '.join(known_formats())}, got {value!r}"
+    for number, machine in enumerate(keys.machines):
+        kinds = [one for one in ("run", "file", "device") if getattr(machine, one) is not None]
+        if len(kinds) != 1:
+            said = " and ".join(kinds) or "none"
+            yield f"machines[{number}]: give one of run, file, device; got {said}"
+
+
+def _forecast(keys: ForecastKeys, folder: Path) -> Forecast:
+    if keys.trace is not None:
+        loads = trace_loads(str(folder / keys.trace))
+    else:
+        mean = keys.mean_rate
+        if keys.users is not None and keys.requests_per_user is not None:
+            mean = keys.users * keys.requests_per_user / 86_400
+        day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
+        loads = day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean)
+    return Forecast(loads=loads, growth_per_month=keys.growth_per_month, months=keys.months)
+
+
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "forecast": ForecastKeys,
+    "machines": MachineKeys,
+    "workload": Workload,
+    "slo": SloSpec,
+}
+
+
+def _explained(problem: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
+    """msgspec's message with the key's place and value, and the keys there are for an unknown."""
+    text = str(problem)
+    what, _, place = text.partition(" - at `$.")
+    place = place.rstrip("`")
+    if "unknown field" in text:
+        _, _, table = text.partition(" - at `$")
+        kind = _TABLES.get(re.sub(r"\[.*", "", table.strip("`.")), PlanFile)
+        return f"{text}; known here: {', '.join(kind.__struct_fields__)}"
+    value: Any = raw
+    for part in re.findall(r"[^.\[\]]+", place):
+        try:
+            value = value[int(part) if part.isdigit() else part]
+        except (KeyError, IndexError, TypeError):
+            return text
+    return f"{place} = {value!r}: {what}" if place else text
+
+
+def finite(name: str, value: float) -> float:
+    """A number of the command line. Raises BadPlan."""
+    if not 0 < value < math.inf:
+        raise BadPlan(f"{name} must be above 0, got {value}")
+    return value

@@ -1,0 +1,385 @@
+"""The ways to serve a forecast, what they cost, and the one that is chosen.
+
+    plan = make_plan(asked, candidates)
+    plan.choice                 # the cheapest that surely suffices; None: none does
+
+**The rule: the cheapest whose low end (90 %, one-sided) holds the peak.** As many machines as hold
+the busiest hour; what is rented by the hour is rented in the hours that need it; what is owned
+costs its energy. Costs are staircases: where the choice changes is looked for on them, not between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from reports.devices.device_capacity import Answer, DeviceCapacity
+from reports.plan.load_forecast import Forecast
+from reports.plan.plan_file import Question
+
+MOST_ROWS = 6
+MOST_TIMES = 64.0  # the forecast, up to which a change of the choice is looked for; and down
+STEP = 1.02  # between two rates that are looked at
+Grade = Literal["confirmed", "estimated", "predicted"]
+OptionKind = Literal["as it is", "more of it", "rented", "it and rented"]
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine and what one of it holds; `capacity.low` is surely held."""
+
+    capacity: DeviceCapacity
+    known_by: Grade
+    is_calibrated: bool = True  # False: a CPU that nobody measured
+    owned: int = 0
+    dollars_per_hour: float | None = None  # of one (of all devices that share a step)
+    watts: float | None = None
+    price_date: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.capacity.name
+
+    def answer(self, rate: float, count: int) -> Answer:
+        """Whether `count` of it hold a rate."""
+        if (self.capacity.low or 0.0) * count >= rate:
+            return "yes"
+        return "perhaps" if (self.capacity.high or 0.0) * count >= rate else "no"
+
+    def needed(self, rate: float, at: float | None = None) -> int | None:
+        """How many surely hold a rate; `at`: what one holds. None: no number of them."""
+        holds = self.capacity.low if at is None else at
+        return math.ceil(rate / holds - 1e-9) if holds else None
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the plan. Dollars and kWh are of a month, the mean of the months planned for."""
+
+    kind: OptionKind
+    machine: str
+    above: str = ""  # what is rented above it
+    suffices: Answer
+    machines: int | None  # in the busiest hour, spares included; None: no number suffices
+    dollars: float | None  # with as many as surely suffice; None: a price is not known
+    dollars_low: float | None = None  # if each holds its high end
+    kwh: float | None = None  # None: no watts are known
+    energy_unknown: bool = False  # it is owned, and its watts are not known
+    known_by: Grade
+    note: str = ""
+
+    @property
+    def is_sure(self) -> bool:
+        return self.suffices == "yes" and self.dollars is not None
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A rate of the busiest hour above (or below) which another option is the choice."""
+
+    rate: float
+    is_above: bool
+    option: Option | None  # None: nothing surely suffices there
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """`rows`: at most six, what is chosen first; `options`: all."""
+
+    kind: Literal["crossover-plan"] = "crossover-plan"
+    version: int = 2
+    name: str
+    model: str
+    weight_format: str
+    gpu_format: str
+    lengths: str
+    slo: str  # its name
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    target: float
+    peak_rate: float  # requests/s of the busiest hour of all months
+    mean_rate: float
+    spares: int
+    options: tuple[Option, ...]
+    changes: tuple[Change, ...]
+    unknown: tuple[str, ...]  # what is not known, in words
+    price_date: str = ""  # the oldest of the prices in it
+    stairs: dict[str, list[tuple[float, float]]] = {}  # option -> (peak rate, $ a month)
+
+    @property
+    def choice(self) -> Option | None:
+        first = next(iter(self.options), None)
+        return first if first is not None and first.is_sure else None
+
+    @property
+    def rows(self) -> tuple[Option, ...]:
+        """Yours first come with what is chosen; the cheapest others fill six rows."""
+        mine = [one for one in self.options if one.kind in ("as it is", "more of it")][:2]
+        rest = [one for one in self.options if one not in mine][: MOST_ROWS - len(mine)]
+        return tuple(one for one in self.options if one in mine or one in rest)
+
+
+def make_plan(
+    asked: Question,
+    candidates: Sequence[Candidate],
+    say: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The options for what is asked, in order: what surely suffices, then by cost."""
+    say("options")
+    found = ordered(asked, candidates, asked.forecast)
+    say("what would change the choice")
+    changes = tuple(_changes(asked, candidates, found))
+    dated = [one.price_date for one in candidates if one.price_date]
+    return Plan(
+        name=asked.keys.name,
+        model=asked.spec.name,
+        weight_format=asked.weight_format,
+        gpu_format=asked.keys.gpu_format,
+        lengths=asked.lengths,
+        slo=asked.slo.name,
+        ttft_seconds=asked.slo.ttft_seconds,
+        tpot_seconds=asked.slo.tpot_seconds,
+        target=asked.slo.target,
+        peak_rate=asked.forecast.peak_rate,
+        mean_rate=asked.forecast.mean_rate,
+        spares=asked.keys.spares,
+        options=tuple(found),
+        changes=changes,
+        unknown=tuple(_unknown(candidates, found)),
+        price_date=min(dated, default=""),
+        stairs=_stairs(asked, candidates, found[:4]),
+    )
+
+
+def ordered(asked: Question, candidates: Sequence[Candidate], forecast: Forecast) -> list[Option]:
+    """All options under a forecast, the choice first."""
+    rank = {"yes": 0, "perhaps": 1, "no": 2}
+    known = {"confirmed": 0, "estimated": 1, "predicted": 2}
+    found = list(_options(asked, candidates, forecast))
+    return sorted(
+        found,
+        key=lambda one: (
+            rank[one.suffices],
+            one.dollars is None,
+            one.dollars or 0.0,
+            known[one.known_by],
+        ),
+    )
+
+
+def _options(
+    asked: Question, candidates: Sequence[Candidate], forecast: Forecast
+) -> Iterator[Option]:
+    own = [one for one in candidates if one.owned]
+    for machine in own:
+        yield _as_it_is(asked, machine, forecast)
+        yield _more_of_it(asked, machine, forecast)
+    for machine in candidates:
+        if not machine.owned:
+            yield _rented(asked, machine, forecast)
+    for base in own:
+        if not base.capacity.low or base.answer(forecast.peak_rate, base.owned) == "yes":
+            continue
+        for above in candidates:
+            if not above.owned and above.capacity.low:
+                yield _mixed(asked, base, above, forecast)
+
+
+def _months(forecast: Forecast) -> Iterator[tuple[float, float]]:
+    """(requests/s, hours of a mean month) of each kind of hour of all months."""
+    for month in range(forecast.months):
+        for load in forecast.at(month):
+            yield load.rate, load.hours / forecast.months
+
+
+def _energy(machine: Candidate, count: int, forecast: Forecast) -> float | None:
+    """kWh a month: watts under load for the share of time that the work takes."""
+    rate = machine.capacity.rate
+    if machine.watts is None or not rate:
+        return None
+    hours = sum(hours * min(count, load / rate) for load, hours in _months(forecast))
+    return machine.watts * hours / 1000
+
+
+def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
+    peak = forecast.peak_rate
+    left = machine.owned - asked.keys.spares
+    suffices = machine.answer(peak, max(0, left))
+    kwh = _energy(machine, machine.owned, forecast)
+    return Option(
+        kind="as it is",
+        machine=machine.name,
+        suffices=suffices,
+        machines=machine.owned,
+        dollars=(kwh or 0.0) * asked.keys.dollars_per_kwh,
+        kwh=kwh,
+        energy_unknown=kwh is None,
+        known_by=machine.known_by,
+        note=machine.capacity.reason,
+    )
+
+
+def _more_of_it(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
+    needed = machine.needed(forecast.peak_rate)
+    if needed is None:
+        return Option(
+            kind="more of it",
+            machine=machine.name,
+            suffices=machine.answer(forecast.peak_rate, 10**6),
+            machines=None,
+            dollars=None,
+            known_by=machine.known_by,
+            note=machine.capacity.reason,
+        )
+    count = needed + asked.keys.spares
+    bought = max(0, count - machine.owned)
+    kwh = _energy(machine, count, forecast)
+    dollars = None
+    if machine.dollars_per_hour is not None or not bought:
+        rent = sum(
+            hours * max(0, (machine.needed(rate) or 0) + asked.keys.spares - machine.owned)
+            for rate, hours in _months(forecast)
+        )
+        dollars = rent * (machine.dollars_per_hour or 0.0)
+        dollars += (kwh or 0.0) * asked.keys.dollars_per_kwh
+    return Option(
+        kind="more of it",
+        machine=machine.name,
+        suffices="yes",
+        machines=count,
+        dollars=dollars,
+        kwh=kwh,
+        energy_unknown=kwh is None,
+        known_by=machine.known_by,
+        note="" if dollars is not None else "its dollars_per_hour is not known",
+    )
+
+
+def _rented(
+    asked: Question, machine: Candidate, forecast: Forecast, base_rate: float = 0.0
+) -> Option:
+    """By the hour, in the hours that need it; above what `base_rate` carries."""
+
+    def dollars(at: float | None) -> float | None:
+        if machine.dollars_per_hour is None or not at:
+            return None
+        hours = 0.0
+        for rate, of_month in _months(forecast):
+            above = max(0.0, rate - base_rate)
+            count = machine.needed(above, at) or 0
+            hours += of_month * (count + (asked.keys.spares if count else 0))
+        return hours * machine.dollars_per_hour
+
+    capacity, peak = machine.capacity, max(0.0, forecast.peak_rate - base_rate)
+    needed = machine.needed(peak)
+    suffices: Answer = "yes" if needed is not None else "no"
+    if needed is None and capacity.high:
+        suffices, needed = "perhaps", machine.needed(peak, capacity.high)
+    sure = dollars(capacity.low or capacity.high)
+    rate = capacity.rate or capacity.high
+    kwh = None
+    if machine.watts is not None and rate:
+        share = sum(max(0.0, load - base_rate) / rate * hours for load, hours in _months(forecast))
+        kwh = machine.watts * share / 1000
+    note = capacity.reason
+    if suffices == "perhaps" and not machine.is_calibrated:
+        note = "perhaps: calibrate it"
+    return Option(
+        kind="rented",
+        machine=machine.name,
+        suffices=suffices,
+        machines=None if needed is None else needed + asked.keys.spares,
+        dollars=sure,
+        dollars_low=dollars(capacity.high) if capacity.low else None,
+        kwh=kwh,
+        known_by=machine.known_by,
+        note=note,
+    )
+
+
+def _mixed(asked: Question, base: Candidate, above: Candidate, forecast: Forecast) -> Option:
+    """The machine that is there carries what it surely holds; the rest goes to rented ones."""
+    carried = (base.capacity.low or 0.0) * base.owned
+    rest = _rented(asked, above, forecast, carried)
+    kwh = _energy(base, base.owned, forecast)
+    energy = (kwh or 0.0) * asked.keys.dollars_per_kwh
+    return msgspec.structs.replace(
+        rest,
+        kind="it and rented",
+        machine=base.name,
+        above=above.name,
+        machines=None if rest.machines is None else rest.machines + base.owned,
+        dollars=None if rest.dollars is None else rest.dollars + energy,
+        dollars_low=None if rest.dollars_low is None else rest.dollars_low + energy,
+        kwh=None if kwh is None or rest.kwh is None else kwh + rest.kwh,
+        energy_unknown=kwh is None,
+    )
+
+
+def _same(one: Option | None, other: Option | None) -> bool:
+    """The same way, with however many machines."""
+    if one is None or other is None:
+        return one is other
+    return (one.kind, one.machine, one.above) == (other.kind, other.machine, other.above)
+
+
+def _choice(found: Sequence[Option]) -> Option | None:
+    return found[0] if found and found[0].is_sure else None
+
+
+def _changes(
+    asked: Question, candidates: Sequence[Candidate], found: Sequence[Option]
+) -> Iterator[Change]:
+    """The nearest rates, above and below, at which the choice is another one."""
+    now = _choice(found)
+    for is_above in (True, False):
+        factor = 1.0
+        while factor < MOST_TIMES:
+            factor *= STEP
+            times = factor if is_above else 1 / factor
+            there = _choice(ordered(asked, candidates, asked.forecast.scaled(times)))
+            if not _same(now, there):
+                yield Change(rate=asked.forecast.peak_rate * times, is_above=is_above, option=there)
+                break
+
+
+def _stairs(
+    asked: Question, candidates: Sequence[Candidate], shown: Sequence[Option]
+) -> dict[str, list[tuple[float, float]]]:
+    """Dollars a month of the shown options against the rate of the busiest hour."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for step in range(-120, 121):
+        factor = 4 ** (step / 120)
+        found = list(_options(asked, candidates, asked.forecast.scaled(factor)))
+        for one in shown:
+            same = next((other for other in found if _same(one, other)), None)
+            if same is not None and same.is_sure and same.dollars is not None:
+                point = (asked.forecast.peak_rate * factor, same.dollars)
+                lines.setdefault(title(one), []).append(point)
+    return lines
+
+
+def title(option: Option) -> str:
+    """What a row is called."""
+    if option.kind == "as it is":
+        return f"{option.machine} as it is"
+    if option.kind == "more of it":
+        return f"more of {option.machine}"
+    if option.kind == "it and rented":
+        return f"{option.machine} and {option.above} above it"
+    return option.machine
+
+
+def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterator[str]:
+    """What would make the plan surer, nearest first."""
+    if not any(one.owned for one in candidates):
+        yield "no machine of yours is in this plan: name one with --run or --machine"
+    chosen = _choice(found)
+    for one in candidates:
+        if chosen is None or one.name in (chosen.machine, chosen.above):
+            if one.known_by == "predicted":
+                yield f"{one.name} is predicted, not measured"
+            if one.owned and one.watts is None:
+                yield f"the watts of {one.name} are not known, so its energy costs are left out"
+    perhaps = [one.machine for one in found if one.note == "perhaps: calibrate it"]
+    if perhaps:
+        yield f"{perhaps[0]} may suffice: `crossover calibrate` on it would tell"

@@ -1,0 +1,442 @@
+"""What a report is made of: the cells of one or several runs of a machine, read once.
+
+    data = read_report([Path("runs/20261124-demo")])
+    for cell in data.cells:                       # smallest model first
+        cell.capacity, cell.alone.ttft_seconds, cell.law
+
+Page, Markdown, CSV, JSON, PNG and plan show these values; nothing is worded here. Times are
+seconds, sizes bytes, rates per second. Missing is None, shown as "not measured".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+from loadtests.analysis.capacity_estimate import estimate
+from loadtests.analysis.energy import Energy, energy_of
+from loadtests.analysis.level import Judged, Level, levels_of
+from loadtests.analysis.level_validity import NamedWarning, level_warnings
+from loadtests.analysis.slo import Slo
+from loadtests.errors import BadRunFolder, LoadError
+from loadtests.records.resource_sample import ResourceSample
+from loadtests.records.run_folder import EVENTS, RunManifest, RunRecords, read_records
+from loadtests.records.run_journal import (
+    Calibrated,
+    Capacity,
+    CellFinished,
+    CellReady,
+    CellSkipped,
+    CellStarted,
+    EngineChosen,
+    Event,
+    Interrupted,
+    LevelAbandoned,
+    NeverQuiet,
+    SkipCause,
+    of_kind,
+)
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.simulated_capacity import LOADED, QUICK_REQUESTS, lengths_of
+from loadtests.simulation.step_law import StepLaw
+from loadtests.workload.arrivals import Poisson, Trace, process_of
+from loadtests.workload.request_lengths import Workload
+from models.errors import UnknownModel
+from models.ladder import rung
+from models.spec import ModelSpec
+from reports.devices.device_capacity import Traffic
+from reports.errors import BadRun, NotComparable
+
+CellState = Literal["measured", "skipped", "unfinished", "not_started"]
+T = TypeVar("T")
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the memory of one model goes, bytes: as placement predicted it, and as measured."""
+
+    weight_bytes: int | None = None
+    kv_bytes: int | None = None
+    overhead_bytes: int | None = None
+    peak_bytes: int | None = None  # measured: the engine's peak RSS
+    gpu_bytes: int | None = None  # measured: the most of the GPU in use, by whomever
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        parts = (self.weight_bytes, self.kv_bytes, self.overhead_bytes)
+        known = [one for one in parts if one is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+
+class Alone(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests one at a time: medians; None: no request answered, or by one chunk."""
+
+    requests: int
+    ttft_seconds: float | None
+    tpot_seconds: float | None
+    is_good: bool  # the share of good requests reaches the target
+
+
+class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One finished level, judged by the report's SLO."""
+
+    level: Level
+    judged: Judged
+    energy: Energy | None = None  # in the window; None: not measured
+    warnings: tuple[NamedWarning, ...] = ()
+
+    @property
+    def counts(self) -> bool:
+        """It has a part in the capacity: valid, and undisturbed."""
+        said = self.level.finished
+        taken = None if said is None else said.disturbance
+        return said is not None and said.is_valid and not (taken and taken.is_set_aside)
+
+    def quantile(self, name: str, q: float) -> float | None:
+        """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.
+
+        inf where so many failed.
+        """
+        column = getattr(self.level, name)[self.level.counted]
+        known = column[~np.isnan(column)]
+        if not len(known):
+            return None
+        return float(np.quantile(known, q, method="inverted_cdf"))
+
+
+class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One (model, format, backend) on one machine, under one workload."""
+
+    key: str
+    run_id: str
+    model: str
+    spec: ModelSpec | None  # None: a model that the ladder does not know
+    weight_format: str
+    backend: str
+    device: str | None  # cpu or gpu, what served; None: not known
+    url: str | None  # an endpoint that the campaign did not start
+    engine: str = ""  # of others: its name
+    hardware: str = ""  # the name of its hardware budget
+    workload: str = ""  # its name, where the campaign has several
+    slots: int | None = None
+    context_tokens: int | None = None
+    state: CellState = "not_started"
+    reason: str = ""  # why it was skipped or not finished; "": it was measured
+    skip_cause: SkipCause | None = None
+    levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
+    capacity: Capacity | None = None  # None: not measured
+    law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
+    policy: SchedulingPolicy | None = None
+    traffic: Traffic | None = None  # None: the run does not say what was asked
+    memory: Memory = Memory()
+    ready: CellReady | None = None  # what its last server said
+    loads: tuple[float, ...] = ()  # seconds of each load of the model, in order
+    choice: EngineChosen | None = None  # of its engine among several; None: it was named
+    busy: str = ""  # by whom the machine was disturbed until the search gave up
+
+    @property
+    def held(self) -> float | None:
+        """The confirmed rate, requests/s."""
+        return self.capacity.held if self.capacity is not None and self.capacity.holds else None
+
+    @property
+    def limit(self) -> float | None:
+        """The best guess of the capacity, requests/s; 0.0: not even alone; None: not known."""
+        if self.capacity is None:
+            return None
+        return self.held if self.capacity.limit is None else self.capacity.limit
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.spec is None else self.spec.parameters
+
+    @property
+    def loaded(self) -> tuple[LevelData, ...]:
+        """The levels at a rate, lowest first."""
+        return tuple(
+            sorted((one for one in self.levels if one.level.rate), key=lambda one: one.level.rate)  # type: ignore[arg-type,return-value]
+        )
+
+    @property
+    def alone(self) -> Alone | None:
+        """The last requests one at a time; None: not measured."""
+        for one in reversed(self.levels):
+            if one.level.is_single_stream and one.judged.due:
+                return Alone(
+                    requests=one.judged.due,
+                    ttft_seconds=one.quantile("ttft", 0.5),
+                    tpot_seconds=one.quantile("tpot", 0.5),
+                    is_good=self.capacity is None or self.capacity.state != "not_even_alone",
+                )
+        return None
+
+
+class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The runs of one machine, under one SLO; `manifest` is the first one's."""
+
+    manifest: RunManifest
+    folders: tuple[str, ...]
+    run_ids: tuple[str, ...]
+    slo: Slo
+    cells: tuple[CellData, ...]
+    requests: int  # due in the window of a finished level
+    measured_seconds: float | None
+    events: tuple[Event, ...] = ()  # of all runs, in order
+    damage: tuple[str, ...] = ()  # what is left out of the files
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the machine that serves; `url` alone for an endpoint."""
+        return self.manifest.server_facts
+
+    @property
+    def workloads(self) -> dict[str, Workload]:
+        """By name; "" where there is one."""
+        return _workloads(self.manifest)
+
+
+def read_report(folders: Sequence[Path], slo: Slo | None = None) -> ReportData:
+    """The runs in these folders, judged by their own SLO or by another.
+
+    Raises BadRun (no run, or another version), NotComparable (other machines or questions).
+    """
+    runs = [_read(folder) for folder in folders]
+    first = runs[0]
+    for other in runs[1:]:
+        _check_comparable(first.manifest, other.manifest, slo)
+    asked = slo or slo_of(first.manifest)
+    cells: dict[str, CellData] = {}
+    for run in runs:  # a cell that is in several runs is told by the last one that measured it
+        for cell in _cells_of(run, asked):
+            if cell.key not in cells or cell.levels:
+                cells[cell.key] = cell
+    spans = [[event.unix_seconds for event in run.events] for run in runs]
+    return ReportData(
+        manifest=first.manifest,
+        folders=tuple(str(run.folder) for run in runs),
+        run_ids=tuple(run.manifest.run_id for run in runs),
+        slo=asked,
+        cells=tuple(sorted(cells.values(), key=_order)),
+        requests=sum(one.judged.due for cell in cells.values() for one in cell.levels),
+        measured_seconds=sum(max(one) - min(one) for one in spans),
+        events=tuple(event for run in runs for event in run.events),
+        damage=tuple(text for run in runs for text in run.damage()),
+    )
+
+
+def slo_of(manifest: RunManifest) -> Slo:
+    """The campaign's first SLO. Raises BadRun."""
+    return _converted(manifest, "slo", Slo)
+
+
+def _read(folder: Path) -> RunRecords:
+    try:
+        run = read_records(folder)
+    except BadRunFolder as problem:
+        raise BadRun(str(problem)) from problem
+    if not run.events:
+        raise BadRun(f"in run {folder} nothing was begun: {folder / EVENTS} is empty or missing")
+    return run
+
+
+def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(manifest.campaign.get(key), kind)
+    except msgspec.ValidationError as problem:
+        value = manifest.campaign.get(key)
+        raise BadRun(
+            f"run {manifest.run_id}: its campaign has no {key} that can be read: "
+            f"{key} = {value!r} ({problem})"
+        ) from problem
+
+
+# What must be equal before the cells of two runs stand in one table: key -> what people call it.
+_SAME_MACHINE = {
+    "cpu_model": "CPU",
+    "isa": "instruction sets",
+    "logical_cores": "logical cores",
+    "allowed_cores": "usable cores",
+    "url": "endpoint",
+}
+_SAME_QUESTION = ("workload", "workloads", "arrivals")
+
+
+def _check_comparable(one: RunManifest, other: RunManifest, slo: Slo | None) -> None:
+    facts = [
+        (f"{name} of the machine", one.server_facts.get(key), other.server_facts.get(key))
+        for key, name in _SAME_MACHINE.items()
+    ]
+    keys = _SAME_QUESTION if slo is not None else (*_SAME_QUESTION, "slo")
+    facts += [(key, one.campaign.get(key), other.campaign.get(key)) for key in keys]
+    for name, mine, theirs in facts:
+        if mine != theirs:
+            raise NotComparable(
+                f"runs {one.run_id} and {other.run_id} differ in {name}: {mine!r} and {theirs!r}; "
+                "report them one by one"
+            )
+
+
+def _order(cell: CellData) -> tuple[float, str, str, str]:
+    """Smallest model first, unknown sizes last."""
+    return cell.parameters or math.inf, cell.model, cell.weight_format, cell.backend
+
+
+def _workloads(manifest: RunManifest) -> dict[str, Workload]:
+    several = manifest.campaign.get("workloads")
+    if several:
+        return _converted(manifest, "workloads", dict[str, Workload])
+    return {"": _converted(manifest, "workload", Workload)}
+
+
+def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
+    levels: dict[str, list[Level]] = {}
+    for level in levels_of(run):
+        levels.setdefault(level.cell, []).append(level)
+    traffic = {name: _traffic(run.manifest, one) for name, one in _workloads(run.manifest).items()}
+    return [
+        _cell_of(run, said, levels.get(str(said.get("key")), []), traffic, slo)
+        for said in run.manifest.cells
+    ]
+
+
+def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
+    """What was asked, and when; a closed loop's and a trace's arrivals are Poisson."""
+    arrivals = process_of(manifest.campaign.get("arrivals") or {"kind": "poisson"})
+    if arrivals is None or isinstance(arrivals, Trace):
+        arrivals = Poisson()
+    try:
+        return Traffic(lengths_of(workload, QUICK_REQUESTS, seed=1), arrivals)
+    except LoadError:  # a trace file that is not here
+        return None
+
+
+def _cell_of(
+    run: RunRecords,
+    said: Mapping[str, Any],
+    levels: Sequence[Level],
+    traffic: Mapping[str, Traffic | None],
+    slo: Slo,
+) -> CellData:
+    """A cell as it served where it was ready, else as it was asked."""
+    key = str(said.get("key"))
+    events = [event for event in run.events if event.cell == key]
+    ready = _last(events, CellReady)
+    info = (ready or CellReady(cell=key)).info
+    choice = _last(events, EngineChosen)
+    chosen = said if choice is None else msgspec.structs.asdict(choice)
+    weight_format = str(info.weight_format or chosen.get("weight_format") or "")
+    backend = str(info.name or chosen.get("backend") or "")
+    state, reason = _state(events, levels)
+    skipped = _last(events, CellSkipped)
+    finished, calibrated = _last(events, CellFinished), _last(events, Calibrated)
+    law = policy = None
+    if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
+        law = msgspec.convert(calibrated.law, StepLaw)
+        policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
+    workload = str(said.get("workload") or "")
+    asked = traffic.get(workload)
+    found = None if finished is None else finished.capacities.get(slo.name)
+    if found is None and levels:
+        lengths = None if asked is None else asked.lengths
+        found = estimate(
+            levels,
+            slo,
+            law=law,
+            policy=policy,
+            workload=lengths,
+            arrivals=None if asked is None else asked.arrivals,
+        )
+    factor = found.factor if found is not None and found.factor else LOADED
+    model = str(said.get("model", "unknown"))
+    never_quiet = _last(events, NeverQuiet)
+    samples = [sample for sample in run.samples if sample.cell == key]
+    return CellData(
+        key=key,
+        run_id=run.manifest.run_id,
+        model=model,
+        spec=_spec(model),
+        weight_format="" if weight_format == "none" else weight_format,
+        backend=backend,
+        device=info.device or said.get("device"),
+        url=said.get("url"),
+        engine=str(said.get("engine") or ""),
+        hardware=str((said.get("hardware") or {}).get("name") or ""),
+        workload=workload,
+        slots=info.slots or said.get("slots"),
+        context_tokens=info.context_tokens or said.get("context_tokens"),
+        state=state,
+        reason=reason,
+        skip_cause=skipped.cause if skipped is not None else None,
+        levels=tuple(
+            _level_of(one, slo, samples)
+            for one in levels
+            if one.is_single_stream or one.rate is not None
+        ),
+        capacity=found,
+        law=None if law is None else law.slower(factor),
+        policy=policy,
+        traffic=asked,
+        memory=_memory(info.predicted or {}, samples),
+        ready=ready,
+        loads=tuple(
+            one.load_seconds for one in of_kind(events, CellReady) if one.load_seconds is not None
+        ),
+        choice=choice,
+        busy=never_quiet.reason if never_quiet is not None else "",
+    )
+
+
+E = TypeVar("E", bound=Event)
+
+
+def _last(events: Sequence[Event], kind: type[E]) -> E | None:
+    return next(reversed(of_kind(events, kind)), None)
+
+
+def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState, str]:
+    """How far a cell came, and why no further."""
+    skipped = _last(events, CellSkipped)
+    if skipped is not None:
+        return "skipped", skipped.reason
+    if not of_kind(events, CellStarted):
+        return "not_started", "the campaign ended before it"
+    if of_kind(events, CellFinished):
+        return "measured", ""
+    told = [one.reason for one in events if isinstance(one, Interrupted | LevelAbandoned)]
+    why = told[-1] if told else "the run ended, or was interrupted, within it"
+    return ("measured" if levels else "unfinished"), why
+
+
+def _spec(model: str) -> ModelSpec | None:
+    try:
+        return rung(model).spec
+    except UnknownModel:
+        return None
+
+
+def _level_of(level: Level, slo: Slo, samples: Sequence[ResourceSample]) -> LevelData:
+    mine = [one for one in samples if one.level == level.name]
+    began = level.started.started_unix_seconds
+    start, end = (began + at for at in level.window)
+    return LevelData(
+        level=level,
+        judged=level.judge(slo),
+        energy=energy_of(mine, start, end),
+        warnings=level_warnings(level, slo, mine),
+    )
+
+
+def _memory(predicted: Mapping[str, Any], samples: Sequence[ResourceSample]) -> Memory:
+    engines = [one.engine.rss_bytes for one in samples if one.engine is not None]
+    gpus = [one.gpu_memory_bytes for one in samples]
+    return Memory(
+        weight_bytes=predicted.get("weight_bytes"),
+        kv_bytes=predicted.get("kv_bytes"),
+        overhead_bytes=predicted.get("overhead_bytes"),
+        peak_bytes=max((one for one in engines if one is not None), default=None),
+        gpu_bytes=max((one for one in gpus if one is not None), default=None),
+    )

@@ -1,0 +1,144 @@
+"""What `crossover report` writes: page, Markdown, CSV, JSON and a picture of the first screen."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from models.manifest import write_atomically
+from reports.errors import ReportError
+from reports.headline import Answer, basis, headline
+from reports.report_data import ReportData
+from reports.report_warnings import warnings_of
+
+FORMATS = ("html", "md", "csv", "json", "png")
+
+
+def numbers(data: ReportData, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The report as plain values (docs/report.md). Missing is null, never 0."""
+    return {
+        "kind": "crossover-report",
+        "version": 2,
+        "runs": data.run_ids,
+        "headline": headline(answers, data),
+        "basis": basis(data),
+        "slo": data.slo,
+        "machine": {k: v for k, v in data.facts.items() if k != "hostname"},
+        "cells": cells_records(data),
+        "takes_over": [
+            {"model": one.cell.model, "cell": one.cell.key, "over": one.over} for one in answers
+        ],
+        "levels": levels_records(data),
+        "warnings": [
+            {"code": w.code, "seriousness": w.seriousness, "text": w.text, "advice": w.advice}
+            for w in warnings_of(data)
+        ],
+    }
+
+
+def cells_records(data: ReportData) -> list[dict[str, Any]]:
+    """A record for each cell."""
+    return [
+        {
+            "cell": cell.key,
+            "run": cell.run_id,
+            "model": cell.model,
+            "parameters": cell.parameters,
+            "backend": cell.engine or cell.backend,
+            "weight_format": cell.weight_format,
+            "device": cell.device,
+            "workload": cell.workload or None,
+            "slots": cell.slots,
+            "state": cell.state,
+            "reason": cell.reason or None,
+            "alone": cell.alone,
+            "capacity": cell.capacity,
+            "law": cell.law,
+            "memory": cell.memory,
+            "load_seconds": list(cell.loads),
+        }
+        for cell in data.cells
+    ]
+
+
+def levels_records(data: ReportData) -> list[dict[str, Any]]:
+    """A flat record for each level."""
+    records = []
+    for cell in data.cells:
+        for one in cell.levels:
+            level, judged = one.level, one.judged
+            record: dict[str, Any] = {
+                "run": cell.run_id,
+                "cell": cell.key,
+                "model": cell.model,
+                "level": level.name,
+                "purpose": level.started.purpose,
+                "rate_per_second": level.rate,
+                "concurrency": level.started.concurrency,
+                "window_seconds": level.window_seconds,
+                "due": judged.due,
+                "good": judged.good,
+                "failed": judged.failed,
+                "share": judged.share,
+                "verdict": judged.verdict,
+                "steady": judged.steady,
+                "counts": one.counts,
+                "output_tokens_per_second": level.output_tokens_per_second,
+            }
+            for name in ("ttft", "tpot", "e2e", "send_lag"):
+                for q in (0.5, 0.9, 0.99):
+                    value = one.quantile(name, q)
+                    never = value is not None and value == float("inf")
+                    record[f"{name}_p{q * 100:.0f}_seconds"] = None if never else value
+            records.append(record)
+    return records
+
+
+def as_json(data: ReportData, answers: Sequence[Answer]) -> bytes:
+    """`numbers` as JSON."""
+    return msgspec.json.format(msgspec.json.encode(numbers(data, answers)), indent=1) + b"\n"
+
+
+def as_csv(records: Sequence[dict[str, Any]]) -> bytes:
+    """Flat records as CSV; an empty cell is missing."""
+    out = io.StringIO()
+    if records:
+        writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    return out.getvalue().encode()
+
+
+def write_files(
+    data: ReportData, answers: Sequence[Answer], folder: Path, formats: Sequence[str]
+) -> list[Path]:
+    """The files written, the page first. Raises ReportError, MissingPackage."""
+    made: dict[str, bytes] = {}
+    if {"html", "md", "png"} & set(formats):
+        from reports import html_page, markdown  # altair takes half a second
+
+        sections = html_page.sections_of(data, answers)
+        if "html" in formats:
+            made["index.html"] = html_page.page(data, answers, sections).encode()
+        if "md" in formats:
+            made["report.md"] = markdown.markdown(data, answers, sections).encode()
+        if "png" in formats:
+            from reports.first_screen import picture
+
+            made["report.png"] = picture(data, answers)
+    if "csv" in formats:
+        made["levels.csv"] = as_csv(levels_records(data))
+    if "json" in formats:
+        made["report.json"] = as_json(data, answers)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in made.items():
+            write_atomically(folder / name, content)
+    except OSError as problem:
+        raise ReportError(f"{folder} cannot be written: {problem.strerror}") from problem
+    return [folder / name for name in made]

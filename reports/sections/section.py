@@ -1,0 +1,45 @@
+"""What a topic of a report is: its sentence, its table and its charts, with their grade.
+
+A module of this folder makes one `Section` of ReportData, or None where nothing is known.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from reports.chart_style import Spec
+
+Grade = Literal["confirmed", "estimated", "predicted", "measured", "published"]
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """A drawing: Vega-Lite, or an SVG of ours."""
+
+    slug: str
+    title: str
+    label: str  # what it shows, for those who cannot see it
+    spec: Spec | None = None
+    svg: str = ""
+    half: bool = False  # two stand side by side
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Cells are text; `numeric`: which columns stand at the right."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: tuple[int, ...] = ()
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """One topic, folded on the page."""
+
+    slug: str
+    title: str
+    sentence: str  # what it says, in words
+    grades: tuple[Grade, ...] = ()
+    table: Table = Table((), ())
+    charts: tuple[Chart, ...] = ()
+    note: str = ""  # how it is known

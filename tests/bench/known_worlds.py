@@ -1,0 +1,316 @@
+"""Servers whose capacity is known, on a simulated clock: what a campaign is held against.
+
+    world = worlds()["135M on a CPU"]
+    world.capacity()                      # requests/s, by the long-run share of good requests
+
+Sixteen were there when the way of a cell was chosen; nobody tuned anything on the last three.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from loadtests.analysis.level import Level
+from loadtests.analysis.slo import Slo
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_journal import LevelPurpose, LevelStarted
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.workload.arrivals import Arrivals, OnOff, Poisson, due_times
+from loadtests.workload.request_lengths import Workload, draw
+from tests.loadtests.campaign.simulated import Serves
+from tests.loadtests.simulation.known_server import KnownServer
+
+NOISE = 0.03  # standard deviation of a step's ln(seconds)
+STARTS = 3
+Steps = Callable[[int, int, int], float]  # rows, prompt tokens, context -> seconds
+Speed = Callable[[float], float]  # by which steps are quicker at a moment
+
+
+@dataclass(frozen=True)
+class World:
+    """A server with its load. `low`..`high`: rates between which the capacity is."""
+
+    name: str
+    slo: Slo
+    workload: Workload
+    serving: Callable[[int, float, int], Serves]  # seed, moment, start
+    low: float
+    high: float
+    arrivals: Arrivals = Poisson()
+    policy: SchedulingPolicy | None = SchedulingPolicy(slots=8)
+    budget: float = 900.0
+    has_capacity: bool = True
+    long_run: int = 8_000  # requests that tell the long-run share
+    taken: Callable[[float, float], float] | None = None  # where a disturbance is seen
+    quiet: Callable[[int, float, int], Serves] | None = None  # then the truth is of this
+    start_spread: float = 0.0  # sd of ln(speed) from start to start
+    is_stationary: bool = True
+
+    def share(self, rate: float, start: int = 1) -> float:
+        """The long-run share of good requests."""
+        due = due_times(self.arrivals, rate, self.long_run / rate, 99)
+        asks = draw(self.workload, len(due), 99)
+        server = (self.quiet or self.serving)(99, 0.0, start)
+        records = server.records(
+            due.tolist(), [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
+        )
+        level = Level.of(
+            records,
+            LevelStarted(
+                cell="c", level="l", purpose=LevelPurpose.SEARCH, window_seconds=float(due[-1])
+            ),
+        )
+        good = level.good(self.slo)
+        return float(good[len(good) // 50 :].mean())
+
+    @functools.cache  # noqa: B019
+    def capacity(self, start: int = 1) -> float:
+        """The rate at which the long-run share of good requests is the target, by bisection."""
+        low, high = self.low, self.high
+        for _ in range(9):
+            middle = math.sqrt(low * high)
+            up = self.share(middle, start) >= self.slo.target
+            low, high = (middle, high) if up else (low, middle)
+        return math.sqrt(low * high)
+
+
+def law(base: float, row: float, prompt: float, context: float = 0.0) -> Steps:
+    """A step law in milliseconds."""
+    return lambda rows, tokens, held: (base + row * rows + prompt * tokens + context * held) / 1e3
+
+
+def staircase(base: float, row: float, prompt: float) -> Steps:
+    """Rows cost in pairs: 3 rows cost what 4 do."""
+    return lambda rows, tokens, held: (
+        (base + row * (rows if rows <= 2 else 2 * math.ceil(rows / 2)) + prompt * tokens) / 1e3
+    )
+
+
+def batching(
+    steps: Steps, slots: int = 8, speed: Speed | None = None, spread: float = 0.0, **more: object
+) -> Callable[[int, float, int], Serves]:
+    """Continuous batching with known step times; each start has its own speed."""
+
+    def serving(seed: int, at: float, start: int) -> Serves:
+        rng = np.random.default_rng(seed)
+        factor = math.exp(spread * np.random.default_rng([7, start]).normal()) if spread else 1.0
+
+        def seconds(rows: int, tokens: int, context: int, passes: int) -> float:
+            plain = steps(rows, tokens, context) * math.exp(NOISE * rng.normal()) * factor
+            return plain / (speed(at + server.now) if speed is not None else 1.0)
+
+        server = KnownServer(seconds, slots=slots, **more)  # type: ignore[arg-type]
+        return server
+
+    return serving
+
+
+class Queue:
+    """A D/c queue, first come first served: each request takes `service` of one of `servers`."""
+
+    def __init__(self, servers: int, service: float) -> None:
+        self.servers, self.service = servers, service
+
+    def records(
+        self,
+        due: Sequence[float],
+        prompt_tokens: Sequence[int],
+        output_tokens: Sequence[int],
+        cached_tokens: Sequence[int] | None = None,
+        cell: str = "c",
+        level: str = "l",
+    ) -> list[RequestRecord]:
+        free = [-1.0] * self.servers
+        found = []
+        for index, at in enumerate(due):
+            begin = max(at, free[index % self.servers])
+            free[index % self.servers] = begin + self.service
+            stamps = np.linspace(begin + 1e-3, begin + self.service, output_tokens[index]).tolist()
+            found.append(
+                RequestRecord(
+                    cell=cell,
+                    level=level,
+                    index=index,
+                    due_seconds=float(at),
+                    sent_seconds=float(at),
+                    first_content_seconds=stamps[0],
+                    last_content_seconds=stamps[-1],
+                    ended_seconds=stamps[-1],
+                    content_seconds=stamps,
+                    first_chunk_tokens=1,
+                    prompt_tokens=prompt_tokens[index],
+                    output_tokens=output_tokens[index],
+                    status=200,
+                )
+            )
+        return found
+
+
+class Flawed:
+    """Some requests fail whatever the load."""
+
+    def __init__(self, server: Serves, seed: int, bad_share: float) -> None:
+        self._server, self._bad = server, bad_share
+        self._rng = np.random.default_rng([seed, 1])
+
+    def records(self, *args: object, **kwargs: object) -> list[RequestRecord]:
+        found = self._server.records(*args, **kwargs)  # type: ignore[arg-type]
+        bad = self._rng.random(len(found)) < self._bad
+        return [
+            msgspec.structs.replace(one, status=500, error="http_500") if is_bad else one
+            for one, is_bad in zip(found, bad, strict=True)
+        ]
+
+
+def breathing(period: float = 900.0, depth: float = 0.2) -> Speed:
+    """Goes up and down."""
+    return lambda at: 1.0 + depth * math.sin(2 * math.pi * at / period)
+
+
+def halting(share: float = 0.1, each: float = 60.0, slowed: float = 0.5, seed: int = 5) -> Speed:
+    """Slowed down for `share` of the time, `each` seconds at a time, at random moments."""
+    rng = np.random.default_rng(seed)
+    starts = np.cumsum(rng.exponential(each * (1 - share) / share, 60_000) + each) - each
+
+    def speed(at: float) -> float:
+        place = int(np.searchsorted(starts, at, "right")) - 1
+        return slowed if place >= 0 and at < starts[place] + each else 1.0
+
+    return speed
+
+
+def lost(speed: Speed) -> Callable[[float, float], float]:
+    """What a slower machine lost between two moments, in seconds."""
+    return lambda start, end: (
+        (end - start) * (1 - float(np.mean([speed(at) for at in np.linspace(start, end, 60)])))
+    )
+
+
+def bimodal() -> Workload:
+    """15 % long prompts and answers among short ones."""
+    path = Path(tempfile.gettempdir()) / "crossover-bimodal.jsonl"
+    rows = [(480, 60)] * 15 + [(40, 16)] * 85
+    text = "".join(f'{{"prompt_tokens": {p}, "output_tokens": {o}}}\n' for p, o in rows)
+    path.write_text(text)
+    return Workload(file=str(path))
+
+
+def chat(prompt: int, output: int) -> Workload:
+    return Workload(preset="chat", max_prompt_tokens=prompt, max_output_tokens=output)
+
+
+NINE = Slo("nine", 0.5, None, target=0.9)
+CHAT = Slo("chat, 90 %", 2.0, 0.1, target=0.9)
+PATIENT = Slo("patient", 30.0, None, target=0.9)
+SLOW = Slo("slow", 10.0, 1.0, target=0.9)
+SLOWER = Slo("slower", 30.0, 2.0, target=0.9)
+READING = Slo("reading", 5.0, 0.2, target=0.9)
+
+
+@functools.cache
+def worlds() -> dict[str, World]:
+    """By name, in the order of the table."""
+    short, middle = chat(40, 16), chat(512, 64)
+    sixteen = SchedulingPolicy(slots=16)
+    batched = law(20, 3, 0.5, 2e-4)
+    queue = lambda seed, at, start: Queue(4, 0.51)  # noqa: E731
+    fixed = Workload(prompt_tokens=16, output_tokens=8)
+    found = [
+        World("4 slots of 0.51 s", NINE, fixed, queue, 5.0, 7.6, policy=None),
+        World(
+            *("continuous batching", CHAT, middle, batching(batched, 16), 0.5, 6.0),
+            policy=sixteen,
+        ),
+    ]
+    for name, steps, slo, low, high, budget in (
+        ("135M", staircase(3.5, 6.3, 3.3), CHAT, 0.3, 12.0, 900.0),
+        ("360M", staircase(7, 13, 9), CHAT, 0.1, 6.0, 1800.0),
+        ("1B", staircase(30, 32, 24), CHAT, 0.01, 3.0, 7200.0),
+        ("3B", staircase(120, 130, 95), SLOW, 0.005, 1.0, 14400.0),
+        ("8B", staircase(300, 310, 240), SLOWER, 0.001, 0.5, 28800.0),
+    ):
+        found.append(
+            World(f"{name} on a CPU", slo, short, batching(steps), low, high, budget=budget)
+        )
+    whole, slow360 = chat(2048, 1024), staircase(7, 13, 9)
+    found += [
+        World(
+            *("whole ShareGPT lengths", PATIENT, whole),
+            *(batching(staircase(3.5, 6.3, 0.5), 16), 0.05, 2.0),
+            policy=sixteen,
+            budget=3600.0,
+            long_run=4_000,
+        ),
+        World(
+            *("bimodal lengths", CHAT, bimodal(), batching(batched, 16), 0.5, 14.0),
+            policy=sixteen,
+        ),
+        World(
+            *("on/off arrivals", CHAT, middle, batching(batched, 16), 0.2, 6.0),
+            arrivals=OnOff(on_seconds=4.0, off_seconds=8.0),
+            policy=sixteen,
+        ),
+        World(
+            *("speed +-20 % in 15 min", CHAT, short, batching(slow360, speed=breathing())),
+            *(0.1, 6.0),
+            is_stationary=False,
+        ),
+        World(
+            *("half speed 10 % of the time", CHAT, short, batching(slow360, speed=halting())),
+            *(0.05, 6.0),
+            is_stationary=False,
+        ),
+    ]
+    for name, speed in (
+        ("half speed at times, seen", halting()),
+        ("6 % taken in turns, seen", halting(0.4, 20.0, 0.85)),
+    ):
+        seen = batching(slow360, speed=speed)
+        found.append(
+            World(
+                *(name, CHAT, short, seen, 0.1, 6.0),
+                taken=lost(speed),
+                quiet=batching(slow360),
+            )
+        )
+    found += [
+        World("TTFT limit 30 s", PATIENT, short, batching(slow360), 0.3, 9.0, budget=3600.0),
+        World(
+            *("speed differs by start, sd 10 %", CHAT, short),
+            *(batching(slow360, spread=0.1), 0.1, 6.0),
+            start_spread=0.1,
+            is_stationary=False,
+        ),
+        World(
+            *("13 % bad alone", NINE, fixed),
+            lambda seed, at, start: Flawed(Queue(4, 0.51), seed, 0.13),
+            *(5.0, 7.6),
+            policy=None,
+            has_capacity=False,
+        ),
+        World(
+            *("new: long prompts", READING, chat(2048, 64), batching(law(15, 2, 0.8, 1e-4))),
+            *(0.05, 6.0),
+            budget=1800.0,
+        ),
+        World(
+            *("new: 4 tokens a chunk", CHAT, middle, batching(batched, chunk=4), 0.3, 6.0),
+            policy=None,
+            budget=1800.0,
+        ),
+        World(
+            *("new: whole prompts first", READING, chat(512, 128)),
+            *(batching(law(18, 4, 1.2), whole_prompts=True), 0.1, 6.0),
+            policy=None,
+            budget=1800.0,
+        ),
+    ]
+    return {world.name: world for world in found}

@@ -1,0 +1,256 @@
+"""The constants of the law way, chosen on recorded runs; half of the cells are held out.
+
+    python -m tests.bench.law_constants RUN.tar.xz...          # run archives of any version
+
+Of every cell with a calibration and levels near its limit: the law by loadtests.simulation out of
+the recorded stamps, the capacity simulated from it (before any level, and after each level alone),
+and the truth: the factor on all step times at which the other levels, simulated with their own
+arrivals and lengths, have as many good requests together as were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from loadtests.analysis.level import Level
+from loadtests.analysis.slo import Slo
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_journal import LevelFinished, LevelPurpose, LevelStarted
+from loadtests.simulation import step_observation
+from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.simulated_capacity import (
+    LOADED,
+    SD_CALIBRATED,
+    SD_LEVEL,
+    Lengths,
+    capacity,
+    lengths_of,
+)
+from loadtests.simulation.step_law import StepLaw, StepObservation, fit_law
+from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
+from loadtests.workload.request_lengths import Workload
+
+Z_90 = 1.645  # standard deviations to either end of a 90 % interval
+NEAR = (0.5, 0.985)  # shares of good requests that tell where the limit is
+LEAST_REQUESTS = 200  # of a cell; 40 of a level
+
+
+class Cell(msgspec.Struct):
+    """What was recorded of one."""
+
+    name: str
+    slo: Slo
+    policy: SchedulingPolicy
+    lengths: Lengths
+    alone: list[Level]
+    bursts: list[Level]
+    levels: list[Level]
+    taken: list[float]  # of each level, share of the engine's CPU time that others took
+
+
+def cells_in(path: Path) -> Iterable[Cell]:
+    """Those of one archive with a calibration."""
+    files: dict[str, list[bytes]] = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if (stream := archive.extractfile(member)) is not None:
+                files[Path(member.name).name] = stream.read().splitlines()
+    manifest = json.loads(b"".join(files["manifest.json"]))
+    events = [json.loads(line) for line in files["events.jsonl"]]
+    records: dict[str, list[RequestRecord]] = defaultdict(list)
+    for line in files["requests.jsonl"]:
+        record = msgspec.json.decode(line, type=RequestRecord)
+        records[record.level].append(record)
+    slo = msgspec.convert(manifest["campaign"]["slo"], Slo)
+    workload = msgspec.convert(manifest["campaign"]["workload"], Workload)
+    for made in events:
+        if made["kind"] != "calibrated" or not made.get("policy"):
+            continue
+        key = made["cell"]
+        policy = msgspec.convert(made["policy"], SchedulingPolicy)
+        bursts: dict[int, list[RequestRecord]] = defaultdict(list)
+        for record in records[f"{key}#calibration"]:
+            bursts[record.index // 1000].append(record)
+        alone, levels, taken = [], [], []
+        for one in events:
+            if one["kind"] != "level_finished" or one["cell"] != key:
+                continue
+            started = next(
+                e for e in events if e["kind"] == "level_started" and e["level"] == one["level"]
+            )
+            level = _level(started, one, records[one["level"]])
+            if started["purpose"] == "single_stream":
+                alone.append(level)
+            elif len(level.due) >= 20 and "CPU time that" not in (one.get("cut_short") or ""):
+                levels.append(level)
+                taken.append((one.get("disturbance") or {}).get("share") or 0.0)
+        lengths = lengths_of(workload, 8_000, 3)
+        groups = [_level({"cell": key, "level": key}, {}, each) for each in bursts.values()]
+        name = f"{path.name[:18]} {key}"
+        yield Cell(name, slo, policy, lengths, alone, groups, levels, taken)
+
+
+def _level(begun: dict[str, Any], ended: dict[str, Any], records: list[RequestRecord]) -> Level:
+    """Its requests count from the start to where all that were due could end."""
+    warm_up = begun.get("warmup_seconds") or 0.0
+    end = warm_up + (ended.get("window_seconds") or 60.0)
+    end = min(end, max((r.due_seconds for r in records), default=0.0))
+    took = [r.last_content_seconds - r.due_seconds for r in records if r.last_content_seconds]
+    end = max(end - 0.5 - (float(np.median(took)) if took else 0.0), end / 2) + 1e-9
+    started = LevelStarted(
+        cell=begun["cell"],
+        level=begun["level"],
+        purpose=LevelPurpose.SEARCH,
+        rate_per_second=begun.get("rate_per_second"),
+        window_seconds=end,
+    )
+    finished = LevelFinished(
+        cell=begun["cell"],
+        level=begun["level"],
+        due=len(records),
+        window_seconds=end,
+    )
+    return Level.of(records, started, finished, window=(0.0, end))
+
+
+def law_of(cell: Cell) -> StepLaw:
+    """As a calibration makes it."""
+    seen: list[StepObservation] = []
+    for level in (*cell.alone, *cell.bursts):
+        seen += merged_steps(observed_steps(level, cell.policy.slots)[0])
+    return fit_law(seen)
+
+
+def good_factor(cell: Cell, law: StepLaw, levels: Sequence[Level]) -> float:
+    """At which the simulated levels have as many good requests as were measured."""
+    seen = sum(int(one.good(cell.slo)[one.counted].sum()) for one in levels)
+
+    def good(factor: float) -> int:
+        slower, found = law.slower(factor), 0
+        for one in levels:
+            prompt, output, cached = lengths_asked(one)
+            played = simulate(slower, cell.policy, one.due, prompt, output, cached)
+            limits = cell.slo.ttft_seconds, cell.slo.tpot_seconds
+            found += int(played.good(*limits)[one.counted].sum())
+        return found
+
+    low, high = 0.4, 2.5
+    for _ in range(11):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if good(middle) > seen else (low, middle)
+    return math.sqrt(low * high)
+
+
+def lengths_asked(level: Level) -> tuple[Any, Any, Any]:
+    """Prompt, output and cached tokens of a level's requests."""
+    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
+    output = np.where(np.isnan(level.output_tokens), level.asked_output_tokens, level.output_tokens)
+    return np.nan_to_num(prompt, nan=1), np.nan_to_num(output, nan=1), level.cached_tokens
+
+
+def is_near(level: Level, slo: Slo, least: int) -> bool:
+    """Its share of good requests tells where the limit is."""
+    good = level.good(slo)[level.counted]
+    return len(good) >= least and NEAR[0] < good.mean() < NEAR[1]
+
+
+def figures(path: Path) -> list[dict[str, Any]]:
+    """One dict a cell: the first estimate, the truth, and of each level what it makes of it."""
+    found = []
+    for cell in cells_in(path):
+        counted = sum(int(one.counted.sum()) for one in cell.levels)
+        if counted < LEAST_REQUESTS or not any(is_near(one, cell.slo, 60) for one in cell.levels):
+            continue
+        law = law_of(cell)
+
+        def of(factor: float, cell: Cell = cell, law: StepLaw = law) -> tuple[float, float]:
+            made = capacity(law.slower(factor), cell.policy, cell.lengths, cell.slo)
+            return made.rate, made.steepness
+
+        first, first_steep = of(1.0)
+        truth, _ = of(good_factor(cell, law, cell.levels))
+        one: dict[str, Any] = {"cell": cell.name, "first": first, "steep": first_steep}
+        one |= {"truth": truth, "error": law.error, "levels": []}
+        for level, taken in zip(cell.levels, cell.taken, strict=True):
+            others = [other for other in cell.levels if other is not level]
+            if level.counted.sum() < 40 or not any(is_near(each, cell.slo, 40) for each in others):
+                continue
+            factors = {"steps": level_factor(law, level, cell.policy)}
+            least = step_observation.LEAST_COVERED
+            step_observation.LEAST_COVERED = 2.0  # never: by TPOT
+            factors["tpot"] = level_factor(law, level, cell.policy)
+            step_observation.LEAST_COVERED = least
+            by_others, _ = of(good_factor(cell, law, others))
+            row: dict[str, Any] = {"rate": level.rate, "n": int(level.counted.sum())}
+            row |= {"truth": by_others, "taken": taken}
+            for name, told in factors.items():
+                if told is not None:
+                    rate, steep = of(told.factor)
+                    row |= {name: rate, f"{name}_steep": steep, f"{name}_factor": told.factor}
+            one["levels"].append(row)
+        found.append(one)
+        print(json.dumps(one), file=sys.stderr, flush=True)  # minutes a cell
+    return found
+
+
+def table(cells: Sequence[dict[str, Any]]) -> str:
+    """What every second cell chooses, and how it does on the others. Errors are of ln(simulated /
+    true), over the steepness; levels of which more than 3 % was taken are left out.
+    """
+    lines = [
+        "| cells | n | steps under load over law (median) | calibration x 1.05: rms, within 90 % "
+        "| levels, of the truth | n | rms by steps | rms by TPOT | within 90 % |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, half in (("chosen on", 0), ("held out", 1)):
+        part = sorted(cells, key=lambda one: str(one["cell"]))[half::2]
+        steep = np.array([one["steep"] for one in part])
+        errors = np.log([one["first"] / one["truth"] for one in part]) / steep
+        first = errors - math.log(LOADED)
+        within = np.mean(np.abs(first) < Z_90 * SD_CALIBRATED)
+        loaded = math.exp(float(np.median(errors)))
+        of_cells = f"| {name} | {len(part)} | {loaded:.2f} | {_rms(first):.3f}, {within:.0%} |"
+        for low, high in ((0.4, 0.7), (0.7, 1.05), (1.05, 1.4)):
+            near = [
+                row
+                for one in part
+                for row in one["levels"]
+                if low <= row["rate"] / one["truth"] < high and row["taken"] <= 0.03
+            ]
+            by = {
+                how: np.array(
+                    [math.log(row[how] / row["truth"]) / row[f"{how}_steep"] for row in near]
+                )
+                for how in ("steps", "tpot")
+            }
+            lines.append(
+                f"{of_cells} {low}-{high} | {len(near)} | {_rms(by['steps']):.3f} "
+                f"| {_rms(by['tpot']):.3f} | {np.mean(np.abs(by['steps']) < Z_90 * SD_LEVEL):.0%} |"
+            )
+            of_cells = "| | | | |"
+    return "\n".join(lines)
+
+
+def _rms(errors: Any) -> float:
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def main(paths: Sequence[str]) -> None:
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        cells = [one for each in pool.map(figures, map(Path, paths)) for one in each]
+    print(table(cells))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

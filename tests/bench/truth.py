@@ -1,0 +1,210 @@
+"""What a campaign says after three minutes, against a quarter of an hour of levels near the limit.
+
+    python -m tests.bench.truth CAMPAIGN.toml [--minutes 3] [--level-seconds 300] [--out runs/truth]
+    python -m tests.bench.truth --read RUN_A LEVELS_A [RUN_B LEVELS_B ...]
+
+For each cell of the campaign, on a quiet machine: first a campaign of so many minutes, then levels
+at 0.85, 1 and 1.15 of its estimate, each so long, on new starts with new seeds. The truth is the
+factor on all step times at which those levels, simulated with their own arrivals and lengths, have
+together as many good requests as were measured; then the long-run rate for the target. Beside it
+stands the plain reading of the levels: where a straight line through their shares against ln(rate)
+meets the target. A row is a cell; the last lines are the criteria of issue 29.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from loadtests.analysis import capacity_text
+from loadtests.analysis.level import Level, levels_of
+from loadtests.analysis.slo import Slo
+from loadtests.campaign.campaign_file import Campaign, Cell, Plan, check_trust, read_campaign
+from loadtests.campaign.campaign_runner import run
+from loadtests.campaign.cell_selection import with_engine
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import campaign_of
+from loadtests.records.run_folder import RunRecords, read_records
+from loadtests.records.run_journal import Calibrated, Capacity, CellFinished, of_kind
+from loadtests.simulation.batching_simulator import SchedulingPolicy, simulate
+from loadtests.simulation.simulated_capacity import capacity
+from loadtests.simulation.step_law import StepLaw
+
+RATES = (0.85, 1.0, 1.15)  # of the estimate
+FACTORS = (0.3, 3.0)  # of the law's step times, that the truth is looked for in
+WITHIN = 0.15
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell."""
+
+    cell: str
+    found: Capacity  # after the first minutes
+    truth: float | None  # requests/s; None: there was no law to simulate with
+    plain: float | None  # read off the levels; None: they do not cross the target
+    levels: list[tuple[float, int, float]]  # rate, requests, share of good ones
+
+    @property
+    def error(self) -> float | None:
+        if self.truth is None or not self.found.limit:
+            return None
+        return self.found.limit / self.truth - 1
+
+    @property
+    def covers(self) -> bool:
+        low, high = self.found.low or 0.0, self.found.high or math.inf
+        return self.truth is not None and low <= self.truth <= high
+
+
+def only(plan: Plan, cell: Cell, **search: object) -> Plan:
+    """The campaign of one of its cells, with another search."""
+    changed = msgspec.structs.replace(plan.campaign.search, **search)
+    campaign = msgspec.structs.replace(
+        plan.campaign, search=changed, budget_seconds=None, name=f"truth-{cell.key}"
+    )
+    return Plan(campaign, [cell], plan.text)
+
+
+def measure(plan: Plan, cell: Cell, out: Path, minutes: float, seconds: float) -> Row:
+    """The campaign of minutes, then the levels."""
+    with Progress() as progress:
+        first = run(only(plan, cell, budget_seconds=60 * minutes, confirm=None), out, progress)
+        records = read_records(first)
+        found = found_in(records)
+        rates = [float(f"{part * (found.limit or 0.0):.3g}") for part in RATES]
+        if not found.limit:
+            return Row(cell=cell.key, found=found, truth=None, plain=None, levels=[])
+        chosen = with_engine(cell, records.events)
+        again = only(plan, chosen, rates=rates, level_seconds=seconds)
+        seeded = msgspec.structs.replace(again.campaign, seed=plan.campaign.seed + 1000)
+        second = run(Plan(seeded, again.cells, plan.text), out, progress)
+    print(f"python -m tests.bench.truth --read {first} {second}", file=sys.stderr)
+    return compared(records, read_records(second))
+
+
+def found_in(run: RunRecords) -> Capacity:
+    ended = of_kind(run.events, CellFinished)
+    if not ended or ended[-1].capacity is None:
+        raise SystemExit(f"{run.folder} has no finished cell")
+    return ended[-1].capacity
+
+
+def compared(first: RunRecords, second: RunRecords) -> Row:
+    """What the first run said, against the levels of the second."""
+    campaign, cells = campaign_of(first.manifest)
+    slo = campaign.slo
+    levels = [one for one in levels_of(second) if one.rate is not None]
+    told = [one.judge(slo) for one in levels]
+    return Row(
+        cell=cells[0].key,
+        found=found_in(first),
+        truth=truth_of(first, levels, slo, campaign, cells[0]),
+        plain=plain_reading(levels, slo),
+        levels=[
+            (one.rate or 0.0, j.due, j.share or 0.0) for one, j in zip(levels, told, strict=True)
+        ],
+    )
+
+
+def truth_of(
+    first: RunRecords, levels: list[Level], slo: Slo, campaign: Campaign, cell: Cell
+) -> float | None:
+    """The long-run rate for the target, by the law with the factor that fits all levels."""
+    made = [one for one in of_kind(first.events, Calibrated) if one.law and one.policy]
+    if not made or not levels:
+        return None
+    law = msgspec.convert(made[-1].law, StepLaw)
+    policy = msgspec.convert(made[-1].policy, SchedulingPolicy)
+    measured = sum(one.judge(slo).good for one in levels)
+    low, high = (math.log(one) for one in FACTORS)
+    for _ in range(14):  # more good requests: quicker steps
+        middle = (low + high) / 2
+        good = sum(_simulated_good(law.slower(math.exp(middle)), policy, x, slo) for x in levels)
+        low, high = (middle, high) if good > measured else (low, middle)
+    factor = math.exp((low + high) / 2)
+    workload = campaign.workload_of(cell)
+    return capacity(
+        law.slower(factor), policy, workload, slo, arrivals=campaign.arrivals, requests=20_000
+    ).rate
+
+
+def _simulated_good(law: StepLaw, policy: SchedulingPolicy, level: Level, slo: Slo) -> int:
+    """Good requests of a level that is simulated with its own arrivals and lengths."""
+    prompt = np.where(np.isnan(level.prompt_tokens), level.asked_prompt_tokens, level.prompt_tokens)
+    output = np.where(np.isnan(level.output_tokens), level.asked_output_tokens, level.output_tokens)
+    cached = np.nan_to_num(level.cached_tokens)
+    played = simulate(law, policy, level.due, prompt, output, cached)
+    return int(played.good(slo.ttft_seconds, slo.tpot_seconds)[level.counted].sum())
+
+
+def plain_reading(levels: list[Level], slo: Slo) -> float | None:
+    """Where a line through the shares, against ln(rate), meets the target."""
+    rates = np.log([one.rate or 1.0 for one in levels])
+    shares = np.array([one.judge(slo).share or 0.0 for one in levels])
+    if len(levels) < 2 or np.ptp(rates) == 0:
+        return None
+    slope, at = np.polyfit(rates, shares, 1)
+    if slope >= 0:
+        return None
+    return float(math.exp((slo.target - at) / slope))
+
+
+def shown(rows: list[Row]) -> list[str]:
+    """The table in Markdown, then the criteria."""
+    out = [
+        "| cell | after three minutes | levels: rate, requests, good | truth | plain | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        levels = "; ".join(f"{rate:.3g}/s, {due}, {share:.0%}" for rate, due, share in row.levels)
+        error = (
+            "-" if row.error is None else f"{row.error:+.0%}{'' if row.covers else ' (outside)'}"
+        )
+        truth, plain = (f"{v:.3g}/s" if v else "-" for v in (row.truth, row.plain))
+        words = capacity_text.in_words(row.found)
+        out.append(f"| {row.cell} | {words} | {levels} | {truth} | {plain} | {error} |")
+    known = [row for row in rows if row.truth is not None]
+    within = sum(abs(row.error or 9.0) <= WITHIN for row in known)
+    covered = sum(row.covers for row in known)
+    above = sum((row.found.held or 0.0) > (row.truth or 0.0) for row in known)
+    count = len(known)
+    out.append("")
+    out.append(f"within {WITHIN:.0%}: {within} of {count} (five of six are asked)")
+    out.append(f"the interval covers: {covered} of {count} (all are asked)")
+    out.append(f"confirmed above the truth: {above} of {count} (none is allowed)")
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("campaign", nargs="?", type=Path)
+    parser.add_argument("--cells", nargs="+", default=[], help="parts of their keys")
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--level-seconds", type=float, default=300.0)
+    parser.add_argument("--out", type=Path, default=Path("runs/truth"))
+    parser.add_argument("--read", nargs="+", type=Path, default=[], help="pairs of run folders")
+    asked = parser.parse_args()
+    rows = [
+        compared(read_records(first), read_records(second))
+        for first, second in zip(asked.read[::2], asked.read[1::2], strict=True)
+    ]
+    if asked.campaign is not None:
+        plan = read_campaign(asked.campaign)
+        check_trust(plan, (), allow_commands=True)
+        for cell in plan.cells:
+            if not asked.cells or any(part in cell.key for part in asked.cells):
+                rows.append(measure(plan, cell, asked.out, asked.minutes, asked.level_seconds))
+                print(*shown(rows), sep="\n", flush=True)
+    else:
+        print(*shown(rows), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""The capacity by law and levels: what is held, what is estimated, and what is not said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loadtests.analysis.capacity_estimate import confirming_seconds, estimate
+from loadtests.analysis.level import Level
+from loadtests.analysis.slo import SLO_PRESETS, Slo
+from loadtests.records.run_journal import Capacity
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.simulated_capacity import LOADED, SD_CALIBRATED, SD_LEVEL, Lengths
+from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_observation import LevelFactor
+from tests.loadtests.analysis.made import alone, steady_level, taken
+
+SLO = Slo("chat", 2.0, 0.2, target=0.9)
+LAW = StepLaw(base_seconds=0.02, row_seconds=0.01, prompt_token_seconds=0.004)
+POLICY = SchedulingPolicy(slots=8)
+_COUNT = np.ones(500, dtype=np.int64)
+LENGTHS = Lengths(40 * _COUNT, 10 * _COUNT, 0 * _COUNT)
+
+
+def by_law(
+    levels: Sequence[Level], factor: float | Sequence[float] = LOADED, **more: Any
+) -> Capacity:
+    """With these factors of the levels, in their order."""
+    factors = [factor] * len(levels) if isinstance(factor, float) else factor
+    told = {
+        level.name: LevelFactor(factor=one, by="steps", covered=0.8, steps=500)
+        for level, one in zip(levels, factors, strict=True)
+    }
+    return estimate(levels, SLO, law=LAW, policy=POLICY, workload=LENGTHS, factors=told)
+
+
+FIRST = by_law([])
+assert FIRST.limit is not None and FIRST.steepness is not None
+LIMIT, STEEPNESS = FIRST.limit, FIRST.steepness
+
+
+def test_a_calibration_alone_is_an_estimate_with_its_interval() -> None:
+    assert (FIRST.state, FIRST.method, FIRST.held, FIRST.factor) == (
+        *("no_rate_confirmed", "law", None, None),
+    )
+    reach = math.exp(1.645 * SD_CALIBRATED * STEEPNESS)
+    assert FIRST.low == pytest.approx(LIMIT / reach) and FIRST.high == pytest.approx(LIMIT * reach)
+    assert FIRST.reason == "no level of open load was measured"
+    assert FIRST.confirm_seconds == confirming_seconds(SLO, 0.8 * LIMIT)
+
+
+def test_a_level_that_holds_near_the_limit_confirms_and_narrows() -> None:
+    level = steady_level(0.8 * LIMIT)
+    found = by_law([alone(), level])
+    assert found.state == "holds" and found.holds
+    assert found.held == pytest.approx(0.8 * LIMIT, rel=0.01)
+    assert (found.held_seconds, found.held_requests, found.held_share) == (120.0, len(level.due), 1)
+    assert found.limit == pytest.approx(LIMIT) and found.factor == pytest.approx(LOADED)
+    assert found.high == pytest.approx(LIMIT * math.exp(1.645 * SD_LEVEL * STEEPNESS))
+    assert found.confirm_seconds is None and found.starts == 1 and found.speed_moved is None
+
+
+def test_slower_steps_lower_the_limit_by_the_factor_of_the_levels() -> None:
+    slow = by_law([steady_level(0.8 * LIMIT)], 1.2 * LOADED)
+    assert slow.limit == pytest.approx(LIMIT / 1.2**STEEPNESS, rel=0.05)
+    two = [steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)]
+    mean = by_law(two, (1.0, 1.1)).factor
+    assert mean == pytest.approx(math.sqrt(1.1))
+
+
+def test_a_level_far_below_the_limit_teaches_nothing_of_it() -> None:
+    found = by_law([steady_level(0.6 * LIMIT)], 1.5)
+    assert found.limit == pytest.approx(LIMIT) and found.factor is None
+    assert found.state == "holds" and found.held == pytest.approx(0.6 * LIMIT, rel=0.02)
+    reach = math.exp(1.645 * SD_CALIBRATED * STEEPNESS)
+    assert found.high == pytest.approx(LIMIT * reach)
+
+
+def test_a_rate_above_what_all_say_is_not_held() -> None:
+    """Of several levels just above the limit one holds by chance."""
+    above = by_law([steady_level(1.1 * LIMIT)])
+    assert above.state == "no_rate_confirmed" and above.confirm_seconds is not None
+    failed, lucky = steady_level(0.8 * LIMIT, bad=60), steady_level(0.85 * LIMIT)
+    assert by_law([failed, lucky]).state == "no_rate_confirmed", "below it one failed"
+    # By levels: 120 requests, all good, hold alone; beside tries that did not hold they do not.
+    close = steady_level(1.0)
+    assert estimate([close], SLO).holds
+    tries = [steady_level(1.01 + 0.01 * i, bad=14) for i in range(6)]
+    assert not estimate([close, *tries], SLO).holds
+
+
+def test_a_level_that_clearly_failed_bounds_the_limit_from_above() -> None:
+    rate = 0.9 * LIMIT
+    found = by_law([steady_level(rate, bad=80)])
+    assert found.high == rate and found.limit == rate
+    assert found.low is not None and found.low < rate
+    far = by_law([steady_level(2.0 * LIMIT, bad=200)])
+    assert far.high == pytest.approx(LIMIT * math.exp(1.645 * SD_CALIBRATED * STEEPNESS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({}, True),
+        ({"cut_short": "decided"}, False),
+        ({"is_valid": False}, False),
+        ({"due": 1000}, False),  # requests are missing
+        ({"disturbance": taken(0.02)}, True),
+        ({"disturbance": taken(0.06)}, True),  # on a quiet machine it were no worse
+        ({"disturbance": taken(0.2)}, False),
+        ({"disturbance": taken(0.2, counts=True)}, True),  # the campaign takes it as it is
+    ],
+)
+def test_only_a_whole_valid_level_on_a_quiet_machine_confirms(
+    changes: dict[str, Any], holds: bool
+) -> None:
+    found = by_law([steady_level(0.8 * LIMIT, **changes)])
+    assert found.holds is holds
+
+
+def test_a_disturbed_level_tells_neither_a_factor_nor_a_failure() -> None:
+    found = by_law([steady_level(0.8 * LIMIT, bad=80, disturbance=taken(0.06))], 1.5)
+    assert found.limit == pytest.approx(LIMIT) and found.high is not None and found.high > LIMIT
+
+
+def test_a_level_must_be_long_and_have_requests_enough() -> None:
+    assert not by_law([steady_level(0.8 * LIMIT, 50.0)]).holds
+    wanted = confirming_seconds(SLO, 0.8 * LIMIT)
+    assert by_law([steady_level(0.8 * LIMIT, wanted)]).holds
+    strict = SLO_PRESETS["chat"]
+    assert confirming_seconds(strict, 0.1) > 0.9 * 268 * 1.3 / 0.1
+    assert confirming_seconds(SLO, 10.0) == 60.0 and confirming_seconds(SLO, 2.0) == 120.0
+    assert confirming_seconds(SLO, 10.0, 9.0) == 180.0, "20 answers"
+    quick = Slo("quick", 0.4, 0.2, target=0.9)
+    assert confirming_seconds(quick, 20.0, least_seconds=15.0) == 15.0
+    assert estimate([steady_level(20.0, 15.0)], quick, least_seconds=15.0).holds
+    assert not estimate([steady_level(20.0, 15.0)], quick).holds
+    patient = Slo("patient", 10.0, None, target=0.9)
+    assert confirming_seconds(patient, 10.0) == 300.0, "an overload of 1/30 shows"
+
+
+def test_both_speeds_of_a_machine_are_in_the_interval() -> None:
+    levels = [steady_level(0.8 * LIMIT), steady_level(0.82 * LIMIT)]
+    found, steady = by_law(levels, (1.0, 1.5)), by_law(levels, (1.2, 1.25))
+    assert found.speed_moved == pytest.approx(0.5) and steady.speed_moved is None
+    assert found.low is not None and found.high is not None
+    assert found.low < LIMIT * (LOADED / 1.5) ** STEEPNESS
+    assert found.high > LIMIT * (LOADED / 1.0) ** STEEPNESS
+    since = by_law(levels[:1], 1.6 * LOADED)
+    assert since.speed_moved == pytest.approx(0.6), "it was calibrated at another speed"
+
+
+def test_a_second_start_is_counted_with_the_first() -> None:
+    levels = [steady_level(0.8 * LIMIT, start=start) for start in (1, 2)]
+    found = by_law(levels)
+    assert found.starts == 2 and found.held_seconds == 240.0
+
+
+@pytest.mark.parametrize(
+    ("levels", "state", "starts"),
+    [
+        ([alone(20, 10)], "not_even_alone", 1),
+        ([alone(20, 10), alone(20, 12, start=2)], "not_even_alone", 2),
+        ([alone(20, 10, start=None), alone(5, 5, start=None, name="b")], "not_even_alone", 2),
+        ([alone(2, 2)], "not_even_alone", 1),
+        ([alone(20, 10), alone(20, 0, start=2)], "no_rate_confirmed", 2),
+        ([alone(20, 2)], "no_rate_confirmed", 1),
+        ([alone(1, 1)], "no_rate_confirmed", 1),  # one slow one proves nothing
+        ([alone(20, 10), steady_level(0.8 * LIMIT)], "holds", 1),  # what holds holds alone
+    ],
+)
+def test_not_even_alone_is_said_of_every_start(
+    levels: list[Level], state: str, starts: int
+) -> None:
+    found = by_law(levels)
+    assert (found.state, found.starts) == (state, starts)
+    if state == "not_even_alone":
+        assert found.limit == found.low == found.high == 0.0 and found.held is None
+        assert ("on one start" in found.reason) is (starts == 1)
+
+
+def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
+    held, failed = steady_level(2.0, 120.0), steady_level(2.5, 120.0, bad=100)
+    found = estimate([held, failed], SLO)
+    assert (found.state, found.method, found.low, found.high) == ("holds", "levels", 2.0, 2.5)
+    assert found.limit == pytest.approx(math.sqrt(5))
+    open_end = estimate([held], SLO)
+    assert open_end.holds and open_end.high is None and open_end.limit is None
+    assert open_end.reason == "no rate was seen to break the SLO"
+    only_failed = estimate([failed], SLO)
+    assert only_failed.state == "no_rate_confirmed" and only_failed.high == 2.5
+    assert only_failed.low is None and only_failed.limit is None
+    # Good by the luck of a minute: levels alone ask for more than where a law speaks for a rate.
+    assert not estimate([steady_level(1.0, 60.0)], SLO).holds
+    bad_law = StepLaw(base_seconds=0.02, error=0.4)
+    unfit = estimate([held, failed], SLO, law=bad_law, policy=POLICY, workload=LENGTHS)
+    assert unfit == found, "a law that does not fit is none"
+
+
+def test_levels_cut_short_under_another_slo_say_nothing_of_a_looser_one() -> None:
+    cut = steady_level(2.5, 120.0, bad=100, cut_short="it fails")
+    loose = Slo("loose", 4.0, 0.2, target=0.9)
+    assert estimate([cut], loose).high == 2.5
+    assert estimate([cut], loose, searched_for=SLO).high is None
+    assert estimate([cut], Slo("strict", 1.0, 0.2, target=0.9), searched_for=SLO).high == 2.5
+
+
+def test_a_law_by_which_nothing_holds_says_so() -> None:
+    slow = StepLaw(base_seconds=0.5)
+    found = estimate([], SLO, law=slow, policy=POLICY, workload=LENGTHS)
+    assert found.limit is None and "0% of requests are good one at a time" in found.reason

@@ -1,0 +1,67 @@
+"""A capacity in words: "holds" is said of a confirmed rate only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loadtests.analysis.capacity_text import (
+    confirm_words,
+    held_words,
+    in_words,
+    limit_words,
+    speed_words,
+    state_words,
+)
+from loadtests.records.run_journal import Capacity
+
+LAW: dict[str, Any] = {"method": "law", "limit": 2.42, "low": 2.04, "high": 2.87}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (None, "not measured"),
+        (Capacity(state="holds", held=2.19, **LAW), "holds 2.1/s, limit about 2.4/s (2.0–2.9)"),
+        (
+            Capacity(state="no_rate_confirmed", **LAW),
+            "no rate confirmed, limit about 2.4/s (2.0–2.9)",
+        ),
+        (
+            Capacity(state="holds", held=0.0459, method="law", limit=0.057, low=0.05, high=0.066),
+            "holds 160 an hour, limit about 210 an hour (180–240)",
+        ),
+        (
+            Capacity(state="holds", held=0.52, method="law", limit=0.57, low=0.5, high=0.66),
+            "holds 31 a minute, limit about 34 a minute (30–40)",
+        ),
+        (
+            Capacity(state="holds", held=2.0, low=2.0, limit=2.2, high=2.5),
+            "holds 2.0/s, limit between 2.0 and 2.5/s",
+        ),
+        (Capacity(state="holds", held=2.0, low=2.0), "holds 2.0/s, limit above 2.0/s"),
+        (Capacity(state="no_rate_confirmed", high=2.5), "no rate confirmed, limit below 2.5/s"),
+        (Capacity(state="no_rate_confirmed"), "no rate confirmed, limit not known"),
+        (Capacity(state="not_even_alone", starts=2), "not even alone"),
+        (Capacity(state="not_even_alone", starts=1), "not even alone (on one start)"),
+    ],
+)
+def test_a_capacity_in_words(found: Capacity | None, words: str) -> None:
+    assert in_words(found) == words
+    assert words.startswith(state_words(found))
+
+
+def test_what_it_rests_on_and_what_is_wanting() -> None:
+    held = Capacity(
+        state="holds", held=2.1, held_seconds=90.0, held_requests=1214, held_share=0.984, starts=2
+    )
+    assert held_words(held) == "90 s, 1,214 requests, 98.4 % good, 2 starts"
+    assert confirm_words(held) == speed_words(held) == ""
+    open_yet = Capacity(state="no_rate_confirmed", reason="why", confirm_seconds=130.0)
+    assert (
+        held_words(open_yet) == "why" and confirm_words(open_yet) == "confirming takes 2 min 10 s"
+    )
+    moved = Capacity(state="holds", speed_moved=0.34)
+    assert speed_words(moved) == "this machine's speed moved by 34% while it was measured"
+    assert limit_words(Capacity(state="not_even_alone")) == "no limit"

@@ -1,0 +1,275 @@
+"""Records of one level -> columns, times of a request, throughput, and the judgement."""
+
+from __future__ import annotations
+
+import math
+import random
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtests.analysis.level import Level, failure_of
+from loadtests.analysis.percentiles import distribution
+from loadtests.analysis.slo import Slo
+from loadtests.records.request_record import RequestRecord
+from tests.loadtests.analysis.made import failed, level, request, steady_level, waits_md_c
+
+SLO = Slo("test", 2.0, 0.1, target=0.9)
+
+
+def one(record: RequestRecord) -> Level:
+    return level([record])
+
+
+def test_latencies_count_from_the_due_time() -> None:
+    late = one(request(due=10.0, lag=0.3, ttft=0.5))
+    assert late.ttft == pytest.approx([0.5])
+    assert late.e2e == pytest.approx([0.5 + 9 * 0.05])
+    assert late.send_lag == pytest.approx([0.3])
+    assert late.itl == pytest.approx([0.05] * 9)
+
+
+@pytest.mark.parametrize(
+    ("record", "tpot"),
+    [
+        # 64 tokens in chunks of 4, a chunk every 0.2 s: 0.05 s a token exactly. Dividing by 63
+        # would give 4.8 % less.
+        (request(tokens=64, chunk=4, gap=0.2), 0.05),
+        # Not told how much the first chunk held: the mean chunk.
+        (request(tokens=64, chunk=4, gap=0.2, first_chunk_tokens=None), 0.05),
+        (request(tokens=3), 0.05),
+        # A chunk holds a token at least.
+        (request(tokens=10, output_tokens=2, first_chunk_tokens=None), 9 * 0.05),
+        # Without a token count chunks stand for tokens.
+        (request(tokens=64, chunk=4, gap=0.2, output_tokens=None), 0.2),
+        (request(tokens=4, chunk=4), math.nan),
+        (request(tokens=1), math.nan),
+        (request(tokens=10, first_chunk_tokens=10), math.nan),
+        (failed(), math.inf),
+    ],
+)
+def test_tpot_leaves_the_first_chunk_out(record: RequestRecord, tpot: float) -> None:
+    assert one(record).tpot == pytest.approx([tpot], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("record", "is_good"),
+    [
+        (request(), True),
+        (request(ttft=2.0), True),
+        (request(ttft=2.01), False),
+        (request(gap=0.101), False),
+        (failed(), False),
+        (request(error="stream_error"), False),
+        (request(ended_seconds=None), False),
+        (request(tokens=8, chunk=8, gap=9.0), True),  # nothing to wait for between tokens
+        (request(gap=0.09, output_tokens=None), True),
+        (request(gap=0.2, tokens=64, chunk=4, output_tokens=None), False),  # 0.05, nobody says so
+    ],
+)
+def test_good_is_no_error_and_both_limits(record: RequestRecord, is_good: bool) -> None:
+    assert one(record).good(SLO).tolist() == [is_good]
+    assert one(record).good(Slo("batch", None, None))[0] == (failure_of(record) is None)
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (request(), None),
+        (failed(kind="refused"), "refused"),
+        (request(status=399), None),
+        (request(status=400), "http_400"),
+        (request(status=500, ended_seconds=None), "http_500"),
+        (request(ended_seconds=None), "unfinished"),
+        (
+            RequestRecord(cell="c", level="l", index=0, due_seconds=0.0, ended_seconds=1.0),
+            "no_content",
+        ),
+    ],
+)
+def test_every_request_has_one_outcome(record: RequestRecord, why: str | None) -> None:
+    assert failure_of(record) == why
+
+
+def test_times_that_are_not_there_are_missing() -> None:
+    never = one(RequestRecord(cell="c", level="l", index=0, due_seconds=1.0))
+    assert np.isnan(never.send_lag).all() and np.isnan(never.tokens_of_first_chunk).all()
+    assert never.ttft.tolist() == never.e2e.tolist() == [math.inf] and len(never.itl) == 0
+
+
+def test_a_level_in_numbers() -> None:
+    records = [request(i, due=0.5 * i) for i in range(120)]
+    records += [failed(120, 60.0), request(121, 60.5, ttft=3.0)]
+    random.Random(1).shuffle(records)
+    found = level(records, 51.0, rate=2.0, warmup=10.0)
+    judged = found.judge(SLO)
+    assert (judged.due, judged.failed, judged.good) == (102, 1, 100)
+    assert judged.share == pytest.approx(100 / 102) and judged.low < 100 / 102 < judged.high
+    assert found.failures == {"timeout": 1} and found.backends == {"fake/cpu": 101}
+    assert found.offered_rate == pytest.approx(2.0)
+    ttft = distribution(found.ttft[found.counted])
+    assert (ttft.count, ttft.late) == (102, 1) and ttft.p50 == pytest.approx(0.5)
+    assert found.mean(found.prompt_tokens) == 100 and found.is_whole
+    assert not level(records[1:], 51.0, due=122).is_whole, "a line of it is broken"
+
+
+def test_neighbours_that_are_bad_together_tell_less_and_single_streams_are_independent() -> None:
+    """25 of 25 good prove 90 %, of requests that share nothing."""
+    alone = level([request(i, 2.0 * i) for i in range(25)], 50.0, concurrency=1)
+    assert alone.judge(SLO).verdict == "holds" and alone.judge(SLO).effective == 25
+    two = level([request(i, 1.0 * (i // 2)) for i in range(25)], 50.0, concurrency=2)
+    assert two.judge(SLO).verdict == "unresolved"
+    spread, clumped = (
+        steady_level(2.0, 120.0, 12, clumped=clumped).judge(SLO) for clumped in (False, True)
+    )
+    assert spread.share == clumped.share and spread.verdict == "holds"
+    assert clumped.effective < spread.effective / 5 and clumped.verdict == "unresolved"
+    assert steady_level(2.0, 120.0, 100).judge(SLO).verdict == "fails"
+
+
+def test_a_level_whose_queue_grows_does_not_hold() -> None:
+    growing = [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)]
+    judged = level(growing, 120.0, rate=2.0).judge(SLO)
+    assert judged.good == judged.due and judged.low >= 0.9
+    assert judged.steady is False and judged.verdict == "unresolved"
+
+
+def test_a_stall_shows_in_itl_and_not_only_in_means() -> None:
+    stamps = [2.5 + 0.05 * k + (2.0 if k > 10 else 0.0) for k in range(21)]
+    times: dict[str, Any] = {"content_seconds": stamps, "last_content_seconds": stamps[-1]}
+    stalled = request(2, 2.0, tokens=21, ended_seconds=stamps[-1], **times)
+    steady = [request(i, float(i), tokens=21) for i in range(20)]
+    itl = distribution(level([*steady, *[stalled] * 4]).itl)
+    assert itl.count == 480 and itl.p99 == pytest.approx(0.05)
+    assert itl.mean == pytest.approx((476 * 0.05 + 4 * 2.05) / 480)
+    assert distribution(level([*steady, *[stalled] * 8]).itl).p99 == pytest.approx(2.05)
+
+
+def output_rate(start: float, end: float, *records: RequestRecord) -> float | None:
+    return level(records, end - start, warmup=start).output_tokens_per_second
+
+
+def test_throughput_counts_chunks_where_they_arrived() -> None:
+    # Ten tokens from 9.5 s to 10.4 s: the window that ends at 10 s sees the first five.
+    record = request(due=9.0, ttft=0.5, gap=0.1)
+    assert output_rate(0.0, 10.0, record) == pytest.approx(5 / 10)
+    # ... and a request due before the window counts for throughput, not for latency.
+    later = level([record], 10.0, warmup=10.0)
+    assert later.judge(SLO).due == 0 and later.judge(SLO).share is None
+    assert later.output_tokens_per_second == pytest.approx(5 / 10)
+
+
+def test_the_first_chunk_counts_its_own_tokens() -> None:
+    # 12 tokens: 4 at 1 s, then 2 chunks of 4 at 2 and 3 s; and 7 at 1 s, 5 in the same way.
+    even = request(0, 0.5, tokens=12, chunk=4, gap=1.0)
+    uneven = request(1, 0.5, tokens=12, chunk=4, gap=1.0, output_tokens=17, first_chunk_tokens=7)
+    assert output_rate(0.0, 2.0, even) == pytest.approx(4 / 2)
+    assert output_rate(0.0, 2.0, uneven) == pytest.approx(7 / 2)
+    assert output_rate(2.0, 4.0, uneven) == pytest.approx(10 / 2)
+    assert output_rate(0.0, 4.0, request(0, 0.5, tokens=6, chunk=6)) == pytest.approx(6 / 4)
+    unsaid: dict[str, Any] = {"output_tokens": None, "first_chunk_tokens": None}
+    cut = request(2, 0.5, tokens=12, chunk=4, gap=1.0, error="cut_off", **unsaid)
+    assert output_rate(0.0, 2.0, even, cut) == pytest.approx(8 / 2), "its chunks are as others'"
+    assert output_rate(0.0, 2.0, even, failed(3)) == pytest.approx(4 / 2)
+    assert output_rate(0.0, 2.0, failed(3)) == 0.0
+    assert output_rate(0.0, 2.0, request(**unsaid)) is None, "nobody counted"
+
+
+def test_prompts_count_when_their_answer_begins() -> None:
+    records = [request(0, ttft=1.0), request(1, ttft=1.5, prompt_tokens=None), failed(2)]
+
+    def rate(start: float, end: float, counted: list[RequestRecord]) -> float | None:
+        return level(counted, end - start, warmup=start).prompt_tokens_per_second
+
+    assert rate(0.0, 2.0, records) == pytest.approx(50.0)
+    assert rate(1.0, 2.0, records) == pytest.approx(100.0)
+    assert rate(0.0, 1.0, records) == 0.0
+    assert rate(0.0, 2.0, records[1:]) is None
+    assert rate(0.0, 2.0, records[2:]) == 0.0
+
+
+def test_requests_in_flight_are_averaged_over_the_window() -> None:
+    # In [10, 20): 2 s of the first, 3 of the second, 8 of the third; none of the others.
+    ends = ((5.0, 12.0), (17.0, 30.0), (12.0, None), (1.0, 9.0), (25.0, 26.0))
+    records = [request(i, due, ended_seconds=end) for i, (due, end) in enumerate(ends)]
+    assert level(records).mean_in_flight(10.0, 20.0) == pytest.approx(1.3)
+
+
+def test_littles_law_holds_on_a_queue_and_needs_the_end_of_every_request() -> None:
+    due = np.cumsum(np.random.default_rng(3).exponential(1 / 6.0, 3000))
+    waits = waits_md_c(due, 4, 0.51)
+    pairs = enumerate(zip(due.tolist(), waits.tolist(), strict=True))
+    records = [request(i, at, ttft=wait + 0.01, tokens=11) for i, (at, wait) in pairs]
+    found = level(records, 400.0, warmup=50.0, rate=6.0)
+    assert found.mean_in_flight(*found.window) == pytest.approx(found.littles_law, rel=0.02)
+    assert level([request(), request(1, 3.0, ended_seconds=None)]).littles_law is None
+    assert level([]).littles_law is None
+
+
+def test_an_empty_level_is_no_error() -> None:
+    empty = level([], 5.0, rate=1.0)
+    judged = empty.judge(SLO)
+    assert (judged.due, judged.share, judged.verdict) == (0, None, "unresolved")
+    assert len(empty.itl) == 0 and empty.output_tokens_per_second == 0.0
+
+
+REQUESTS = st.lists(
+    st.builds(
+        lambda index, due, ttft, gap, tokens, error: (
+            failed(index, due) if error else request(index, due, ttft=ttft, gap=gap, tokens=tokens)
+        ),
+        st.integers(0, 10_000),
+        st.floats(0, 50),
+        st.floats(0.01, 4),
+        st.floats(0.01, 0.2),
+        st.integers(1, 12),
+        st.booleans(),
+    ),
+    max_size=40,
+    unique_by=(lambda record: record.index, lambda record: record.due_seconds),
+)
+
+
+@given(REQUESTS, st.randoms())
+@settings(max_examples=40, deadline=None)
+def test_the_order_of_records_does_not_matter(
+    records: list[RequestRecord], order: random.Random
+) -> None:
+    shuffled = list(records)
+    order.shuffle(shuffled)
+    here, there = (level(some, 40.0, warmup=5.0, rate=1.0) for some in (records, shuffled))
+    assert here.judge(SLO) == there.judge(SLO)
+    for name in ("due", "chunks", "chunk_offsets", "tpot", "itl"):
+        np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+    assert here.output_tokens_per_second == there.output_tokens_per_second
+
+
+@given(REQUESTS, st.floats(5.0, 44.9))
+@settings(max_examples=40, deadline=None)
+def test_one_more_failed_request_never_helps(records: list[RequestRecord], due: float) -> None:
+    before = level(records, 40.0, warmup=5.0, rate=1.0).judge(SLO)
+    after = level([*records, failed(10_001, due)], 40.0, warmup=5.0, rate=1.0).judge(SLO)
+    assert (after.due, after.good) == (before.due + 1, before.good)
+    assert (after.share or 0.0) <= (before.share or 0.0)
+
+
+def test_many_long_answers_take_little_memory() -> None:
+    """Below 500 MB for 50,000 requests of 200 tokens: eight bytes a stamp, and a copy while it is
+    sorted."""
+    count = 2000
+    records = (request(i, float(-i), tokens=200) for i in range(count))
+    tracemalloc.start()
+    found = level_of_stream(records)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found.chunks) == 200 * count and found.due[0] == -(count - 1)
+    assert peak < 500e6 / 50_000 * count
+
+
+def level_of_stream(records: Any) -> Level:
+    template = level([])
+    return Level.of(records, template.started, template.finished)

@@ -1,0 +1,273 @@
+"""Reasons to read a level with care, and which of them leave it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loadtests.analysis.level import Level
+from loadtests.analysis.level_validity import (
+    NamedWarning,
+    Seriousness,
+    is_valid,
+    level_warnings,
+    send_lag_p99,
+)
+from loadtests.analysis.slo import Slo
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
+from loadtests.records.run_journal import Disturbance
+from tests.loadtests.analysis.made import (
+    failed,
+    level,
+    request,
+    sample,
+    steady_level,
+    taken,
+    waits_md_c,
+)
+
+SLO = Slo("test", 2.0, 0.1, target=0.9)
+
+
+def requests(count: int, changed: int = 0, **changes: Any) -> list[RequestRecord]:
+    """`count` requests, one a second; the first `changed` have the changes."""
+    return [request(i, float(i), **(changes if i < changed else {})) for i in range(count)]
+
+
+def warned(
+    seen: Level | list[RequestRecord],
+    samples: Iterable[ResourceSample] = (),
+    slo: Slo = SLO,
+    **of_level: Any,
+) -> dict[str, NamedWarning]:
+    seen = seen if isinstance(seen, Level) else level(seen, **of_level)
+    return {one.code: one for one in level_warnings(seen, slo, samples)}
+
+
+def test_a_quiet_level_has_no_warning() -> None:
+    assert warned(steady_level(2.0)) == {}
+
+
+def test_a_busy_load_generator_leaves_a_level_out() -> None:
+    busy = [sample(float(t), client=ProcessSample(cpu_share=0.95)) for t in range(60)]
+    found = warned(requests(60), busy)["GeneratorBusy"]
+    assert found.is_serious and "95% of the time: more than 80%" in found.text
+    assert not is_valid([found])
+    at_the_limit = [sample(0.0, client=ProcessSample(cpu_share=0.8))]
+    assert "GeneratorBusy" not in warned(requests(60), at_the_limit)
+    # The busiest of several processes, where they say so themselves; all together are no measure.
+    several = [sample(0.0, client=ProcessSample(cpu_share=1.9))]
+    assert "GeneratorBusy" not in warned(requests(60), several, generator_busy_share=0.5)
+    assert "GeneratorBusy" in warned(requests(60), generator_busy_share=0.81)
+
+
+def test_samples_of_another_time_are_not_of_this_level() -> None:
+    busy = [sample(float(t), client=ProcessSample(cpu_share=0.95)) for t in (-1, 60, 1000)]
+    assert "GeneratorBusy" not in warned(requests(60), busy)
+
+
+@pytest.mark.parametrize(
+    ("records", "weight"),
+    [
+        (requests(120, 120, lag=0.004), None),
+        (requests(120, 120, lag=0.006), Seriousness.WARNING),  # 6 ms cannot turn an SLO of 2 s
+        (requests(120, 120, lag=0.021), Seriousness.SERIOUS),
+        (requests(60, 60, lag=0.0009, ttft=0.01), None),  # a millisecond is not late
+        (requests(100, 1, lag=0.5), None),  # read at the 99th percentile
+        (requests(100, 2, lag=0.5), Seriousness.SERIOUS),
+    ],
+)
+def test_late_sends(records: list[RequestRecord], weight: Seriousness | None) -> None:
+    found = warned(records, seconds=120.0).get("LateSends")
+    assert (found and found.seriousness) == weight
+
+
+def test_late_sends_are_those_of_the_window() -> None:
+    """Requests sent after it were once looked at, too."""
+    after = requests(90, 0) + [request(100 + i, 90.0 + i, lag=0.5) for i in range(9)]
+    assert "LateSends" not in warned(after, seconds=90.0)
+    assert "LateSends" in warned(after, seconds=120.0)
+    found = warned(requests(60, 60, lag=0.0123456, ttft=0.512345))["LateSends"]
+    assert "left 12.3 ms after" in found.text and "TTFT, 512 ms" in found.text
+    unlimited = Slo("batch", None, None)
+    assert warned(requests(60, 60, lag=0.006), slo=unlimited)["LateSends"].is_serious
+
+
+def test_what_never_left_is_said() -> None:
+    found = warned(requests(60, 60, sent_seconds=None))
+    assert "60 of 60 requests" in found["Unsent"].text and "LateSends" not in found
+    assert send_lag_p99(level(requests(3, 3, sent_seconds=None))) is None
+
+
+def test_a_level_that_swaps_counts_with_the_answers_that_paging_made_late() -> None:
+    def found(*used: int) -> NamedWarning | None:
+        samples = [sample(0.0, swap_used_bytes=one) for one in used]
+        return warned(requests(60), samples).get("Swapping")
+
+    assert found(5 << 30, (5 << 30) + (16 << 20) - 1) is None
+    grown = found(1 << 20, 17 << 20, 2 << 20)
+    assert grown is not None and not grown.is_serious and "grew by 16 MiB" in grown.text
+    assert found(1 << 30, 0) is None and found(1 << 30) is None
+
+
+def test_a_backend_that_changed_leaves_a_level_out() -> None:
+    found = warned(requests(60, 30, backend="llama_cpp/gpu"))["FellBack"]
+    assert found.is_serious and found.text.endswith("fake/cpu (30), llama_cpp/gpu (30)")
+
+
+@pytest.mark.parametrize(
+    ("at_first", "at_last", "expected"),
+    [(0, 5.0, None), (0, 5.1, 5.1), (3, 11.0, None), (3, 11.1, 11.1)],
+)
+def test_a_level_is_unsteady_beyond_the_wandering_of_a_stable_queue(
+    at_first: int, at_last: float, expected: float | None
+) -> None:
+    # Allowed: 2 + 3 sqrt(first + 1) more in the last 30 s of 90 than in the first 30 s.
+    records = [request(i, 0.0, ended_seconds=30.0) for i in range(at_first)]
+    records += [request(10 + i, 60.0, ended_seconds=90.0) for i in range(int(at_last))]
+    records.append(request(99, 60.0, ended_seconds=60.0 + 30.0 * (at_last - int(at_last) - 1e-9)))
+    found = warned(records, seconds=90.0).get("Unsteady")
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert f"from {at_first:.1f} to {at_last:.1f}" in found.text
+
+
+def test_a_queue_that_grows_is_said_and_not_that_requests_are_too_few() -> None:
+    growing = [request(i, 0.5 * i, ttft=0.1 + 0.007 * i) for i in range(240)]
+    found = warned(growing, seconds=120.0, rate=2.0)
+    assert "TTFT grew" in found["Unsteady"].text and "TooFewSamples" not in found
+    few = warned(requests(5), seconds=5.0)["TooFewSamples"]
+    assert few.seriousness is Seriousness.NOTE
+    assert few.text == (
+        "5 of 5 requests were good: too few to say whether 0.9 of them are; "
+        "25 are the least, all good"
+    )
+
+
+def test_littles_law_holds_on_a_queue_and_fails_on_broken_clocks() -> None:
+    due = np.cumsum(np.random.default_rng(3).exponential(1 / 6.0, 3000))
+    waits = waits_md_c(due, 4, 0.51)
+
+    def records(shift: float) -> list[RequestRecord]:
+        found = []
+        for i, (at, wait) in enumerate(zip(due.tolist(), waits.tolist(), strict=True)):
+            broken = {"ended_seconds": at + 5.0} if 60 < at < 60 + shift else {}
+            found.append(request(i, at, ttft=wait + 0.01, tokens=11, **broken))
+        return found
+
+    assert "LittlesLaw" not in warned(records(0.0), seconds=400.0, warmup=50.0)
+    assert "LittlesLaw" in warned(records(60.0), seconds=22.0, warmup=118.0)
+
+
+def test_token_counts_are_missed_in_good_answers_only() -> None:
+    assert "TokensUnknown" not in warned(requests(60, 1, output_tokens=None, error="cut_off"))
+    found = warned(requests(60, 1, output_tokens=None))["TokensUnknown"]
+    assert "1 of 60 answers" in found.text
+
+
+def test_one_short_answer_in_a_hundred_is_allowed() -> None:
+    def found(short: int, cut: int = 0) -> NamedWarning | None:
+        asked = [
+            request(
+                i,
+                float(i),
+                asked_output_tokens=11 if i < short + cut else 10,
+                error="cut_off" if short <= i < short + cut else None,
+            )
+            for i in range(200)
+        ]
+        return warned(asked, seconds=200.0).get("ShortAnswers")
+
+    assert found(2) is None
+    short = found(3, cut=7)
+    assert short is not None and "3 of 193 answers" in short.text
+
+
+def test_later_turns_without_the_answer_they_continue_are_said() -> None:
+    records = [request(i, float(i), turn=i % 3, stand_in=i % 30 == 2) for i in range(60)]
+    found = warned(records)["StandIns"]
+    assert found.text.startswith("2 of 40 later turns") and not found.is_serious
+    assert "StandIns" not in warned(requests(60))
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (100, None),
+        (99, None),
+        (98, "100 tokens per prompt, 98 were"),
+        (102, None),
+        (103, "100 tokens per prompt, 103 were"),
+        (0, None),
+        (None, None),
+    ],
+)
+def test_prompts_may_be_two_per_cent_off(asked: int | None, text: str | None) -> None:
+    records = requests(50, 50, asked_prompt_tokens=asked)
+    found = warned([*records, request(50, 50.0, prompt_tokens=None)]).get("PromptsOff")
+    assert (found is None) if text is None else (found is not None and text in found.text)
+
+
+@pytest.mark.parametrize(("due", "off"), [(69, False), (68, True), (131, False), (132, True)])
+def test_counts_may_differ_by_three_times_their_square_root_and_one(due: int, off: bool) -> None:
+    records = [request(i, 0.5 * i) for i in range(due)]
+    assert ("RateOff" in warned(records, seconds=100.0, rate=1.0)) is off
+
+
+def test_time_taken_by_others_counts_above_two_per_cent_in_the_mean() -> None:
+    def found(**fields: Any) -> dict[str, NamedWarning]:
+        samples = [sample(0.0), sample(1.0, **fields), sample(2.0, **fields)]
+        return warned(requests(60), samples)
+
+    assert "CpuStolen" not in found(steal_share=0.02)
+    assert "2.1%" in found(steal_share=0.021)["CpuStolen"].text
+    assert "Throttled" not in found(quota_share=0.02)
+    assert "for 2.1% of the time" in found(quota_share=0.021)["Throttled"].text
+    steal = [sample(0.0, steal_share=0.1)]
+    watched = warned(requests(60), steal, disturbance=taken(0.01))
+    assert "CpuStolen" not in watched, "of the whole machine; the engine's cores were watched"
+
+
+def test_one_sample_of_fifty_with_a_clock_held_down_is_allowed() -> None:
+    cool = [sample(0.0, gpu_throttled=[], gpu_watts=50.0)] * 48
+    hot = [sample(0.0, gpu_throttled=["power", "heat"]), sample(0.0, gpu_throttled=["heat"])]
+    assert "Throttled" not in warned(requests(60), [hot[0], *cool, sample(0.0)])
+    found = warned(requests(60), [*hot, *cool])["Throttled"]
+    assert "in 2 of 50 samples (heat, power)" in found.text
+    drawing = [sample(0.0, gpu_throttled=["power"], gpu_watts=watts) for watts in (340.0, 360.0)]
+    assert "at 350 W" in warned(requests(60), [*drawing, *cool])["Throttled"].text
+
+
+@pytest.mark.parametrize(
+    ("found", "bad", "weight", "ends"),
+    [
+        (taken(0.06), 0, Seriousness.WARNING, "the level holds all the same, so it counts"),
+        (taken(0.06), 100, Seriousness.SERIOUS, "that the engine wanted"),
+        (taken(0.2), 0, Seriousness.SERIOUS, "that the engine wanted"),
+        (taken(0.2, counts=True), 100, Seriousness.WARNING, "that the engine wanted"),
+    ],
+)
+def test_a_disturbed_level(found: Disturbance, bad: int, weight: Seriousness, ends: str) -> None:
+    warning = warned(steady_level(2.0, bad=bad, disturbance=found))["Disturbed"]
+    assert warning.seriousness is weight and warning.text.endswith(ends)
+    assert is_valid([warning]), "whether it counts, its SLO decides"
+
+
+def test_a_steady_steal_is_of_the_machine() -> None:
+    steal = Disturbance(total=CoresSample(seconds=60.0, work_seconds=50.0), steady_steal_share=0.06)
+    found = warned(steady_level(2.0, disturbance=steal))["SteadySteal"]
+    assert not found.is_serious and found.text == (
+        "the host takes 6% of this machine's time steadily; "
+        "the capacity is of this machine with that"
+    )
+
+
+def test_serious_ones_rank_first() -> None:
+    assert [one.rank for one in (Seriousness.SERIOUS, Seriousness.WARNING, Seriousness.NOTE)] == [
+        *(0, 1, 2)
+    ]
+    assert is_valid([]) and "Unsent" not in warned([failed()])

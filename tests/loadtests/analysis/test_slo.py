@@ -1,0 +1,124 @@
+"""SLOs that cannot be, bounds of a share of good requests, and percentiles."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from loadtests.analysis.good_share_interval import counted_as_one, wilson
+from loadtests.analysis.percentiles import distribution
+from loadtests.analysis.slo import SLO_PRESETS, Slo, is_as_strict, requests_to_hold
+
+CHAT = SLO_PRESETS["chat"]
+
+
+def test_wilson_equals_the_published_interval() -> None:
+    # Newcombe (1998), table I, 81 of 263: 0.2553 to 0.3662 at 95 % two-sided, which is 97.5 % on
+    # each side.
+    assert wilson(81, 263, 0.975) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(0, 20, 0.975) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    # By hand, one of one: z^2 = 2.7055, bounds 1 / (1 + z^2) and 1.
+    assert wilson(1, 1) == pytest.approx((1 / 3.7055, 1.0), rel=1e-4)
+    assert wilson(0, 0) == (0.0, 1.0), "nothing measured is nothing known"
+
+
+@pytest.mark.parametrize(("good", "due"), [(-1, 5), (6, 5), (0, -1)])
+def test_counts_that_cannot_be(good: int, due: int) -> None:
+    with pytest.raises(ValueError, match="cannot be"):
+        wilson(good, due)
+    with pytest.raises(ValueError, match="confidence must be between 0 and 1"):
+        wilson(1, 2, 1.0)
+
+
+def test_bounds_are_wrong_no_more_often_than_stated() -> None:
+    """At a true share of exactly 90 %, each bound is on the wrong side 5 % of the time."""
+    counts = np.random.default_rng(0).binomial(400, 0.9, 4000).tolist()
+    bounds = [wilson(good, 400) for good in counts]
+    assert 0.02 < sum(low >= 0.9 for low, _ in bounds) / 4000 < 0.065
+    assert 0.02 < sum(high < 0.9 for _, high in bounds) / 4000 < 0.065
+
+
+def test_independent_requests_count_as_one_each_and_neighbours_do_not() -> None:
+    rng = np.random.default_rng(1)
+    alone = [counted_as_one(rng.random(400) < 0.9) for _ in range(200)]
+    assert 1.3 <= np.median(alone) < 2.0
+    clumps = [counted_as_one(np.repeat(rng.random(40) < 0.9, 10)) for _ in range(200)]
+    assert 6.0 < np.median(clumps) < 15.0, "ten in a row are bad together"
+    assert counted_as_one(np.ones(100, bool)) == counted_as_one(np.ones(0, bool)) == 1.3
+    assert counted_as_one(np.array([True, False] * 5)) == 1.3, "too few to tell"
+
+
+@pytest.mark.parametrize(
+    ("slo", "fewest"),
+    [
+        (CHAT, 268),
+        (Slo("p90", 1.0, None, target=0.9), 25),
+        (Slo("p50", 1.0, None, target=0.5), 3),
+    ],
+)
+def test_fewest_requests_that_can_hold(slo: Slo, fewest: int) -> None:
+    assert requests_to_hold(slo) == fewest
+    assert wilson(fewest, fewest)[0] >= slo.target > wilson(fewest - 1, fewest - 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ttft_seconds", 0.0),
+        ("ttft_seconds", float("inf")),
+        ("tpot_seconds", -1.0),
+        ("target", 1.0),
+        ("target", 0.0),
+        ("confidence", 0.5),
+    ],
+)
+def test_an_slo_that_cannot_be_is_refused_with_its_key(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        Slo(**{"name": "x", "ttft_seconds": 1.0, "tpot_seconds": None, field: value})  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError, match="unknown field `ttft`"):
+        msgspec.convert({"name": "x", "ttft_seconds": 1, "tpot_seconds": None, "ttft": 1}, Slo)
+
+
+def test_an_slo_is_as_strict_as_another_where_no_limit_is_looser() -> None:
+    assert is_as_strict(CHAT, CHAT) and is_as_strict(CHAT.tighter(1.1), CHAT)
+    assert not is_as_strict(CHAT, CHAT.tighter(1.1))
+    assert not is_as_strict(msgspec.structs.replace(CHAT, target=0.9), CHAT)
+    assert is_as_strict(CHAT, Slo("no TTFT", None, 0.1))
+    assert not is_as_strict(Slo("no TTFT", None, 0.1), CHAT)
+
+
+def test_presets_are_the_published_limits() -> None:
+    limits = {name: (slo.ttft_seconds, slo.tpot_seconds) for name, slo in SLO_PRESETS.items()}
+    assert limits == {
+        "chat": (2.0, 0.1),
+        "interactive": (0.5, 0.03),
+        "70b-server": (2.0, 0.2),
+        "70b-interactive": (0.45, 0.04),
+        "405b-server": (6.0, 0.175),
+        "405b-interactive": (4.5, 0.08),
+        "reading": (5.0, 0.2),
+        "batch": (None, None),
+    }
+    assert {(slo.target, slo.confidence) for slo in SLO_PRESETS.values()} == {(0.99, 0.95)}
+
+
+def test_percentiles_need_three_observations_beyond_them() -> None:
+    assert distribution(np.ones(299)).p99 is None
+    assert distribution(np.ones(300)).p99 == 1.0
+    five = distribution(np.arange(5.0))
+    assert five.p50 is None and five.median_or_mean == five.mean == 2.0
+    nothing = distribution(np.empty(0))
+    assert (nothing.count, nothing.mean, nothing.median_or_mean) == (0, None, None)
+
+
+def test_percentiles_are_order_statistics() -> None:
+    found = distribution(np.arange(1000.0, 0.0, -1.0))
+    assert (found.p50, found.p90, found.p95, found.p99) == (500.0, 900.0, 950.0, 990.0)
+    assert found.mean == 500.5 and found.median_or_mean == 500.0
+
+
+def test_failures_are_infinitely_late_and_never_dropped() -> None:
+    found = distribution(np.array([1.0] * 94 + [np.inf] * 6 + [np.nan] * 50))
+    assert (found.count, found.late, found.mean, found.p90) == (100, 6, 1.0, 1.0)
+    assert found.p95 is None and found.never == ("p95",)

@@ -1,0 +1,293 @@
+"""Interruptions, losses, skips and kills of a campaign on a simulated server, and what is gone on
+with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadtests.campaign.campaign_file import Plan, parse_campaign
+from loadtests.campaign.campaign_runner import run
+from loadtests.campaign.cell_runner import MOST_ATTEMPTS, MOST_SERVERS
+from loadtests.campaign.level_runner import LevelAsk
+from loadtests.campaign.progress import Progress
+from loadtests.campaign.run_state import CellState
+from loadtests.errors import (
+    BadRunFolder,
+    EndpointRefuses,
+    Incomplete,
+    MachineBusy,
+    OverMemory,
+    ServerFailed,
+    ServerLost,
+    TargetUnusable,
+)
+from loadtests.host.machine_lock import machine_lock
+from loadtests.records.run_folder import MANIFEST, REQUESTS, read_records
+from loadtests.records.run_journal import (
+    CellFinished,
+    CellSkipped,
+    CellStarted,
+    Interrupted,
+    LevelAbandoned,
+    LevelFinished,
+    LevelStarted,
+    RunResumed,
+    SkipCause,
+    of_kind,
+)
+from tests.loadtests.campaign.checks import check_folder, kinds
+from tests.loadtests.campaign.simulated import (
+    Simulated,
+    campaign,
+    fails_once,
+    interrupted,
+    killed_after,
+)
+
+TWO = '["135m", "360m"]'
+
+
+def ended(folder: Path) -> list[str]:
+    return [one.cell for one in of_kind(read_records(folder).events, CellFinished)]
+
+
+def test_an_interrupted_level_is_measured_again_under_another_name(tmp_path: Path) -> None:
+    world = Simulated(fate=fails_once("#2.1", interrupted))
+    folder = world.run(campaign(), tmp_path)
+    check_folder(folder)
+    run = read_records(folder)
+    (abandoned,) = of_kind(run.events, LevelAbandoned)
+    assert abandoned.level.endswith("#2.1") and abandoned.spent_seconds and world.recovered == 1
+    names = {one.level.partition("#")[2]: one for one in of_kind(run.events, LevelStarted)}
+    assert names["2.2"].attempt == 2 and names["2.2"].seed != names["2.1"].seed
+    assert abandoned.level not in run.finished_levels
+
+
+def test_an_interrupted_burst_costs_no_cell(tmp_path: Path) -> None:
+    world = Simulated(fate=fails_once("#burst.1.1", interrupted))
+    check_folder(world.run(campaign(), tmp_path))
+
+
+def test_a_level_that_never_ends_well_costs_the_cell_and_resume_tries_again(
+    tmp_path: Path,
+) -> None:
+    def fate(state: CellState, asked: LevelAsk) -> None:
+        if "#2." in asked.name and state.key.startswith("smollm2-135m"):
+            raise interrupted()
+
+    world = Simulated(fate=fate)
+    with pytest.raises(Incomplete, match="1 of 2 cells could not be measured: smollm2-135m-fake"):
+        world.run(campaign(1800, models=TWO), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    abandoned = of_kind(read_records(folder).events, LevelAbandoned)
+    assert len(abandoned) == MOST_ATTEMPTS and ended(folder) == ["smollm2-360m-fake"]
+    world.fate = lambda state, asked: None
+    world.resume(folder)
+    check_folder(folder)
+    assert ended(folder) == ["smollm2-360m-fake", "smollm2-135m-fake"]
+
+
+def test_a_lost_server_is_started_again_and_losing_all_skips_the_cell(tmp_path: Path) -> None:
+    left = [MOST_SERVERS - 1]
+
+    def fate(state: CellState, asked: LevelAsk) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise ServerLost("the server ended (SIGKILL)")
+
+    world = Simulated(fate=fate)
+    folder = world.run(campaign(), tmp_path / "some")
+    assert len(world.opened) == MOST_SERVERS and ended(folder)
+    left[0] = MOST_SERVERS
+    folder = world.run(campaign(), tmp_path / "all")
+    (skipped,) = of_kind(read_records(folder).events, CellSkipped)
+    assert skipped.cause is SkipCause.SERVER and f"lost {MOST_SERVERS} servers" in skipped.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ServerFailed("it did not start"), SkipCause.SERVER),
+        (OverMemory("2.1 GiB of 2 GiB"), SkipCause.MEMORY),
+        (EndpointRefuses("400: context of 8 tokens"), SkipCause.ENDPOINT),
+    ],
+)
+def test_a_cell_that_cannot_be_served_is_skipped_and_the_next_is_measured(
+    tmp_path: Path, error: Exception, cause: SkipCause
+) -> None:
+    def opening(state: CellState) -> None:
+        if "135m" in state.key:
+            raise error
+
+    folder = Simulated(opening=opening).run(campaign(models=TWO), tmp_path)
+    check_folder(folder)
+    (skipped,) = of_kind(read_records(folder).events, CellSkipped)
+    assert (skipped.cause, skipped.reason) == (cause, str(error)) and "135m" in skipped.cell
+    assert ended(folder) == ["smollm2-360m-fake"]
+
+
+def test_an_endpoint_that_does_not_answer_costs_its_cell_for_now(tmp_path: Path) -> None:
+    def opening(state: CellState) -> None:
+        if "135m" in state.key:
+            raise TargetUnusable("it cannot be reached")
+
+    world = Simulated(opening=opening)
+    with pytest.raises(Incomplete, match="smollm2-135m"):
+        world.run(campaign(models=TWO), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert len(ended(folder)) == 1
+    world.opening = lambda state: None
+    world.resume(folder)
+    check_folder(folder)
+
+
+def test_cells_are_measured_in_blocks_each_on_a_server_of_its_own(tmp_path: Path) -> None:
+    world = Simulated()
+    folder = world.run(campaign(1800, models=TWO, starts=2), tmp_path)
+    check_folder(folder)
+    parts = of_kind(read_records(folder).events, CellStarted)
+    assert [one.block for one in parts] == [1, 1, 2, 2] and len({one.cell for one in parts}) == 2
+    assert sorted(world.opened) == sorted(one.cell for one in parts)
+    assert len(ended(folder)) == 2
+
+
+def test_what_one_cell_leaves_of_the_budget_the_next_has(tmp_path: Path) -> None:
+    folder = Simulated().run(campaign(900, models=TWO), tmp_path)
+    first, second = of_kind(read_records(folder).events, CellStarted)
+    spent = sum(
+        one.spent_seconds for one in of_kind(read_records(folder).events, LevelFinished, first.cell)
+    )
+    assert first.budget_seconds == 450.0
+    assert second.budget_seconds == pytest.approx(900 - spent, abs=1.0)
+
+
+def test_ctrl_c_ends_in_order_and_says_how_to_go_on(tmp_path: Path) -> None:
+    world = Simulated(fate=fails_once("#2.1", KeyboardInterrupt))
+    with pytest.raises(Incomplete, match="crossover campaign resume"):
+        world.run(campaign(), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert kinds(folder)[-2:] == ["level_abandoned", "interrupted"]
+    world.resume(folder)
+    check_folder(folder)
+    assert kinds(folder).count("interrupted") == 1, "its own last word says so"
+
+
+def test_another_machine_or_version_does_not_go_on(tmp_path: Path) -> None:
+    world = Simulated(fate=fails_once("#1.1", KeyboardInterrupt))
+    with pytest.raises(Incomplete):
+        world.run(campaign(), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    before = kinds(folder)
+    world.facts = msgspec.structs.replace(world.facts, cpu_model="another CPU")
+    with pytest.raises(BadRunFolder, match="begun on another machine .*another CPU now"):
+        world.resume(folder)
+    assert kinds(folder) == before
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"format_version": 4', '"format_version": 3'))
+    with pytest.raises(BadRunFolder, match="format_version 3"):
+        world.resume(folder)
+
+
+def killed_run(
+    plan: Plan, out: Path, monkeypatch: pytest.MonkeyPatch, appends: int, world: Simulated
+) -> Path:
+    with killed_after(monkeypatch, appends):
+        world.run(plan, out)
+    (folder,) = out.iterdir()
+    return folder
+
+
+def test_killed_after_every_append_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the runner dies: nothing that was finished is measured again, bursts neither, and
+    the end is the same kind of run with the same answer.
+    """
+    plan = campaign(400, models=TWO, search="confirm = 1")
+    whole_folder = Simulated().run(plan, tmp_path / "whole")
+    whole = kinds(whole_folder)
+    assert whole.count("level_finished") >= 7
+    answers = of_kind(read_records(whole_folder).events, CellFinished)
+    for appends in range(1, len(whole)):
+        folder = killed_run(plan, tmp_path / str(appends), monkeypatch, appends, Simulated())
+        assert kinds(folder) == whole[:appends], "what was appended is there, and no more"
+        kept = list(read_records(folder).finished_levels)
+        with open(folder / REQUESTS, "ab") as file:
+            file.write(b'{"cell":"cut of')  # what a power cut leaves
+        Simulated().resume(folder)
+        check_folder(folder)
+        run = read_records(folder)
+        assert list(run.finished_levels)[: len(kept)] == kept
+        (resumed,) = of_kind(run.events, RunResumed)
+        assert resumed.dropped_bytes == {REQUESTS: 15}
+        (stopped,) = of_kind(run.events, Interrupted)
+        assert stopped.last_event == whole[appends - 1]
+        found = of_kind(run.events, CellFinished)
+        assert [one.cell for one in found] == [one.cell for one in answers]
+        for one, other in zip(found, answers, strict=True):
+            assert one.capacity is not None and other.capacity is not None
+            assert one.capacity.state == other.capacity.state
+            assert one.capacity.limit == pytest.approx(other.capacity.limit, rel=0.25)
+
+
+@pytest.mark.parametrize(("cuts", "bad"), [((3, 4, 5), {1}), ((7, 1, 6, 2), {2}), ((9, 9), {1, 2})])
+def test_any_sequence_of_kills_and_interruptions_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], bad: set[int]
+) -> None:
+    """Resumed after each kill, with first attempts that fail: one whole run in the end."""
+
+    def fate(state: CellState, asked: LevelAsk) -> None:
+        if any(asked.name.endswith(f"#{number}.1") for number in bad):
+            raise interrupted()
+
+    world = Simulated(fate=fate)
+
+    def sitting() -> Path:
+        found = list(tmp_path.iterdir())
+        return world.resume(found[0]) if found else world.run(campaign(), tmp_path)
+
+    for appends in cuts:
+        with killed_after(monkeypatch, appends):
+            sitting()
+    folder = sitting()
+    check_folder(folder)
+    assert kinds(folder).count("run_finished") == 1
+    finished = [one.partition("#")[2] for one in read_records(folder).finished_levels]
+    assert not {f"{number}.1" for number in bad} & {*finished}
+
+
+def test_an_endpoint_that_is_not_there(tmp_path: Path) -> None:
+    plan = parse_campaign('name = "x"\n[target]\nurl = "http://127.0.0.1:9"\nready_seconds = 0.5')
+    with pytest.raises(TargetUnusable, match="127.0.0.1:9 cannot be reached"):
+        Simulated().run(plan, tmp_path)
+    assert not list(tmp_path.glob("*"))
+
+
+def test_two_campaigns_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Simulated()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a machine of its own
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with machine_lock("runs/other"):
+        with pytest.raises(MachineBusy, match=r"\(runs/other\) measures on this machine now"):
+            run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)
+        assert not (tmp_path / "runs").exists()
+    run(campaign(), tmp_path / "runs", Progress(world.said), world=world.world)
+
+
+def test_a_full_disk_is_named_and_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(state: CellState, asked: LevelAsk) -> None:
+        raise BadRunFolder("requests.jsonl cannot be written: No space left on device")
+
+    world = Simulated(fate=full)
+    with pytest.raises(BadRunFolder, match="No space left"):
+        world.run(campaign(), tmp_path)
+    (folder,) = tmp_path.iterdir()
+    world.fate = lambda state, asked: None
+    world.resume(folder)
+    check_folder(folder)

@@ -1,0 +1,211 @@
+"""The way of a cell on a simulated server: what is measured next, and what is said at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign.run_state import repeat_in_turns, repeat_of
+from loadtests.errors import BadRunFolder
+from loadtests.records.run_folder import read_records
+from loadtests.records.run_journal import (
+    Calibrated,
+    Capacity,
+    CellFinished,
+    LevelPurpose,
+    LevelStarted,
+    NeverQuiet,
+    Waited,
+    of_kind,
+)
+from loadtests.simulation.simulated_capacity import capacity
+from loadtests.simulation.step_law import StepLaw
+from tests.loadtests.campaign.checks import check_folder
+from tests.loadtests.campaign.simulated import Simulated, campaign
+
+ONE_AT_A_TIME, CALIBRATION = LevelPurpose.SINGLE_STREAM, LevelPurpose.CALIBRATION
+
+
+def started(folder: Path) -> list[LevelStarted]:
+    return of_kind(read_records(folder).events, LevelStarted)
+
+
+def rates(folder: Path) -> list[float]:
+    return [one.rate_per_second for one in started(folder) if one.rate_per_second is not None]
+
+
+def found_in(folder: Path) -> Capacity:
+    ended = of_kind(read_records(folder).events, CellFinished)[-1]
+    assert ended.capacity is not None
+    return ended.capacity
+
+
+def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path) -> None:
+    """In less than four minutes, with the limit that simulating the known law gives."""
+    world = Simulated()
+    plan = campaign()
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    purposes = [one.purpose for one in started(folder)]
+    assert purposes == [ONE_AT_A_TIME, CALIBRATION, CALIBRATION, LevelPurpose.SEARCH]
+    found, (rate,) = found_in(folder), rates(folder)
+    law = StepLaw(base_seconds=0.02, row_seconds=0.005, prompt_token_seconds=0.001)
+    assert world.policy is not None
+    truth = capacity(law, world.policy, plan.campaign.workload, plan.campaign.slo).rate
+    assert found.state == "holds" and found.held is not None and found.method == "law"
+    assert found.low is not None and found.high is not None and found.limit is not None
+    assert found.low < truth < found.high and found.limit == pytest.approx(truth, rel=0.1)
+    assert 0.65 * truth < found.held <= rate < truth
+    assert world.now < 240
+    (made,) = of_kind(read_records(folder).events, Calibrated)
+    assert made.law is not None and made.limits["own"].limit == pytest.approx(truth, rel=0.15)
+    for part in ("single-stream requests: 20 of 20 good", "calibrated in", "holds", "complete:"):
+        assert part in world.said.getvalue(), part
+
+
+def test_not_even_alone_is_said_by_two_starts_and_nothing_else_is_measured(tmp_path: Path) -> None:
+    world = Simulated()
+    folder = world.run(campaign(ttft=0.01), tmp_path)
+    check_folder(folder)
+    found = found_in(folder)
+    assert (found.state, found.starts, found.limit) == ("not_even_alone", 2, 0.0)
+    assert [one.start for one in started(folder)] == [1, 2] and not rates(folder)
+    assert len(world.opened) == 2
+
+
+def test_a_few_slow_requests_are_asked_for_more_before_it_is_said(tmp_path: Path) -> None:
+    """Of a model that takes 12 s a request, two go into the time of single streams."""
+    folder = Simulated(base=0.4, prompt=0.02).run(campaign(1200, ttft=0.5), tmp_path)
+    check_folder(folder)
+    assert found_in(folder).state == "not_even_alone" and not rates(folder)
+
+
+def test_where_steps_cannot_be_told_levels_alone_say_between(tmp_path: Path) -> None:
+    world = Simulated(chunk=4)
+    folder = world.run(campaign(3600), tmp_path)
+    check_folder(folder)
+    found, tried = found_in(folder), rates(folder)
+    (made,) = of_kind(read_records(folder).events, Calibrated)
+    assert made.law is None and "several tokens" in made.reason
+    assert (found.state, found.method) == ("holds", "levels")
+    assert found.low is not None and found.high is not None
+    assert 1.0 < found.low < 2.1 < found.high < 3.2
+    assert tried[1] == pytest.approx(2 * tried[0], rel=0.01), "doubled while it held"
+
+
+def test_a_campaign_may_ask_for_levels_alone(tmp_path: Path) -> None:
+    folder = Simulated().run(campaign(2400, search='method = "levels"'), tmp_path)
+    check_folder(folder)
+    assert found_in(folder).method == "levels"
+    assert not of_kind(read_records(folder).events, Calibrated)
+
+
+def test_an_slo_without_limits_is_searched_by_levels(tmp_path: Path) -> None:
+    text = campaign(1200).text.replace("ttft_seconds = 1.0", "").replace("tpot_seconds = 0.2", "")
+    folder = Simulated().run(parse_campaign(text), tmp_path)
+    assert found_in(folder).method == "levels"
+
+
+def test_a_second_start_confirms_again_at_the_rate_that_held(tmp_path: Path) -> None:
+    world = Simulated()
+    folder = world.run(campaign(900, starts=2), tmp_path)
+    check_folder(folder)
+    first, second = rates(folder)
+    assert first == second and [one.start for one in started(folder)][-1] == 2
+    assert found_in(folder).starts == 2 and len(world.opened) == 2
+    assert sum(one.purpose is CALIBRATION for one in started(folder)) == 2, "once"
+
+
+def test_only_the_smallest_are_confirmed_and_the_others_say_what_that_takes(tmp_path: Path) -> None:
+    world = Simulated()
+    plan = campaign(480, models='["360m", "135m"]', search="confirm = 1")
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    big, small = (of_kind(read_records(folder).events, CellFinished, c.key) for c in plan.cells)
+    assert small[0].capacity is not None and small[0].capacity.state == "holds"
+    estimated = big[0].capacity
+    assert estimated is not None and estimated.state == "no_rate_confirmed"
+    assert estimated.limit is not None and (estimated.confirm_seconds or 0) >= 60
+    measured = len(started(folder))
+    world.resume(folder)
+    assert len(started(folder)) == measured, "a complete run is left as it is"
+    world.resume(folder, confirm=True)
+    assert found_in(folder).state == "holds"
+    assert len(started(folder)) == measured + 1, "the law of the first sitting is kept"
+    world.resume(folder, confirm=True)
+    assert "every cell is confirmed" in world.said.getvalue()
+
+
+@pytest.mark.parametrize("budget", [30.0, 100.0, 300.0])
+def test_the_budget_is_kept(tmp_path: Path, budget: float) -> None:
+    world = Simulated()
+    plan = campaign(budget, models='["135m", "360m"]')
+    folder = world.run(plan, tmp_path)
+    check_folder(folder)
+    assert world.now < budget + 2 * (5 + 25), "starts, and what one step runs over"
+
+
+def test_a_machine_of_two_speeds_has_both_in_its_interval(tmp_path: Path) -> None:
+    """Calibrated at one speed, and half as quick since: the estimate follows, and says so."""
+    world = Simulated(speed=lambda now: 1.0 if now < 45 else 0.6)
+    folder = world.run(campaign(900), tmp_path)
+    check_folder(folder)
+    found = found_in(folder)
+    assert found.speed_moved is not None and found.speed_moved > 0.3
+    assert found.low is not None and found.high is not None and found.high / found.low > 1.5
+    assert rates(folder)[1] < rates(folder)[0]
+
+
+def test_disturbed_levels_are_measured_again_and_cost_no_budget(tmp_path: Path) -> None:
+    world = Simulated(hog=(0.0, 100.0))
+    folder = world.run(campaign(), tmp_path)
+    check_folder(folder)
+    waited = of_kind(read_records(folder).events, Waited)
+    assert waited and "`hog` (pid 7" in waited[0].reason
+    assert found_in(folder).state == "holds"
+    assert "waiting for a quiet machine" in world.said.getvalue()
+
+
+def test_a_machine_that_is_never_quiet_is_named_and_not_waited_for_for_ever(tmp_path: Path) -> None:
+    world = Simulated(hog=(0.0, 1e9))
+    folder = world.run(campaign(), tmp_path)
+    (never,) = of_kind(read_records(folder).events, NeverQuiet)
+    assert "hog" in never.reason and world.now < 1000
+    assert found_in(folder).state == "no_rate_confirmed"
+    calm = world.run(campaign(more='disturbance = "ignore"'), tmp_path)
+    assert found_in(calm).state == "holds", "the machine as it is"
+
+
+def test_slightly_disturbed_levels_count_where_they_hold(tmp_path: Path) -> None:
+    folder = Simulated(hog=(0.0, 1e9), hog_share=0.05).run(campaign(), tmp_path)
+    check_folder(folder)
+    assert found_in(folder).state == "holds"
+
+
+def test_given_rates_are_measured_in_their_order(tmp_path: Path) -> None:
+    folder = Simulated().run(campaign(search="rates = [1.5, 0.5]\nlevel_seconds = 20"), tmp_path)
+    check_folder(folder)
+    assert rates(folder) == [1.5, 0.5]
+    assert [one.window_seconds for one in started(folder)[1:]] == [20.0, 20.0]
+
+
+def test_a_run_is_repeated_level_by_level_with_its_seeds(tmp_path: Path) -> None:
+    world = Simulated()
+    folder = world.run(campaign(), tmp_path / "first")
+    again = world.run(repeat_of(folder), tmp_path / "again")
+    check_folder(again)
+
+    def measured(run: Path) -> list[tuple[float | None, int]]:
+        counts = [one for one in started(run) if one.purpose is not CALIBRATION]
+        return [(one.rate_per_second, one.seed) for one in counts]
+
+    assert measured(again) == measured(folder)
+    held = world.run(repeat_of(folder, 30.0), tmp_path / "held")
+    assert rates(held) == [found_in(folder).held]
+    arms = repeat_in_turns([folder], 2, True, lambda plan: world.run(plan, tmp_path / "turns"))
+    seeds = [measured(run) for run in arms[0]]
+    assert len({str(one) for one in seeds}) == 3
+    with pytest.raises(BadRunFolder, match="holds no run"):
+        repeat_of(tmp_path)

@@ -1,0 +1,64 @@
+"""`crossover calibrate`: a server that the campaign starts, and its law in machine.json."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadtests.campaign.campaign_runner import run
+from loadtests.campaign.progress import Progress
+from loadtests.cli.calibrate_command import CalibrateOptions, in_words, machine_of, plan_of
+from loadtests.errors import LoadError
+from loadtests.records.run_folder import read_records
+from tests.loadtests.simulation.machine_files import machine_file
+
+OPTIONS = CalibrateOptions(
+    models=("135m",), backend="fake", slots=4, name="here", rented=True, dollars_per_hour=0.5
+)
+
+
+def measured(tmp_path: Path, step_seconds: float) -> Path:
+    """A run of a server whose steps take so long, 2 ms more a row and 0.1 ms a prompt token."""
+    plan = plan_of(OPTIONS)
+    options = {
+        "step_seconds": step_seconds,
+        "row_seconds": 0.002,
+        "prompt_token_seconds": 0.0001,
+    }
+    server = msgspec.structs.replace(plan.campaign.server, options=options)
+    search = msgspec.structs.replace(plan.campaign.search, single_stream_requests=3)
+    workload = msgspec.structs.replace(plan.campaign.workload, max_output_tokens=32)
+    campaign = msgspec.structs.replace(
+        plan.campaign, server=server, search=search, workload=workload, disturbance="ignore"
+    )
+    plan = msgspec.structs.replace(plan, campaign=campaign)
+    with Progress() as progress:
+        return run(plan, tmp_path, progress, beside_others=True)
+
+
+@pytest.mark.clock
+def test_the_law_of_a_real_server_is_in_the_file(tmp_path: Path) -> None:
+    found = machine_of(read_records(measured(tmp_path, 0.02)), OPTIONS)
+    assert (found.name, found.owned, found.dollars_per_hour) == ("here", False, 0.5)
+    (one,) = found.models
+    assert one.backend == "fake" and one.policy.slots == 4
+    for rows in (1, 4):
+        assert one.law.seconds(rows, 0, 0) == pytest.approx(0.02 + 0.002 * rows, rel=0.25)
+    assert one.law.seconds(0, 400, 0) == pytest.approx(0.06, rel=0.5)
+
+
+def test_several_models_are_one_campaign_that_confirms_nothing() -> None:
+    plan = plan_of(CalibrateOptions(models=("135m", "360m", "135m"), threads=2, cache="/c"))
+    assert [cell.model for cell in plan.cells] == ["smollm2-135m", "smollm2-360m"]
+    assert plan.campaign.search.confirm == 0
+    assert {cell.hardware.threads for cell in plan.cells} == {2}
+    assert plan.campaign.server.cache == "/c"
+    with pytest.raises(LoadError, match="nonsense"):
+        plan_of(CalibrateOptions(models=("135m",), backend="nonsense"))
+
+
+def test_a_file_is_told_in_a_line_a_model() -> None:
+    lines = in_words(machine_file(taken_share=0.2))
+    assert "smollm2-135m Q4_0 on llama_cpp: prompts 712 tokens/s" in lines[0]
+    assert "148 with 1, 199 with 8 (steps within 10%)" in lines[0]
+    assert "others took up to 20%" in lines[2]

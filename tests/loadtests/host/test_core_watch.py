@@ -1,0 +1,154 @@
+"""The kernel's counters of cores and threads: from text, and of real processes on one core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtests.analysis.disturbance import disturbance_of
+from loadtests.host.core_watch import (
+    CoreWatch,
+    clock_hertz,
+    core_counters,
+    process_of,
+    processes,
+    threads,
+    throttled_seconds,
+)
+
+pytestmark = pytest.mark.clock
+CORE = max(os.sched_getaffinity(0))
+SPIN = f"import os\nos.sched_setaffinity(0, [{CORE}])\nwhile True: pass"
+
+
+@pytest.fixture
+def spinning() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two busy processes on one core."""
+    found = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(2)]
+    time.sleep(0.2)
+    yield found
+    for one in found:
+        one.kill()
+        one.wait()
+
+
+def test_a_stranger_on_the_core_is_seen_and_named(
+    spinning: list[subprocess.Popen[bytes]],
+) -> None:
+    engine, hog = spinning
+    alone = CoreWatch(lambda: [engine.pid], engine.pid)
+    family = CoreWatch(lambda: [engine.pid], os.getpid())
+    assert alone.read() is None and family.read() is None, "the first reading sets the mark"
+    time.sleep(1.0)
+    theirs, ours = alone.read(scan=True), family.read(scan=True)
+    assert theirs is not None and ours is not None
+    assert theirs.seconds >= 1.0
+    assert theirs.work_seconds is not None and theirs.work_seconds > 0.05
+    assert theirs.stalled_seconds is not None and theirs.stalled_seconds > 0.2
+    assert theirs.waited_seconds == theirs.stalled_seconds, "it has one thread"
+    assert hog.pid in [one.pid for one in theirs.strangers]
+    assert engine.pid not in [one.pid for one in theirs.strangers]
+    found = disturbance_of([theirs])
+    assert found is not None and found.is_disturbed
+    assert hog.pid not in [one.pid for one in ours.strangers], "it is a child of the runner"
+    assert ours.ours_seconds is not None and ours.ours_seconds > 0.05
+
+
+def test_without_a_subject_there_is_no_reading(spinning: list[subprocess.Popen[bytes]]) -> None:
+    engine, _ = spinning
+    pids: list[int] = []
+    watch = CoreWatch(lambda: pids, os.getpid())
+    assert watch.read() is None and watch.read() is None
+    pids.append(engine.pid)
+    assert watch.read() is None, "the mark"
+    assert watch.read() is not None
+    pids.clear()
+    assert watch.read() is None
+
+
+def test_threads_that_come_and_go() -> None:
+    """A thread that began between two readings counts whole, one that ended is left out."""
+    go = threading.Event()
+
+    def spin() -> None:
+        while not go.is_set():
+            pass
+
+    watch = CoreWatch(lambda: [os.getpid()], os.getpid())
+    watch.read()
+    thread = threading.Thread(target=spin)
+    thread.start()
+    time.sleep(0.5)
+    before = watch.read()
+    go.set()
+    thread.join()
+    time.sleep(0.1)
+    after = watch.read()
+    assert before is not None and after is not None
+    assert before.work_seconds is not None and before.work_seconds > 0.05
+    assert after.work_seconds is not None and 0 <= after.work_seconds < 0.1
+    assert after.stalled_seconds is not None and after.stalled_seconds >= 0
+
+
+def test_a_name_may_hold_brackets() -> None:
+    line = b"12 (a) b (c) S 7 12 12 0 -1 4194560 1 0 0 0 150 50 3 4 20 0 9 0 777 1 2 " + b"0 " * 14
+    found = process_of(line + b"5 0 0\n")
+    assert (found.name, found.parent, found.started, found.core) == ("a) b (c", 7, 777, 5)
+    assert found.cpu_seconds == 200 / os.sysconf("SC_CLK_TCK")
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path) -> None:
+    (tmp_path / "5/task/5").mkdir(parents=True)
+    assert threads(tmp_path, [5]) is None, "a kernel without schedstat"
+    assert core_counters(tmp_path, [0]) is None
+    write(tmp_path / "stat", "cpu 1 2 3\ncpu0 100 10 50 800 0 1 1 20 0 0\n")
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert core_counters(tmp_path, [0]) == {0: (160 / ticks, 20 / ticks)}
+    assert core_counters(tmp_path, [0, 1]) is None, "a core that is not listed"
+    assert throttled_seconds(5, tmp_path, tmp_path / "cgroup") is None
+    assert clock_hertz([0], tmp_path) is None
+    assert dict(processes(tmp_path)) == {}
+
+
+def test_clocks_of_the_cores_that_are_asked_for(tmp_path: Path) -> None:
+    for core, kilohertz in ((0, 1_000_000), (1, 3_000_000), (2, 5_000_000)):
+        write(tmp_path / f"cpu{core}/cpufreq/scaling_cur_freq", f"{kilohertz}\n")
+    assert clock_hertz([0, 1], tmp_path) == 2e9
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "seconds"),
+    [
+        ("0::/a/b\n", {"a/b": "nr_throttled 3\nthrottled_usec 250000\n"}, 0.25),
+        (
+            "0::/a/b\n",
+            {"a/b": "throttled_usec 100000\n", "a": "throttled_usec 700000\n"},
+            0.7,
+        ),
+        ("0::/a\n", {"a": "usage_usec 5\n"}, None),
+        ("4:memory:/x\n3:cpu,cpuacct:/a\n", {"cpu/a": "throttled_time 500000000\n"}, 0.5),
+        # A container that sees its group at the root of the hierarchy.
+        ("3:cpu:/docker/1\n", {"cpu": "throttled_time 500000000\n"}, 0.5),
+        ("3:cpu:/\n", {"cpu": "nr_periods 0\nthrottled_time 0\n"}, 0.0),
+    ],
+)
+def test_the_quota_of_both_versions_of_control_groups(
+    tmp_path: Path, groups: str, files: dict[str, str], seconds: float | None
+) -> None:
+    write(tmp_path / "proc/5/cgroup", groups)
+    for folder, text in files.items():
+        write(tmp_path / "cgroup" / folder / "cpu.stat", text)
+    found = throttled_seconds(5, tmp_path / "proc", tmp_path / "cgroup")
+    assert found == (None if seconds is None else pytest.approx(seconds))

@@ -1,0 +1,271 @@
+"""What is sampled beside the load, and by whom: kernel counters, NVML, RAPL, the process that
+samples.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from loadtests.errors import LoadError
+from loadtests.host.core_watch import Pids
+from loadtests.host.resource_sampler import Gpu, Rapl, Readings, Sampler, Settings
+from loadtests.records.resource_sample import ResourceSample
+from tests.tools.waiting import wait_for
+
+
+def readings_of(groups: dict[str, Pids], gpu: Gpu | None = None) -> Readings:
+    return Readings(Settings(cell="c", server=1, client=os.getpid()), groups, gpu=gpu)
+
+
+def test_a_process_of_its_own_samples_and_ends_with_us() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    seen: list[ResourceSample] = []
+    try:
+        with Sampler("c", seen.append, interval_seconds=0.2) as sampler:
+            child = psutil.Process(sampler._process.pid)
+            assert child.pid != os.getpid() and "loadtests.host.resource_sampler" in " ".join(
+                child.cmdline()
+            )
+            wait_for(lambda: seen)
+            sampler.client = busy.pid
+            sampler.level = "l"
+            wait_for(lambda: sum(sample.level == "l" for sample in seen) >= 4)
+            sampler.level = None
+            of_level = [sample for sample in seen if sample.level == "l"]
+            time.sleep(0.5)
+            assert [sample for sample in seen if sample.level == "l"] == of_level, (
+                "all of a level's samples are here when it ends"
+            )
+    finally:
+        busy.kill()
+        busy.wait()
+    assert sampler.failure is None and not child.is_running()
+    shares = [
+        s.client.cpu_share
+        for s in of_level
+        if s.client is not None and s.client.cpu_share is not None
+    ]
+    assert shares and 0.1 < max(shares) <= 1.1, shares
+    assert all(sample.engine is None and sample.gpu_memory_bytes is None for sample in seen), (
+        "nobody there is None, not 0"
+    )
+    assert (
+        seen[-1].available_bytes
+        and seen[-1].machine_cpu_share is not None
+        and seen[-1].steal_share is not None
+    )
+
+
+def test_a_sampler_that_dies_is_an_error_and_holds_nobody_up() -> None:
+    with Sampler("c", lambda sample: None, interval_seconds=0.2) as sampler:
+        sampler._process.kill()
+        wait_for(lambda: sampler.failure)
+        began = time.monotonic()
+        sampler.level = "l"
+        sampler.level = None
+        assert time.monotonic() - began < 10.0
+    assert isinstance(sampler.failure, LoadError) and "sampler of resources ended" in str(
+        sampler.failure
+    )
+
+
+def test_a_server_is_seen_as_engine_and_api() -> None:
+    script = (
+        "import subprocess, sys; engine = subprocess.Popen([sys.executable, '-c', 'while True: "
+        "pass', 'serving.engine.engine_loop'])\n"
+        "try: sys.stdin.read()\nfinally: engine.kill()"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE)
+    seen: list[ResourceSample] = []
+    with Sampler("c", seen.append, server=server.pid, interval_seconds=0.2) as sampler:
+        wait_for(
+            lambda: [s for s in seen if s.engine is not None and s.engine.cpu_share is not None]
+        )
+        missing = sampler.missing
+    server.communicate(b"")
+    last = seen[-1]
+    assert (
+        last.engine is not None
+        and last.api is not None
+        and last.engine.rss_bytes
+        and last.api.rss_bytes
+    )
+    assert (last.engine.cpu_share or 0) > (last.api.cpu_share or 0)
+    first = next(s.engine for s in seen if s.engine is not None)
+    assert first.pss_bytes is None or (
+        first.rss_bytes is not None and first.pss_bytes <= first.rss_bytes
+    )
+    if last.gpu_memory_bytes is None:
+        assert "no NVIDIA GPU to be read" in missing["gpu"], "what is not measured has its reason"
+    if last.cpu_watts is None:
+        assert "intel-rapl" in missing["cpu_watts"]
+
+
+def test_an_engine_that_is_replaced_marks_the_sample() -> None:
+    first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    now = [first.pid]
+    try:
+        readings = readings_of({"engine": lambda: now})
+        assert readings.sample().valid
+        now[0] = second.pid
+        sample = readings.sample()
+        assert not sample.valid and sample.reasons == ["engine process changed"]
+        assert sample.engine is not None and sample.engine.cpu_share is None, (
+            "no share across two processes"
+        )
+        now.clear()
+        assert readings.sample().reasons == ["engine process gone"]
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+
+
+class FakeNvml:
+    """A stand-in for the pynvml module: one GPU that says what it is told to, in NVML's own
+    functions and units. Not a GPU.
+    """
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+    nvmlMemory_v2 = 2
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, engine: int, without: frozenset[str] = frozenset()) -> None:
+        self.engine, self.without = engine, without
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("nvmlDevice") and name in object.__getattribute__(self, "without"):
+            raise FakeNvml.NVMLError("Not Supported")
+        return object.__getattribute__(self, name)
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"gpu{index}"
+
+    def nvmlDeviceGetMemoryInfo(self, device: str, version: int | None = None) -> Any:
+        return SimpleNamespace(total=80 << 30, used=20 << 30, free=60 << 30, reserved=1 << 29)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> list[Any]:
+        return [
+            SimpleNamespace(pid=self.engine, usedGpuMemory=18 << 30),
+            SimpleNamespace(pid=1, usedGpuMemory=1 << 30),
+        ]
+
+    def nvmlDeviceGetUtilizationRates(self, device: str) -> Any:
+        return SimpleNamespace(gpu=87, memory=40)
+
+    def nvmlDeviceGetPowerUsage(self, device: str) -> int:
+        return 412_500  # milliwatts
+
+    def nvmlDeviceGetClockInfo(self, device: str, kind: int) -> int:
+        return 1755  # MHz
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, device: str) -> int:
+        return 0x1 | 0x4 | 0x40  # idle (which is no throttling), power cap, hardware thermal
+
+
+def test_a_gpu_is_read_in_our_units() -> None:
+    engine = subprocess.Popen(["sleep", "60"])
+    try:
+        nvml = FakeNvml(engine.pid)
+        readings = readings_of({"engine": lambda: [engine.pid]}, Gpu(nvml))
+        sample = readings.sample()
+    finally:
+        engine.kill()
+        engine.wait()
+    assert (sample.gpu_memory_bytes, sample.gpu_reserved_bytes, sample.gpu_engine_bytes) == (
+        20 << 30,
+        1 << 29,
+        18 << 30,
+    )
+    assert (sample.gpu_utilisation, sample.gpu_watts, sample.gpu_clock_hertz) == (
+        0.87,
+        412.5,
+        1.755e9,
+    )
+    assert (
+        sample.gpu_throttled == ["power cap", "hardware thermal"] and "gpu" not in readings.missing
+    )
+
+
+def test_what_a_gpu_does_not_tell_is_none() -> None:
+    without = frozenset(
+        {
+            "nvmlDeviceGetPowerUsage",
+            "nvmlDeviceGetComputeRunningProcesses",
+            "nvmlDeviceGetCurrentClocksEventReasons",
+        }
+    )
+    found = Gpu(FakeNvml(1, without)).read([1])
+    assert (
+        found["gpu_watts"] is None
+        and found["gpu_engine_bytes"] is None
+        and found["gpu_throttled"] is None
+    )
+    assert found["gpu_memory_bytes"] == 20 << 30
+
+    class NoDriver(FakeNvml):
+        def nvmlInit(self) -> None:
+            raise self.NVMLError("Driver Not Loaded")
+
+    gpu = Gpu(NoDriver(1))
+    assert gpu.read() == {} and gpu.missing["gpu"] == "no NVIDIA GPU to be read: Driver Not Loaded"
+
+
+def test_a_driver_that_fails_while_we_look_makes_samples_invalid_and_ends_nothing() -> None:
+    class Lost(FakeNvml):
+        def __getattribute__(self, name: str) -> Any:
+            known = ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetCount")
+            if name.startswith("nvmlDevice") and name not in known:
+                raise RuntimeError("GPU is lost")  # no error of NVML's own
+            return object.__getattribute__(self, name)
+
+    readings = readings_of({}, Gpu(Lost(1)))
+    sample = readings.sample()
+    assert not sample.valid and sample.reasons == ["the GPU's driver tells nothing"]
+    assert sample.gpu_memory_bytes is None
+
+
+def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
+    package = tmp_path / "intel-rapl:0"
+    package.mkdir()
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of the package: must not be counted twice
+    (package / "max_energy_range_uj").write_text("1000000")
+    (package / "energy_uj").write_text("900000")
+    now = iter((100.0, 100.1, 100.2))
+    rapl = Rapl(tmp_path, clock=lambda: next(now))
+    assert rapl.read() is None
+    (package / "energy_uj").write_text("100000")  # it wrapped around: 0.2 J
+    watts = rapl.read()
+    assert watts == pytest.approx(2.0, rel=0.01) and rapl.reason is None
+    whole = tmp_path / "intel-rapl:1"
+    whole.mkdir()
+    (whole / "name").write_text("psys\n")  # the platform: it holds the package once more
+    (whole / "energy_uj").write_text("5")
+    (whole / "max_energy_range_uj").write_text("1000000")
+    times = iter((100.2, 100.3, 4000.0))
+    again = Rapl(tmp_path, clock=lambda: next(times))
+    assert again.read() is None
+    (package / "energy_uj").write_text("150000")
+    assert again.read() == pytest.approx(0.5, rel=0.01)
+    (package / "energy_uj").write_text("20000")
+    assert again.read() is None, "set back, or wrapped around more than once: nobody knows"
+    (package / "energy_uj").write_text("nonsense")
+    assert rapl.read() is None and "intel-rapl:0 cannot be read" in (rapl.reason or "")
+    assert Rapl(tmp_path / "nothing").read() is None

@@ -1,0 +1,414 @@
+"""Locust as a real child against a server that knows the truth: due times, lag, drains, workers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loadtests.errors import LevelInterrupted
+from loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Started, Told
+from loadtests.load_generator.locust_process import LoadGenerator
+from loadtests.load_generator.openai_endpoint import Target, probe
+from loadtests.records.request_record import RequestRecord
+from loadtests.workload.arrivals import Constant, Poisson, due_times
+from loadtests.workload.request_lengths import Ask, Workload
+
+Start = Callable[..., str]
+SMALL = Workload(prompt_tokens=16, output_tokens=8)
+USERS = 3
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
+    """One load generator for all levels of this module: it takes one plan after the other."""
+    with LoadGenerator(log=tmp_path_factory.mktemp("alone") / "log") as generator:
+        yield generator
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadGenerator]:
+    with LoadGenerator(log=tmp_path_factory.mktemp("two") / "log", processes=2) as generator:
+        yield generator
+
+
+def told(generator: LoadGenerator, plan: LoadPlan, stop_at: type | None = None) -> list[Told]:
+    """All that it says of one level. `stop_at`: it is stopped at the first such message."""
+    messages: list[Told] = []
+    for message in generator.run(plan):
+        if message is not None:
+            messages.append(message)
+        if stop_at is not None and isinstance(message, stop_at):
+            generator.stop()
+            stop_at = None
+    return messages
+
+
+def plan_of(url: str, **changes: Any) -> LoadPlan:
+    return LoadPlan(**({"target": Target(url=url), "workload": SMALL, "seed": 5} | changes))
+
+
+def level(
+    generator: LoadGenerator, url: str, **changes: Any
+) -> tuple[list[RequestRecord], Ended, dict[str, Any]]:
+    """One level; its records, the load generator's account, and what the server saw."""
+    messages = told(generator, plan_of(url, **changes))
+    records = [message for message in messages if isinstance(message, RequestRecord)]
+    account = messages[-1]
+    assert isinstance(messages[0], Started) and isinstance(account, Ended)
+    assert len(records) == account.recorded == account.due
+    with connect(url) as pool:
+        log = json.loads(fetch(pool, get_bytes(pool, "/truth"))[2])
+    return records, account, log
+
+
+@pytest.mark.clock
+def test_every_request_leaves_when_it_is_due_whatever_comes_back(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    """One slot and answers of 0.3 s at 15/s: the queue grows to dozens, and not one request waits
+    for another to be sent.
+    """
+    records, account, log = level(
+        alone,
+        truth_server(slots=1, ttft=0.25, case="open"),
+        rate=15.0,
+        window_seconds=3.0,
+        drain_seconds=2.0,
+    )
+    due = due_times(Poisson(), 15.0, 3.0, 5)
+    assert sorted(record.index for record in records) == list(range(len(due))), (
+        "each once, none lost"
+    )
+    by_index = sorted(records, key=lambda record: record.index)
+    assert all(
+        math.isclose(record.due_seconds, at, abs_tol=1e-6)
+        for record, at in zip(by_index, due, strict=True)
+    )
+    lags = [
+        record.sent_seconds - record.due_seconds
+        for record in records
+        if record.sent_seconds is not None
+    ]
+    assert len(lags) == len(records) and min(lags) >= 0
+    assert statistics.median(lags) < 0.003, "requests wait in the client"
+    # The server agrees: requests arrived at their due times, not when slots became free.
+    arrived = sorted(
+        entry["arrived"]
+        for entry in log.values()
+        if entry["body"]["max_tokens"] == 8 and entry["body"].get("min_tokens") == 8
+    )[1:]
+    span = arrived[-1] - arrived[0]
+    assert abs(span - (due[-1] - due[0])) < 0.5
+    late = [record for record in records if record.error == "timeout"]
+    assert late and len(late) == account.gave_up, (
+        "what was on its way at the end of the drain time is on record"
+    )
+    assert all("2 s after the last was due" in (record.error_message or "") for record in late)
+    assert (account.due, account.recorded) == (len(due), len(due))
+    good = [record for record in by_index if record.error is None]
+    assert good[-1].first_content_seconds is not None
+    assert good[-1].first_content_seconds - good[-1].due_seconds > 0.5, (
+        "latency counts the wait that an open loop causes"
+    )
+
+
+@pytest.mark.clock
+def test_times_are_right_under_load(alone: LoadGenerator, truth_server: Start) -> None:
+    records, _, log = level(
+        alone,
+        truth_server(ttft=0.03, gap=0.004, chunk_tokens=2, case="times"),
+        rate=25.0,
+        window_seconds=3.0,
+        workload=Workload(prompt_tokens=16, output_tokens=16),
+        arrivals=Constant(),
+    )
+    assert len(records) == 75 and all(
+        record.error is None and record.output_tokens == 16 for record in records
+    )
+    assert {record.prompt_tokens for record in records} == {16}, (
+        "prompts have the asked length by the server's own count"
+    )
+    origin = statistics.median(
+        log[r.request_id]["arrived"] - r.sent_seconds
+        for r in records
+        if r.request_id and r.sent_seconds is not None
+    )
+    errors = [
+        abs(seen - log[record.request_id]["chunks"][k] + origin)
+        for record in records
+        if record.request_id
+        for k, seen in enumerate(record.content_seconds)
+    ]
+    assert len(errors) == 75 * 8
+    assert statistics.median(errors) < 0.001, (
+        "half of all chunk stamps are within a millisecond of the server's own"
+    )
+    ttft = [
+        r.first_content_seconds - r.sent_seconds
+        for r in records
+        if r.first_content_seconds is not None and r.sent_seconds is not None
+    ]
+    truth = [
+        log[r.request_id]["chunks"][0] - log[r.request_id]["arrived"]
+        for r in records
+        if r.request_id
+    ]
+    assert abs(statistics.median(ttft) - statistics.median(truth)) < 0.002
+    assert {record.first_chunk_tokens for record in records} == {2}
+
+
+def test_two_processes_send_one_arrival_process(two: LoadGenerator, truth_server: Start) -> None:
+    url = truth_server(case="workers")
+    records, account, _ = level(two, url, rate=20.0, window_seconds=2.0)
+    due = due_times(Poisson(), 20.0, 2.0, 5)
+    assert sorted(record.index for record in records) == list(range(len(due)))
+    assert account.processes == 2
+    for record in records:
+        assert math.isclose(record.due_seconds, due[record.index], abs_tol=1e-6)
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("generator", ["alone", "two"])
+def test_a_level_that_is_decided_stops_at_once(
+    generator: str, truth_server: Start, request: pytest.FixtureRequest
+) -> None:
+    """The next request is due in a minute, and one that hangs is on its way: nobody waits."""
+    hung = Target(url=truth_server(case="stop"), extra_body={"truth": {"fail": "hang"}})
+    plan = plan_of(
+        hung.url,
+        target=hung,
+        facts=probe(Target(url=hung.url)),
+        rate=1 / 60,
+        arrivals=Constant(),
+        window_seconds=600.0,
+        late_seconds=0.2,
+    )
+    began = time.monotonic()
+    messages = told(request.getfixturevalue(generator), plan, stop_at=Late)
+    assert time.monotonic() - began < 5.0
+    late, recorded, account = messages[1:]
+    assert late == Late([0]) and isinstance(recorded, RequestRecord) and isinstance(account, Ended)
+    assert recorded.error_message == "the level was decided"
+    assert account.stopped_seconds is not None and 0.2 < account.stopped_seconds < 2.0
+    assert (account.due, account.gave_up) == (1, 1)
+
+
+def test_what_a_load_generator_cannot_do_is_said_and_the_next_level_runs(
+    truth_server: Start, tmp_path: Path
+) -> None:
+    with LoadGenerator(log=tmp_path / "log") as generator:
+        plan = plan_of("http://127.0.0.1:9", rate=1.0)
+        with pytest.raises(LevelInterrupted, match="failed: .*127.0.0.1:9 cannot be reached"):
+            told(generator, plan)
+        _, account, _ = level(generator, truth_server(case="next"), rate=9.0, window_seconds=1.0)
+        assert account.due > 0
+
+
+def test_a_killed_load_generator_leaves_what_it_told(truth_server: Start, tmp_path: Path) -> None:
+    url = truth_server(case="kill")
+    with LoadGenerator(log=tmp_path / "log", processes=2) as generator:
+        records = 0
+        with pytest.raises(LevelInterrupted, match="ended early .*SIGKILL"):
+            for message in generator.run(plan_of(url, rate=50.0, window_seconds=60.0)):
+                records += isinstance(message, RequestRecord)
+                if records == 20:
+                    os.killpg(generator.pids[1], signal.SIGKILL)
+        assert records >= 20
+        _, account, _ = level(generator, url, rate=20.0, window_seconds=1.0)
+        assert account.processes == 2, "the next level has new ones"
+
+
+def test_a_level_that_is_left_ends_its_processes(truth_server: Start, tmp_path: Path) -> None:
+    url = truth_server(case="left")
+    with LoadGenerator(log=tmp_path / "log") as generator:
+        running = generator.run(plan_of(url, rate=50.0, window_seconds=60.0))
+        assert isinstance(next(one for one in running if one is not None), Started)
+        (before,) = generator.pids
+        running.close()  # type: ignore[attr-defined]
+        assert not generator.pids and not os.path.exists(f"/proc/{before}")
+
+
+def test_given_requests_leave_when_they_are_due(two: LoadGenerator, truth_server: Start) -> None:
+    """A burst, and one more: with the lengths that were asked, whatever the workload says."""
+    asks = tuple(Ask(index, 10 + index, 5) for index in range(4))
+    records, _, log = level(
+        two, truth_server(case="given"), asks=asks, due=(0.0, 0.0, 0.0, 0.2), window_seconds=5.0
+    )
+    records.sort(key=lambda record: record.index)
+    assert [record.prompt_tokens for record in records] == [10, 11, 12, 13]
+    assert [record.due_seconds for record in records] == [0.0, 0.0, 0.0, 0.2]
+    assert all((r.ended_seconds or 9) < 1.0 for r in records), "and the level ends with the last"
+
+
+@pytest.mark.parametrize("generator", ["alone", "two"])
+def test_single_streams_are_as_many_as_asked(
+    generator: str, truth_server: Start, request: pytest.FixtureRequest
+) -> None:
+    url, generating = truth_server(case="single"), request.getfixturevalue(generator)
+    records, _, _ = level(generating, url, concurrency=1, requests=5, window_seconds=30.0)
+    assert sorted(record.index for record in records) == [0, 1, 2, 3, 4]
+    records.sort(key=lambda record: record.index)
+    for before, after in pairwise(records):
+        assert after.due_seconds >= (before.ended_seconds or 0.0)
+
+
+def test_a_closed_loop_keeps_its_number(alone: LoadGenerator, truth_server: Start) -> None:
+    records, _, _ = level(
+        alone,
+        truth_server(ttft=0.05, case="closed"),
+        concurrency=USERS,
+        window_seconds=2.0,
+    )
+    assert len({record.index for record in records}) == len(records) > 20
+    edges = sorted(
+        [(r.due_seconds, 1) for r in records] + [(r.ended_seconds or 0.0, -1) for r in records]
+    )
+    in_flight = most = 0
+    for _, step in edges:
+        in_flight += step
+        most = max(most, in_flight)
+    assert most == USERS
+    assert max(record.due_seconds for record in records) < 2.0
+
+
+@pytest.mark.parametrize("load", [{"rate": 20.0}, {"concurrency": USERS}])
+def test_load_goes_on_until_the_last_answer_that_counts(
+    alone: LoadGenerator, truth_server: Start, load: dict[str, Any]
+) -> None:
+    """The last requests of the window end among as many others as the first did."""
+    records, account, _ = level(
+        alone,
+        truth_server(slots=99, ttft=0.5, case="follow"),
+        **(load | {"arrivals": Constant(), "window_seconds": 1.2, "follow_seconds": 20.0}),
+    )
+    counted = [record for record in records if record.due_seconds < 1.2]
+    later = [record for record in records if record.due_seconds >= 1.2]
+    assert all(record.error is None for record in counted)
+    last = max(record.ended_seconds or math.inf for record in counted)
+    beside = [r for r in later if r.due_seconds < last < (r.ended_seconds or 0.0) + 0.1]
+    if "concurrency" in load:
+        assert len(beside) >= USERS - 1 and len(later) <= 2 * USERS
+        return
+    assert sorted(record.index for record in counted) == list(range(24))
+    assert len(beside) >= 8 and abs(len(later) - 20 * (last - 1.2)) <= 4
+    unanswered = [record for record in later if record.error is not None]
+    assert len(unanswered) == account.gave_up > 5
+    assert all("every answer that counts is there" in (r.error_message or "") for r in unanswered)
+
+
+def test_load_goes_on_until_the_last_answer_of_any_load_generator(
+    two: LoadGenerator, truth_server: Start
+) -> None:
+    """One has its last answer at 1.9 s, the other at 2.15 s: what is due at 2.0 s is sent."""
+    records, _, _ = level(
+        two,
+        truth_server(slots=99, ttft=0.85, case="both"),
+        rate=4.0,
+        arrivals=Constant(),
+        window_seconds=1.3,
+        follow_seconds=20.0,
+    )
+    assert sorted(record.index for record in records) == list(range(9))
+    assert all(record.error is None for record in records if record.due_seconds < 1.3)
+
+
+def test_load_goes_on_for_no_request_that_is_bad_already(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    """All hang: once they are late nothing more is sent, and they get the drain time as ever."""
+    target = Target(url=truth_server(case="late"), extra_body={"truth": {"fail": "hang"}})
+    records, account, _ = level(
+        alone,
+        target.url,
+        target=target,
+        facts=probe(Target(url=target.url)),
+        rate=20.0,
+        arrivals=Constant(),
+        window_seconds=1.0,
+        drain_seconds=2.0,
+        follow_seconds=20.0,
+        late_seconds=0.2,
+    )
+    later = [record for record in records if record.due_seconds >= 1.0]
+    assert 2 <= len(later) <= 20 and account.gave_up == len(records)
+    assert all("2 s after the last was due" in (r.error_message or "") for r in records)
+
+
+def test_failures_are_records_and_the_level_still_ends_well(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    target = Target(url=truth_server(case="failures"), extra_body={"truth": {"fail": "status:429"}})
+    facts = probe(Target(url=target.url))
+    records, account, _ = level(
+        alone, target.url, target=target, facts=facts, rate=20.0, window_seconds=1.0
+    )
+    assert records and {(record.error, record.status) for record in records} == {("refused", 429)}
+    assert account.recorded == len(records)
+
+
+@pytest.mark.parametrize(("api", "closed"), [("chat", False), ("completions", True)])
+def test_a_conversation_goes_on_from_what_the_server_really_said(
+    alone: LoadGenerator, truth_server: Start, api: Any, closed: bool
+) -> None:
+    """The server answers request k with the words "wk": the next turn must hold them, and the
+    user's own words before and after.
+    """
+    target = Target(
+        url=truth_server(ttft=0.01, gap=0.001, echo=True, case=f"talk-{api}-{closed}"), api=api
+    )
+    talk = Workload(
+        prompt_tokens=8, output_tokens=4, turns=3.0, think_seconds=0.2 if not closed else 0.0
+    )
+    load: dict[str, Any] = {"concurrency": USERS} if closed else {"rate": 12.0}
+    records, account, log = level(
+        alone,
+        target.url,
+        target=target,
+        workload=talk,
+        window_seconds=2.0,
+        **load,
+    )
+    by_turn = {(r.session, r.turn): r for r in records}
+    later = [r for r in records if r.turn and (r.session, r.turn - 1) in by_turn]
+    assert len(later) > 5 and all(r.error is None for r in records)
+    real = 0
+    for record in later:
+        before = by_turn[record.session, (record.turn or 0) - 1]
+        prompt = log[record.request_id or ""]["prompt"]
+        answer = f"w{(before.request_id or '').rpartition('-')[2]} " * 4
+        real += answer.strip() in prompt
+        first = by_turn[record.session, 0]
+        assert prompt.startswith(log[first.request_id or ""]["prompt"]), (
+            "what was said before is said again, word for word"
+        )
+    stand_ins = sum(r.stand_in for r in later)
+    assert real >= len(later) - stand_ins and real > 0
+    assert stand_ins == 0 or not closed, "in a closed loop the answer is always there"
+    assert not any(r.stand_in for r in records if not r.turn)
+    assert {record.turn for record in records} > {0, 1}
+
+
+def test_a_thousand_requests_a_second_are_told_whole(
+    alone: LoadGenerator, truth_server: Start
+) -> None:
+    """A thousand requests a second: every record arrives once, whole."""
+    records, account, log = level(
+        alone,
+        truth_server(ttft=0.005, case="many"),
+        rate=1000.0,
+        window_seconds=1.5,
+        workload=Workload(prompt_tokens=16, output_tokens=1),
+    )
+    assert len(records) == account.recorded == len({record.index for record in records}) > 1200
+    assert {record.request_id for record in records if record.request_id} <= set(log)

@@ -1,0 +1,314 @@
+"""One request against a server that knows the truth: every stamp, count and failure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtests.errors import TargetUnusable
+from loadtests.load_generator.http_connection import clock, connect, fetch, get_bytes, post_bytes
+from loadtests.load_generator.openai_endpoint import (
+    Target,
+    body_of,
+    count_tokens,
+    path_of,
+    pool_for,
+    probe,
+)
+from loadtests.load_generator.sse_timestamps import Answer, stream
+from loadtests.records.request_record import RequestRecord
+
+Start = Callable[..., str]
+STAMP_SECONDS = 0.002  # loopback, a wake-up, and a machine that others use too
+
+
+def _ask(
+    url: str, tokens: int = 8, timeout_seconds: float = 10.0, api: Any = "completions", **truth: Any
+) -> tuple[RequestRecord, Any, float]:
+    """One request; returns its record, the server's own account of it, and the origin of the
+    record's times.
+    """
+    target = Target(url=url, api=api, extra_body={"truth": truth})
+    with pool_for(target) as pool:
+        origin = clock()
+        wire = post_bytes(pool, path_of(target), body_of(target, FACTS, "one two three", tokens))
+        ask = RequestRecord(
+            cell="c", level="l", index=3, due_seconds=0.0, asked_output_tokens=tokens
+        )
+        record = stream(pool, wire, ask, origin=origin, timeout_seconds=timeout_seconds)
+        log = json.loads(fetch(pool, get_bytes(pool, "/truth"))[2])
+    return record, log.get(record.request_id), origin
+
+
+FACTS: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _facts(truth_server: Start) -> None:
+    global FACTS
+    FACTS = probe(Target(url=truth_server()))
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize("chunk_tokens", [1, 4])
+@pytest.mark.parametrize("headers_first", [False, True])
+def test_stamps_are_those_of_the_server(
+    truth_server: Start, api: str, chunk_tokens: int, headers_first: bool
+) -> None:
+    """Of three answers one at least: a busy machine may wake this process late."""
+    url = truth_server()
+    medians: list[float] = []
+    while len(medians) < 3 and min(medians, default=1.0) >= STAMP_SECONDS:
+        record, truth, origin = _ask(
+            url, 16, api=api, chunk_tokens=chunk_tokens, headers_first=headers_first
+        )
+        assert record.error is None and record.finish_reason == "length" and record.status == 200
+        assert (record.output_tokens, record.prompt_tokens, record.first_chunk_tokens) == (
+            16,
+            3,
+            chunk_tokens,
+        )
+        written = [moment - origin for moment in truth["chunks"]]
+        assert len(record.content_seconds) == len(written) == 16 / chunk_tokens
+        late = [seen - sent for seen, sent in zip(record.content_seconds, written, strict=True)]
+        assert min(late) >= -1e-5, "a chunk was seen before it was written"
+        medians.append(statistics.median(late))
+    assert min(medians) < STAMP_SECONDS
+    assert (
+        record.first_content_seconds == record.content_seconds[0]
+        and record.last_content_seconds == record.content_seconds[-1]
+    )
+    assert record.sent_seconds is not None and record.sent_seconds <= truth["arrived"] - origin
+
+
+SSE = (
+    b": comment\n\n"
+    + b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n'
+    + b"".join(
+        b'data: {"choices":[{"text":"w%d "}],"usage":{"completion_tokens":%d}}\n\n' % (i, i + 1)
+        for i in range(6)
+    )
+    + 'data: {"choices":[{"delta":{"content":"é"},"finish_reason":"stop"}]}\r\n\r\n'.encode()
+    + b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":7}}\n\ndata: [DONE]'
+)
+
+
+@given(cuts=st.lists(st.integers(0, len(SSE)), max_size=40), end=st.integers(0, len(SSE)))
+@settings(max_examples=300, deadline=None)
+def test_any_cut_of_the_bytes_into_pieces_reads_as_the_whole(cuts: list[int], end: int) -> None:
+    """Also of a stream that ends at any byte: the same words, counts and error."""
+
+    def read(*pieces: bytes) -> tuple[Any, ...]:
+        answer = Answer(keep_text=True)
+        answer.head(200, [])
+        for piece in pieces:
+            answer.body(piece, 1.0)
+        answer.ended()
+        usage = answer.usage and msgspec.to_builtins(answer.usage)
+        return answer.text, usage, answer.contents, answer.finish_reason, answer.error, answer.done
+
+    for whole in (SSE, SSE[:end]):
+        places = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
+        pieces = [whole[a:b] for a, b in itertools.pairwise(places)]
+        assert read(*pieces) == read(whole)
+    assert read(SSE)[0] == [*(f"w{i} " for i in range(6)), "é"] and read(SSE)[4] is None
+
+
+@pytest.mark.parametrize("first", ["reasoning_content", "reasoning", "content"])
+def test_reasoning_is_content(first: str) -> None:
+    answer = Answer()
+    answer.head(200, [])
+    events = [
+        {"choices": [{"delta": {first: "hm"}}]},
+        {"choices": [{"delta": {"content": "Four"}, "finish_reason": "stop"}]},
+    ]
+    for moment, event in enumerate(events, 1):
+        answer.body(b"data: " + json.dumps(event).encode() + b"\n\n", float(moment))
+    assert answer.contents == [1.0, 2.0]
+
+
+def test_a_stall_is_seen_where_it_was(truth_server: Start) -> None:
+    record, _, _ = _ask(truth_server(), 12, stall_at=7, stall=0.3, gap=0.002)
+    gaps = [b - a for a, b in zip(record.content_seconds, record.content_seconds[1:], strict=False)]
+    assert gaps.index(max(gaps)) == 6 and max(gaps) > 0.29
+    assert statistics.median(gaps) < 0.02
+
+
+def test_chunks_that_arrive_together_carry_one_time(truth_server: Start) -> None:
+    record, _, _ = _ask(truth_server(), 6, gap=0.0)
+    assert record.error is None
+    assert (
+        record.content_seconds == sorted(record.content_seconds)
+        and len(record.content_seconds) == 6
+    )
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "status", "contents"),
+    [
+        ("status:429", "refused", 429, 0),
+        ("status:500", "http_500", 500, 0),
+        ("status:503", "http_503", 503, 0),
+        ("cut", "cut_off", 200, 4),
+        ("error", "stream_error", 200, 4),
+        ("garbage", "stream_error", 200, 4),
+        ("no_content", "empty", 200, 0),
+        ("slam", "connection", None, 0),
+    ],
+)
+def test_each_failure_has_its_name(
+    truth_server: Start, fail: str, error: str, status: int | None, contents: int
+) -> None:
+    record, _, _ = _ask(truth_server(), 8, fail=fail)
+    assert (record.error, record.status, len(record.content_seconds)) == (error, status, contents)
+    assert record.error_message
+    assert (record.first_content_seconds is None) == (contents == 0)
+    assert record.index == 3 and record.ended_seconds is not None
+
+
+def test_a_request_that_hangs_is_a_timeout(truth_server: Start) -> None:
+    record, _, _ = _ask(truth_server(), timeout_seconds=0.2, fail="hang")
+    assert (
+        record.error == "timeout"
+        and record.ended_seconds is not None
+        and 0.2 <= record.ended_seconds < 1.0
+    )
+    assert record.first_content_seconds is None
+
+
+def test_a_server_that_is_not_there() -> None:
+    pool = connect("http://127.0.0.1:9")
+    record = stream(
+        pool,
+        get_bytes(pool, "/"),
+        RequestRecord(cell="c", level="l", index=0, due_seconds=0.0),
+        origin=clock(),
+        timeout_seconds=2,
+    )
+    assert record.error == "connection" and record.status is None
+    assert record.output_tokens is None and record.first_content_seconds is None
+
+
+def test_a_stream_without_usage_has_unknown_counts(truth_server: Start) -> None:
+    record, _, _ = _ask(truth_server(), usage=False, continuous=False)
+    assert record.error is None
+    assert (
+        record.output_tokens is None
+        and record.prompt_tokens is None
+        and record.first_chunk_tokens is None
+    )
+
+
+def test_a_finish_reason_without_done_is_cut_off_only_when_both_miss(truth_server: Start) -> None:
+    assert _ask(truth_server(), done=False)[0].error == "cut_off"
+
+
+def test_connections_are_kept_and_stale_ones_dropped(
+    truth_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = connect(truth_server())
+    for _ in range(3):
+        fetch(pool, get_bytes(pool, "/v1/models"))
+    (kept,) = pool.idle
+    assert kept.is_good()
+    monkeypatch.setattr("loadtests.load_generator.http_connection.IDLE_SECONDS", -1.0)
+    assert not kept.is_good() and fetch(pool, get_bytes(pool, "/v1/models"))[0] == 200
+    assert pool.idle != [kept] and len(pool.idle) == 1
+    pool.close()
+
+
+def test_the_probe_finds_what_there_is(truth_server: Start) -> None:
+    facts = probe(Target(url=truth_server()))
+    assert (
+        facts.model,
+        facts.usage,
+        facts.continuous_usage,
+        facts.ignore_eos,
+        facts.min_tokens,
+    ) == ("true-model", True, True, True, True)
+    assert facts.tokenizer == "vllm" and facts.max_model_tokens == 4096 and facts.notes == []
+    with connect(truth_server()) as pool:
+        assert count_tokens(pool, facts, "three small words") == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost", "note"),
+    [
+        ({"refuse": ["min_tokens"]}, {"min_tokens"}, None),
+        (
+            {"refuse": ["continuous_usage_stats"]},
+            {"continuous_usage"},
+            "first chunk is taken as one token",
+        ),
+        ({"refuse": ["ignore_eos"]}, {"ignore_eos"}, "ignore_eos is not honoured"),
+        (
+            {"refuse": ["stream_options"]},
+            {"usage", "continuous_usage"},
+            "no token counts in streams",
+        ),
+        (
+            {"usage": False, "continuous": False},
+            {"usage", "continuous_usage"},
+            "no token counts in streams",
+        ),
+        ({"tokenizer": None}, {"tokenizer"}, "no /tokenize"),
+        ({"tokenizer": "llama.cpp"}, set(), None),
+    ],
+)
+def test_the_probe_leaves_out_what_is_refused(
+    truth_server: Start, settings: dict[str, Any], lost: set[str], note: str | None
+) -> None:
+    url = truth_server(**settings)
+    facts = probe(Target(url=url))
+    assert all(not getattr(facts, name) for name in lost)
+    assert note is None or any(note in line for line in facts.notes)
+    with connect(url) as pool:
+        wire = post_bytes(pool, "/v1/completions", body_of(Target(url=url), facts, "words", 4))
+        record = stream(
+            pool,
+            wire,
+            RequestRecord(cell="c", level="l", index=0, due_seconds=0),
+            origin=clock(),
+            timeout_seconds=5,
+        )
+    assert record.error is None, "what the probe allows must be accepted"
+    assert (record.output_tokens is None) == ("usage" in lost)
+
+
+def test_the_probe_says_why_not(truth_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TargetUnusable, match="no model 'other'; it has true-model"):
+        probe(Target(url=truth_server(), model="other"))
+    with pytest.raises(TargetUnusable, match="cannot be reached"):
+        probe(Target(url="http://127.0.0.1:9"))
+    with pytest.raises(TargetUnusable, match="api_key_env"):
+        probe(Target(url=truth_server(key="secret")))
+    with pytest.raises(TargetUnusable, match="'NO_SUCH_KEY'.*not set"):
+        probe(Target(url=truth_server(), api_key_env="NO_SUCH_KEY"))
+    monkeypatch.setenv("A_KEY", "secret")
+    assert probe(Target(url=truth_server(key="secret"), api_key_env="A_KEY")).model == "true-model"
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:99999", "http://host/?a=b"])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(TargetUnusable):
+        connect(url)
+
+
+def test_urls_are_read_as_people_write_them() -> None:
+    assert connect("127.0.0.1:8000").prefix == connect("http://127.0.0.1:8000/v1/").prefix == ""
+    assert get_bytes(connect("https://host/api/v1"), "/v1/models").startswith(
+        b"GET /api/v1/models HTTP/1.1\r\nHost: host:443\r\n"
+    )
+
+
+def test_an_unknown_target_key_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field `ulr`"):
+        msgspec.convert({"url": "x", "ulr": 1}, Target)

@@ -1,0 +1,334 @@
+"""The run folder: what a kill leaves behind, full disks, several runners, strangers' folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtests.analysis.level import level_of, levels_of
+from loadtests.errors import BadRunFolder
+from loadtests.records import run_folder
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.resource_sample import ResourceSample
+from loadtests.records.run_folder import (
+    EVENTS,
+    LOCK,
+    MANIFEST,
+    REQUESTS,
+    SAMPLES,
+    RunFolder,
+    read_manifest,
+    read_records,
+)
+from loadtests.records.run_journal import (
+    FORMAT_VERSION,
+    AnyEvent,
+    Event,
+    LevelAbandoned,
+    of_kind,
+)
+from tests.loadtests.records.written import MANIFEST_RECORD, finished, record, started
+
+
+def indices(folder: Path) -> list[int]:
+    return [one.index for one in read_records(folder).requests()]
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    sample = ResourceSample(cell="c", level="l", unix_seconds=1.0)
+    with RunFolder.create(tmp_path / "run", MANIFEST_RECORD) as folder:
+        folder.request(record("l", 0))
+        folder.sample(sample)
+        folder.sample(msgspec.structs.replace(sample, level=None))
+        event = started("l")
+        assert folder.event(event) is event
+    run = read_records(tmp_path / "run")
+    assert list(run.requests()) == list(run.requests()) == [record("l", 0)]
+    assert len(run.samples) == 2 and run.samples_of("l") == [sample]
+    assert run.events == [event] and run.manifest == MANIFEST_RECORD
+    assert run.started_levels == {"l": event} and not run.finished_levels and not run.damage()
+
+
+def test_missing_stays_missing(tmp_path: Path) -> None:
+    """A request that never got a token reads back as None; the line does not name the field."""
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        folder.request(
+            RequestRecord(cell="c", level="l", index=0, due_seconds=0.0, error="refused")
+        )
+    assert b"first_content" not in (tmp_path / REQUESTS).read_bytes()
+    (read,) = read_records(tmp_path).requests()
+    assert read.first_content_seconds is None and read.output_tokens is None
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_cut_off_last_line_is_dropped_and_reported(tmp_path: Path, cut: int) -> None:
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        for index in range(3):
+            folder.request(record("l", index))
+    path = tmp_path / REQUESTS
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    read = read_records(tmp_path)
+    assert [one.index for one in read.requests()] == [0, 1]
+    left = len(whole.splitlines(keepends=True)[2]) - cut
+    assert read.dropped_bytes == {REQUESTS: left}
+    assert read.damage() == [f"the cut-off last line of requests.jsonl ({left} bytes)"]
+    folder, read = RunFolder.open_existing(tmp_path)
+    with folder:
+        assert read.dropped_bytes == {REQUESTS: left}
+        folder.request(record("l", 9))  # must not continue the cut-off line
+    assert indices(tmp_path) == [0, 1, 9]
+
+
+@pytest.mark.parametrize("line", [b"{broken", b"", b"\0" * 40, b"\xff{}", b"[" * 100_000])
+def test_a_broken_line_in_the_middle_is_left_out_and_said(tmp_path: Path, line: bytes) -> None:
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        folder.request(record("l", 0))
+    with open(tmp_path / REQUESTS, "ab") as file:
+        file.write(line + b"\n" + msgspec.json.encode(record("l", 1)) + b"\n")
+    read = read_records(tmp_path)
+    assert list(read.requests()) == [record("l", 0), record("l", 1)]
+    assert read.broken_lines == {REQUESTS: [2]}
+    assert read.damage() == ["1 of the lines of requests.jsonl (the first is line 2)"]
+
+
+@pytest.mark.parametrize("bad", [b"{}\n", b'{"kind": 3}\n', b'{"kind": "level_started"}\n'])
+def test_a_broken_event_is_left_out(tmp_path: Path, bad: bytes) -> None:
+    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
+    line = msgspec.json.encode(started("l")) + b"\n"
+    (tmp_path / EVENTS).write_bytes(line + bad + line)
+    read = read_records(tmp_path)
+    assert read.events == [started("l")] * 2 and read.broken_lines == {EVENTS: [2]}
+
+
+def test_a_full_disk_loses_the_record_being_written_and_no_other(tmp_path: Path) -> None:
+    """The limit on file sizes, as a disk on which the third record has no room but for a part."""
+    lines = [msgspec.json.encode(record("l", index)) + b"\n" for index in range(4)]
+    room = len(lines[0] + lines[1]) + 20
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        folder.request(record("l", 0))
+        folder.request(record("l", 1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+        try:
+            with pytest.raises(BadRunFolder, match="requests.jsonl: a record was written in part"):
+                folder.request(record("l", 2))
+            with pytest.raises(BadRunFolder, match="requests.jsonl cannot be written: File too"):
+                folder.request(record("l", 2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        folder.request(record("l", 3))
+    assert indices(tmp_path) == [0, 1, 3]
+
+
+def test_a_level_does_not_begin_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        folder.check_room()
+        monkeypatch.setattr(run_folder, "LEAST_FREE_BYTES", 1 << 60)
+        with pytest.raises(BadRunFolder, match="of disk free, and a level wants .* make room"):
+            folder.check_room()
+
+
+def test_only_finished_levels_count_and_each_has_its_own_requests(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, MANIFEST_RECORD) as folder:
+        for name in ("c-1.1", "c-1.2", "c-2.1"):
+            folder.event(started(name))
+        folder.event(LevelAbandoned(cell="c", level="c-1.1", reason="why"))
+        for name, index in (("c-1.2", 1), ("c-1.1", 0), ("c-1.2", 0), ("c-2.1", 0)):
+            folder.request(record(name, index))
+        folder.finish(finished("c-1.2"))
+        folder.event(finished("never begun"))
+    run = read_records(tmp_path)
+    assert list(run.started_levels) == ["c-1.1", "c-1.2", "c-2.1"]
+    (level,) = levels_of(run)
+    assert level.name == "c-1.2" and level.due.tolist() == [0.0, 1.0] and level.is_whole
+    assert levels_of(run, "another cell") == []
+    assert level_of(run, "c-1.2").due.tolist() == [0.0, 1.0]
+
+
+def test_two_runners_do_not_work_on_one_run(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("12345678901234567890\n")
+    with (
+        RunFolder.create(tmp_path, MANIFEST_RECORD),
+        pytest.raises(BadRunFolder, match=f"in use by process {os.getpid()};"),
+    ):
+        RunFolder.open_existing(tmp_path)
+    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+    RunFolder.open_existing(tmp_path)[0].close()  # free again
+    with pytest.raises(BadRunFolder, match="holds a run already"):
+        RunFolder.create(tmp_path, MANIFEST_RECORD)
+
+
+def test_many_writers_and_a_kill_lose_no_whole_line(tmp_path: Path) -> None:
+    """Four processes append to one file and are killed: each line but perhaps the last is whole."""
+    script = (
+        "import sys; from pathlib import Path; from loadtests.records.run_folder import Appender; "
+        "from tests.loadtests.records.written import record\n"
+        "out = Appender(Path(sys.argv[1])); print('up', flush=True); i = 0\n"
+        "while True:\n    out.append(record(sys.argv[2], i)); i += 1\n"
+    )
+    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
+    path = tmp_path / REQUESTS
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(path), f"w{number}"],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[3],
+        )
+        for number in range(4)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
+    while path.stat().st_size < 200_000:
+        pass
+    for writer in writers:
+        writer.send_signal(signal.SIGKILL)
+    for writer in writers:
+        writer.communicate()
+    records = list(read_records(tmp_path).requests())
+    for number in range(4):
+        mine = [one.index for one in records if one.level == f"w{number}"]
+        assert mine == list(range(len(mine))), "a line was lost or came out of order"
+
+
+def test_a_folder_is_made_with_its_parents_and_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "one"
+    (path / "logs").mkdir(parents=True)
+    mask = os.umask(0)
+    try:
+        folder = RunFolder.create(path, MANIFEST_RECORD)
+    finally:
+        os.umask(mask)
+    assert b'\n  "run_id": "r",\n' in (path / MANIFEST).read_bytes(), "for people"
+    for name in (REQUESTS, EVENTS, LOCK):
+        assert (path / name).stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o700
+    folder.close()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+    folder.close()  # twice: closes no file of others
+    for file in (1, *others):
+        os.fstat(file)
+    for file in others:
+        os.close(file)
+    (tmp_path / "file").touch()
+    with pytest.raises(BadRunFolder, match="file/run cannot be written: Not a directory"):
+        RunFolder.create(tmp_path / "file" / "run", MANIFEST_RECORD)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_a_kill_leaves_is_a_readable_prefix(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Writers append in any order; a kill cuts each file at any byte; then another goes on."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    writers = data.draw(st.lists(st.integers(0, 3), max_size=12), label="who appends")
+    with RunFolder.create(path, MANIFEST_RECORD) as folder:
+        records = [record(f"c#{writer}", index) for index, writer in enumerate(writers)]
+        for one in records:
+            folder.request(one)
+        events = [started(f"c#{index}.1") for index in range(len(writers) // 3)]
+        for event in events:
+            folder.event(event)
+    kept: dict[str, list[Any]] = {}
+    dropped = {}
+    for name, whole in ((REQUESTS, records), (EVENTS, events)):
+        text = (path / name).read_bytes()
+        size = data.draw(st.integers(0, len(text)), label=name)
+        (path / name).write_bytes(text[:size])
+        kept[name] = list(whole[: text[:size].count(b"\n")])
+        if cut := size - (text[:size].rfind(b"\n") + 1):
+            dropped[name] = cut
+    read = read_records(path)
+    assert (list(read.requests()), read.events) == (kept[REQUESTS], kept[EVENTS])
+    assert read.dropped_bytes == dropped
+    opened, taken_off = RunFolder.open_existing(path)
+    with opened:
+        assert taken_off.dropped_bytes == dropped and opened.events == read.events
+        opened.request(record("after", 0))
+        opened.event(started("after"))
+    after = read_records(path)
+    assert list(after.requests()) == [*kept[REQUESTS], record("after", 0)]
+    assert after.events == [*kept[EVENTS], started("after")] and not after.dropped_bytes
+
+
+def test_every_kind_of_event_has_a_name_of_its_own_and_survives() -> None:
+    kinds = list(get_args(AnyEvent))
+    assert set(kinds) == set(Event.__subclasses__())
+    assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds)
+    for event in (started("x"), finished("x")):
+        assert msgspec.json.decode(msgspec.json.encode(event), type=AnyEvent) == event
+    assert finished("x").kind == "level_finished"
+
+
+@pytest.mark.parametrize(("version", "other"), [(3, "an older"), (5, "a newer")])
+def test_another_format_is_refused(tmp_path: Path, version: int, other: str) -> None:
+    """By one sentence, whatever else its manifest holds."""
+    (tmp_path / MANIFEST).write_text(f'{{"format_version": {version}, "something_else": 1}}')
+    wanted = f"format_version {version}; this crossover reads {FORMAT_VERSION}: use {other} one"
+    with pytest.raises(BadRunFolder, match=wanted):
+        read_records(tmp_path)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRunFolder, match="holds no run"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_text(f'{{"format_version": {FORMAT_VERSION}}}')
+    with pytest.raises(BadRunFolder, match="is no manifest: .*run_id"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", [LOCK, REQUESTS, "logs", "logs/server.log"])
+def test_a_strangers_run_is_not_written_into_files_elsewhere(tmp_path: Path, name: str) -> None:
+    """A lock that was a link to a file of its reader's once emptied that file."""
+    RunFolder.create(tmp_path / "run", MANIFEST_RECORD).close()
+    elsewhere = tmp_path / "elsewhere"
+    if name == "logs":
+        elsewhere.mkdir()
+        (tmp_path / "run" / name).rmdir()
+    else:
+        elsewhere.write_text("precious, and cut off")
+        (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(elsewhere)
+    with pytest.raises(BadRunFolder, match=f"{name} is a link"):
+        RunFolder.open_existing(tmp_path / "run")
+    assert name == "logs" or elsewhere.read_text() == "precious, and cut off"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SAMPLES])
+def test_a_file_without_an_end_is_not_read(tmp_path: Path, name: str) -> None:
+    RunFolder.create(tmp_path, MANIFEST_RECORD).close()
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(BadRunFolder, match=f"{name} is no plain file"):
+        read_records(tmp_path)
+
+
+def test_what_is_read_holds_no_password_and_nothing_for_a_terminal(tmp_path: Path) -> None:
+    """Of a run before URLs with passwords were refused, or of a stranger's."""
+    text = "load http://bob:hunter2@h:1/v1 \x1b]0;x\x07 \x9b2J, tab\there"
+    manifest = msgspec.structs.replace(MANIFEST_RECORD, command=[text])
+    with RunFolder.create(tmp_path, manifest) as folder:
+        folder.event(LevelAbandoned(cell="c", level="l", reason=text))
+        folder.request(msgspec.structs.replace(record("l", 0), error=text))
+    read = read_records(tmp_path)
+    (event,) = of_kind(read.events, LevelAbandoned)
+    wanted = "load http://***@h:1/v1 \ufffd]0;x\ufffd \ufffd2J, tab\there"
+    assert read.manifest.command == [wanted] and event.reason == wanted
+    assert next(iter(read.requests())).error == wanted
+    ascii = json.dumps(json.loads((tmp_path / EVENTS).read_text()))  # \x9b as \\u009b
+    (tmp_path / EVENTS).write_text(f"{ascii}\n")
+    assert read_records(tmp_path).events == read.events

@@ -1,0 +1,53 @@
+"""A manifest and records as a run folder has them, for tests of it."""
+
+from __future__ import annotations
+
+from loadtests.records.request_record import RequestRecord
+from loadtests.records.run_folder import RunManifest
+from loadtests.records.run_journal import (
+    FORMAT_VERSION,
+    LevelFinished,
+    LevelPurpose,
+    LevelStarted,
+)
+
+MANIFEST_RECORD = RunManifest(
+    format_version=FORMAT_VERSION,
+    run_id="r",
+    created="2026-01-01T00:00:00Z",
+    crossover_version="0",
+    git_commit=None,
+    command=["x"],
+    campaign={},
+    campaign_text="",
+    cells=[],
+    server_facts={},
+    client_facts={},
+    versions={},
+    seed=1,
+)
+
+
+def record(level: str, index: int) -> RequestRecord:
+    return RequestRecord(
+        cell="c", level=level, index=index, due_seconds=float(index), content_seconds=[0.5, 0.75]
+    )
+
+
+def started(level: str) -> LevelStarted:
+    return LevelStarted(
+        unix_seconds=1.0,
+        cell="c",
+        level=level,
+        purpose=LevelPurpose.SEARCH,
+        rate_per_second=2.0,
+        warmup_seconds=1.0,
+        window_seconds=10.0,
+        started_unix_seconds=1.0,
+    )
+
+
+def finished(level: str, due: int = 2) -> LevelFinished:
+    return LevelFinished(
+        cell="c", level=level, due=due, good=2, window_due=2, window_seconds=10.0, verdict="holds"
+    )

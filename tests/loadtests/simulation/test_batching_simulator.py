@@ -1,0 +1,350 @@
+"""The simulation against queueing theory, a step-by-step play and the scheduler."""
+
+import math
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from loadtests.errors import LoadError
+from loadtests.simulation.batching_simulator import SchedulingPolicy as Policy
+from loadtests.simulation.batching_simulator import simulate
+from loadtests.simulation.step_law import StepLaw
+from loadtests.workload.arrivals import Poisson, due_times
+from serving.backends.backend_interface import EngineConfig
+from serving.engine.ipc_messages import GenerationRequest, Submit
+from serving.engine.prefill_budget import (
+    MIN_PREFILL_TOKENS,
+    PREFILL_MULTIPLE,
+    PREFILL_SHARE,
+    PREFILL_WORTH,
+)
+from serving.engine.scheduler import Scheduler
+from tests.fake_backend import FakeBackend
+
+LAWS = [
+    StepLaw(
+        base_seconds=0.02,
+        row_seconds=0.003,
+        prompt_token_seconds=0.0005,
+        context_token_seconds=2e-6,
+        pass_seconds=0.01,
+    ),
+    StepLaw(base_seconds=0.01),
+]
+STEP = 0.0051  # short beside the service, so that starting on a step's edge hardly matters
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """Probability of waiting in M/M/c at `load` erlangs."""
+    last = load**servers / math.factorial(servers) * servers / (servers - load)
+    return last / (sum(load**k / math.factorial(k) for k in range(servers)) + last)
+
+
+def waits_longer_md_c(servers: int, load: float, terms: int = 400) -> float:
+    """P(wait > 0) in M/D/c: the number in system, seen one service apart, is a chain with Poisson
+    steps (Crommelin 1932).
+    """
+    step = np.exp(
+        -load
+        + np.arange(terms) * math.log(load)
+        - np.array([math.lgamma(k + 1) for k in range(terms)])
+    )
+    chain = np.zeros((terms, terms))
+    for i in range(terms):
+        stay = max(i - servers, 0)
+        chain[i, stay:] = step[: terms - stay]
+    chain[:, -1] += 1 - chain.sum(axis=1)
+    system = np.vstack([chain.T - np.eye(terms), np.ones(terms)])
+    p = np.linalg.lstsq(system, np.append(np.zeros(terms), 1.0), rcond=None)[0]
+    return float(1 - p[:servers].sum())
+
+
+def waits_of(servers, rate, outputs, seed=1):
+    """Waiting times of a queue made of an engine whose steps always take the same time: one prompt
+    token, then one token a step.
+    """
+    count = len(outputs)
+    due = due_times(Poisson(), rate, 1.3 * count / rate, seed)[:count]
+    assert len(due) == count
+    pairs = np.column_stack([np.ones(count, dtype=np.int64), outputs])
+    played = simulate(
+        StepLaw(base_seconds=STEP), Policy(slots=servers, prefill_tokens=servers), due, *pairs.T
+    )
+    # A request that finds a free slot has its first token after the step under way (half of one, on
+    # average) and one of its own.
+    return played, (played.ttft - 1.5 * STEP)[count // 20 :]
+
+
+POLICIES = [
+    Policy(slots=4, prefill_tokens=32, step_tokens=128),
+    Policy(slots=16, prefill_tokens=256, step_seconds_target=0.08),
+    Policy(slots=8, kv_tokens=2000),
+    Policy(slots=8, kv_tokens=500, prefill_tokens=64),
+]
+
+
+def played_step_by_step(law, policy, due, pairs):
+    """The policy written as plainly as can be: one loop turn is one step."""
+    waiting, running, first, last = list(range(len(due))), [], {}, {}
+    left = {i: int(p) for i, (p, _) in enumerate(pairs)}
+    made = dict.fromkeys(left, 0)
+    pool = policy.kv_tokens or math.inf
+
+    def known(i):
+        return pairs[i][0] + made[i]
+
+    def held(i):
+        return known(i) - (left[i] or 1)
+
+    now = 0.0
+    while waiting or running:
+        if not running and due[waiting[0]] > now:
+            now = due[waiting[0]]
+        while waiting and due[waiting[0]] <= now and len(running) < policy.slots:
+            if running and sum(map(known, [*running, waiting[0]])) + len(running) > pool:
+                break
+            running.append(waiting.pop(0))
+        decoding = [i for i in running if left[i] == 0]
+        context = sum(map(held, decoding))
+        room = policy.step_tokens - len(decoding)
+        filling = [i for i in running if left[i] > 0]
+        if decoding and filling:
+            room = min(room, policy.prefill_tokens)
+            if policy.step_seconds_target is not None and law.prompt_token_seconds:
+                decode = law.seconds(len(decoding), 0, context)
+                lost = decode / len(decoding) - law.seconds(policy.slots, 0, context) / policy.slots
+                spare = max(
+                    policy.step_seconds_target - decode,
+                    PREFILL_SHARE * decode,
+                    PREFILL_WORTH * lost,
+                )
+                each = law.prompt_token_seconds + law.pass_seconds / pairs[:, 0].mean()
+                piece = (spare - law.pass_seconds) / law.prompt_token_seconds
+                room = max(MIN_PREFILL_TOKENS, min(room, int(min(spare / each, piece))))
+        pieces = {}
+        for i in filling:
+            piece = min(left[i], room - sum(pieces.values()))
+            if pieces and piece < min(left[i], PREFILL_MULTIPLE):
+                break
+            if PREFILL_MULTIPLE < piece < left[i]:
+                piece = piece // PREFILL_MULTIPLE * PREFILL_MULTIPLE
+            if piece > 0:
+                pieces[i] = piece
+        while (
+            len(running) > 1
+            and sum(map(held, running)) + len(decoding) + sum(pieces.values()) > pool
+        ):
+            youngest = max(running)
+            running.remove(youngest)
+            waiting.insert(0, youngest)
+            pieces.pop(youngest, None)
+            decoding = [i for i in decoding if i != youngest]
+            left[youngest] = known(youngest)
+        passes = len(pieces) + bool(decoding)
+        now += law.seconds(len(decoding), sum(pieces.values()), sum(map(held, decoding)), passes)
+        for i, piece in pieces.items():
+            left[i] -= piece
+        for i in [*decoding, *(i for i in pieces if left[i] == 0)]:
+            made[i] += 1
+            first.setdefault(i, now)
+            last[i] = now
+            if made[i] == pairs[i][1]:
+                running.remove(i)
+    return np.array([first[i] for i in range(len(due))]), np.array(
+        [last[i] for i in range(len(due))]
+    )
+
+
+class Clocked(FakeBackend):
+    """A backend that obeys a law, on a clock of its own.
+
+    `told`: it says apart what its decoding rows took.
+    """
+
+    def __init__(self, config, law, told):
+        super().__init__(config, lambda *_: None)
+        self.law, self.told, self.now, self.last_decode_seconds = law, told, 0.0, None
+
+    def step(self, rows):
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        context = sum(row.start for row in decoding)
+        self.now += self.law.seconds(
+            len(decoding),
+            sum(len(row.tokens) for row in rows) - len(decoding),
+            context,
+            len(rows) - len(decoding) + bool(decoding),
+        )
+        self.last_decode_seconds = (
+            self.law.seconds(len(decoding), 0, context) if self.told else None
+        )
+        return super().step(rows)
+
+
+def scheduled(law, policy, due, pairs, told):
+    """TTFT and TPOT, float64 [n], of the same requests under the server's own scheduler, which has
+    to learn the law; and how often it preempted one.
+    """
+    config = EngineConfig(
+        backend="fake",
+        model_path="",
+        model_name="fake",
+        slots=policy.slots,
+        context_tokens=512,
+        kv_tokens=policy.kv_tokens,
+        prefill_tokens=policy.prefill_tokens,
+        step_seconds_target=policy.step_seconds_target,
+        prefix_reuse=False,
+    )
+    backend = Clocked(config, law, told)
+    engine = Scheduler(backend, [b"x"] * 8192, frozenset(), config, clock=lambda: backend.now)
+    first, last, arrived = {}, {}, 0
+    while arrived < len(due) or engine.busy:
+        if not engine.busy:
+            backend.now = max(backend.now, due[arrived])
+        while arrived < len(due) and due[arrived] <= backend.now:
+            prompt = np.random.default_rng(arrived).integers(3, 8192, pairs[arrived][0]).tolist()
+            assert (
+                engine.add(
+                    Submit(
+                        arrived, GenerationRequest(prompt, int(pairs[arrived][1]), ignore_eos=True)
+                    )
+                )
+                is None
+            )
+            arrived += 1
+        for delta in engine.step():
+            first.setdefault(delta.id, backend.now)
+            last[delta.id] = backend.now
+    first, last = (np.array([times[i] for i in range(len(due))]) for times in (first, last))
+    return first - due, (last - first) / (pairs[:, 1] - 1), engine.preemptions
+
+
+# Small machines, where prompts are what a step mostly is, so that every bound on them matters;
+# requests/s near what they can do.
+SMALL = StepLaw(
+    base_seconds=0.02, row_seconds=0.006, prompt_token_seconds=0.0025, context_token_seconds=2e-6
+)
+
+
+CALLS = msgspec.structs.replace(SMALL, pass_seconds=0.05)
+
+
+SLOW = StepLaw(
+    base_seconds=0.06, row_seconds=0.045, prompt_token_seconds=0.012, context_token_seconds=5e-6
+)
+
+
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (4, 3.2)])
+def test_constant_service_is_m_d_c(servers, load):
+    outputs = np.full(30_000, 100)
+    service = 100 * STEP
+    _, waits = waits_of(servers, load / service, outputs)
+    if servers == 1:
+        assert waits.mean() == pytest.approx(
+            load * service / (2 * (1 - load)), rel=0.06
+        )  # Pollaczek-Khinchine
+    assert np.mean(waits > STEP) == pytest.approx(waits_longer_md_c(servers, load), abs=0.03)
+
+
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.6), (4, 3.0), (8, 6.0)])
+def test_geometric_service_is_m_m_c(servers, load):
+    outputs = np.random.default_rng(11).geometric(1 / 100, 60_000)
+    service = 100 * STEP
+    _, waits = waits_of(servers, load / service, outputs)
+    waiting = erlang_c(servers, load)
+    assert np.mean(waits > STEP) == pytest.approx(waiting, abs=0.03)
+    assert waits.mean() == pytest.approx(waiting * service / (servers - load), rel=0.08)
+    assert np.mean(waits > service) == pytest.approx(
+        waiting * math.exp(-(servers - load)), abs=0.03
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["small", "target", "pool", "tight"])
+@pytest.mark.parametrize("law", LAWS, ids=["five numbers", "constant"])
+def test_jumping_over_decode_steps_changes_nothing(law, policy):
+    rng = np.random.default_rng(7)
+    pairs = np.column_stack([rng.integers(1, 400, 120), rng.integers(1, 60, 120)])
+    due = np.cumsum(rng.exponential(0.4, 120))
+    played = simulate(law, policy, due, *pairs.T)
+    first, last = played_step_by_step(law, policy, due, pairs)
+    assert played.ttft == pytest.approx(first - due, rel=1e-9)
+    later = pairs[:, 1] - 1
+    assert (played.tpot * later)[later > 0] == pytest.approx((last - first)[later > 0], rel=1e-9)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "learnt"])
+@pytest.mark.parametrize(
+    ("law", "rate", "kv_tokens", "within"),
+    [
+        (SMALL, 1.0, None, 0.03),
+        (SLOW, 0.2, None, 0.03),
+        (CALLS, 0.7, None, 0.06),
+        (SMALL, 0.7, 700, 0.06),
+    ],
+    ids=["small", "slow", "calls", "tight pool"],
+)
+def test_the_simulation_is_of_the_schedulers_own_policy(law, rate, kv_tokens, within, told):
+    policy = Policy(
+        slots=8,
+        prefill_tokens=256,
+        step_tokens=512,
+        kv_tokens=kv_tokens,
+        step_seconds_target=0.2,
+    )
+    rng = np.random.default_rng(5)
+    pairs = np.column_stack([rng.integers(20, 300, 400), rng.integers(10, 60, 400)])
+    due = np.cumsum(rng.exponential(1 / rate, 400))
+    played = simulate(law, policy, due, *pairs.T)
+    *times, preemptions = scheduled(law, policy, due, pairs, told)
+    assert (preemptions > 10) is (kv_tokens is not None)
+    for simulated, true in zip((played.ttft, played.tpot), times, strict=True):
+        for share in (0.5, 0.9, 0.99):
+            rel = within * (2 if kv_tokens and share == 0.99 else 1)  # four that were preempted
+            assert np.quantile(simulated, share) == pytest.approx(
+                np.quantile(true, share), rel=rel
+            ), share
+
+
+def test_one_single_stream_request_takes_what_the_law_says():
+    law = LAWS[0]
+    played = simulate(law, Policy(), [5.0], [100], [11])
+    assert played.ttft[0] == pytest.approx(law.seconds(0, 100, 0))
+    assert played.tpot[0] == pytest.approx(law.seconds(1, 0, 104.5))
+    alone = simulate(law, Policy(), [5.0], [100], [1])
+    assert np.isnan(alone.tpot[0]) and alone.good(2.0, 0.1)[0]
+    assert not alone.good(0.01, None)[0]
+
+
+def test_cached_prompt_tokens_are_context_and_are_not_computed():
+    law = LAWS[0]
+    played = simulate(law, Policy(), [0.0], [100], [11], [80])
+    assert played.ttft[0] == pytest.approx(law.seconds(0, 20, 0))
+    assert played.tpot[0] == pytest.approx(law.seconds(1, 0, 104.5))
+    whole = simulate(law, Policy(), [0.0], [100], [11], [100])
+    assert whole.ttft[0] == pytest.approx(law.seconds(0, 1, 0)), "one token is always computed"
+
+
+def test_while_whole_prompts_are_computed_nobody_decodes():
+    law = LAWS[0]
+    policy = Policy(slots=4, whole_prompts=True)
+    one, two = simulate(law, policy, [0.0, 0.1], [10, 1000], [21, 1]).tpot[0], law.seconds(1, 0, 20)
+    assert one == pytest.approx((20 * two + law.seconds(0, 1000, 0)) / 20, rel=0.01)
+
+
+def test_steps_that_only_decode_are_not_played_one_by_one():
+    """8,000 answers of 110 tokens in well under a second, as bisections need it."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(20, 300, 8000), rng.integers(2, 220, 8000)
+    due = np.cumsum(rng.exponential(1.0, 8000))
+    began = time.process_time()
+    simulate(LAWS[0], Policy(slots=8, step_seconds_target=0.3), due, *lengths)
+    assert time.process_time() - began < 0.5
+
+
+def test_inputs_that_cannot_be_are_errors():
+    with pytest.raises(LoadError, match="3 lengths for 2 due times"):
+        simulate(LAWS[0], Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])
+    with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
+        Policy(slots=0)

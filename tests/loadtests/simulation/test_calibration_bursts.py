@@ -1,0 +1,119 @@
+"""Calibration of servers whose law is known: it is found again, within its time."""
+
+import msgspec
+import pytest
+
+from loadtests.analysis.slo import Slo
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.calibration_bursts import Burst, calibrate, most_at_once
+from loadtests.simulation.simulated_capacity import capacity
+from loadtests.simulation.step_law import StepLaw
+from loadtests.workload.request_lengths import Workload
+from tests.loadtests.simulation.known_server import KnownServer, Skewed
+
+LAW = StepLaw(
+    base_seconds=0.02,
+    row_seconds=0.003,
+    prompt_token_seconds=0.0005,
+    context_token_seconds=2e-6,
+    pass_seconds=0.01,
+)
+CHAT = Workload(preset="sharegpt", max_prompt_tokens=512, max_output_tokens=256)
+SLO = Slo("x", 2.0, 0.2, target=0.9)
+
+
+def staircase(rows):
+    """3 cost what 4 do, 7 what 8 do."""
+    return rows + 1 if rows % 4 == 3 else rows
+
+
+@pytest.mark.parametrize("slots", [4, 16, None], ids=["4", "16", "unknown"])
+def test_the_law_is_found_again_and_the_capacity_with_it(slots):
+    server = KnownServer(LAW.seconds, slots=slots or 8)
+    made = calibrate(server, CHAT, slots)
+    assert made.slots == (slots or 8) and made.reason == ""
+    assert made.spent_seconds < 20
+    policy = SchedulingPolicy(slots=made.slots)
+    simulated = capacity(made.law, policy, CHAT, SLO, requests=2000).rate
+    assert simulated == pytest.approx(
+        capacity(LAW, policy, CHAT, SLO, requests=2000).rate, rel=0.05
+    )
+
+
+@pytest.mark.parametrize("slower", [1, 8, 40], ids=["135M", "1B", "8B"])
+def test_a_staircase_with_noise_and_stalls_is_known_well_enough_within_the_time(slower):
+    """Rows in fours, 3 % of noise, one step in a hundred four times as long."""
+    skewed = Skewed(2)
+
+    def steps(rows, prompt, context, passes):
+        return slower * skewed() * LAW.seconds(staircase(rows), prompt, context, passes)
+
+    made = calibrate(KnownServer(steps), CHAT, 8)
+    assert made.spent_seconds < 30
+    policy = SchedulingPolicy(slots=8)
+    slo = Slo("x", 2.0 * slower, 0.2 * slower, target=0.9)
+    truth = capacity(LAW.slower(1.07 * slower), policy, CHAT, slo, requests=2000).rate
+    assert capacity(made.law, policy, CHAT, slo, requests=2000).rate == pytest.approx(
+        truth, rel=0.15
+    )
+
+
+def test_single_streams_that_are_known_are_not_asked_again():
+    server = KnownServer(LAW.seconds)
+    due = [float(10 * n) for n in range(6)]
+    alone = server.level(due, [20, 400, 100, 50, 300, 200], [40] * 6)
+    made = calibrate(server, CHAT, 8, alone=[alone])
+    assert [burst.streams for burst in server.asked] == [8, 8]
+    assert made.law.prompt_token_seconds == pytest.approx(LAW.prompt_token_seconds, rel=0.05)
+    short, real = server.asked
+    assert max(short.prompt_tokens) <= 16 and max(real.prompt_tokens) > 300
+    assert len(set(real.output_tokens)) == 5, "they end one after the other"
+
+
+def test_what_is_asked_depends_on_answers_alone():
+    """Answers out of a journal give the same bursts, whatever the time is now."""
+    server = KnownServer(LAW.seconds)
+    first = calibrate(server, CHAT, 8)
+    again = KnownServer(LAW.seconds)
+    assert calibrate(again, CHAT, 8).law == first.law
+    assert again.asked == server.asked
+
+
+def test_long_prompts_are_cut_to_what_the_time_pays_for():
+    long = Workload(prompt_tokens=8000, output_tokens=50)
+    server = KnownServer(LAW.seconds)
+    made = calibrate(server, long, 8, 20.0)
+    assert made.law is not None and made.spent_seconds < 25
+    assert server.asked[0].prompt_tokens == (8000,)
+
+
+def test_several_tokens_a_chunk_have_no_law():
+    made = calibrate(KnownServer(LAW.seconds, chunk=4), CHAT, 8)
+    assert made.law is None and "several tokens" in made.reason
+
+
+def test_an_engine_that_the_law_does_not_describe_has_none():
+    skewed = Skewed(1, spread=0.9)
+    made = calibrate(KnownServer(lambda *counts: skewed() * LAW.seconds(*counts)), CHAT, 8)
+    assert made.law is None and "off the law" in made.reason
+
+
+def test_a_burst_that_tells_nothing_is_left_out():
+    server = KnownServer(LAW.seconds)
+    made = calibrate(lambda burst: server(burst) if burst.streams == 1 else None, CHAT, 8)
+    assert made.observations and made.spent_seconds > 0
+    nothing = calibrate(lambda burst: None, CHAT, 8)
+    assert nothing.law is None and not nothing.observations and nothing.spent_seconds == 0
+
+
+def test_one_slot_needs_no_burst():
+    server = KnownServer(LAW.seconds, slots=1)
+    made = calibrate(server, CHAT, 1)
+    assert made.law is not None and all(burst.streams == 1 for burst in server.asked)
+
+
+def test_streams_served_together_are_counted():
+    level = KnownServer(LAW.seconds, slots=3)(Burst((16,) * 5, (20,) * 5))
+    assert most_at_once(level) == 3
+    whole = msgspec.structs.replace(level, first=level.last)
+    assert most_at_once(whole) == 3

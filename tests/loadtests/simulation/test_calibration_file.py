@@ -1,0 +1,74 @@
+"""machine.json: what is written is read again; what is wrong is one sentence."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loadtests.simulation.calibration_file import (
+    BadMachineFile,
+    hardware_of,
+    read_machine_file,
+    write_machine_file,
+)
+from serving.hardware.machine_facts import hardware_facts
+from tests.loadtests.simulation.machine_files import machine_file
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    write_machine_file(file, machine_file())
+    assert read_machine_file(file) == machine_file()
+    assert [one.model.name for one in read_machine_file(file).models] == [
+        "smollm2-135m",
+        "smollm2-360m",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"version": 1}, "version is 1; `crossover calibrate` writes one anew"),
+        ({"models": []}, "models"),
+        ({"watts": -3}, "watts must be above 0, got -3"),
+        ({"measured_on": "today"}, "measured_on"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(
+    tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    file = tmp_path / "machine.json"
+    raw = msgspec.to_builtins(machine_file()) | changed
+    file.write_bytes(msgspec.json.encode(raw))
+    with pytest.raises(BadMachineFile) as caught:
+        read_machine_file(file)
+    assert message in str(caught.value) and str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_law_below_0_is_refused_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    raw = msgspec.to_builtins(machine_file())
+    raw["models"][1]["law"]["row_seconds"] = -1.0
+    file.write_bytes(msgspec.json.encode(raw))
+    with pytest.raises(BadMachineFile, match=r"models\[1\]\.law.*row_seconds.*-1"):
+        read_machine_file(file)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000])
+def test_no_machine_file_at_all(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "machine.json"
+    with pytest.raises(BadMachineFile, match="cannot be read"):
+        read_machine_file(file)
+    file.write_bytes(text)
+    with pytest.raises(BadMachineFile):
+        read_machine_file(file)
+
+
+def test_it_names_no_host_and_no_path() -> None:
+    facts = hardware_facts()
+    said = msgspec.json.encode(hardware_of(facts, 1 << 30)).decode()
+    assert facts.cpu_model in said
+    assert "hostname" not in said and "kernel" not in said
+    assert not [text for text in msgspec.json.decode(said).values() if str(text).startswith("/")]

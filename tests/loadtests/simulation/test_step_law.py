@@ -1,0 +1,66 @@
+"""The law: five numbers found again, and what a fit may not do."""
+
+import numpy as np
+import pytest
+
+from loadtests.errors import LoadError
+from loadtests.simulation.step_law import NUMBERS, StepLaw, StepObservation, fit_law
+
+LAW = StepLaw(
+    base_seconds=0.02,
+    row_seconds=0.003,
+    prompt_token_seconds=0.0005,
+    context_token_seconds=2e-6,
+    pass_seconds=0.01,
+)
+
+
+def seen(law, count=60, noise=0.0, seed=1):
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        steps = int(rng.integers(1, 4))
+        rows, passes = int(rng.integers(0, 9)) * steps, steps + int(rng.integers(0, 3))
+        counts = (rows, int(rng.integers(0, 300)), rows * int(rng.integers(50, 600)), passes, steps)
+        seconds = law.seconds(*counts) * float(np.exp(noise * rng.normal()))
+        names = ("rows", "prompt_tokens", "context_tokens", "passes", "steps")
+        found.append(StepObservation(seconds=seconds, **dict(zip(names, counts, strict=True))))
+    return found
+
+
+def test_five_numbers_are_found_again():
+    found = fit_law(seen(LAW))
+    for name in NUMBERS:
+        assert getattr(found, name) == pytest.approx(getattr(LAW, name), rel=1e-6), name
+    assert found.error < 1e-6 and found.observations == 60 and found.fits
+
+
+def test_the_error_is_that_of_what_was_left_out():
+    found = fit_law(seen(LAW, 400, noise=0.1))
+    assert found.error == pytest.approx(0.1, rel=0.15)
+    assert not fit_law(seen(LAW, 400, noise=0.4)).fits
+
+
+def test_no_number_is_below_0():
+    falling = [
+        StepObservation(seconds=1.0 / rows, rows=rows, prompt_tokens=0, context_tokens=0)
+        for rows in (1, 2, 3, 4, 5, 6)
+    ]
+    found = fit_law(falling)
+    assert all(getattr(found, name) >= 0 for name in NUMBERS)
+    with pytest.raises(ValueError, match="row_seconds must be 0 or more, got -1"):
+        StepLaw(base_seconds=0.1, row_seconds=-1)
+
+
+def test_a_slower_machine_takes_longer_for_every_step():
+    one = seen(LAW, 5)[3]
+    assert LAW.slower(1.3).of(one) == pytest.approx(1.3 * LAW.of(one))
+    assert LAW.slower(1.3).error == LAW.error
+
+
+def test_too_few_observations_and_times_that_cannot_be_are_errors():
+    with pytest.raises(LoadError, match="4 observations are too few"):
+        fit_law(seen(LAW, 4))
+    none = StepObservation(seconds=0.0, rows=1, prompt_tokens=0, context_tokens=0)
+    with pytest.raises(LoadError, match="0 s"):
+        fit_law([*seen(LAW, 8), none])

@@ -1,0 +1,126 @@
+"""Steps out of stamps: of a server whose steps are known, their sums are right."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.step_law import StepLaw
+from loadtests.simulation.step_observation import level_factor, merged_steps, observed_steps
+from tests.loadtests.simulation.known_server import KnownServer, Skewed
+
+LAW = StepLaw(
+    base_seconds=0.02,
+    row_seconds=0.003,
+    prompt_token_seconds=0.0005,
+    context_token_seconds=2e-6,
+    pass_seconds=0.01,
+)
+
+
+def loaded(server, rate=1.2, count=150, seed=1, **more):
+    """An open-loop level near the server's limit."""
+    rng = np.random.default_rng(seed)
+    due = np.cumsum(rng.exponential(1 / rate, count)).tolist()
+    prompts = rng.integers(10, 400, count).tolist()
+    return server.level(due, prompts, rng.integers(5, 90, count).tolist(), **more), prompts
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.2, 3.0], ids=["mostly alone", "loaded", "overloaded"])
+def test_the_steps_of_a_level_are_those_of_the_law(rate):
+    level, _ = loaded(KnownServer(LAW.seconds), rate)
+    seen, covered = observed_steps(level, 8)
+    assert covered > 0.9
+    exact = [one for one in seen if one.steps == 1]
+    assert len(exact) > 500
+    right = [abs(LAW.of(one) / one.seconds - 1) < 0.02 for one in exact]
+    assert np.mean(right) > 0.95
+    assert sum(map(LAW.of, seen)) == pytest.approx(sum(one.seconds for one in seen), rel=0.01)
+
+
+def test_cached_prompt_tokens_were_not_computed():
+    rng = np.random.default_rng(3)
+    due = np.cumsum(rng.exponential(1.0, 80)).tolist()
+    prompts = rng.integers(200, 400, 80)
+    cached = (prompts * 0.8).astype(int).tolist()
+    level = KnownServer(LAW.seconds).level(due, prompts.tolist(), [40] * 80, cached)
+    seen, covered = observed_steps(level, 8)
+    assert covered > 0.9
+    assert sum(map(LAW.of, seen)) == pytest.approx(sum(one.seconds for one in seen), rel=0.01)
+
+
+def test_chunks_of_several_tokens_tell_no_steps():
+    level, _ = loaded(KnownServer(LAW.seconds, chunk=4))
+    assert observed_steps(level, 8) == ([], 0.0)
+
+
+def test_stamps_that_come_in_late_together_keep_their_sum():
+    """A client that was held up for three steps sees their chunks at one moment."""
+    level, _ = loaded(KnownServer(LAW.seconds))
+    end = float(np.median(level.chunks))
+    held = (level.chunks > end - 0.15) & (level.chunks < end)
+    assert 3 <= held.sum()
+    late = msgspec.structs.replace(level, chunks=np.where(held, end, level.chunks))
+    seen, covered = observed_steps(late, 8)
+    assert covered > 0.9
+    assert sum(map(LAW.of, seen)) == pytest.approx(sum(one.seconds for one in seen), rel=0.01)
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
+def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower):
+    skewed = Skewed(5, stalls=0.0)
+    server = KnownServer(lambda *counts: slower * skewed() * LAW.seconds(*counts))
+    level, _ = loaded(server, rate=1.0)
+    found = level_factor(LAW, level, SchedulingPolicy(slots=8))
+    assert found.by == "steps" and found.steps > 500 and found.spread < 0.05
+    assert found.factor == pytest.approx(slower, rel=0.03)
+
+
+def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
+    server = KnownServer(lambda *counts: 1.2 * LAW.seconds(*counts), whole_prompts=True)
+    level, _ = loaded(server, rate=1.0, count=300)
+    jitter = np.random.default_rng(1).uniform(0, 0.002, len(level.chunks))
+    level = msgspec.structs.replace(level, chunks=level.chunks + jitter)
+    found = level_factor(LAW, level, SchedulingPolicy(slots=8, whole_prompts=True))
+    assert found.by == "steps" and found.covered > 0.8
+    assert found.factor == pytest.approx(1.2, rel=0.03)
+
+
+def test_where_steps_cannot_be_told_the_factor_is_by_tpot():
+    server = KnownServer(lambda *counts: 1.2 * LAW.seconds(*counts), chunk=3)
+    level, _ = loaded(server, rate=1.0, count=300)
+    found = level_factor(LAW, level, SchedulingPolicy(slots=8))
+    assert found.by == "tpot" and found.spread is None
+    assert found.factor == pytest.approx(1.2, rel=0.08)
+
+
+def test_a_level_in_which_the_speed_changes_has_a_wide_spread():
+    def steps(*counts):
+        server.count += 1
+        return LAW.seconds(*counts) * (1.0 if server.count < 1500 else 1.5)
+
+    server = KnownServer(steps)
+    server.count = 0
+    level, _ = loaded(server, rate=0.8)
+    assert level_factor(LAW, level, SchedulingPolicy(slots=8)).spread > 0.1
+
+
+def test_a_level_without_answers_tells_nothing():
+    level, _ = loaded(KnownServer(LAW.seconds), count=3)
+    empty = msgspec.structs.replace(
+        level,
+        chunks=np.empty(0),
+        chunk_offsets=np.zeros(4, dtype=np.int64),
+        failure=("refused",) * 3,
+    )
+    assert level_factor(LAW, empty, SchedulingPolicy()) is None
+
+
+def test_like_steps_in_a_row_are_merged():
+    level, _ = loaded(KnownServer(LAW.seconds))
+    seen, _ = observed_steps(level, 8)
+    merged = merged_steps(seen)
+    assert len(merged) < len(seen) / 2
+    assert sum(one.seconds for one in merged) == pytest.approx(sum(one.seconds for one in seen))
+    assert max(one.steps for one in merged if not one.prompt_tokens) <= 12
+    assert LAW.of(merged[5]) == pytest.approx(merged[5].seconds, rel=0.03)

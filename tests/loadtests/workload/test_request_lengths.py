@@ -1,0 +1,240 @@
+"""Lengths, sessions and prefixes as drawn."""
+
+import itertools
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loadtests.errors import LoadError
+from loadtests.workload.arrivals import Poisson, due_times
+from loadtests.workload.exact_prompts import PromptMaker
+from loadtests.workload.request_lengths import PRESETS, Workload, draw, in_words, source
+
+
+def lengths(asks):
+    return np.array([(ask.prompt_tokens, ask.output_tokens) for ask in asks])
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_asks_are_seeded_and_a_longer_level_starts_like_a_shorter_one():
+    for workload in (
+        Workload(preset="chat"),
+        Workload(preset="chat", max_prompt_tokens=500, cap="redraw"),
+        Workload(prompt_tokens=7, output_tokens=3),
+    ):
+        assert draw(workload, 50, 1) == draw(workload, 200, 1)[:50]
+    assert draw(Workload(preset="chat"), 50, 1) != draw(Workload(preset="chat"), 50, 2)
+
+
+def test_truncating_keeps_every_request_and_redrawing_keeps_the_shape_below():
+    cut = lengths(
+        draw(Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=200), 20_000, 1)
+    )
+    whole = lengths(draw(Workload(preset="chat"), 20_000, 1))
+    assert np.array_equal(cut, np.minimum(whole, (512, 200)))
+    redrawn = lengths(
+        draw(
+            Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=200, cap="redraw"),
+            20_000,
+            1,
+        )
+    )
+    fitting = whole[(whole[:, 0] <= 512) & (whole[:, 1] <= 200)]
+    assert redrawn.max(axis=0) == pytest.approx((512, 200), abs=2)
+    assert redrawn.mean(axis=0) == pytest.approx(fitting.mean(axis=0), rel=0.03)
+    assert np.mean(redrawn[:, 0] == 512) < 0.01 < np.mean(cut[:, 0] == 512)
+    with pytest.raises(LoadError, match="fewer than 1 in 1,000 of code"):
+        draw(Workload(preset="code", max_prompt_tokens=2, cap="redraw"), 10, 1)
+
+
+def test_scale_multiplies_before_the_caps():
+    whole = lengths(draw(Workload(preset="chat"), 1000, 1))
+    quarter = lengths(draw(Workload(preset="chat", scale=0.25, max_prompt_tokens=100), 1000, 1))
+    assert np.array_equal(quarter, np.minimum(np.maximum(1, np.rint(whole * 0.25)), (100, 10**9)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scale=st.floats(0.01, 4.0),
+    preset=st.sampled_from(PRESETS),
+    seed=st.integers(0, 1 << 30),
+)
+def test_scaled_lengths_keep_their_shape(scale, preset, seed):
+    """The order of the whole lengths, their mean times the scale, and at least one token. A cap
+    keeps none of it: 99 % of chat's prompts are longer than 40 tokens.
+    """
+    whole = lengths(draw(Workload(preset=preset), 400, seed))
+    scaled = lengths(draw(Workload(preset=preset, scale=scale), 400, seed))
+    assert scaled.min() >= 1
+    for column in range(2):
+        order = np.argsort(whole[:, column], kind="stable")
+        assert np.all(np.diff(scaled[order, column]) >= 0), "rank correlation 1, but for ties"
+    assert np.abs(scaled - np.maximum(1, whole * scale)).max() <= 0.5 + 1e-9
+    floor = np.maximum(1, whole * scale).mean(axis=0)
+    assert scaled.mean(axis=0) == pytest.approx(floor, abs=0.5), "rounding"
+
+
+def test_a_tenth_of_chat_is_still_chat_and_chat_cut_to_a_tenth_is_not():
+    from scipy.stats import spearmanr
+
+    whole, tenth, cut = (
+        lengths(draw(Workload(preset="chat", **how), 5000, 1))
+        for how in ({}, {"scale": 0.1}, {"max_prompt_tokens": 40, "max_output_tokens": 16})
+    )
+    assert tenth.mean(axis=0) == pytest.approx(0.1 * whole.mean(axis=0), rel=0.02)
+    assert spearmanr(whole[:, 0], tenth[:, 0]).statistic > 0.999
+    assert len(np.unique(tenth[:, 0])) > 100 and np.mean(cut[:, 0] == 40) > 0.95
+
+
+def test_a_scaled_replay_keeps_what_its_prompts_share(tmp_path):
+    """Two prompts that differ in their second block still do at a hundredth of their lengths."""
+    rows = [
+        {"input_length": 1024, "output_length": 10, "hash_ids": [1, second], "timestamp": 0}
+        for second in (2, 3)
+    ]
+    path = write(tmp_path / "moon.jsonl", "\n".join(map(json.dumps, rows)))
+    asks = draw(Workload(replay=path, scale=0.01), 2, 1)
+    assert [ask.segments() for ask in asks] == [
+        [("block/1", 5), ("block/2", 5)],
+        [("block/1", 5), ("block/3", 5)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [
+        (Workload(preset="chat", scale=0.1), "chat lengths x 0.1"),
+        (
+            Workload(preset="chat", max_prompt_tokens=512, max_output_tokens=64),
+            "chat lengths, prompts of at most 512 tokens, answers of at most 64 tokens",
+        ),
+        (
+            Workload(prompt_tokens=256, output_tokens=64, turns=3.0),
+            "prompts of 256 and answers of 64 tokens, sessions of 3 turns",
+        ),
+        (
+            Workload(file="mine.csv", shared_prefix_tokens=100),
+            "lengths of mine.csv, 100 tokens of shared prefix",
+        ),
+    ],
+)
+def test_lengths_are_said_in_words(workload, words):
+    assert in_words(workload) == words
+
+
+def test_fixed_lengths_and_where_lengths_come_from():
+    fixed = Workload(prompt_tokens=256, output_tokens=64)
+    assert {(a.prompt_tokens, a.output_tokens) for a in draw(fixed, 10, 1)} == {(256, 64)}
+    assert source(fixed) == "fixed: 256 prompt and 64 output tokens"
+    assert "Azure" in source(Workload(preset="chat"))
+    assert source(Workload(file="f")) == "file f" and source(Workload(replay="r")) == "replay of r"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"preset": "chat", "file": "x"},
+        {"preset": "chats"},
+        {"prompt_tokens": 5},
+        {"preset": "chat", "output_tokens": 5},
+        {"preset": "chat", "scale": 0},
+        {"preset": "chat", "max_prompt_tokens": 0},
+        {"preset": "chat", "turns": 0.5},
+        {"preset": "chat", "think_seconds": -1},
+        {"preset": "chat", "cap": "drop"},
+        {"replay": "x", "turns": 3},
+        {"preset": "chat", "promt_tokens": 3},
+        {"preset": "chat", "prefix_groups": 0},
+        {"preset": "chat", "shared_prefix_tokens": -1},
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(settings, Workload)
+
+
+def test_sessions_grow_by_answer_and_new_text():
+    asks = draw(Workload(prompt_tokens=20, output_tokens=10, turns=3.0), 3000, 1)
+    sessions = {
+        key: list(turns) for key, turns in itertools.groupby(asks, key=lambda ask: ask.session)
+    }
+    assert np.mean([len(turns) for turns in sessions.values()]) == pytest.approx(3.0, rel=0.1)
+    for turns in sessions.values():
+        assert [ask.turn for ask in turns] == list(range(len(turns)))
+        assert [ask.prompt_tokens for ask in turns] == [20 + 30 * k for k in range(len(turns))]
+    two_turns = next(turns for turns in sessions.values() if len(turns) >= 2)
+    (name, first), (again, second) = two_turns[0].segments()[0], two_turns[1].segments()[0]
+    assert name == again and first < second  # a longer piece of the same stream
+
+
+def test_sessions_under_open_load_keep_their_pauses_and_leave_the_arrivals_alone():
+    due = due_times(Poisson(), 5.0, 400.0, 1)
+    asks = draw(
+        Workload(prompt_tokens=20, output_tokens=10, turns=4.0, think_seconds=8.0),
+        len(due),
+        1,
+        due_seconds=due,
+    )
+    last_due: dict[int, float] = {}
+    gaps = []
+    for at, ask in zip(due, asks, strict=True):
+        if ask.turn:
+            gaps.append(at - last_due[ask.session])
+            assert gaps[-1] >= ask.think_seconds - 1e-9
+        last_due[ask.session] = at
+    assert np.mean(gaps) == pytest.approx(
+        8.0, rel=0.15
+    )  # hardly longer than the pause: someone is nearly always due
+    assert len(gaps) / len(asks) == pytest.approx(0.75, abs=0.06)
+
+
+def test_a_session_that_outgrew_its_cap_starts_again():
+    asks = draw(
+        Workload(prompt_tokens=100, output_tokens=50, turns=50.0, max_prompt_tokens=400), 500, 1
+    )
+    assert max(ask.prompt_tokens for ask in asks) == 400
+    assert max(ask.turn for ask in asks) == 2
+
+
+def test_prefix_groups_share_text_and_nothing_else_does():
+    workload = Workload(prompt_tokens=50, output_tokens=5, shared_prefix_tokens=30, prefix_groups=3)
+    asks = draw(workload, 60, 1)
+    maker = PromptMaker(None, seed=1)
+    texts = [maker.make(ask).text.split() for ask in asks]
+    for (a, words), (b, others) in itertools.combinations(zip(asks, texts, strict=True), 2):
+        common = sum(
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(words, others, strict=True)
+            )
+        )
+        assert common >= 30 if a.prefix == b.prefix else common <= 3
+        assert common < 35
+
+
+def test_replay_keeps_order_and_block_hashes(tmp_path):
+    rows = [
+        {
+            "timestamp": 1000 * i,
+            "input_length": 1024 + i,
+            "output_length": 5 + i,
+            "hash_ids": [1, 2 + i % 2, 9],
+        }
+        for i in range(4)
+    ]
+    path = write(tmp_path / "m.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    asks = draw(Workload(replay=path), 6, 1)
+    assert [ask.output_tokens for ask in asks] == [5, 6, 7, 8, 5, 6]  # and from the start again
+    assert asks[0].segments() == [("block/1", 512), ("block/2", 512)]
+    assert asks[1].segments() == [("block/1", 512), ("block/3", 512), ("block/9", 1)]
+    drawn = lengths(draw(Workload(file=path), 200, 1))
+    assert {tuple(pair) for pair in drawn.tolist()} == {(1024 + i, 5 + i) for i in range(4)}

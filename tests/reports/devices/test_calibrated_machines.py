@@ -1,0 +1,90 @@
+"""A calibrated machine tells what other models take on it."""
+
+from pathlib import Path
+
+import pytest
+
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from loadtests.simulation.calibration_file import (
+    Hardware,
+    MachineFile,
+    ModelSteps,
+    write_machine_file,
+)
+from loadtests.simulation.step_law import StepLaw
+from models.ladder import rung
+from models.spec import ModelSpec
+from reports.devices.calibrated_machines import calibrated_machine
+from reports.errors import ReportError
+
+
+def truth(spec: ModelSpec) -> StepLaw:
+    """Steps of a machine that reads 5 GB/s and has no other costs than the file says."""
+    size = spec.matrix_parameters
+    return StepLaw(
+        base_seconds=size * 1e-10 + spec.layers * spec.hidden * 1e-8,
+        row_seconds=size * 1e-12 + spec.vocabulary * spec.hidden * 1e-11,
+        prompt_token_seconds=size * 2e-12,
+        context_token_seconds=spec.layers * spec.heads * spec.head_dim * 1e-11,
+        pass_seconds=size * 5e-11,
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    models = tuple(
+        ModelSteps(
+            backend="llama_cpp",
+            model=rung(name).spec,
+            weight_format="Q4_0",
+            policy=SchedulingPolicy(slots=8),
+            law=truth(rung(name).spec),
+        )
+        for name in ("135m", "360m")
+    )
+    hardware = Hardware(
+        cpu_model="made up",
+        architecture="x86_64",
+        isa=("avx2",),
+        logical_cores=2,
+        usable_cores=2.0,
+        memory_bytes=8 << 30,
+        system="Linux",
+    )
+    file = MachineFile(
+        crossover="0",
+        measured_on="2026-11-24",
+        name="box",
+        hardware=hardware,
+        models=models,
+        dollars_per_hour=0.1,
+    )
+    write_machine_file(tmp_path / "machine.json", file)
+    return tmp_path / "machine.json"
+
+
+def test_a_measured_model_has_its_own_law_and_a_bigger_one_is_told_from_its_shape(
+    path: Path,
+) -> None:
+    machine = calibrated_machine(path)
+    own, narrow = machine.law(rung("360m").spec, "Q4_0", 8, 1)
+    assert own == truth(rung("360m").spec)
+    spec = rung("3b").spec
+    told, wide = machine.law(spec, "Q4_0", 8, 1)
+    for rows, prompt, context in ((1, 0, 200), (8, 0, 4000), (0, 512, 0), (4, 128, 1000)):
+        assert told.seconds(rows, prompt, context) == pytest.approx(
+            truth(spec).seconds(rows, prompt, context), rel=0.05
+        )
+    assert narrow < wide < machine.law(spec, "Q8_0", 8, 1)[1]
+    assert machine.dollars_per_hour == 0.1
+
+
+def test_what_it_says_nothing_of_is_refused(path: Path) -> None:
+    machine = calibrated_machine(path)
+    with pytest.raises(ReportError, match="says nothing of int8"):
+        machine.law(rung("1b").spec, "int8", 8, 1)
+    with pytest.raises(ReportError, match="not shared"):
+        machine.law(rung("1b").spec, "Q4_0", 8, 2)
+    path.write_text('{"version": 1}')
+    with pytest.raises(ReportError, match="version is 1; `crossover calibrate` writes one anew"):
+        calibrated_machine(path)

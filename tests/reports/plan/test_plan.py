@@ -1,0 +1,153 @@
+"""A plan: forecast in, a ranking out; the rule, the staircases, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from reports.devices.device_capacity import DeviceCapacity
+from reports.plan.load_forecast import DAYS, HOURS_A_MONTH, Forecast, day_loads, trace_loads
+from reports.plan.plan_file import EXAMPLE, BadPlan, Question, question
+from reports.plan.plan_options import MOST_ROWS, Candidate, Plan, make_plan
+from reports.plan.plan_text import as_json, as_text, choice_sentence
+
+
+def asked(rate: float = 1.0, **more: object) -> Question:
+    forecast = {"peak_rate": rate, **more.pop("forecast", {})}  # type: ignore[dict-item]
+    return question({"model": "1b", "forecast": forecast, **more})
+
+
+def machine(
+    name: str, low: float, rate: float, high: float, dollars: float | None, **more: object
+) -> Candidate:
+    return Candidate(
+        capacity=DeviceCapacity(device=name, kind="predicted", low=low, rate=rate, high=high),
+        known_by=more.pop("known_by", "predicted"),  # type: ignore[arg-type]
+        dollars_per_hour=dollars,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+HERE = machine("here", 0.5, 0.6, 0.7, None, owned=1, known_by="confirmed", watts=100.0)
+SMALL = machine("small", 2.0, 3.0, 4.0, 0.5)
+BIG = machine("big", 10.0, 15.0, 20.0, 2.0)
+
+
+def plan(rate: float, *candidates: Candidate, **more: object) -> Plan:
+    return make_plan(asked(rate, **more), candidates or (HERE, SMALL, BIG))
+
+
+def test_the_machine_that_is_there_is_chosen_while_it_suffices_and_costs_its_energy() -> None:
+    made = plan(0.4)
+    assert made.choice is not None and made.choice.kind == "as it is"
+    # 100 W for the share of the time that the work takes, at $0.15 a kWh
+    assert made.choice.kwh == pytest.approx(0.1 * HOURS_A_MONTH * 0.4 / 0.6)
+    assert made.choice.dollars == pytest.approx(made.choice.kwh * 0.15)
+    assert "here serves Llama-3.2-1B" in choice_sentence(made)
+
+
+def test_the_cheapest_whose_low_end_holds_the_peak_is_chosen() -> None:
+    made = plan(1.5)
+    assert made.choice is not None and made.choice.machine in ("small", "here")
+    alone = plan(1.5, SMALL, BIG)
+    assert alone.choice is not None and alone.choice.machine == "small"
+    assert alone.choice.dollars == pytest.approx(0.5 * HOURS_A_MONTH)
+    # 9/s: five small ones cost $2.5 an hour, one big one $2
+    assert (choice := plan(9.0, SMALL, BIG).choice) is not None and choice.machine == "big"
+
+
+def test_what_is_rented_is_rented_in_the_hours_that_need_it() -> None:
+    flat = plan(9.0, BIG)
+    office = plan(9.0, BIG, forecast={"day": "office", "weekend": 0.0})
+    assert flat.choice and office.choice and flat.choice.dollars and office.choice.dollars
+    assert office.choice.dollars < flat.choice.dollars
+    mixed = plan(1.2, HERE, BIG, forecast={"day": "night"})
+    assert mixed.choice is not None and mixed.choice.kind == "it and rented"
+
+
+def test_the_change_of_the_choice_lies_on_a_stair() -> None:
+    """A second small one is needed above 2/s, but a big one is cheaper only above 8/s."""
+    made = plan(1.5, SMALL, BIG)
+    (above,) = [one for one in made.changes if one.is_above]
+    assert above.option is not None and above.option.machine == "big"
+    assert above.rate == pytest.approx(8.0, rel=0.03)
+
+
+def test_a_slow_machine_without_evidence_is_perhaps_and_never_a_flat_no() -> None:
+    cpu = machine("cpu", 0.0, 0.4, 3.0, 1.0, is_calibrated=False)
+    made = plan(1.0, cpu, BIG)
+    row = next(one for one in made.options if one.machine == "cpu")
+    assert row.suffices == "perhaps" and row.note == "perhaps: calibrate it"
+    assert "calibrate" in as_text(made)
+
+
+def test_spares_are_added_and_nothing_that_suffices_is_said_so() -> None:
+    assert plan(1.5, SMALL, spares=1).options[0].machines == 2
+    hopeless = machine("slow", 0.0, 0.0, 0.0, 1.0)
+    made = plan(1.0, hopeless)
+    assert made.choice is None and "Nothing surely serves" in as_text(made)
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0, 5.0, 30.0])
+def test_more_rate_never_costs_less(rate: float) -> None:
+    one, more = plan(rate, SMALL, BIG).choice, plan(rate * 1.3, SMALL, BIG).choice
+    assert one and more and one.dollars is not None and more.dollars is not None
+    assert more.dollars >= one.dollars
+
+
+def test_the_text_has_at_most_six_rows_and_the_json_has_everything() -> None:
+    many = [machine(f"gpu {n}", 1.0 + n, 2.0 + n, 3.0 + n, 1.0 + n) for n in range(9)]
+    made = plan(0.9, HERE, *many)
+    assert len(made.rows) == MOST_ROWS < len(made.options)
+    assert '"kind": "crossover-plan"' in as_json(made)
+    assert len(as_text(made, 100).splitlines()) < 20
+
+
+def test_growth_is_planned_for_and_a_month_has_its_hours() -> None:
+    forecast = Forecast(
+        loads=day_loads(DAYS["office"], 0.1, peak_rate=10.0), growth_per_month=0.1, months=3
+    )
+    assert forecast.peak_rate == pytest.approx(10.0 * 1.21)
+    assert sum(one.hours for one in forecast.loads) == pytest.approx(HOURS_A_MONTH)
+    mean = day_loads(DAYS["people"], mean_rate=2.0)
+    assert Forecast(loads=mean).mean_rate == pytest.approx(2.0)
+
+
+def test_a_trace_is_a_forecast(tmp_path: Path) -> None:
+    rows = [
+        f'{{"seconds": {n * 18.0}, "prompt_tokens": 9, "output_tokens": 9}}' for n in range(401)
+    ]
+    (tmp_path / "t.jsonl").write_text("\n".join(rows))
+    (load,) = trace_loads(str(tmp_path / "t.jsonl"))
+    assert load.rate == pytest.approx(1 / 18, rel=0.01) and load.hours == HOURS_A_MONTH
+
+
+def test_the_example_is_short_and_can_be_read() -> None:
+    import tomllib
+
+    assert len(EXAMPLE.splitlines()) <= 15
+    assert question(tomllib.loads(EXAMPLE)).keys.model == "8b"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"forecast": {}}, "give one of peak_rate, mean_rate, users, trace; got none"),
+        ({"forecast": {"peak_rate": -1}}, "forecast.peak_rate = -1"),
+        ({"forecast": {"peak_rate": 1, "mean_rate": 1}}, "got peak_rate and mean_rate"),
+        ({"forecast": {"peak_rate": 1, "peek": 2}}, "known here: peak_rate"),
+        ({"model": "9x"}, "9x"),
+        ({"spares": -1}, "spares = -1"),
+        ({"format": "Q9"}, "got 'Q9'"),
+        ({"slo": "fast"}, "got 'fast'"),
+        ({"machines": [{"owned": 2}]}, "machines[0]: give one of run, file, device; got none"),
+        ({"prices": {"NVIDIA L4": 0}}, "prices"),
+        ({"forecast": {"peak_rate": 1, "day": "monday"}}, "monday"),
+        ({"forecast": {"trace": "nowhere.jsonl"}}, "nowhere.jsonl"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence_with_key_and_value(
+    change: dict[str, object], said: str
+) -> None:
+    with pytest.raises(BadPlan) as caught:
+        question({"model": "1b", "forecast": {"peak_rate": 1.0}, **change})
+    assert said in str(caught.value)

@@ -1,0 +1,41 @@
+"""Run folders for reports: campaigns on a simulated machine, whose steps grow with the model."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import msgspec
+
+from loadtests.campaign.run_state import CellState
+from loadtests.simulation.batching_simulator import SchedulingPolicy
+from models.ladder import rung
+from reports.headline import Answer, answers_of
+from reports.report_data import ReportData, read_report
+from tests.loadtests.campaign.simulated import Simulated, campaign
+
+LADDER = '["135m", "360m", "1b", "8b"]'
+
+
+def run_folder(out: Path, models: str = LADDER, **more: object) -> Path:
+    """A campaign of a machine that reads 10 GB/s: 135M quick, 8B not even alone."""
+    world = Simulated(policy=SchedulingPolicy(slots=8))
+    world.facts = msgspec.structs.replace(world.facts, cpu_model="AMD EPYC", allowed_cores=2)
+
+    def opening(state: CellState) -> None:
+        size = rung(state.cell.model).spec.parameters
+        world.base, world.row = size * 1e-10, size * 1e-11
+        world.prompt = size * 8e-12
+
+    world.opening = opening
+    plan = campaign(2000, models=models, ttft=2.0, **more)  # type: ignore[arg-type]
+    return world.run(plan, out)
+
+
+@cache
+def shown() -> tuple[Path, ReportData, tuple[Answer, ...]]:
+    """One run of the ladder, read: made once a process."""
+    folder = run_folder(Path(mkdtemp(prefix="crossover-report-")))
+    data = read_report([folder])
+    return folder, data, tuple(answers_of(data))
