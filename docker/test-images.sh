@@ -49,9 +49,9 @@ inside() { podman exec crossover-test python3 -c "$1"; }
 trap clean EXIT
 clean
 
-run -d --name crossover-test "$CROSSOVER_IMAGE" serve fake --host 0.0.0.0 >/dev/null
+run -d --name crossover-test "$CROSSOVER_IMAGE" serve 135m --host 0.0.0.0 >/dev/null
 wait_for http://127.0.0.1:8000/ready
-step "fake backend ready, without capabilities"
+step "135m ready, without capabilities"
 [[ $(podman exec crossover-test id -u) = 10001 ]] || fail "the server does not run as user 10001"
 [[ $(inside 'import os; print(os.statvfs("/").f_flag & os.ST_RDONLY)') = 1 ]] || fail "the root is not read-only"
 podman healthcheck run crossover-test || fail "HEALTHCHECK fails on a server that is ready"
@@ -60,7 +60,7 @@ step "answers, healthy, read-only, as user 10001"
 
 inside '
 import os, pathlib, signal
-engines = [int(p.parent.name) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"-m\0serving.engine.worker" in p.read_bytes()]
+engines = [int(p.parent.name) for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if b"-m\0serving.engine.engine_loop" in p.read_bytes()]
 assert len(engines) == 1, engines
 os.kill(engines[0], signal.SIGKILL)'
 for _ in $(seq 100); do curl -s http://127.0.0.1:8000/metrics | grep '^crossover_engine_restarts_total{.*} [1-9]' >/dev/null && break; sleep 0.1; done
@@ -138,7 +138,7 @@ step "kill -9 of the container: started again with the same weights, answers"
 clean
 
 [[ -x $compose_at/bin/podman-compose ]] || { echo "test-images: the stack was not run, podman-compose could not be installed into $compose_at"; exit 0; }
-export CROSSOVER_MODEL=${CROSSOVER_MODEL:-fake}
+export CROSSOVER_MODEL=${CROSSOVER_MODEL:-135m}
 compose() { "$compose_at/bin/podman-compose" --in-pod false -f compose.yaml -f compose.loopback.yaml "$@"; }
 trap 'compose logs server 2>&1 | tail -n 5; compose down -v -t 40 >/dev/null 2>&1; clean' EXIT
 compose up -d server locust-master locust-worker prometheus >/dev/null 2>&1

@@ -129,7 +129,7 @@ def main() -> None:
         said(f"{version} installed with [{EXTRAS}], no torch")
         user.run("crossover", "doctor")
         load = ("--rate", "5", "--duration", "4", "--workload", "chat*0.02")
-        for arguments in (("fake",), ("135m", "--backend", "llama_cpp")):
+        for arguments in (("135m", "--backend", "llama_cpp"),):
             with user.serving(*arguments) as url:
                 user.run("crossover", "load", url, *load)
             said(f"serve {' '.join(arguments)}: ready, answered crossover load, drained")

@@ -222,7 +222,7 @@ def _no_model(name: str, advice: str) -> ApiError:
 
 def _registry(request: Request) -> Registry:
     keeper = request.endpoint.router.keeper
-    assert keeper is not None, "admin routes are those of a registry"
+    assert isinstance(keeper, Registry), "admin routes are those of a registry"
     return keeper
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -36,9 +36,6 @@ from serving.placement.placement_policy import Attempt, Placement, explain
 from serving.registry.engine_config import Prepared
 from serving.registry.eviction import Resident
 from serving.supervisor.supervisor import Supervisor
-
-if TYPE_CHECKING:
-    from serving.registry.model_registry import Registry
 
 T = TypeVar("T")
 MOST_CHARACTERS = 8 << 20  # of all texts at work and waiting: 2 s of one core, 10 s at the worst
@@ -339,13 +336,21 @@ class Tenant:
         return Resident(self.name, takes, self.used_at, self.busy), promised
 
 
+class Keeper(Protocol):
+    """Loads models on demand and unloads none in use: serving.registry.model_registry.Registry."""
+
+    async def hold(self, name: str) -> Callable[[], None]: ...
+
+    def states(self) -> dict[str, EngineState]: ...
+
+
 class ModelRouter:
     """The models of one server. Without a keeper, nothing is loaded on demand."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
         self.models: dict[str, ServedModel] = {}
-        self.keeper: Registry | None = None
+        self.keeper: Keeper | None = None
 
     def add(self, served_model: ServedModel) -> None:
         """One more model."""
