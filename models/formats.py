@@ -184,7 +184,7 @@ def weight_bytes(spec: ModelSpec, weight_format: str) -> int:
 
         kind = GGMLQuantizationType[gguf_file_formats()[weight_format]]
         weights, size = GGML_QUANT_SIZES[kind]
-        return spec.parameters * size // weights
+        return int(spec.parameters * size / weights)
     return spec.weight_bytes(weight_format)
 
 

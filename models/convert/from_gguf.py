@@ -107,6 +107,6 @@ def in_halves(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _bf16(header: GgufHeader, spec: ModelSpec, tensor: TensorShape) -> Iterator[memoryview]:
+def _bf16(header: GgufHeader, spec: ModelSpec, tensor: TensorShape) -> Iterator[bytes]:
     for values in dequantised(header, spec, tensor):
-        yield memoryview(to_bf16(np.ascontiguousarray(values).ravel()).view(np.uint8))
+        yield to_bf16(np.ascontiguousarray(values)).tobytes()

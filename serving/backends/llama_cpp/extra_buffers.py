@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models.formats import GGUF_FORMATS, gguf_tensors
-from models.readers.gguf import read_header
 from models.spec import ModelSpec
 
 AMX, REPACK = "AMX", "CPU_REPACK"  # llama.cpp's names of the buffers
@@ -100,6 +99,8 @@ def planned_extra_bytes(
 
 def weights_in(file: Path) -> list[Weight]:
     """The tensors of a GGUF file."""
+    from models.readers.gguf import read_header  # numpy, which `--help` does without
+
     tensors = read_header(file).tensors
     return [
         Weight(name, one.shape, one.type, one.bytes, one.start) for name, one in tensors.items()
