@@ -152,6 +152,8 @@ def _spelt(
     for one in (*formats, *more):
         if one.lower() == weight_format.lower():
             return one
+    if weight_format == "dynamic-int8" and "int8" in formats:  # its name in older campaigns
+        return "int8"
     raise Unsupported(
         f"backend {name!r} has no weight format {weight_format!r}; it has {', '.join(formats)}",
         "weight_format",

@@ -19,8 +19,7 @@ from models.ladder import rung
 from reports.run import read_run
 from reports.write import Asked, write_report
 from serving.hardware.facts import allowed_cores, hardware_facts
-from serving.placement.fastest_backend import EngineTimes
-from serving.placement.fastest_backend import keep
+from serving.placement.fastest_backend import EngineTimes, keep
 from tests.loadtests.campaign.simulated import Simulated, killed_after
 
 CAMPAIGN = """

@@ -252,7 +252,7 @@ def test_the_ladder_of_the_shipped_results_asks_the_same_of_every_model() -> Non
     ladder = {path.stem: read_campaign(path) for path in DEMO.parent.glob("reference/*.toml")}
     formats = {name: {cell.weight_format for cell in plan.cells} for name, plan in ladder.items()}
     gguf = {"Q4_0", "Q4_K_M", "Q8_0"}
-    small = gguf | {"dynamic-int8", "bf16"}
+    small = gguf | {"int8", "bf16"}
     assert formats == {"135m": small, "360m": small, "1b": gguf}
     for name, plan in ladder.items():
         assert plan.campaign.name == f"reference-{name}"

@@ -14,8 +14,7 @@ from loadtests.campaign.rungs import MEASURED, around_the_limit, forecasts, with
 from loadtests.errors import BadCampaign
 from models.ladder import rung
 from serving.hardware.facts import HardwareFacts, allowed_cores, hardware_facts
-from serving.placement.fastest_backend import EngineTimes
-from serving.placement.fastest_backend import keep
+from serving.placement.fastest_backend import EngineTimes, keep
 from tests.loadtests.campaign.simulated import Simulated
 from tests.tools.made_up_machines import FACTS
 

@@ -11,16 +11,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
+from models.convert.compare import distance_of, reference_logits, stage
 from models.convert.gguf import compare, make_gguf
-from models.convert.onnx import make_onnx
+from models.convert_to_onnx import make_onnx
 from models.errors import UnsupportedModel
-from models.manifest import read_manifest
 from models.readers.config import read_spec
 from models.tokenization.tokenizer import load_tokenizer
-from tests.serving.backends.hf_folders import forked_builder
+from tests.onnx_logits import graph_logits
 from tests.serving.backends.transformers5 import NotMade, engine_tokens, environment, run, save
 from tests.shapes import TINY
 
@@ -85,15 +86,18 @@ def test_a_folder_of_4_is_read_rightly_under_5(
 
 
 def test_a_folder_of_5_is_converted_rightly_under_4(
-    both: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    both: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    forked_builder(monkeypatch)
     newer = both[0] / "newer" / "tiny-llama3"
     make_gguf(newer, both[0] / "out.gguf", "F32")
     long = [[(n * 31) % 700 + 3 for n in range(600)]]
     assert compare(newer, both[0] / "out.gguf", TINY["tiny-llama3"], long).distance < 1e-4
-    manifest = read_manifest(make_onnx(newer, both[0] / "onnx", "fp32", sequences=[long[0][:200]]))
-    assert manifest is not None and manifest.quality_kl_nats == pytest.approx(0, abs=1e-6)
+    ids = np.array([long[0][:200]])
+    stage(newer, tmp_path / "staged")
+    reference = reference_logits(tmp_path / "staged", ids)
+    graph = make_onnx(newer, tmp_path / "onnx", "fp32") / "model.onnx"
+    logits = graph_logits(graph, ids, TINY["tiny-llama3"])
+    assert distance_of(reference, logits).kl_nats == pytest.approx(0, abs=1e-6)
 
 
 def test_what_only_5_can_write_is_refused_by_name(
