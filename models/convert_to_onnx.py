@@ -7,7 +7,8 @@ Of Llama, Mistral, Qwen2 and Qwen3 the graph is written here: attention by Group
 a KV cache updated in place and logits of each row's last token. No more of the weights is in memory
 than one matrix. Other architectures: models.export_with_optimum.
 
-    int8  a scale a weight row and a scale a token; products of whole numbers
+    int8  a scale a weight row and a scale a token; products of whole numbers (but for 64 channels
+          of an MLP)
     int4  MatMulNBits: a scale for 32 weights, activations in blocks of 8 bits
     fp32  as they are
 
@@ -49,7 +50,16 @@ from models.readers.safetensors import check_tensors, read_tensors
 from models.spec import ModelSpec
 from models.synthetic.write import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
 from models.tokenization.tokenizer import load_tokenizer, shipped_files
-from models.turned_weights import BLOCK, EMBEDDING, HEAD, TEXT, Floats, Rows, Turned
+from models.turned_weights import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    TEXT,
+    Floats,
+    Rows,
+    Turned,
+    far_channels,
+)
 
 DATA = "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
@@ -208,12 +218,12 @@ class GraphWriter:
         self.steps = 127 if int8_bits() == 8 else 64
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
-        self.file = HashedFile(folder / DATA)
-        self.pool = ThreadPoolExecutor(THREADS)
         self.shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
         self.shapes[HEAD] = self.shapes[EMBEDDING]
         if weight_format == "int4":
             self._check_groups()
+        self.file = HashedFile(folder / DATA)
+        self.pool = ThreadPoolExecutor(THREADS)
 
     def _check_groups(self) -> None:
         for name, shape in self.shapes.items():
@@ -261,12 +271,10 @@ class GraphWriter:
         step = max(1, BLOCK // width)
 
         def one(first: int) -> tuple[npt.NDArray[Any], Floats]:
-            packed, scales = work(self.rows(source, first, min(count, first + step)))
-            if not np.isfinite(scales).all():
-                raise BrokenWeights(
-                    f"the tensor {source} of {self.spec.name} holds NaN or infinity"
-                )
-            return packed, scales
+            values = self.rows(source, first, min(count, first + step))
+            if not math.isfinite(float(values.sum())):
+                raise BrokenWeights(f"{source} of {self.spec.name} holds NaN or infinity")
+            return work(values)
 
         for first in range(0, count, THREADS * step):
             yield from self.pool.map(one, range(first, min(count, first + THREADS * step), step))
@@ -281,12 +289,15 @@ class GraphWriter:
     def _total_bytes(self) -> int:
         return 2 * self.spec.weight_bytes(self.format)
 
-    def _int8(self, x: str, y: str, sources: tuple[str, ...]) -> str:
-        outs, width = [self.shapes[one][0] for one in sources], self.shapes[sources[0]][1]
+    def _int8(self, x: str, y: str, sources: tuple[str, ...], skipped: int = 0) -> str:
+        """`skipped`: columns of the matrices that x has not."""
+        outs, width = [self.shapes[one][0] for one in sources], self.shapes[sources[0]][1] - skipped
         whole, scales = np.empty((width, sum(outs)), np.int8), np.empty(sum(outs), np.float32)
         at = 0
         for source in sources:
-            for packed, scale in self.blocks(source, self._rounded_rows):
+            for packed, scale in self.blocks(
+                source, lambda rows: self._rounded_rows(rows[:, skipped:])
+            ):
                 whole[:, at : at + len(scale)] = packed.T
                 scales[at : at + len(scale)] = scale
                 at += len(scale)
@@ -305,7 +316,7 @@ class GraphWriter:
         """int8 rows and their scales."""
         scale = np.maximum(values.max(-1), -values.min(-1)) / np.float32(self.steps)
         scale[scale < np.finfo(np.float32).tiny] = 1
-        values /= scale[:, None]
+        values = values / scale[:, None]
         return np.rint(values, out=values).astype(np.int8), scale
 
     def _rounded_tokens(self, x: str) -> tuple[str, str]:
@@ -414,7 +425,16 @@ class GraphWriter:
         z = self.node("Sigmoid", [gate], f"{path}.gate/share")
         z = self.node("Mul", [gate, z], f"{path}.gate/silu")
         z = self.node("Mul", [z, up], f"{path}.both")
-        return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
+        if self.format != "int8":
+            return self.product(z, f"{path}.out", f"{path}.down_proj.weight")
+        # Its first channels reach furthest (models.turned_weights): they keep their precision.
+        source, far = f"{path}.down_proj.weight", far_channels(self.spec)
+        self.node("Split", [z, "mlp_sizes"], f"{path}.far", f"{path}.near", axis=-1)
+        columns = [rows.T for rows, _ in self.blocks(source, lambda rows: (rows[:, :far], rows))]
+        weight = self.constant(f"{source}/far", np.concatenate(columns, 1))
+        z = self.node("MatMul", [f"{path}.far", weight], f"{path}.far/out")
+        y = self._int8(f"{path}.near", f"{path}.near/out", (source,), far)
+        return self.node("Add", [y, z], f"{path}.out")
 
     def graph(self) -> ModelProto:
         """The whole model; all weights are in the file when it returns."""
@@ -446,6 +466,7 @@ class GraphWriter:
         if spec.rope_scaling is not None:
             frequencies /= rope_factors(spec, spec.rope_scaling)
         angles = np.outer(np.arange(spec.context, dtype=np.float32), frequencies)
+        far = far_channels(spec)
         sizes = np.array([spec.heads, spec.kv_heads, spec.kv_heads], np.int64) * spec.head_dim
         for name, values in {
             "cos_cache": np.cos(angles).astype(np.float32),
@@ -457,6 +478,7 @@ class GraphWriter:
             "token_zero": np.array(128, np.uint8),
             "token_least": np.array(1e-12, np.float32),
             "qkv_sizes": sizes,
+            "mlp_sizes": np.array([far, spec.intermediate - far], np.int64),
             "heads_shape": np.array([0, 0, -1, spec.head_dim], np.int64),
             "flat_shape": np.array([0, 0, -1], np.int64),
         }.items():

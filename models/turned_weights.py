@@ -11,7 +11,8 @@ the graph as they are:
     matrix (which mixes all channels alike) on its inputs, all that writes it on its outputs.
   - Channel j of an MLP is divided by s_j in up_proj and multiplied by it in down_proj. Which s is
     best is computed from a forward pass over some tokens, layer by layer in float32, and from
-    down_proj's weights: the error of rounding both is known up to a factor.
+    down_proj's weights: the error of rounding both is known up to a factor. The few channels that
+    reach furthest come first: the graph multiplies them in float32 (`far_channels`).
 
 SmolLM2-135M-Instruct, KL to float32: see docs/benchmarks.md.
 """
@@ -103,11 +104,11 @@ class Turned:
         self._spec = spec
         self._lock = threading.Lock()
         self._held: tuple[str, Any] = ("", None)  # the last whole matrix that was asked for
-        self._evened: tuple[str, Any] = ("", None)  # the last layer's s
+        self._evened: tuple[str, Any] = ("", None)  # the last layer's order and s
         self._layers = mlp_inputs(spec, rows, ids) if ids is not None else None
 
     def __call__(self, name: str, first: int, last: int) -> Floats:
-        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        layer, _, part = name.rpartition(".")[0].rpartition(".")
         layer = layer.rpartition(".")[0]  # model.layers.7
         if name.endswith("layernorm.weight") or name == "model.norm.weight":
             return np.ones(last - first, np.float32)
@@ -117,15 +118,18 @@ class Turned:
             return turned(self._rows(name, first, last) * self._norm("model.norm.weight"))
         if part in self.NORMS and name.endswith(".weight"):
             norm = self._norm(f"{layer}.{self.NORMS[part]}")
-            values = turned(self._rows(name, first, last) * norm)
-            if part == "up_proj":
-                values /= self._divisors(layer)[first:last, None]
-            return values
+            values = self._rows(name, first, last)
+            if part in ("gate_proj", "up_proj"):
+                order, s = self._mlp(layer)
+                for at in np.flatnonzero(order[first:last] != np.arange(first, last)):
+                    values[at] = self._rows(name, order[first + at], order[first + at] + 1)[0]
+            values = turned(values * norm)
+            return values / s[first:last, None] if part == "up_proj" else values
         if part in ("o_proj", "down_proj"):
-            divisors = self._divisors(layer) if part == "down_proj" else np.float32(1)
+            mlp = self._mlp(layer) if part == "down_proj" else None
             with self._lock:
                 if self._held[0] != name:
-                    self._held = (name, self._written(name, divisors))
+                    self._held = (name, self._written(name, mlp))
                 whole: Floats = self._held[1]
             return whole[first:last].copy()
         return self._rows(name, first, last)  # biases, norms of heads
@@ -133,27 +137,39 @@ class Turned:
     def _norm(self, name: str) -> Floats:
         return self._rows(name, 0, self._spec.hidden)
 
-    def _written(self, name: str, divisors: Any) -> Floats:
+    def _written(self, name: str, mlp: tuple[npt.NDArray[np.int64], Floats] | None) -> Floats:
         """A whole matrix that writes the hidden state, [hidden, inputs]."""
-        whole = self._rows(name, 0, self._spec.hidden) * divisors
+        whole = self._rows(name, 0, self._spec.hidden)
+        if mlp is not None:
+            whole = whole[:, mlp[0]]
+            whole *= mlp[1]
         step = max(1, BLOCK // self._spec.hidden)
         for at in range(0, whole.shape[1], step):
             columns = np.ascontiguousarray(whole[:, at : at + step].T)
             whole[:, at : at + step] = turned(columns).T
         return whole
 
-    def _divisors(self, layer: str) -> Floats:
-        """s of a layer's MLP, [intermediate]. Layers are asked for in order."""
+    def _mlp(self, layer: str) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Order of a layer's channels and their s, [intermediate]. Layers are asked for in turn."""
         with self._lock:
             if self._evened[0] != layer:
-                found = np.ones(self._spec.intermediate, np.float32)
+                order = np.arange(self._spec.intermediate)
+                s = np.ones(self._spec.intermediate, np.float32)
                 if self._layers is not None:
-                    x = next(self._layers)
-                    name = f"{layer}.mlp.down_proj.weight"
-                    found = even_channels(x, self._rows(name, 0, self._spec.hidden))
-                self._evened = (layer, found)
-            result: Floats = self._evened[1]
-            return result
+                    x, far = next(self._layers), far_channels(self._spec)
+                    for to, at in enumerate(np.argsort(-np.abs(x).max(0))[:far]):
+                        here = int(np.flatnonzero(order == at)[0])
+                        order[to], order[here] = order[here], order[to]
+                    weight = self._rows(f"{layer}.mlp.down_proj.weight", 0, self._spec.hidden)
+                    s[far:] = even_channels(x[:, order[far:]], weight[:, order[far:]])
+                self._evened = (layer, (order, s))
+            found: tuple[npt.NDArray[np.int64], Floats] = self._evened[1]
+            return found
+
+
+def far_channels(spec: ModelSpec) -> int:
+    """How many channels of an MLP the graph multiplies in float32 where the others are int8."""
+    return min(64, spec.intermediate // 16)
 
 
 def even_channels(x: Floats, weight: Floats) -> Floats:

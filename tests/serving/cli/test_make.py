@@ -62,7 +62,6 @@ def test_make_repairs_what_it_made_itself(
         (["make", "9b"], "'9b' is no rung"),
         (["make", "1b", "--format", "Q9"], "'gguf' has no weight format 'Q9'"),
         (["make", "1b", "--backend", "tpu"], "unknown backend 'tpu'"),
-        (["make", "1b", "--exporter", "optimum"], "--exporter optimum is for --backend onnx"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(

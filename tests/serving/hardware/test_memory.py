@@ -11,20 +11,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from models.convert.onnx import make_onnx
+from models.convert_to_onnx import make_onnx
 from models.machine import cpu_flags
 from models.spec import ModelSpec
 from models.synthetic.write import write_gguf, write_hf_folder
 from serving.backends.backend_interface import AUTO, BackendInfo, EngineConfig
 from serving.placement.memory_estimate import Sizes, forecast
-from tests.serving.backends.hf_folders import forked_builder
 
 MEDIUM = ModelSpec(
     name="medium",
@@ -52,7 +51,7 @@ print(msgspec.json.encode(backend.info).decode())
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Path]]:
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     folder = tmp_path_factory.mktemp("medium")
 
     def path(backend: str, weight_format: str) -> Path:
@@ -67,9 +66,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str,
             else folder / "hf"
         )
 
-    with pytest.MonkeyPatch.context() as patched:
-        forked_builder(patched)
-        yield path
+    return path
 
 
 def loaded(**settings: Any) -> BackendInfo:
@@ -94,6 +91,8 @@ def loaded(**settings: Any) -> BackendInfo:
         ("llama_cpp", "Q4_0", 2, 1.0),
         ("llama_cpp", "F16", 2, 1.0),
         ("onnx", "fp32", 4, 1.0),
+        ("onnx", "int8", 4, 1.0),
+        ("onnx", "int4", 4, 1.0),
         ("torch", "bf16", None, 1.07),
         ("torch", "fp32", 4, 1.07),
     ],
@@ -126,5 +125,5 @@ def test_weights_and_kv_are_predicted_within_five_percent(
     ):  # and neither is far from what the shape says: both could be wrong in the same way
         least = SLOTS * CONTEXT * MEDIUM.layers * 2 * MEDIUM.kv_heads * MEDIUM.head_dim * kv
         assert least <= measured.kv_bytes <= longer * least
-    bits = {"Q4_0": 4.5, "F16": 16, "bf16": 16, "fp32": 32}[weight_format]
+    bits = {"Q4_0": 4.5, "F16": 16, "bf16": 16, "fp32": 32, "int8": 8, "int4": 4.5}[weight_format]
     assert measured.weight_bytes >= MEDIUM.parameters * bits / 8 * 0.98
