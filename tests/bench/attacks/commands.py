@@ -15,7 +15,7 @@ from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.records.run_folder import REQUESTS
 from tests.bench.attacks.edge import Attack, port_of
 from tests.bench.attacks.engine import tiny
-from tests.loadtests.generator.plain_locust import locust, swarm
+from tests.loadtests.load_generator.plain_locust import locust, swarm
 from tests.models.test_isolated import OURS
 from tests.serving.cli.test_serve import ROOT, run, server
 from tests.serving.fakes import complete
