@@ -16,6 +16,7 @@ between two samples is missed.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import subprocess
@@ -241,7 +242,9 @@ class Readings:
         steal_share, quota_share = self._held_back()
         with_pss = self._number % PSS_EVERY == 0
         self._number += 1
-        found = {name: one.sample(with_pss, reasons) for name, one in self._groups.items()}
+        found: dict[str, Any] = {
+            name: one.sample(with_pss, reasons) for name, one in self._groups.items()
+        }
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         gpu: dict[str, Any] = {}
         if self._gpu is not None:
@@ -382,7 +385,7 @@ class Gpu:
         self._engine: tuple[int, ...] = ()
         try:
             if nvml is None:
-                import pynvml as nvml
+                nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
             self._all = [
                 nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
