@@ -629,11 +629,12 @@ def _key(server: Server) -> str | None:
 
 
 def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:
-    """What the endpoint can, once it serves; a server of ours gets time to bring its engine back.
+    """What the endpoint can, once it serves: it gets time to bring its engine back.
 
     Raises ServerLost, EndpointRefuses, TargetUnusable.
     """
-    until = time.monotonic() + (RECOVERY_SECONDS if server.layout is not None else 0.0)
+    most = RECOVERY_SECONDS if server.layout is not None else server.target.ready_seconds
+    until = time.monotonic() + most
     while True:
         if (trouble := server.trouble()) is not None:
             raise ServerLost(trouble)

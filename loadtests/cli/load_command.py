@@ -131,7 +131,8 @@ def _load(options: CommandOptions) -> None:
             else:
                 _join(options, options.join)
     except KeyboardInterrupt:
-        raise Incomplete("stopped") from None
+        kept = "" if options.out is None else f"; the records so far are in {options.out}"
+        raise Incomplete(f"stopped{kept}") from None
 
 
 load = command_of(CommandOptions, _load)

@@ -66,7 +66,7 @@ def show_selftest(report: Report) -> None:
     for world, group in groupby(report.rows, key=lambda row: row.world):
         rows = list(group)
         passed = sum(row.passed for row in rows)
-        name, shown = world, len(rows) if len(rows) <= 2 else 1
+        name = world
         worst = sorted(rows, key=lambda row: (row.passed, -row.used))
         for row in rows if len(rows) <= 2 else worst[: max(1, len(rows) - passed)]:
             mark = "[green]✓[/green]" if row.passed else "[bold red]✗[/bold red]"

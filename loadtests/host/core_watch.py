@@ -155,12 +155,15 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
 
 def _thread_times(before: _Reading, now: _Reading) -> list[Thread]:
     """Of each thread since the reading before; one that is new began after it; []: not told."""
+    if before.threads is None or now.threads is None:
+        return []
     found = []
-    for key, new in (now.threads or {}).items() if before.threads is not None else ():
+    for key, new in now.threads.items():
         old = before.threads.get(key, Thread(0.0, 0.0, 0))
         if any(value < was for value, was in zip(new, old, strict=True)):
             old = Thread(0.0, 0.0, 0)  # another thread with the number of an ended one
-        found.append(Thread(*(value - was for value, was in zip(new, old, strict=True))))
+        ran, waited = new.ran_seconds - old.ran_seconds, new.waited_seconds - old.waited_seconds
+        found.append(Thread(ran, waited, new.turns - old.turns))
     return found
 
 

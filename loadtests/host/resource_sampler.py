@@ -16,6 +16,7 @@ between two samples is missed.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import subprocess
@@ -30,14 +31,13 @@ import msgspec
 import psutil
 
 from loadtests.errors import LoadError
-from loadtests.host.core_watch import CoreWatch, Pids, clock_hertz, throttled_seconds
+from loadtests.host.core_watch import CoreWatch, Pids, throttled_seconds
 from loadtests.host.prometheus_scrape import Remote
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
 from models.isolated import start_python
 
 INTERVAL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # for the child to say that it has seen a change
-PSS_EVERY = 10  # samples: the kernel walks all pages for it
 RAPL = Path("/sys/class/powercap")
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
 THROTTLES: dict[int, str] = {
@@ -223,38 +223,25 @@ class Readings:
         self.level: str | None = None
         self.missing: dict[str, str] = {}
         self._settings = settings
-        self._groups = {name: _Group(name, pids) for name, pids in groups.items()}
+        self._groups = {name: _Group(pids) for name, pids in groups.items()}
         is_local = settings.server is not None
         self._gpu = (gpu or Gpu()) if is_local else None
         self._rapl = Rapl() if is_local else None
         self._remote = remote
-        self._number = 0
         self._before: tuple[float, float, float, float | None] | None = None
         psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
 
     def sample(self, cores: CoresSample | None = None) -> ResourceSample:
         """One sample, now."""
-        reasons: list[str] = []
-        late = self._late_seconds()
-        if late is not None:
-            reasons.append(f"taken {late:.1f} s late")
         steal_share, quota_share = self._held_back()
-        with_pss = self._number % PSS_EVERY == 0
-        self._number += 1
-        found = {name: one.sample(with_pss, reasons) for name, one in self._groups.items()}
+        found: dict[str, Any] = {name: one.sample() for name, one in self._groups.items()}
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         gpu: dict[str, Any] = {}
         if self._gpu is not None:
             engine = self._groups["engine"].pids if "engine" in self._groups else ()
             gpu = self._gpu.read(engine)
-            if gpu and all(value is None for value in gpu.values()):
-                reasons.append("the GPU's driver tells nothing")
-            else:
-                self.missing |= self._gpu.missing
+            self.missing |= self._gpu.missing
         remote = self._remote() if self._remote is not None else None
-        if isinstance(remote, str):
-            reasons.append(remote)
-            remote = None
         cpu_watts = None
         if self._rapl is not None:
             cpu_watts = self._rapl.read()
@@ -268,23 +255,13 @@ class Readings:
             available_bytes=memory.available,
             swap_used_bytes=swap.used,
             cpu_watts=cpu_watts,
-            cpu_clock_hertz=clock_hertz(range(os.cpu_count() or 1)),
             steal_share=steal_share,
             quota_share=quota_share,
-            remote=remote,
+            remote=None if isinstance(remote, str) else remote,
             cores=cores,
-            valid=not reasons,
-            reasons=reasons,
             **found,
             **gpu,
         )
-
-    def _late_seconds(self) -> float | None:
-        """By how much the sample comes too late, where that is much."""
-        if self._before is None:
-            return None
-        passed, interval = time.monotonic() - self._before[0], self._settings.interval_seconds
-        return passed - interval if passed > 3 * interval else None
 
     def _held_back(self) -> tuple[float | None, float | None]:
         """Since the last sample: the share of all cores' time that a hypervisor gave to others,
@@ -305,8 +282,7 @@ class Readings:
 class _Group:
     """Some processes that are one to us. Their CPU share is known from the second sample on."""
 
-    def __init__(self, name: str, pids: Pids) -> None:
-        self._name = name
+    def __init__(self, pids: Pids) -> None:
         self._now = pids
         self._cpu: dict[int, float] = {}
         self._at = 0.0
@@ -316,10 +292,8 @@ class _Group:
         """The processes of the last sample."""
         return tuple(self._cpu)
 
-    def sample(self, with_pss: bool, reasons: list[str]) -> ProcessSample | None:
-        now = time.monotonic()
-        rss = threads = 0
-        pss: int | None = 0 if with_pss else None
+    def sample(self) -> ProcessSample | None:
+        now, rss = time.monotonic(), 0
         cpu: dict[int, float] = {}
         for pid in self._now():
             try:
@@ -328,23 +302,13 @@ class _Group:
                     times = process.cpu_times()
                     cpu[pid] = times.user + times.system
                     rss += process.memory_info().rss
-                    threads += process.num_threads()
             except psutil.Error:
                 continue
-            if pss is not None:
-                try:
-                    pss += int(process.memory_full_info().pss)
-                except (psutil.Error, AttributeError):
-                    pss = None
         used = sum(total - self._cpu[pid] for pid, total in cpu.items() if pid in self._cpu)
         is_known = bool(cpu) and cpu.keys() <= self._cpu.keys() and now > self._at
-        if self._cpu and self._name == "engine" and cpu.keys() != self._cpu.keys():
-            reasons.append("engine process changed" if cpu else "engine process gone")
         share = round(used / (now - self._at), 4) if is_known else None
         self._cpu, self._at = cpu, now
-        if not cpu:
-            return None
-        return ProcessSample(rss_bytes=rss, pss_bytes=pss, cpu_share=share, threads=threads)
+        return ProcessSample(rss_bytes=rss, cpu_share=share) if cpu else None
 
 
 def family(pid: int) -> list[int]:
@@ -382,7 +346,7 @@ class Gpu:
         self._engine: tuple[int, ...] = ()
         try:
             if nvml is None:
-                import pynvml as nvml
+                nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
             self._all = [
                 nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
@@ -409,7 +373,6 @@ class Gpu:
         rates, watts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
         joules = ask("nvmlDeviceGetTotalEnergyConsumption")
         clock = ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
-        memory_clock = ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM)
         bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
         found = {
             "gpu_memory_bytes": None if memory is None else int(memory.used),
@@ -420,7 +383,6 @@ class Gpu:
             "gpu_watts": None if watts is None else watts / 1000,
             "gpu_energy_joules": None if joules is None else joules / 1000,
             "gpu_clock_hertz": None if clock is None else clock * 1e6,
-            "gpu_memory_clock_hertz": None if memory_clock is None else memory_clock * 1e6,
             "gpu_throttled": None
             if bits is None
             else [name for bit, name in THROTTLES.items() if bits & bit],

@@ -157,7 +157,11 @@ class Dispatcher:
             self._idle.clear()
         self._account.due += 1
         self._waiting[index] = asked.due_seconds
-        answer = Answer(lambda: self._waiting.pop(index, None), keep_text=session is not None)
+
+        def answered() -> None:
+            self._waiting.pop(index, None)
+
+        answer = Answer(answered, keep_text=session is not None)
         wire = request.wire
         if turn:  # its prompt continues the answers before it
             seen = self._answers.get(session, {})
@@ -174,7 +178,7 @@ class Dispatcher:
             timeout_seconds=self.plan.target.timeout_seconds,
             answer=answer,
         )
-        self._waiting.pop(index, None)
+        answered()
         self._running.discard(me)
         self._counted.discard(index)
         if session is not None and record.error is None:

@@ -139,7 +139,12 @@ class Roles:
             guard(environment)
         if isinstance(runner, WorkerRunner):
             side = WorkerSide(runner, own_target())
-            side.obey = Sender(lambda wire: (self._count(wire), side.tell(wire))[1]).obey
+
+            def tell_master(wire: Wire) -> None:
+                self._count(wire)
+                side.tell(wire)
+
+            side.obey = Sender(tell_master).obey
             side.join()
             return
         tell: Callable[[Wire], None] = self._told_by_hand

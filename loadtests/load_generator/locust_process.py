@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -103,7 +103,7 @@ class Conductor:
     """Several senders of a level as one: orders go to all, and of all answers one is made."""
 
     def __init__(
-        self, senders: Mapping[Hashable, Callable[[Order], None]], tell: Callable[[Wire], None]
+        self, senders: Mapping[Any, Callable[[Order], None]], tell: Callable[[Wire], None]
     ) -> None:
         self._senders = senders
         self._tell = tell

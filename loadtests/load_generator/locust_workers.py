@@ -13,6 +13,7 @@ answers at the master's address cannot point it elsewhere.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class MasterSide:
             if not workers:
                 self._tell(Failed("no worker is there"))
                 return
-            senders = {one: lambda order, one=one: self._send(one, order) for one in workers}
+            senders = {one: functools.partial(self._send, one) for one in workers}
             self._conductor = Conductor(senders, self._told)
         if self._conductor is not None:
             self._conductor.obey(order)

@@ -15,9 +15,7 @@ class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
     """One process group at one moment. CPU is a share of one core: 1.0 = one core busy."""
 
     rss_bytes: int | None = None
-    pss_bytes: int | None = None
     cpu_share: float | None = None
-    threads: int | None = None
 
 
 class RemoteSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -67,8 +65,7 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
 class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The machine beside the load at one moment, in Unix seconds.
 
-    `reasons` say why a sample is not valid. Why a value is None is said once per cell (`sampling`
-    of CellReady).
+    Why a value is None is said once per cell (`sampling` of CellReady).
     """
 
     cell: str
@@ -88,14 +85,10 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     gpu_watts: float | None = None
     gpu_energy_joules: float | None = None  # a counter, since its driver was loaded
     gpu_clock_hertz: float | None = None
-    gpu_memory_clock_hertz: float | None = None
     # why its clock is held down, idling left out; []: it is not, None: not told
     gpu_throttled: list[str] | None = None
     cpu_watts: float | None = None
-    cpu_clock_hertz: float | None = None  # mean of all cores
     steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others
     quota_share: float | None = None  # of the time, held back by the control group's CPU quota
     remote: RemoteSample | None = None
     cores: CoresSample | None = None
-    valid: bool = True
-    reasons: list[str] = []

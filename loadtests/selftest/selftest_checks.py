@@ -161,7 +161,11 @@ def arrival_rows(world: str, arrived: npt.NDArray[np.float64], rate: float) -> l
     several = math.sqrt(2 / windows)
     return [
         below(
-            world, "distance from Poisson", found.statistic, KOLMOGOROV / len(gaps) ** 0.5, "number"
+            world,
+            "distance from Poisson",
+            float(found.statistic),
+            KOLMOGOROV / len(gaps) ** 0.5,
+            "number",
         ),
         near(world, "lag-1 autocorrelation", 0.0, lag1, LAG_SIGMA / len(gaps) ** 0.5, "number"),
         near(world, "index of dispersion", 1.0, spread, LAG_SIGMA * several, "number"),

@@ -267,7 +267,7 @@ def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
         rows = load_trace(workload.file).pairs
         sample = lambda count: rows[rng.integers(len(rows), size=count)]  # noqa: E731
     else:
-        both = [workload.prompt_tokens, workload.output_tokens]
+        both = np.array([workload.prompt_tokens, workload.output_tokens], dtype=np.int64)
         sample = lambda count: np.tile(both, (count, 1))  # noqa: E731
     if workload.cap == "truncate":
         return _capped(workload, sample(n))

@@ -17,19 +17,21 @@ from pathlib import Path
 
 import pytest
 
+from loadtests.analysis import disturbance
 from loadtests.campaign.campaign_file import parse_campaign
+from loadtests.campaign.campaign_runner import run
 from loadtests.campaign.progress import Progress
-from loadtests.campaign.runner import run
+from loadtests.campaign.run_state import is_set_aside
 from loadtests.host.cpu_pinning import divide_cores
-from loadtests.metrics import disturbance
-from loadtests.records.events import (
+from loadtests.records.run_folder import read_records
+from loadtests.records.run_journal import (
     CellFinished,
     LevelFinished,
     LevelStarted,
+    NeverQuiet,
     Waited,
     of_kind,
 )
-from loadtests.records.old_run_folder import read_events
 from serving.hardware.machine_facts import allowed_cores
 from tests.loadtests.campaign.checks import check_folder
 
@@ -53,7 +55,7 @@ context_tokens = 128
 options = {{ step_seconds = 0.01, is_busy = true }}
 [search]
 rates = [5.0]
-rate_seconds = [1.5]
+level_seconds = 1.5
 single_stream_requests = 5
 """
 
@@ -93,7 +95,7 @@ def wait_for_level(out: Path, number: int) -> None:
     until = time.monotonic() + 60
     while time.monotonic() < until:
         for folder in out.glob("*/"):
-            levels = of_kind(read_events(folder).records, LevelStarted)
+            levels = of_kind(read_records(folder).events, LevelStarted)
             if len(levels) >= number:
                 return
         time.sleep(0.1)
@@ -113,17 +115,18 @@ def test_a_disturbed_level_is_measured_again_and_the_disturber_is_named(tmp_path
     folder, said = measure(tmp_path, 60)
     disturber.join()
     check_folder(folder)
-    events = read_events(folder).records
-    lost = [one for one in of_kind(events, LevelFinished) if one.is_set_aside]
-    assert lost and all(not one.is_valid and "Disturbed" in one.warnings for one in lost)
+    events = read_records(folder).events
+    lost = [one for one in of_kind(events, LevelFinished) if is_set_aside(one)]
+    assert lost and all("Disturbed" in one.warnings for one in lost)
     named = [
-        stranger.pid for one in lost if one.disturbance for stranger in one.disturbance.strangers
+        stranger.pid
+        for one in lost
+        if one.disturbance
+        for stranger in one.disturbance.total.strangers
     ]
     assert busy[0] in named
     assert of_kind(events, Waited)
     assert f"(pid {busy[0]}" in said and "waiting for a quiet machine" in said
-    (ended,) = of_kind(events, CellFinished)
-    assert ended.capacity is not None and "busy" not in ended.capacity.reason
     rates = [
         one.rate_per_second
         for one in of_kind(events, LevelStarted)
@@ -139,36 +142,31 @@ def test_where_quiet_never_comes_the_cell_is_unresolved(tmp_path: Path) -> None:
     finally:
         os.kill(busy, signal.SIGKILL)
     check_folder(folder)
-    events = read_events(folder).records
+    events = read_records(folder).events
     (ended,) = of_kind(events, CellFinished)
-    found = ended.capacity
-    assert found is not None and found.status == "unresolved"
-    assert found.reason.startswith("the machine was busy: ")
+    assert ended.capacity is not None and not ended.capacity.holds
+    (found,) = of_kind(events, NeverQuiet)
     assert f"(pid {busy}, " in found.reason and "% of the CPU time" in found.reason
     assert not of_kind(events, Waited)[-1].became_quiet, "it ends waiting"
     assert found.reason in said
 
 
-def test_on_a_shared_host_levels_count_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what is on record of each: figures of the engine, and a probe before it."""
-    monkeypatch.setattr(disturbance, "PROBE_SHARE", 1.0)  # these levels are short
+def test_on_a_shared_host_levels_count_with_a_warning(tmp_path: Path) -> None:
+    """And what is on record of each: figures of the engine."""
     busy = hog(1)
     try:
         folder, _ = measure(tmp_path, 60, ONE_CORE, disturbance='"ignore"')
     finally:
         os.kill(busy, signal.SIGKILL)
     check_folder(folder)
-    events = read_events(folder).records
+    events = read_records(folder).events
     assert not of_kind(events, Waited)
     levels = of_kind(events, LevelFinished)
-    assert len(levels) == 2 and not any(one.is_set_aside for one in levels)
+    assert len(levels) == 2 and not any(is_set_aside(one) for one in levels)
     assert all(one.is_valid for one in levels if "LateSends" not in one.warnings)
     assert "Disturbed" in levels[-1].warnings
     found = levels[-1].disturbance
-    assert found is not None and found.subject == "engine" and found.counts
-    assert found.seconds > 1.0 and found.share is not None and found.share > 0.03
-    assert found.turns and found.busy_seconds is not None and found.steal_seconds is not None
-    assert busy in [one.pid for one in found.strangers]
-    assert any(one.probe_seconds for one in of_kind(events, LevelStarted))
+    assert found is not None and found.counts and found.total.seconds > 1.0
+    assert found.share is not None and found.share > 0.03 and found.total.turns
+    assert found.total.busy_seconds is not None and found.steal_seconds is not None
+    assert busy in [one.pid for one in found.total.strangers]

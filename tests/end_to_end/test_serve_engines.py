@@ -19,7 +19,7 @@ import msgspec
 import openai
 import pytest
 
-from loadtests.campaign.servers import info_of
+from loadtests.campaign.server_launch import info_of
 from models.tokenization.tokenizer import load_tokenizer
 from tests.serving.backends.hf_folders import generated, hf_folder, onnx_folder
 

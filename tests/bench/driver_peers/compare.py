@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import kstest
 
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
-from loadtests.workload.arrivals import Poisson
-from loadtests.workload.goodness_of_fit import check
 from tests.bench.driver_peers.tools import QUANTILES, ROOT, TOOLS, Tool, quantiles
 
 GAP, TOKENS = 0.010, 64
-WINDOW = 0.1  # of the finest index of dispersion
+WINDOWS = (0.1, 0.5, 2.0)  # of the index of dispersion, seconds
 SERVER_CORE = max(os.sched_getaffinity(0))
 
 
@@ -119,24 +118,21 @@ def arrivals(tools: list[Tool]) -> Iterator[dict[str, Any]]:
             with truth(ttft=0.01, gap=0.001) as url:
                 tool.level(url, 20.0, 1200, 2, workers)
                 at = np.array([entry["arrived"] for entry in log_of(url, 2)])
-            at -= at[0]
-            found = check(Poisson(), at, 20.0, float(at[-1]))
-            counts, _ = np.histogram(
-                at, bins=int(at[-1] / WINDOW), range=(0.0, int(at[-1] / WINDOW) * WINDOW)
-            )
+            gaps = np.diff(at)
+            spread = {}
+            for window in WINDOWS:
+                counts, _ = np.histogram(at, np.arange(at[0], at[-1], window))
+                spread[f"{window:g} s"] = round(float(counts.var(ddof=1) / counts.mean()), 3)
             yield {
                 "part": "arrivals",
                 "tool": tool.name,
                 "workers": workers,
-                "arrivals": found.count,
-                "rate": found.rate,
-                "cv": found.cv,
-                "lag1": found.lag1,
-                "ks_p": found.ks_p,
-                "dispersion_100_ms": float(counts.var(ddof=1) / counts.mean()),
-                "dispersion": {
-                    f"{d.window_seconds:g} s": round(d.index, 3) for d in found.dispersion
-                },
+                "arrivals": len(at),
+                "rate": len(gaps) / float(at[-1] - at[0]),
+                "cv": float(gaps.std() / gaps.mean()),
+                "lag1": float(np.corrcoef(gaps[1:], gaps[:-1])[0, 1]),
+                "ks_p": float(kstest(gaps, "expon", args=(0, 1 / 20.0)).pvalue),
+                "dispersion": spread,
             }
 
 

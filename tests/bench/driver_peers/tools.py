@@ -184,11 +184,10 @@ class Ours(Tool):
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         (place / "campaign.toml").write_text(
-            'name = "mock"\nbudget_seconds = 22\n[target]\nurl = '
+            'name = "mock"\nbudget_seconds = 60\n[target]\nurl = '
             f'"{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n'
-            f"[slo]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\nprecision = "
-            "0.2\nlevel_seconds_min = 3\n"
-            "level_seconds_max = 12\nlevel_requests_min = 20\nlone_requests = 2\n"
+            f"[slo]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\n"
+            "level_seconds = 10\nsingle_stream_requests = 5\n"
         )
         command = [
             sys.executable,
@@ -205,7 +204,7 @@ class Ours(Tool):
         for line in reversed(events.read_text().splitlines()):
             event = msgspec.json.decode(line)
             if event["kind"] == "cell_finished":
-                return run, json.dumps(event["detail"].get("capacity"))
+                return run, json.dumps(event["capacities"])
         return run, "no capacity"
 
 

@@ -18,7 +18,7 @@ import pytest
 from loadtests.errors import LoadError
 from loadtests.host.core_watch import Pids
 from loadtests.host.resource_sampler import Gpu, Rapl, Readings, Sampler, Settings
-from loadtests.records.resource_sample import ResourceSample
+from loadtests.records.resource_sample import ProcessSample, ResourceSample
 from tests.tools.waiting import wait_for
 
 
@@ -100,30 +100,24 @@ def test_a_server_is_seen_as_engine_and_api() -> None:
         and last.api.rss_bytes
     )
     assert (last.engine.cpu_share or 0) > (last.api.cpu_share or 0)
-    first = next(s.engine for s in seen if s.engine is not None)
-    assert first.pss_bytes is None or (
-        first.rss_bytes is not None and first.pss_bytes <= first.rss_bytes
-    )
     if last.gpu_memory_bytes is None:
         assert "no NVIDIA GPU to be read" in missing["gpu"], "what is not measured has its reason"
     if last.cpu_watts is None:
         assert "intel-rapl" in missing["cpu_watts"]
 
 
-def test_an_engine_that_is_replaced_marks_the_sample() -> None:
+def test_an_engine_that_is_replaced_has_no_share_across_two_processes() -> None:
     first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
     now = [first.pid]
     try:
         readings = readings_of({"engine": lambda: now})
-        assert readings.sample().valid
+        readings.sample()
+        assert (readings.sample().engine or ProcessSample()).cpu_share is not None
         now[0] = second.pid
-        sample = readings.sample()
-        assert not sample.valid and sample.reasons == ["engine process changed"]
-        assert sample.engine is not None and sample.engine.cpu_share is None, (
-            "no share across two processes"
-        )
+        engine = readings.sample().engine
+        assert engine is not None and engine.rss_bytes and engine.cpu_share is None
         now.clear()
-        assert readings.sample().reasons == ["engine process gone"]
+        assert readings.sample().engine is None
     finally:
         for process in (first, second):
             process.kill()
@@ -135,7 +129,7 @@ class FakeNvml:
     functions and units. Not a GPU.
     """
 
-    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
+    NVML_CLOCK_SM = 1
     nvmlMemory_v2 = 2
 
     class NVMLError(Exception):
@@ -228,7 +222,7 @@ def test_what_a_gpu_does_not_tell_is_none() -> None:
     assert gpu.read() == {} and gpu.missing["gpu"] == "no NVIDIA GPU to be read: Driver Not Loaded"
 
 
-def test_a_driver_that_fails_while_we_look_makes_samples_invalid_and_ends_nothing() -> None:
+def test_a_driver_that_fails_while_we_look_ends_nothing() -> None:
     class Lost(FakeNvml):
         def __getattribute__(self, name: str) -> Any:
             known = ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetCount")
@@ -238,8 +232,8 @@ def test_a_driver_that_fails_while_we_look_makes_samples_invalid_and_ends_nothin
 
     readings = readings_of({}, Gpu(Lost(1)))
     sample = readings.sample()
-    assert not sample.valid and sample.reasons == ["the GPU's driver tells nothing"]
     assert sample.gpu_memory_bytes is None
+    assert readings.missing["gpu_watts"] == "this driver does not tell"
 
 
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
