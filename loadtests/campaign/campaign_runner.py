@@ -27,7 +27,7 @@ import msgspec
 
 from loadtests.analysis import capacity_text
 from loadtests.analysis.level import levels_of
-from loadtests.campaign.campaign_file import Campaign, Cell, Plan, cell_of_target, check_trust
+from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, check_trust
 from loadtests.campaign.cell_runner import Done, capacities, next_step, run_cell, seen_of
 from loadtests.campaign.cell_selection import (
     WhyNot,
@@ -426,8 +426,3 @@ class _Sitting:
         for name, one in found.items():
             of = f" (SLO {name})" if len(found) > 1 else ""
             self._progress.say(f"{place}{of}: {capacity_text.in_words(one)}", style="bold")
-
-
-def cells_text(cells: Sequence[Cell]) -> str:
-    """`1 cell`, `4 cells`."""
-    return "1 cell" if len(cells) == 1 else f"{len(cells)} cells"

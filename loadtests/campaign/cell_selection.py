@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Server
 from loadtests.campaign.external_servers import HOST
 from loadtests.campaign.progress import Progress
@@ -25,7 +24,6 @@ from loadtests.simulation.simulated_capacity import capacity
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.request_lengths import Workload, draw
 from models import formatting
-from models.formats import DEFAULT_FORMATS, weight_bytes
 from models.ladder import is_rung, rung
 from models.resolve import resolve
 from serving.backends.backend_interface import EngineConfig
@@ -312,19 +310,3 @@ def shares(
     many = len(cells) - len(few)
     rest = (seconds - little * len(few)) / many if many else 0.0
     return {cell.key: rest if cell.key in confirmed else little for cell in cells}
-
-
-def weights_text(cell: Cell) -> int | None:
-    """Bytes of a rung's weights; None where they are not known before an engine is chosen."""
-    if cell.url is not None or not is_rung(cell.model):
-        return None
-    weight_format = cell.weight_format or (DEFAULT_FORMATS["gguf"] if cell.is_best else "")
-    try:
-        return weight_bytes(rung(cell.model).spec, weight_format) or None
-    except KeyError:
-        return None
-
-
-def has_limits(slo: Slo) -> bool:
-    """Whether an SLO limits any latency: without a limit no law says what it allows."""
-    return slo.ttft_seconds is not None or slo.tpot_seconds is not None

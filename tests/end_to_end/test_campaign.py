@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -43,7 +44,7 @@ from tests.tools.waiting import wait_for
 pytestmark = pytest.mark.slow
 Start = Callable[..., str]
 ROOT = Path(__file__).parents[2]
-LAW = {"base_seconds": 0.004, "row_seconds": 0.001, "prompt_token_seconds": 0.0002}
+LAW: dict[str, Any] = {"base_seconds": 0.004, "row_seconds": 0.001, "prompt_token_seconds": 0.0002}
 KNOWN = """
 name = "known truth"
 disturbance = "ignore"

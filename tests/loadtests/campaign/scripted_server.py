@@ -16,7 +16,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 FAULTS = dict(word.partition("=")[::2] for word in sys.argv[2:])
-SERVED = []
+SERVED: list[int] = []
 TOKEN_SECONDS = 0.02
 SLOTS = threading.Semaphore(2)
 METRICS = """# TYPE vllm:num_requests_running gauge
@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         SERVED.append(1)
         if len(SERVED) > int(FAULTS.get("dies-after") or 1 << 30):
             print("out of luck", flush=True)
-            self.server.socket.close()
+            self.server.socket.close()  # type: ignore[attr-defined]
             self.connection.shutdown(socket.SHUT_RDWR)
             time.sleep(0.3)  # its connections are gone before it is
             os._exit(7)
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    def event(self, value: dict) -> None:
+    def event(self, value: dict[str, object]) -> None:
         self.wfile.write(b"data: " + json.dumps({"model": "ab"} | value).encode() + b"\n\n")
         self.wfile.flush()
 
@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
         return
 
 
-def usage(tokens: int) -> dict:
+def usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": 12, "completion_tokens": tokens, "total_tokens": 12 + tokens}
 
 
