@@ -24,12 +24,11 @@ LLAMA_CMAKE = -DLLAVA_BUILD=OFF $(GPU_CMAKE) $(CMAKE_ARGS)
 LLAMA_BUILD = CXXFLAGS='-include "$(CURDIR)/docker/amx.h"'" $$CXXFLAGS" CMAKE_ARGS="$(LLAMA_CMAKE)"
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
-.PHONY: demo reference test scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
+.PHONY: demo test scale-test test-vulkan llama clients lint env images test-images lint-images docs release-check clean help
 
 help:
 	@echo "make demo   the main job: models, campaign, report (some 15 minutes on 2 cores, after the installation)"
 	@echo "make demo GPU=vulkan   the same with llama.cpp compiled for Vulkan too (GPU=cuda, GPU=rocm)"
-	@echo "make reference  the ladder of the shipped results on this machine, beside them (some 60 minutes)"
 	@echo "make test   the tests (some 10 minutes on 2 cores)"
 	@echo "make scale-test  replicas on a Ray of this machine, in an environment of its own (installs 600 MB)"
 	@echo "make test-vulkan  llama.cpp on Vulkan, on a GPU or on Mesa's software device (compiles llama.cpp; says what is missing)"
@@ -43,13 +42,6 @@ help:
 demo: $(STAMP)
 	$(BIN)/crossover campaign run loadtests/demo$(if $(GPU),-gpu).toml --out $(RUNS)
 	$(BIN)/crossover report "$$(ls -td $(RUNS)/*/ | head -n 1)"
-
-# A run for each model; what they measured is one report, beside the shipped results.
-reference: $(STAMP)
-	set -e; for model in 135m 360m 1b; do \
-		$(BIN)/crossover campaign run loadtests/reference/$$model.toml --out $(RUNS); \
-	done
-	$(BIN)/crossover report $$(ls -td $(RUNS)/*-reference-*/ | head -n 3) --reference
 
 test: $(STAMP)
 	@echo "== two at a time; then, alone, what holds a measured time to a bound"

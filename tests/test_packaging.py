@@ -83,4 +83,4 @@ def test_the_wheel_holds_the_four_packages_their_data_and_no_weights(tmp_path: P
     }
     assert any(name.startswith("models/data/") and name.endswith(".json") for name in names)
     assert not [name for name in names if name.endswith((".gguf", ".safetensors", ".onnx"))]
-    assert {"loadtests/demo.toml", "loadtests/reference/1b.toml"} <= {*names}
+    assert {"loadtests/demo.toml", "loadtests/llama-server.toml"} <= {*names}
