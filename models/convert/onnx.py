@@ -80,7 +80,6 @@ def make_onnx(
     source, target = Path(hf_folder), Path(out_folder)
     check_request(precision, exporter)
     found = source_spec(source, spec)
-    ids = compared_ids(source, found, sequences)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Scratch files lie on the target's disk, which has room for the result.
     # `making` finds what a killed conversion leaves by this name.
@@ -88,6 +87,7 @@ def make_onnx(
     with tempfile.TemporaryDirectory(".part", left, dir=target.parent) as scratch:
         staged = Path(scratch, "source")
         stage(source, staged)
+        ids = compared_ids(source, found, sequences)
         _add_stand_in_tokenizer(staged)
         made = _export(staged, precision, exporter, say)
         say("comparing the logits with the source's", 0.7)
