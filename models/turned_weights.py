@@ -213,7 +213,8 @@ def mlp_inputs(spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64]) -> Itera
 
     def norm(x: Floats, name: str) -> Floats:
         size = np.sqrt(np.mean(x**2, -1, keepdims=True) + np.float32(spec.norm_epsilon))
-        return x / size * rows(name, 0, x.shape[-1])
+        normed: Floats = x / size * rows(name, 0, x.shape[-1])
+        return normed
 
     def heads(x: Floats, path: str, part: str, number: int) -> Floats:
         y = product(x, f"{path}.{part}_proj", number * spec.head_dim)
