@@ -9,7 +9,7 @@ than one matrix. Other architectures: models.export_with_optimum.
 
     int8  a scale a weight row and a scale a token; products of whole numbers (but for 64 channels
           of an MLP)
-    int4  MatMulNBits: a scale for 32 weights, activations in blocks of 8 bits
+    int4  MatMulNBits: a scale for 32 weights, activations in blocks of 8 bits; the head is int8
     fp32  as they are
 
 Trained models have a few channels a hundred times as large as the others, on which one scale a
@@ -256,7 +256,7 @@ class GraphWriter:
             self.constants.append(tensor)
             return name
         self.begin(name, dtype, values.shape)
-        self.file.write(memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)))
+        self.file.write(_bytes(values))
         return name
 
     def vector(self, *sources: str) -> str:
@@ -284,7 +284,9 @@ class GraphWriter:
     def product(self, x: str, y: str, *sources: str) -> str:
         """y = x times the transposed matrices side by side."""
         self.say(f"writing {sources[0]}", self.file.bytes / self._total_bytes())
-        return getattr(self, f"_{self.format}")(x, y, sources)
+        is_whole = self.format == "int8" or (self.format == "int4" and sources == (HEAD,))
+        make = self._int8 if is_whole else self._int4 if self.format == "int4" else self._fp32
+        return make(x, y, sources)
 
     def _total_bytes(self) -> int:
         return 2 * self.spec.weight_bytes(self.format)
@@ -292,19 +294,19 @@ class GraphWriter:
     def _int8(self, x: str, y: str, sources: tuple[str, ...], skipped: int = 0) -> str:
         """`skipped`: columns of the matrices that x has not."""
         outs, width = [self.shapes[one][0] for one in sources], self.shapes[sources[0]][1] - skipped
-        whole, scales = np.empty((width, sum(outs)), np.int8), np.empty(sum(outs), np.float32)
+        whole, steps = np.empty((width, sum(outs)), np.int8), np.empty(sum(outs), np.float32)
         at = 0
         for source in sources:
-            for packed, scale in self.blocks(
+            for packed, each in self.blocks(
                 source, lambda rows: self._rounded_rows(rows[:, skipped:])
             ):
-                whole[:, at : at + len(scale)] = packed.T
-                scales[at : at + len(scale)] = scale
-                at += len(scale)
+                whole[:, at : at + len(each)] = packed.T
+                steps[at : at + len(each)] = each
+                at += len(each)
         weight = self.constant(sources[0], whole)
         del whole
         # The quantised token is whole numbers from -127 to 127, times largest / 127.
-        scale = self.constant(f"{sources[0]}_scale", scales / np.float32(127))
+        scale = self.constant(f"{sources[0]}_scale", steps / np.float32(127))
         zero = self.constant(f"{sources[0]}_zero", np.zeros(sum(outs), np.int8))
         rounded, largest = self._rounded_tokens(x)
         z = self.node("MatMulInteger", [rounded, weight, "token_zero", zero], f"{y}/whole")
@@ -335,9 +337,9 @@ class GraphWriter:
         weight = self.begin(sources[0], "u1", (outs, width // GROUP, GROUP // 2))
         scales = []
         for source in sources:
-            for packed, scale in self.blocks(source, _nibbles):
-                self.file.write(memoryview(packed.reshape(-1)))
-                scales.append(scale.reshape(-1))
+            for packed, each in self.blocks(source, _nibbles):
+                self.file.write(_bytes(packed))
+                scales.append(each.reshape(-1))
         scale = self.constant(f"{sources[0]}_scale", np.concatenate(scales))
         settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
         return self.node("MatMulNBits", [x, weight, scale], y, domain="com.microsoft", **settings)
@@ -349,11 +351,11 @@ class GraphWriter:
             weight = self._float_rows(sources, (outs, self.shapes[sources[0]][1]))
         return self.node("FusedMatMul", [x, weight], y, domain="com.microsoft", transB=1)
 
-    def _float_rows(self, sources: tuple[str, ...], dims: tuple[int, int]) -> str:
+    def _float_rows(self, sources: tuple[str, ...], dims: tuple[int, ...]) -> str:
         self.begin(sources[0], "f4", dims)
         for source in sources:
             for values, _ in self.blocks(source, lambda rows: (rows, rows)):
-                self.file.write(memoryview(values.reshape(-1).view(np.uint8)))
+                self.file.write(_bytes(values))
         return sources[0]
 
     # --- the graph
@@ -369,9 +371,9 @@ class GraphWriter:
             return self.node("Gather", [weight, "input_ids"], "embedding")
         weight = self.begin(EMBEDDING, "i1", self.shapes[EMBEDDING])
         scales = []
-        for packed, scale in self.blocks(EMBEDDING, self._rounded_rows):
-            self.file.write(memoryview(packed.reshape(-1).view(np.uint8)))
-            scales.append(scale)
+        for packed, each in self.blocks(EMBEDDING, self._rounded_rows):
+            self.file.write(_bytes(packed))
+            scales.append(each)
         scale = self.constant(f"{EMBEDDING}_scale", np.concatenate(scales)[:, None])
         z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
         z = self.node("Cast", [z], "embedding/float", to=TensorProto.FLOAT)
@@ -509,6 +511,11 @@ class GraphWriter:
         graph = helper.make_graph(self.nodes, "main_graph", inputs, outputs, self.constants)
         operators = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, ir_version=10, opset_imports=operators)
+
+
+def _bytes(values: npt.NDArray[Any]) -> memoryview:
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def _nibbles(values: Floats) -> tuple[npt.NDArray[Any], Floats]:

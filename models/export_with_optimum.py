@@ -57,7 +57,7 @@ def foreign_spec(config: dict[str, Any], name: str) -> ModelSpec:
 
     Raises UnsupportedModel naming what config.json lacks.
     """
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for key, names in SIZES.items():
         value = next((config[one] for one in names if config.get(one) is not None), None)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 31:

@@ -115,6 +115,7 @@ class Turned:
         if name == EMBEDDING:
             return turned(self._rows(name, first, last))
         if name == HEAD:
+            self._held = ("", None)  # the head is large itself
             return turned(self._rows(name, first, last) * self._norm("model.norm.weight"))
         if part in self.NORMS and name.endswith(".weight"):
             norm = self._norm(f"{layer}.{self.NORMS[part]}")
@@ -139,10 +140,12 @@ class Turned:
 
     def _written(self, name: str, mlp: tuple[npt.NDArray[np.int64], Floats] | None) -> Floats:
         """A whole matrix that writes the hidden state, [hidden, inputs]."""
-        whole = self._rows(name, 0, self._spec.hidden)
+        whole = np.concatenate(list(self._blocks(name)))
         if mlp is not None:
-            whole = whole[:, mlp[0]]
-            whole *= mlp[1]
+            order, s = mlp
+            moved = np.flatnonzero(order != np.arange(len(order)))
+            whole[:, moved] = whole[:, order[moved]]
+            whole *= s
         step = max(1, BLOCK // self._spec.hidden)
         for at in range(0, whole.shape[1], step):
             columns = np.ascontiguousarray(whole[:, at : at + step].T)
@@ -160,11 +163,22 @@ class Turned:
                     for to, at in enumerate(np.argsort(-np.abs(x).max(0))[:far]):
                         here = int(np.flatnonzero(order == at)[0])
                         order[to], order[here] = order[here], order[to]
-                    weight = self._rows(f"{layer}.mlp.down_proj.weight", 0, self._spec.hidden)
-                    s[far:] = even_channels(x[:, order[far:]], weight[:, order[far:]])
+                    name = f"{layer}.mlp.down_proj.weight"
+                    s[far:] = even_channels(
+                        x[:, order[far:]],
+                        lambda: (block[:, order[far:]] for block in self._blocks(name)),
+                    )
                 self._evened = (layer, (order, s))
             found: tuple[npt.NDArray[np.int64], Floats] = self._evened[1]
             return found
+
+    def _blocks(self, name: str) -> Iterator[Floats]:
+        """The rows of a matrix that writes the hidden state, some at a time."""
+        count = self._spec.hidden
+        inputs = self._rows(name, 0, 1).shape[1]
+        step = max(1, BLOCK // inputs)
+        for first in range(0, count, step):
+            yield self._rows(name, first, min(count, first + step))
 
 
 def far_channels(spec: ModelSpec) -> int:
@@ -172,24 +186,30 @@ def far_channels(spec: ModelSpec) -> int:
     return min(64, spec.intermediate // 16)
 
 
-def even_channels(x: Floats, weight: Floats) -> Floats:
+def even_channels(x: Floats, blocks: Callable[[], Iterator[Floats]]) -> Floats:
     """s [inputs] for which rounding x / s by a scale a token, and weight * s by a scale a row, does
-    least harm to their product. x: [tokens, inputs], weight: [outputs, inputs].
+    least harm to their product. x: [tokens, inputs]; `blocks`: the weight, some rows at a time.
     """
     sizes = np.maximum(np.sqrt(np.mean(x**2, 0)), np.float32(1e-6))
-    weights = np.maximum(np.abs(weight).max(0), np.float32(1e-6))
-    squares = np.einsum("ij,ij->j", weight, weight)
+    weights, squares = np.full_like(sizes, 1e-6), np.zeros_like(sizes)
+    for block in blocks():
+        np.maximum(weights, np.abs(block).max(0), out=weights)
+        squares += np.einsum("ij,ij->j", block, block)
     candidates = [np.ones_like(sizes)]
     for exponent in EXPONENTS:
         s = sizes**exponent / weights ** (1 - exponent)
         candidates.append((s / np.exp(np.mean(np.log(s)))).astype(np.float32))
+    rows = np.zeros(len(candidates))  # of each: sum of the squares of the rows' scales
+    for block in blocks():
+        np.abs(block, out=block)
+        rows += [float(np.sum((block * s).max(1) ** 2)) for s in candidates]
 
-    def harm(s: Floats) -> float:
+    def harm(at: int) -> float:
+        s = candidates[at]
         tokens = np.mean(np.abs(x / s).max(1) ** 2) * np.sum(s**2 * squares)
-        rows = np.sum(np.abs(weight * s).max(1) ** 2) * np.sum((sizes / s) ** 2)
-        return float(tokens + rows)
+        return float(tokens + rows[at] * np.sum((sizes / s) ** 2))
 
-    return min(candidates, key=harm)
+    return candidates[min(range(len(candidates)), key=harm)]
 
 
 def mlp_inputs(spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64]) -> Iterator[Floats]:
@@ -213,7 +233,8 @@ def mlp_inputs(spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64]) -> Itera
 
     def norm(x: Floats, name: str) -> Floats:
         size = np.sqrt(np.mean(x**2, -1, keepdims=True) + np.float32(spec.norm_epsilon))
-        return x / size * rows(name, 0, x.shape[-1])
+        normed: Floats = x / size * rows(name, 0, x.shape[-1])
+        return normed
 
     def heads(x: Floats, path: str, part: str, number: int) -> Floats:
         y = product(x, f"{path}.{part}_proj", number * spec.head_dim)

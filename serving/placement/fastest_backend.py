@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -525,7 +526,7 @@ def measured_steps(
     length = int(min(most, max(SHORT_PROMPT, guess * part_seconds)))
     found = []
     for tokens in sorted({SHORT_PROMPT, length}):
-        seconds = steps.quick(lambda tokens=tokens: steps.prompt(0, tokens), part_seconds, 1)  # type: ignore[misc]
+        seconds = steps.quick(partial(steps.prompt, 0, tokens), part_seconds, 1)
         found.append(MeasuredStep(0, 0, 1, tokens, seconds))
     # The others hold as much as there is time to fill them with.
     each = int(min(length, max(4, part_seconds * length / seconds / max(1, slots - 1))))
@@ -533,12 +534,12 @@ def measured_steps(
         steps.prompt(slot, each)
     for rows in sorted({1, min(4, slots), slots}):
         before = sum(steps.held[:rows])
-        seconds = steps.quick(lambda rows=rows: steps.decode(rows), part_seconds, 4)  # type: ignore[misc]
+        seconds = steps.quick(partial(steps.decode, rows), part_seconds, 4)
         held = (before + sum(steps.held[:rows])) // 2
         found.append(MeasuredStep(rows, held, 0, 0, seconds))
     if slots > 1:
         held = sum(steps.held[:-1])
-        seconds = steps.quick(lambda: steps.mixed(slots - 1, 1, SHORT_PROMPT), part_seconds, 4)
+        seconds = steps.quick(partial(steps.mixed, slots - 1, 1, SHORT_PROMPT), part_seconds, 4)
         found.append(MeasuredStep(slots - 1, held, 1, SHORT_PROMPT, seconds))
     return tuple(found)
 

@@ -128,7 +128,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
         make_onnx(hf_folder("tiny-llama"), tmp_path / "out", "int3")
     with pytest.raises(BrokenWeights, match="vocabulary 704 and not 640"):
         make_onnx(hf_folder("tiny-qwen2"), tmp_path / "out", "fp32", spec=TINY_LLAMA)
-    odd = TINY_LLAMA.__replace__(hidden=48, heads=3, kv_heads=1, head_dim=16)  # type: ignore[attr-defined]
+    odd = TINY_LLAMA.__replace__(hidden=48, heads=3, kv_heads=1, head_dim=16)
     write_hf_folder(odd, tmp_path / "odd", dtype="fp32")
     with pytest.raises(UnsupportedModel, match="rows of 48, no multiple of 32"):
         make_onnx(tmp_path / "odd", tmp_path / "out", "int4")

@@ -80,9 +80,9 @@ class SlotGraph:
                 logits = self._prefill(group[0], chunk)
             else:
                 logits = self._prefill_together(group)
-            wanted = [at for at, row in enumerate(group) if row.wants_token]
-            if wanted:
-                parts.append((logits[wanted], [group[at] for at in wanted]))
+            asked = [at for at, row in enumerate(group) if row.wants_token]
+            if asked:
+                parts.append((logits[asked], [group[at] for at in asked]))
         if len(parts) == 1:
             return parts[0]
         wanted = [row for _, part in parts for row in part]

@@ -120,7 +120,7 @@ def resident_bytes(file: Path) -> int:
     config = _config_beside(file)
     embedding = int(config.get("vocab_size") or 0) * int(config.get("hidden_size") or 0)
     if _mentions(file, b"MatMulNBits"):
-        return int(1.3 * max(0, size - embedding))
+        return embedding + int(1.3 * max(0, size - 2 * embedding))  # the head is int8
     if _mentions(file, b"MatMulInteger"):
         matrices = max(0, size - embedding)
         return matrices + int(min(40e6, 0.15 * matrices))
