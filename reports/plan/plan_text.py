@@ -79,7 +79,8 @@ def choice_sentence(plan: Plan) -> str:
     peak = formatting.requests(plan.peak_rate)
     if plan.choice is None:
         return f"Nothing surely serves {model} at {peak} in the busiest hour."
-    return f"{_do(plan.choice)} serves {model} at {peak} in the busiest hour: {cost(plan.choice)} a month."
+    monthly = f"{cost(plan.choice)} a month"
+    return f"{_do(plan.choice)} serves {model} at {peak} in the busiest hour: {monthly}."
 
 
 def _do(option: Option) -> str:

@@ -327,7 +327,7 @@ def table(errors: Mapping[str, ClassError]) -> str:
 
 
 def write(fitted: Fitted) -> Predictor:
-    """step_time_constants.json, and errors.csv.gz: ln(predicted / seen) of rows whose device was left out."""
+    """step_time_constants.json, and errors.csv.gz: ln(predicted / seen), each device left out."""
     logs = {node: round(value, DIGITS) for node, value in fitted.logs.items()}
     log_errors = np.round(fitted.log_errors, DIGITS)
     made = Predictor(logs, class_errors(fitted.rows, log_errors))
