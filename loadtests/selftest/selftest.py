@@ -77,7 +77,7 @@ CAMPAIGN_SECONDS = 240.0  # after which one is given up
 
 CAMPAIGN = f"""
 name = "selftest"
-budget_seconds = 120
+budget_seconds = 90
 [target]
 url = "{{url}}"
 [workload]

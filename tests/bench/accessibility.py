@@ -1,7 +1,7 @@
 """The report's page checked with axe-core in headless Chromium.
 
-    python -m tests.bench.accessibility              # the runs that are shipped, and a made-up one
-    python -m tests.bench.accessibility runs/ID      # or a folder, or an archive of a run
+    python -m tests.bench.accessibility              # a made-up run of the ladder
+    python -m tests.bench.accessibility runs/ID      # or run folders
 
 Each page in light and dark, as wide as a desk's screen and as a phone's, all details open: every
 rule of axe but the experimental ones and those of WCAG's level AAA, target sizes too; and the
@@ -13,7 +13,6 @@ axe-core (MPL-2.0) is taken from npm once, into the cache under peers/.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import subprocess
 import sys
 import tarfile
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from models.cache import cache_dir
-from reports.reference.archive import opened
-from reports.write import Asked, write_report
-from tests.reports.example_run import write_example_run
+from reports.headline import answers_of
+from reports.html_page import page, sections_of
+from reports.report_data import read_report
+from tests.reports.runs import run_folder
 from tests.tools.browser import BROWSER, DARK, LIGHT, asked
 
-ROOT = Path(__file__).resolve().parents[2]
 AXE = "axe-core@4.14.1"
 KINDS = ("violations", "incomplete", "passes", "inapplicable")
 VIEWS = tuple(
@@ -71,9 +70,7 @@ function pale(text) {
   const found = contrast(ink, below);
   return found < (isLarge ? 3 : 4.5) ? [[text.textContent, found.toFixed(2), ink, below]] : [];
 }
-const timer = setInterval(async () => {
-  if (document.documentElement.dataset.ready !== "yes") return;
-  clearInterval(timer);
+addEventListener("load", async () => {
   for (const one of document.querySelectorAll("details")) one.open = true;
   const found = await axe.run(document, { rules: { "target-size": { enabled: true } } });
   const texts = [...document.querySelectorAll(".chart svg text")];
@@ -85,7 +82,7 @@ const timer = setInterval(async () => {
   found.incomplete = found.incomplete.filter((rule) => rule.nodes.length);
   tell({ width: window.innerWidth, texts: texts.length, pale: texts.flatMap(pale),
     ...Object.fromEntries(kinds.map((kind) => [kind, found[kind].map(brief)])) });
-}, 50);
+});
 </script>"""
 
 
@@ -93,24 +90,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="*", help="folders or archives of runs")
+    parser.add_argument("runs", type=Path, nargs="*", help="folders of runs")
     parser.add_argument("--elements", type=int, default=3, help="to print of each rule")
     arguments = parser.parse_args()
     if BROWSER is None:
         parser.error("there is no Chromium on this machine")
     script, violated = CHECK.replace("%s", axe()), 0
     print(f"{AXE}, {version()}")
-    for name, page in pages(arguments.runs):
+    for name, text in pages(arguments.runs):
         for view, option, width in VIEWS:
             with tempfile.TemporaryDirectory() as folder:
-                found = asked(page, script, Path(folder), option, width=width, seconds=900)
+                found = asked(text, script, Path(folder), option, width=width, seconds=900)
             violated += len(found["violations"]) + len(found["pale"])
             print(f"{name}, {view}: {summary(found)}", flush=True)
             for kind in ("violations", "incomplete"):
                 for rule in found[kind]:
                     print_rule(kind, rule, arguments.elements)
-            for text, ratio, ink, below in found["pale"][: arguments.elements]:
-                print(f"  contrast {ratio} of {text!r}: {ink} on {below}")
+            for words, ratio, ink, below in found["pale"][: arguments.elements]:
+                print(f"  contrast {ratio} of {words!r}: {ink} on {below}")
     return min(1, violated)
 
 
@@ -137,19 +134,12 @@ def version() -> str:
 
 
 def pages(runs: list[Path]) -> Iterator[tuple[str, str]]:
-    """The name and the page of each run; without any, of those that are shipped and a made-up one.
-
-    The made-up one has a model that was skipped, and levels without requests that were good.
-    """
-    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
-        if not runs:
-            example = write_example_run(Path(made) / "made-up", skipped={"qwen2.5-14b": "too big"})
-            runs = [*sorted((ROOT / "reports/reference").glob("*.tar.xz")), example]
-        for place in runs:
-            folder = place if place.is_dir() else stack.enter_context(opened(place))
-            out = Path(made) / "report"
-            write_report([folder], out, Asked(("html",), rate=0.5, reference=True))
-            yield folder.name, (out / "index.html").read_text()
+    """The name and the page of each run; of a made-up one, a rung of it not even alone, without."""
+    with tempfile.TemporaryDirectory() as made:
+        for folder in runs or [run_folder(Path(made))]:
+            data = read_report([folder])
+            answers = answers_of(data)
+            yield folder.name, page(data, answers, sections_of(data, answers))
 
 
 def summary(found: dict[str, Any]) -> str:

@@ -28,8 +28,7 @@ from tests.bench.paired import machine, machine_line
 from tests.bench.peers.jobs import Child
 
 DEFAULT = (
-    "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:dynamic-int8 "
-    "onnx:int4 torch:bf16 torch:int8 torch:dynamic-int8 torch:int4"
+    "llama_cpp:BF16 llama_cpp:Q8_0 llama_cpp:Q4_K_M llama_cpp:Q4_0 onnx:int8 onnx:int4 torch:bf16"
 )
 
 

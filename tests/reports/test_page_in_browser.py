@@ -1,0 +1,113 @@
+"""The page of a run in headless Chromium: sliders, the URL that keeps them, widths and themes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reports.html_page import page, sections_of
+from tests.reports.runs import shown
+from tests.tools.browser import BROWSER, DARK, LIGHT, asked
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+
+# `look()`: what a person sees now. `move(name, step)`: a slider, as a hand moves it.
+EYES = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message));
+const text = (where) => document.querySelector(where)?.textContent.trim();
+const look = () => ({
+  headline: text("#headline"), moved: text("#moved"), hash: location.hash,
+  says: knobs.map((name) => text(`#${name}-says`)),
+  table: [...document.querySelectorAll("#answers tbody .v")].map((one) => one.textContent),
+  bars: [...document.querySelectorAll("#map [data-bar]")].map((one) => one.getAttribute("width")),
+});
+function move(name, step) {
+  input[name].value = step;
+  input[name].dispatchEvent(new Event("input"));
+}
+%s
+</script>"""
+SLIDE = """
+const before = look();
+move("ttft", 0); move("target", lattice.target.length - 1);
+const strict = look();
+move("ttft", lattice.ttft.length - 1); move("tpot", lattice.tpot.length - 1); move("target", 0);
+const loose = look();
+document.getElementById("reset").click();
+tell({ before, strict, loose, after: look(), errors, lattice });
+"""
+RESTORE = """
+history.replaceState(null, "", "#ttft=0.5&tpot=0.1&target=0.95");
+fromHash();
+const kept = look();
+history.replaceState(null, "", "#ttft=ages&tpot=0.123");
+fromHash();
+tell({ kept, nonsense: look(), errors });
+"""
+# What is scrolled in a box of its own may be wider than the window.
+LAY_OUT = """
+addEventListener("load", () => {
+  for (const one of document.querySelectorAll("details")) one.open = true;
+  const wide = [...document.querySelectorAll("body *")].filter((one) =>
+    !one.closest(".scroll, pre, svg") && one.getBoundingClientRect().right > innerWidth + 1);
+  tell({ window: innerWidth, page: document.documentElement.scrollWidth, errors,
+    wide: wide.map((one) => one.outerHTML.slice(0, 100)),
+    paper: getComputedStyle(document.body).backgroundColor });
+});
+"""
+
+
+def seen(script: str, folder: Path, *options: str, width: int = 1400) -> Any:
+    _, data, answers = shown()
+    text = page(data, answers, sections_of(data, answers))
+    return asked(text, EYES % script, folder, *options, width=width)
+
+
+def test_sliders_move_table_map_and_sentence_and_the_button_brings_them_back(
+    tmp_path: Path,
+) -> None:
+    told = seen(SLIDE, tmp_path)
+    before, strict, loose, after = (told[key] for key in ("before", "strict", "loose", "after"))
+    assert told["errors"] == []
+    for one in (strict, loose):
+        for part in ("headline", "table", "bars", "says"):
+            assert one[part] != before[part], part
+        assert one["headline"].startswith("Under this SLO the CPU serves ")
+        assert "Estimated" in one["moved"]
+    assert strict["table"] != loose["table"] and strict["bars"] != loose["bars"]
+    assert "99 %" in strict["says"] and "80 %" in loose["says"]
+    lattice = told["lattice"]
+    assert loose["hash"] == "#" + "&".join(
+        f"{name}={json.dumps(value)}".removesuffix(".0")
+        for name, value in (
+            ("ttft", lattice["ttft"][-1]),
+            ("tpot", lattice["tpot"][-1]),
+            ("target", lattice["target"][0]),
+        )
+    )
+    assert after == before and after["moved"] == "This is the SLO of the run."
+
+
+def test_the_address_restores_the_sliders_and_nonsense_in_it_is_the_run_s_slo(
+    tmp_path: Path,
+) -> None:
+    told = seen(RESTORE, tmp_path)
+    assert told["errors"] == []
+    assert told["kept"]["says"] == ["500 ms", "100 ms", "95 %"]
+    assert told["kept"]["hash"] == "#ttft=0.5&tpot=0.1&target=0.95"
+    assert told["nonsense"]["moved"] == "This is the SLO of the run."
+
+
+@pytest.mark.parametrize(("scheme", "dark"), [(LIGHT, False), (DARK, True)])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_nothing_is_wider_than_the_window(
+    width: int, scheme: str, dark: bool, tmp_path: Path
+) -> None:
+    told = seen(LAY_OUT, tmp_path, scheme, width=width)
+    assert told["errors"] == [] and told["wide"] == []
+    assert told["page"] <= told["window"] <= width
+    assert (told["paper"] != "rgb(255, 255, 255)") is dark
