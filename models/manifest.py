@@ -28,7 +28,7 @@ CHUNK_BYTES = 8 << 20
 
 # The converter of each kind of file. Its number goes up when the same source would give other
 # files: what an earlier one left in the cache is made again.
-_CONVERTERS = {"gguf": "convert 2", "onnx": "convert_to_onnx 1"}
+_CONVERTERS = {"gguf": "convert 2", "hf": "from_gguf 1", "onnx": "convert_to_onnx 1"}
 
 Progress = Callable[[str, float | None], None]  # what is under way, its fraction 0..1 or None
 

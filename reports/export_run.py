@@ -24,7 +24,7 @@ from loadtests.records.run_folder import (
     RunRecords,
     read_records,
 )
-from loadtests.records.run_journal import Event
+from loadtests.records.run_journal import CellFinished, EngineChosen, Event
 from models import formatting
 from models.ladder import is_rung
 from models.manifest import write_atomically
@@ -58,6 +58,14 @@ DROPPED_KEYS = frozenset(
 FACTS = ("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores")
 MORE_FACTS = ("memory_total_bytes", "virtualisation", "system")
 MOST_TEXT = 80
+SAY_WHY = (
+    "interrupted",
+    "level_abandoned",
+    "cell_skipped",
+    "waited",
+    "never_quiet",
+    "engine_chosen",
+)
 
 
 def export_run(folder: Path, out: Path) -> list[str]:
@@ -119,17 +127,16 @@ def _manifest(run: RunRecords, own: list[str]) -> dict[str, Any]:
 
 
 def _event(event: Event, own: list[str]) -> dict[str, Any]:
+    """Its numbers and known words; texts that must be there say that they are left out."""
     kept: dict[str, Any] = _kept(msgspec.to_builtins(event), own)
-    # required texts of events that say why
-    if event.kind in ("interrupted", "level_abandoned", "cell_skipped", "waited", "never_quiet"):
+    if event.kind in SAY_WHY:
         kept["reason"] = "(left out)"
-    if event.kind == "engine_chosen":
-        kept["reason"] = "(left out)"
-        kept["engines"] = [_kept(msgspec.to_builtins(one), own) for one in event.engines]  # type: ignore[attr-defined]
-    if event.kind == "cell_finished":
+    if isinstance(event, EngineChosen):
+        kept["engines"] = [_kept(msgspec.to_builtins(one), own) for one in event.engines]
+    if isinstance(event, CellFinished):
         kept["capacities"] = {
-            name: {**_kept(value, own), "reason": ""}
-            for name, value in msgspec.to_builtins(event)["capacities"].items()
+            name: {**_kept(msgspec.to_builtins(found), own), "reason": ""}
+            for name, found in event.capacities.items()
         }
     return kept
 

@@ -157,9 +157,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def loaded(self) -> tuple[LevelData, ...]:
         """The levels at a rate, lowest first."""
-        return tuple(
-            sorted((one for one in self.levels if one.level.rate), key=lambda one: one.level.rate)  # type: ignore[arg-type,return-value]
-        )
+        at_rate = [one for one in self.levels if one.level.rate]
+        return tuple(sorted(at_rate, key=lambda one: one.level.rate or 0.0))
 
     @property
     def alone(self) -> Alone | None:

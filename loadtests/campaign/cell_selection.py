@@ -39,7 +39,8 @@ from serving.placement.fastest_backend import (
     fastest_backend,
 )
 from serving.placement.memory_estimate import Sizes, forecast
-from serving.placement.placement_policy import NoPlacement, PlacementRequest, Policy, plan
+from serving.placement.placement_policy import NoPlacement, PlacementRequest, plan
+from serving.server_options import Policy
 
 ESTIMATE_SECONDS = 60.0  # single streams of 20 s, bursts of 10 to 30 s: a cell without levels
 

@@ -27,8 +27,7 @@ ENGINES = {"llama_cpp": "Q4_1", "onnx": "int8", "torch": "bf16"}
 # The other formats are asked for the capital of France.
 FORMATS = [
     *(("llama_cpp", one) for one in ("Q8_0", "Q4_0", "Q4_K_M", "BF16")),
-    *(("onnx", one) for one in ("int4", "dynamic-int8")),
-    *(("torch", one) for one in ("int8", "dynamic-int8")),
+    *(("onnx", one) for one in ("int4", "fp32")),
 ]
 
 

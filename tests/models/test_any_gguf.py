@@ -96,8 +96,7 @@ def test_the_floats_that_a_file_stands_for_are_the_same_model(
         < 0.2
     )
     made = Path(found.path).stat().st_mtime_ns
-    packed = resolve(str(foreign), kind="hf", weight_format="int8", cache=tmp_path / "cache")
-    assert packed.quality_kl_nats is not None and packed.quality_kl_nats < 0.1
+    resolve(str(foreign), kind="onnx", weight_format="int8", cache=tmp_path / "cache")
     assert Path(found.path).stat().st_mtime_ns == made
 
 

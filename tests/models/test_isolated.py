@@ -91,7 +91,8 @@ print("ended", Path("log").read_text())
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.startswith("ended ") and "Error" not in done.stdout, done.stdout + done.stderr
+    assert done.stdout.startswith("ended "), done.stdout + done.stderr
+    assert "Error" not in done.stdout
     assert not (tmp_path / "ran").exists()
 
 

@@ -3,7 +3,7 @@ that was asked is kept.
 
 It keeps the interface of serving.registry.loaded_model.EngineLike, streams are the real
 serving.supervisor.inflight_requests.Stream, and `push` plays the engine. By default each sequence
-is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes the deltas.
+is answered by itself, one delta per turn of the event loop; with `by_hand` a test pushes them.
 """
 
 from __future__ import annotations
@@ -250,9 +250,7 @@ def served(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(256)
-        server = uvicorn.Server(
-            uvicorn.Config(app, **server_options(limits or Limits()))
-        )
+        server = uvicorn.Server(uvicorn.Config(app, **server_options(limits or Limits())))
         started, asked = threading.Event(), asyncio.Event()
         loops: list[asyncio.AbstractEventLoop] = []
         failures: list[BaseException] = []

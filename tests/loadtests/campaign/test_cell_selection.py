@@ -67,14 +67,14 @@ def test_the_memory_that_a_backend_takes_beside_weights_and_kv_is_its_own() -> N
     """onnx keeps a prepacked copy of the weights."""
     facts = hardware_facts()
     said = []
-    for one in ('formats = ["Q8_0"]', 'formats = ["int8"]\nbackends = ["onnx"]'):
+    for one in ('formats = ["Q4_0"]', 'formats = ["int4"]\nbackends = ["onnx"]'):
         plan = parse_campaign(
-            f'name = "x"\nmodels = ["1b"]\n{one}\nhardware = [{{ name = "small", memory_gib = 2 '
+            f'name = "x"\nmodels = ["1b"]\n{one}\nhardware = [{{ name = "small", memory_gib = 1.2 '
             "}]\n[server]\nslots = 1"
         )
         said.append(why_not(plan.cells[0], plan.campaign, facts))
     assert said[0] is None
-    assert said[1] is not None and "the budget is 2 GiB" in said[1].reason
+    assert said[1] is not None and "the budget is 1.2 GiB" in said[1].reason
 
 
 def test_a_cell_without_its_device_is_not_said_to_want_memory() -> None:

@@ -157,8 +157,6 @@ def test_a_tokenizer_cut_otherwise_is_refused(
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
 
 
-
-
 def test_the_hub_converts_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     children_here(monkeypatch)
     as_if_trained(TINY_LLAMA, tmp_path / "mine", "fp32")
