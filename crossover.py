@@ -48,7 +48,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "calibrate": (
         "loadtests.cli.calibrate_command:app",
-        "Measure this machine in a minute, into a file for `plan` and `report`.",
+        "Measure this machine in some minutes, into a file for `plan`.",
     ),
     "plan": (
         "reports.cli.plan_command:plan",

@@ -209,7 +209,8 @@ def even_channels(x: Floats, blocks: Callable[[], Iterator[Floats]]) -> Floats:
         tokens = np.mean(np.abs(x / s).max(1) ** 2) * np.sum(s**2 * squares)
         return float(tokens + rows[at] * np.sum((sizes / s) ** 2))
 
-    return candidates[min(range(len(candidates)), key=harm)]
+    best: Floats = candidates[min(range(len(candidates)), key=harm)]
+    return best
 
 
 def mlp_inputs(spec: ModelSpec, rows: Rows, ids: npt.NDArray[np.int64]) -> Iterator[Floats]:

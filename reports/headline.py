@@ -119,5 +119,5 @@ def workload_words(data: ReportData) -> str:
 
 def basis(data: ReportData) -> str:
     """What the answer rests on, in a line."""
-    said = f"{workload_words(data)}; {slo_words(data.slo)}; {data.manifest.created[:10]}"
+    said = f"{workload_words(data)}; SLO: {slo_words(data.slo)}; {data.manifest.created[:10]}"
     return f"{said[0].upper()}{said[1:]}"

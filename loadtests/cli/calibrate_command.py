@@ -29,7 +29,7 @@ EPILOG = "\n\n".join(
         "crossover calibrate 135m 1b 3b --backend best --out lab.json --name 'the lab server'",
         "crossover calibrate --rented --dollars-per-hour 1.53 --price-source 'list price'",
         "Then, also on another machine:",
-        "crossover report runs/mine --machine lab.json",
+        "crossover plan plan.toml --machine lab.json",
     )
 )
 MEASURED, SAID = "What is measured", "What you say of the machine"

@@ -30,8 +30,8 @@ Commands = Annotated[
     bool,
     typer.Option(
         "--allow-commands",
-        help="Allow the commands of [[engines]]. The file may be a stranger's: --dry-run shows "
-        "them first.",
+        help=r"Allow the commands of \[\[engines]]. The file may be a stranger's: "
+        "`campaign run FILE --dry-run` shows them first.",
     ),
 ]
 Out = Annotated[Path, typer.Option(help="The folder in which run folders are made.")]
@@ -47,6 +47,17 @@ campaign = typer.Typer(
     "budget_seconds = 600\n\nslo = 'chat'\n\ncrossover campaign init prints one with every key "
     "and a comment.",
 )
+
+
+@campaign.command("init")
+def init_campaign() -> None:
+    """Print a campaign file to edit: every key with a value and a comment.
+
+    crossover campaign init > mine.toml
+    """
+    from loadtests.campaign.campaign_template import campaign_template
+
+    typer.echo(campaign_template(), nl=False)
 
 
 @campaign.command("run")
@@ -99,7 +110,9 @@ def resume_campaign(
     folder: Folder,
     confirm: Annotated[
         bool,
-        typer.Option("--confirm", help="Confirm also what was only estimated, however long it is."),
+        typer.Option(
+            "--confirm", help="Confirm also what was only estimated, however long that takes."
+        ),
     ] = False,
     trust: Trust = None,
     allow_commands: Commands = False,
@@ -129,17 +142,6 @@ def _answer(folder: Path) -> None:
 
     show_run(folder, levels=False)
     typer.echo(f"The report: crossover report {folder}")
-
-
-@campaign.command("init")
-def init_campaign() -> None:
-    """Print a campaign file to edit: every key with a value and a comment.
-
-    crossover campaign init > mine.toml
-    """
-    from loadtests.campaign.campaign_template import campaign_template
-
-    typer.echo(campaign_template(), nl=False)
 
 
 @campaign.command("repeat")

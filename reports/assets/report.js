@@ -6,16 +6,18 @@ const input = Object.fromEntries(knobs.map((name) => [name, document.getElementB
 document.documentElement.classList.add("scripted");
 
 const original = new Map();
-for (const one of document.querySelectorAll("#answers [data-cell], #headline, #map [data-bar]"))
+for (const one of document.querySelectorAll("#answers [data-cell], #headline, .basis, #map [data-bar]"))
   original.set(one, { html: one.innerHTML, x: one.getAttribute("x"), width: one.getAttribute("width"), shown: "" });
 
-function rate(value) { // as models/formatting.py words it
+function rate(value, rounded = Math.round) { // as models/formatting.py words it
   if (value === null) return "not known";
   if (value === 0) return "none";
   const [times, unit] = value >= 0.9995 ? [1, "/s"] : value * 60 >= 9.995 ? [60, " a minute"] : [3600, " an hour"];
   const scaled = value * times, digits = Math.max(0, 1 - Math.floor(Math.log10(scaled)));
   const step = 10 ** Math.floor(Math.log10(scaled) - 1);
-  return (scaled >= 100 ? String(Math.round(scaled / step) * step) : scaled.toFixed(Math.min(digits, 6))) + unit;
+  if (scaled >= 100) return Math.round(rounded(scaled / step + (rounded === Math.floor ? 1e-9 : 0)) * step) + unit;
+  const places = 10 ** Math.min(digits, 6);
+  return (rounded(scaled * places + (rounded === Math.floor ? 1e-9 : 0)) / places).toFixed(Math.min(digits, 6)) + unit;
 }
 function seconds(value) { return value < 1 ? `${Math.round(value * 1000)} ms` : `${value} s`; }
 
@@ -48,18 +50,21 @@ function show() {
   }
   const moved = document.getElementById("moved");
   if (isRun()) { moved.textContent = "This is the SLO of the run."; location.hash && history.replaceState(null, "", location.pathname + location.search); return; }
+  const says = (name) => document.getElementById(`${name}-says`).textContent;
+  const basis = document.querySelector(".basis");
+  basis.textContent = basis.textContent.replace(/SLO: .* of requests/, `SLO moved to: first token within ${says("ttft")}, then ${says("tpot")} a token, for ${says("target")} of requests`);
   let served = null, next = null;
   for (const [model, entry] of lattice.models.entries()) {
     if (!entry) continue;
     const found = at(entry);
     const cell = (key) => document.querySelector(`#answers [data-model="${model}"][data-cell="${key}"]`);
     cell("alone").querySelector(".v").textContent = entry.alone + (found.alone ? ": met" : ": missed");
-    cell("holds").innerHTML = `<span class="v"></span>`;
-    cell("holds").firstChild.textContent = found.alone ? (found.held ? rate(found.held) : "no rate confirmed") : "not even alone";
-    cell("limit").innerHTML = `<span class="v"></span> <i class="grade estimated">estimated</i>`;
+    cell("holds").innerHTML = `<span class="v"></span>` + (found.alone && found.held ? ` <i class="grade confirmed">confirmed</i>` : "");
+    cell("holds").firstChild.textContent = found.alone ? (found.held ? rate(found.held, Math.floor) : "no rate confirmed") : "not even alone";
+    cell("limit").innerHTML = `<span class="v"></span>` + (found.limit ? ` <i class="grade estimated">estimated</i>` : "");
     cell("limit").firstChild.textContent = found.limit ? rate(found.limit) : "–";
-    cell("over").innerHTML = `<span class="v"></span> <i class="grade predicted">predicted</i>`;
     const gpu = entry.gpus[found.gpu] || null;
+    cell("over").innerHTML = `<span class="v"></span>` + (gpu ? ` <i class="grade predicted">predicted</i>` : "");
     cell("over").firstChild.textContent = gpu ? `${gpu.name}, ${gpu.price}` : "see the SLO of the run";
     if (svg) {
       const left = Number(svg.dataset.left), held = found.held ? place(svg, found.held) : left;
@@ -72,7 +77,7 @@ function show() {
     else if (!next) next = entry;
   }
   document.getElementById("headline").textContent = served
-    ? `Under this SLO the CPU serves up to ${served[0].title} (${served[1].held ? `${rate(served[1].held)} confirmed` : `about ${rate(served[1].limit)}, estimated`})${next ? `; from ${next.title} on a GPU takes over` : ""}.`
+    ? `Under this SLO the CPU serves up to ${served[0].title} (${served[1].held ? `${rate(served[1].held, Math.floor)} confirmed` : `about ${rate(served[1].limit)}, estimated`})${next ? `; from ${next.title} on a GPU takes over` : ""}.`
     : "Under this SLO the CPU serves none of these models.";
   moved.textContent = "Confirmed: by levels that ran. Estimated: the same simulation, at this SLO.";
   history.replaceState(null, "", "#" + knobs.map((name) => `${name}=${lattice[name][Number(input[name].value)]}`).join("&"));

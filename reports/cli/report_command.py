@@ -64,8 +64,8 @@ def _report(options: ReportOptions) -> None:
     """Turn runs into one HTML page, Markdown and CSV, computed from their records.
 
     \b
-    crossover report runs/ID                                # runs/ID/report/index.html
-    crossover report runs/ID --check "1b:capacity>=0.5"     # for CI: exit status 0 or 1
+    crossover report runs/ID --png     # runs/ID/report: index.html, report.png
+    crossover report runs/ID --check "1b:capacity>=0.5"     # status 0 or 1
     """
     if len({folder.resolve() for folder in options.runs}) < len(options.runs):
         raise ReportError("the same run is named twice")

@@ -127,7 +127,9 @@ def _row(index: int, answer: Answer, one: Bars, ends: tuple[float, float]) -> li
         f'font-weight="600">{name}</text>'
         f'<text x="{LEFT - 12}" y="{y + BAR / 2 + 12:.1f}" text-anchor="end" fill="{MUTED}" '
         f'font-size="10.5">{size}</text>',
-        bar("held", start, held, CPU, f"confirmed up to {formatting.rate(one.held)}"),
+        bar(
+            "held", start, held, CPU, f"confirmed up to {formatting.rate(one.held, rounded='down')}"
+        ),
         bar("limit", held, limit, "url(#hatch)", f"estimated up to {formatting.rate(one.limit)}"),
         bar("gpu", limit, gpu, GPU, f"{one.gpu_name}: predicted {formatting.rate(one.gpu)}"),
     ]
