@@ -47,7 +47,7 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
             MEASURED,
             "Rungs, files, folders or hub ids. Default: smollm2-135m and smollm2-360m, made with "
             "random weights if need be.",
-            metavar="MODEL",
+            metavar="MODEL...",
             is_argument=True,
         ),
     ] = ("smollm2-135m", "smollm2-360m")
