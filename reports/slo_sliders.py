@@ -150,7 +150,7 @@ def _held(cell: CellData, axes: Axes, slo: Slo) -> Array:
                     slo, ttft_seconds=ttft, tpot_seconds=tpot, target=target
                 )
                 rates = [
-                    one.level.rate or 0.0
+                    min(one.level.rate or 0.0, one.level.offered_rate)  # as a capacity: what came
                     for one in levels
                     if one.level.judge(asked).verdict == "holds"
                 ]
