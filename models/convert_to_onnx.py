@@ -22,15 +22,26 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
+from models.convert.compare import (
+    compared_ids,
+    distance_of,
+    graph_logits,
+    reference_fits,
+    reference_logits,
+    stage,
+)
 from models.convert.source_and_manifest import copy_texts, source_spec
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import ONNX_FORMATS
@@ -98,7 +109,30 @@ def make_onnx(
     with atomic_folder(target) as folder:
         copy_texts(source, folder)
         _write(found, rows, folder, weight_format, before, source.name, progress)
+        if not is_random:
+            _note_quality(source, folder, found, progress or (lambda what, share: None))
     return target
+
+
+def _note_quality(source: Path, folder: Path, spec: ModelSpec, say: Progress) -> None:
+    """What the format costs on text, into the manifest; without the means to tell, nothing."""
+    has_means = all(map(find_spec, ("torch", "transformers", "onnxruntime")))
+    if not (has_means and (source / "tokenizer.json").is_file() and reference_fits(spec)):
+        say("logits not compared: no float reference here", None)
+        return
+    say("comparing the logits with the source's", None)
+    try:
+        ids = compared_ids(source, spec)
+    except UnsupportedModel:  # the tokenizer makes ids that the model does not have
+        return
+    with tempfile.TemporaryDirectory(prefix="crossover-") as staged:
+        stage(source, Path(staged))
+        reference = reference_logits(Path(staged), ids)
+    quality = distance_of(reference, graph_logits(folder / "model.onnx", ids, spec))
+    made = read_manifest(folder)
+    assert made is not None
+    told = {"quality_kl_nats": quality.kl_nats, "greedy_agreement": quality.agreement}
+    write_manifest(folder, msgspec.structs.replace(made, **told))
 
 
 def _read_text(source: Path, spec: ModelSpec) -> npt.NDArray[np.int64] | None:

@@ -97,11 +97,19 @@ def rate_unit(value: float | None) -> tuple[float, str]:
     return (60.0, " a minute") if value * 60 >= 9.995 else (3600.0, " an hour")
 
 
-def rate(value: float | None, digits: int = 2, rounded: Rounding = "nearest") -> str:
-    """Requests per second, minute or hour: `1.8/s`, `34 a minute`, `160 an hour`."""
+def rate(
+    value: float | None,
+    digits: int = 2,
+    rounded: Rounding = "nearest",
+    like: float | None = None,
+) -> str:
+    """Requests per second, minute or hour: `1.8/s`, `34 a minute`, `160 an hour`.
+
+    `like`: in the unit of this rate, so that two can be compared.
+    """
     if value is None:
         return NOT_MEASURED
-    times, unit = rate_unit(value)
+    times, unit = rate_unit(like or value)
     return f"{significant(_coarse(value * times, unit, digits, rounded), digits, rounded)}{unit}"
 
 
@@ -166,15 +174,18 @@ def rate_interval(low: float | None, high: float | None, like: float | None = No
     return f"{interval(least, most)}{unit}"
 
 
-def rate_with_interval(value: float | None, low: float | None, high: float | None) -> str:
-    """`1.8 requests/s (1.7–1.9)`; with one end open `above 1.7 requests/s`."""
+def rate_with_interval(
+    value: float | None, low: float | None, high: float | None, like: float | None = None
+) -> str:
+    """`1.8 requests/s (1.7–1.9)`; with one end open `above 1.7 requests/s`. `like`: see `rate`."""
     if value is None or low is None or high is None:
         if low is None and high is None:
             return requests(value)
-        return _of_requests(rate_interval(low, high))
-    times, unit = rate_unit(value)
-    ends = rate_interval(low, high, value).removesuffix(unit)
-    return f"{requests(value, interval_digits(low, high))} ({ends})"
+        return _of_requests(rate_interval(low, high, like))
+    _, unit = rate_unit(like or value)
+    ends = rate_interval(low, high, like or value).removesuffix(unit)
+    said = rate(value, interval_digits(low, high), like=like)
+    return f"{_of_requests(said)} ({ends})"
 
 
 def size(size_bytes: float | None) -> str:

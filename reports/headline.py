@@ -16,6 +16,7 @@ from loadtests.analysis.slo import Slo
 from models import formatting
 from models.formatting import model_title
 from reports.crossover_point import TakeOver, best_cells, takes_over
+from reports.devices.device_capacity import DeviceCapacity
 from reports.report_data import CellData, ReportData
 
 
@@ -47,25 +48,29 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
         return "Nothing was measured to its end in this run."
     served = [one for one in told if one.is_served]
     machine = machine_words(data)
-    where = f"On {machine}" if not data.facts.get("url") else "This endpoint"
-    beyond = _beyond(told)
     if not served:
-        last = told[0].title
-        return f"{where} no model meets the SLO, {last} included{_gpu(told[0])}."
-    top = served[-1]
-    subject = " this CPU serves" if where.startswith("On") else " serves"
-    held = (
-        f"{formatting.rate(top.cell.held, rounded='down')} confirmed"
-        if top.cell.held
-        else f"about {formatting.rate(top.cell.limit)}, estimated"
-    )
-    said = f"{where}{subject} up to {top.title} ({held})"
-    if beyond is not None and beyond.over is not None and beyond.over.gpu is not None:
-        return f"{said}; from {beyond.title} on a GPU takes over: {beyond.over.gpu.name}."
-    if top.over is not None and top.over.gpu is not None and top.cell.limit:
-        above = formatting.rate(top.cell.limit)
-        return f"{said}; above {above} a GPU takes over: {top.over.gpu.name}."
+        return f"{machine} serves none of these models within the SLO{_gpu(told[0])}."
+    top, beyond = served[-1], _beyond(told)
+    verb = "serves" if data.facts.get("url") else "serve"
+    said = f"{machine} {verb} up to {top.title}: {_rate(top)}"
+    if beyond is not None:
+        return f"{said}{_gpu(beyond)}."
+    if top.over is not None and top.over.gpu is not None:
+        return f"{said}; above that a {_priced(top.over.gpu)} takes over."
     return f"{said}."
+
+
+def _rate(top: Answer) -> str:
+    """`49 requests a minute, confirmed`, or the estimate with its interval."""
+    found = top.cell.capacity
+    if top.cell.held or found is None:
+        return f"{formatting.requests(top.cell.held, rounded='down')}, confirmed"
+    said = formatting.rate_with_interval(found.limit, found.low, found.high)
+    return f"about {said}, estimated"
+
+
+def _priced(gpu: DeviceCapacity) -> str:
+    return f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)})"
 
 
 def _beyond(told: Sequence[Answer]) -> Answer | None:
@@ -76,8 +81,9 @@ def _beyond(told: Sequence[Answer]) -> Answer | None:
 
 
 def _gpu(answer: Answer) -> str:
+    """`; Llama-3.1-8B needs a GPU: NVIDIA L4 ($0.80/h)`."""
     gpu = answer.over.gpu if answer.over is not None else None
-    return "" if gpu is None else f"; a GPU takes over: {gpu.name}"
+    return f"; {answer.title} needs a GPU{'' if gpu is None else ': ' + _priced(gpu)}"
 
 
 def machine_words(data: ReportData) -> str:

@@ -74,6 +74,7 @@ def _model(answer: Answer, axes: Axes, slo: Slo) -> dict[str, Any] | None:
         cell.law, cell.policy, cell.traffic.lengths, cell.traffic.arrivals, count=REQUESTS
     )
     alone, limits = _limits(server, axes)
+    limits *= _to_the_table(cell, limits, axes, slo)
     held = np.where(alone, _held(cell, axes, slo), 0.0)
     limits = np.maximum(limits, held)
     gpus: list[dict[str, str]] = []
@@ -101,6 +102,17 @@ def _model(answer: Answer, axes: Axes, slo: Slo) -> dict[str, Any] | None:
             "gpu": over.ravel().tolist(),
         },
     }
+
+
+def _to_the_table(cell: CellData, limits: Array, axes: Axes, slo: Slo) -> float:
+    """By what the lattice is scaled, so that it says what the table says under the run's SLO."""
+    assert slo.ttft_seconds is not None and slo.tpot_seconds is not None
+    own = (
+        axes[0].index(slo.ttft_seconds),
+        axes[1].index(slo.tpot_seconds),
+        axes[2].index(slo.target),
+    )
+    return cell.limit / float(limits[own]) if cell.limit and limits[own] > 0 else 1.0
 
 
 def _short(value: float) -> float:

@@ -87,7 +87,7 @@ def limit_cell(found: Capacity | None) -> Cell:
     if found is None or found.state == "not_even_alone":
         return Cell(text="–")
     if found.method == "law" and found.limit is not None:
-        said = formatting.rate_with_interval(found.limit, found.low, found.high)
+        said = formatting.rate_with_interval(found.limit, found.low, found.high, found.held)
         text = said.replace(" requests", "")
         detail = "simulated from step times that this run measured; 90 % interval"
         if found.speed_moved:

@@ -42,9 +42,9 @@ def limit_words(found: Capacity) -> str:
     if found.state == "not_even_alone":
         return "no limit"
     if found.method == "law" and found.limit is not None:
-        return "limit about " + formatting.rate_with_interval(found.limit, low, high).replace(
-            " requests", ""
-        )
+        return "limit about " + formatting.rate_with_interval(
+            found.limit, low, high, found.held
+        ).replace(" requests", "")
     if low is None and high is None:
         return "limit not known"
     ends = formatting.rate_interval(low, high)

@@ -363,8 +363,10 @@ class Gpu:
         nvml, ask = self._nvml, self._told
         if tuple(engine) != self._engine:
             self._engine = tuple(engine)
+            given = _given(engine)
+            named = [one for one in self._all if given and self._uuid(one) == given]
             mine = [one for one in self._all if {p.pid for p in self._running(one)} & set(engine)]
-            self._device = (mine or [self._device])[0]
+            self._device = [*named, *mine, self._device][0]
         # Version 2 counts apart what driver and firmware keep back; drivers before 510 have it not.
         memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
         memory = memory or ask("nvmlDeviceGetMemoryInfo")
@@ -398,11 +400,28 @@ class Gpu:
         except Exception:  # of any driver: NVMLError, or no such function
             return None
 
+    def _uuid(self, device: Any) -> str:
+        try:
+            found = self._nvml.nvmlDeviceGetUUID(device)
+        except Exception:
+            return ""
+        return found.decode() if isinstance(found, bytes) else str(found)
+
     def _running(self, device: Any) -> list[Any]:
         try:
             return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(device))
         except Exception:
             return []
+
+
+def _given(engine: Sequence[int]) -> str | None:
+    """The UUID of the GPU that an engine's process was given: a container hides who runs there."""
+    for pid in engine:
+        with contextlib.suppress(psutil.Error, OSError):
+            told = psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
+            if told.startswith("GPU-"):
+                return told
+    return None
 
 
 class Rapl:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnsupportedModel
+from models.machine import available_bytes
 from models.readers.config import read_config, v4_config
 from models.spec import ModelSpec
 from models.tokenization.shipped import DATA
@@ -118,6 +119,11 @@ def stage(source: Path, staged: Path) -> None:
         (staged / file.name).symlink_to(file.resolve())
 
 
+def reference_fits(spec: ModelSpec) -> bool:
+    """Whether the source's weights and the file's fit into free memory, in float32."""
+    return spec.parameters * 4 * 2.4 < available_bytes()
+
+
 def reference_logits(staged: Path, ids: Ids) -> Floats:
     """transformers' float32 logits [sequences, tokens, vocabulary] of a staged folder."""
     import torch
@@ -162,3 +168,29 @@ def logits_of(
         with torch.inference_mode():
             logits: Floats = model(torch.from_numpy(ids)).logits.float().numpy()
     return logits
+
+
+def graph_logits(graph: Path, ids: Ids, spec: ModelSpec) -> Floats:
+    """An ONNX graph's logits [sequences, tokens, vocabulary], token by token through its cache."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(graph), settings, ["CPUExecutionProvider"])
+    names = {item.name for item in session.get_inputs()}
+    caches = sorted(name for name in names if name.startswith("past_key_values."))
+    outputs = ["logits", *(name.replace("past_key_values", "present") for name in caches)]
+    empty = np.zeros((len(ids), spec.kv_heads, 0, spec.head_dim), np.float32)
+    past: list[npt.NDArray[Any]] = [empty for _ in caches]
+    out = []
+    for position in range(ids.shape[1]):
+        feeds: dict[str, npt.NDArray[Any]] = {
+            "input_ids": ids[:, position : position + 1],
+            "attention_mask": np.ones((len(ids), position + 1), np.int64),
+        }
+        if "position_ids" in names:
+            feeds["position_ids"] = np.full((len(ids), 1), position, np.int64)
+        feeds.update(zip(caches, past, strict=True))
+        logits, *past = session.run(outputs, feeds)
+        out.append(logits[:, -1].astype(np.float32))
+    return np.stack(out, 1)

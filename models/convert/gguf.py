@@ -30,13 +30,13 @@ from models.convert.compare import (
     compared_ids,
     distance_of,
     logits_of,
+    reference_fits,
 )
 from models.convert.from_gguf import dequantised
 from models.convert.gguf_tokenizer import compare_tokenizers, gguf_vocabulary
 from models.convert.source_and_manifest import Result, manifest_of, source_spec
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import GGUF_FORMATS, GgufTensor, check_made, gguf_name
-from models.machine import available_bytes
 from models.manifest import Manifest, Progress, atomic_file, manifest_path, write_manifest
 from models.readers.config import read_config
 from models.readers.gguf import read_header
@@ -96,7 +96,7 @@ def make_gguf(
         say("comparing the tokenizers", None)
         compare_tokenizers(load_tokenizer(source), _own_tokenizer(temporary, source), source.name)
         say("comparing the weights with the source's", None)
-        is_compared = _reference_fits(found)
+        is_compared = reference_fits(found)
         weights = _checked_weights(source, temporary, found, keep=is_compared)
         quality = None
         if is_compared:
@@ -311,7 +311,3 @@ def _as_type(raw: npt.NDArray[Any], have: str, want: str) -> bytes:
     if want == "F16" and values.size and float(np.abs(values).max()) > 65504:
         raise BrokenWeights("a weight is too large for float16; choose another format")
     return values.astype(np.float32 if want == "F32" else np.float16).tobytes()
-
-
-def _reference_fits(spec: ModelSpec) -> bool:
-    return spec.parameters * 4 * 2.4 < available_bytes()  # the source's weights and the file's

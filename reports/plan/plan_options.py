@@ -281,8 +281,9 @@ def _rented(
         share = sum(max(0.0, load - base_rate) / rate * hours for load, hours in _months(forecast))
         kwh = machine.watts * share / 1000
     note = capacity.reason
-    if suffices == "perhaps" and not machine.is_calibrated:
-        note = "perhaps: calibrate it"
+    if suffices != "yes" and not machine.is_calibrated:
+        # a prediction good to a factor of 3 is no ground for a flat no, nor for a count
+        suffices, needed, sure, kwh, note = "perhaps", None, None, None, "perhaps: calibrate it"
     return Option(
         kind="rented",
         machine=machine.name,

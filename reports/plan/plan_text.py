@@ -62,14 +62,19 @@ def row(option: Option, choice: Option | None = None) -> tuple[str, ...]:
     )
 
 
-def cost(option: Option) -> str:
-    """`$96`, `$96 (48 if it is as quick as it may be)`, `$0 + energy`, `not known`."""
+def cost(option: Option, *, spread: bool = True) -> str:
+    """`$96`, `$96 (48 if each holds its high end)`, `$0 + energy`, `not known`."""
     if option.dollars is None:
         return "not known"
     said = f"${option.dollars:,.0f}"
     low = option.dollars_low
-    if low is not None and option.dollars > 0 and low < option.dollars * (1 - SHOWN_SPREAD):
-        said += f" (${low:,.0f} at best)"
+    if (
+        spread
+        and low is not None
+        and option.dollars > 0
+        and low < option.dollars * (1 - SHOWN_SPREAD)
+    ):
+        said += f" (${low:,.0f} if each holds its high end)"
     return said + (" + energy" if option.energy_unknown else "")
 
 
@@ -79,8 +84,9 @@ def choice_sentence(plan: Plan) -> str:
     peak = formatting.requests(plan.peak_rate)
     if plan.choice is None:
         return f"Nothing surely serves {model} at {peak} in the busiest hour."
-    paid = f"{cost(plan.choice)} a month"
-    return f"{_do(plan.choice)} serves {model} at {peak} in the busiest hour: {paid}."
+    paid = f"{cost(plan.choice, spread=False)} a month"
+    verb = "serves" if (plan.choice.machines or 1) == 1 else "serve"
+    return f"{_do(plan.choice)} {verb} {model} at {peak} in the busiest hour: {paid}."
 
 
 def _do(option: Option) -> str:
@@ -104,7 +110,9 @@ def _change(change: Change) -> str:
     rate = formatting.requests(change.rate)
     if change.option is None:
         return f"{side} {rate} nothing surely suffices."
-    return f"{side} {rate} it is {title(change.option)} ({cost(change.option)} a month)."
+    return (
+        f"{side} {rate} it is {title(change.option)} ({cost(change.option, spread=False)} a month)."
+    )
 
 
 def unknown_sentence(plan: Plan) -> str:

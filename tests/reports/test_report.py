@@ -1,0 +1,275 @@
+"""The report of a run on a simulated machine: what stands on the first screen, and behind it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+import crossover
+from loadtests.analysis.slo import Slo
+from loadtests.records.run_folder import EVENTS, MANIFEST, REQUESTS
+from reports import headline, html_page, markdown, report_files, slo_sliders
+from reports.ci_checks import QUANTITIES, checked
+from reports.crossover_point import best_cells
+from reports.errors import BadRun, NotComparable, ReportError
+from reports.export_run import export_run
+from reports.report_data import read_report
+from reports.report_warnings import alerts_of, warnings_of
+from reports.tables import HEADS, answer_row
+from tests.reports.runs import run_folder, shown
+
+RUN = CliRunner()
+
+
+def command(*words: object) -> tuple[int, str]:
+    done = RUN.invoke(crossover.app, [str(word) for word in words])
+    return done.exit_code, done.output + (f"\n{done.exception}" if done.exception else "")
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A run folder that may be damaged."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (MANIFEST, EVENTS, REQUESTS, "samples.jsonl"):
+        (folder / name).write_bytes((shown()[0] / name).read_bytes())
+    return folder
+
+
+def test_the_sentence_answers_in_thirty_words_and_names_model_rate_grade_and_gpu() -> None:
+    _, data, answers = shown()
+    said = headline.headline(answers, data)
+    assert len(said.split()) <= 30
+    assert said.startswith("2 cores of an AMD EPYC serve up to ")
+    assert "confirmed" in said or "estimated" in said
+    assert "; Llama-3.1-8B needs a GPU: NVIDIA" in said and "$" in said
+    assert "first token within 2 s, then 200 ms a token, for 90 %" in headline.basis(data)
+    assert "tokens (prompt + answer, means)" in headline.basis(data)
+
+
+def test_a_row_a_model_smallest_first_and_a_cell_has_at_most_six_words() -> None:
+    _, data, answers = shown()
+    titles = ["SmolLM2-135M", "SmolLM2-360M", "Llama-3.2-1B", "Llama-3.1-8B"]
+    assert [one.title for one in answers] == titles
+    for answer in answers:
+        row = answer_row(answer, data.slo)
+        assert len(row) == len(HEADS)
+        assert all(len(cell.text.split()) <= 7 for cell in row), row
+    small, big = answer_row(answers[0], data.slo), answer_row(answers[-1], data.slo)
+    grades = [cell.grade for cell in small]
+    assert grades == [None, None, "confirmed", "estimated", None, "predicted"]
+    assert big[2].text == "not even alone" and "missed" in big[1].text
+
+
+def test_what_is_confirmed_ran_and_the_estimate_lies_in_its_interval() -> None:
+    _, data, answers = shown()
+    for cell in best_cells(data)[:2]:
+        found = cell.capacity
+        assert found is not None and found.held and found.limit and found.low and found.high
+        assert any(one.level.rate == pytest.approx(found.held, rel=0.2) for one in cell.loaded)
+        assert found.low < found.limit < found.high
+        assert found.held <= found.high
+
+
+def test_the_gpu_that_takes_over_surely_holds_more_than_the_cpu() -> None:
+    for answer in shown()[2]:
+        assert answer.over is not None and answer.over.gpu is not None
+        assert answer.over.gpu.low is not None and answer.over.gpu.low >= answer.over.rate * 0.98
+
+
+def test_the_page_is_one_small_offline_file_with_everything_on_it() -> None:
+    _, data, answers = shown()
+    sections = html_page.sections_of(data, answers)
+    text = html_page.page(data, answers, sections)
+    assert len(text.encode()) < 1_200_000
+    assert "http://" not in text.replace("http://www.w3.org", "") and "src=" not in text
+    assert headline.headline(answers, data) in text
+    assert {"memory", "prefill-decode", "batch-size", "cost", "other-machines", "multi-gpu"} <= {
+        *(one.slug for one in sections),
+        "memory",  # of a simulated server none is known
+    }
+    for one in sections:
+        assert one.sentence and one.sentence in text.replace("&#39;", "'")
+    assert text.count('role="img"') >= 4  # map, two curves, batch
+    assert "resume" in text  # the command that confirms what is only estimated
+
+
+def test_markdown_has_the_same_table_and_never_grows_beyond_six_kilobytes() -> None:
+    _, data, answers = shown()
+    sections = html_page.sections_of(data, answers)
+    text = markdown.markdown(data, answers, sections)
+    assert len(text.encode()) <= 6_000
+    assert text.startswith(f"# {headline.headline(answers, data)}")
+    assert text.count("\n| ") == 2 + len(answers)
+    many = markdown.markdown(data, answers, sections * 20)
+    assert len(many.encode()) <= 6_000 and "the rest is on the page" in many
+
+
+def test_numbers_as_json_and_csv_have_null_for_what_is_missing() -> None:
+    _, data, answers = shown()
+    told = json.loads(report_files.as_json(data, answers))
+    assert told["kind"] == "crossover-report" and len(told["cells"]) == 4
+    assert told["cells"][0]["capacity"]["state"] == "holds"
+    assert told["cells"][3]["capacity"]["state"] == "not_even_alone"
+    assert told["cells"][0]["memory"].get("peak_bytes") is None
+    assert "hostname" not in told["machine"]
+    rows = list(csv.DictReader(io.StringIO(report_files.as_csv(told["levels"]).decode())))
+    assert len(rows) == len(told["levels"]) > 6
+    assert all(float(row["ttft_p50_seconds"]) > 0 for row in rows)
+
+
+def test_sliders_tell_the_run_s_own_answer_at_its_own_slo_and_less_for_tighter_ones() -> None:
+    _, data, answers = shown()
+    lattice = slo_sliders.lattice_of(answers, data.slo)
+    assert lattice is not None
+    shape = (len(lattice.ttft), len(lattice.tpot), len(lattice.target))
+
+    def limit(model: int, i: int, j: int, k: int) -> float:
+        entry = lattice.models[model]
+        assert entry is not None
+        found: float = entry["answers"]["limit"][(i * shape[1] + j) * shape[2] + k]
+        return found
+
+    own = tuple(lattice.run[name] for name in ("ttft", "tpot", "target"))
+    capacity = answers[0].cell.capacity
+    assert capacity is not None and capacity.limit is not None
+    assert limit(0, *own) == pytest.approx(capacity.limit, rel=0.01)
+    for i in range(1, shape[0]):
+        assert limit(0, i, own[1], own[2]) >= limit(0, i - 1, own[1], own[2])
+    for k in range(1, shape[2]):
+        assert limit(0, own[0], own[1], k) <= limit(0, own[0], own[1], k - 1)
+    no_limits = Slo("batch", None, None, 0.9)
+    assert slo_sliders.lattice_of(answers, no_limits) is None
+
+
+def test_another_slo_is_judged_from_the_same_records() -> None:
+    folder, data, _ = shown()
+    strict = read_report([folder], Slo("strict", 0.05, 0.2, 0.9))
+    loose = read_report([folder], Slo("loose", 60.0, 5.0, 0.9))
+    small = [best_cells(one)[0].limit or 0.0 for one in (strict, data, loose)]
+    assert small[0] <= small[1] <= small[2]
+    assert best_cells(strict)[0].capacity.state == "not_even_alone"  # type: ignore[union-attr]
+
+
+def test_conditions_for_ci_pass_fail_and_are_refused() -> None:
+    _, _, answers = shown()
+    held = answers[0].cell.held
+    assert held is not None
+    assert checked(f"135m:held>={held * 0.9:.3f}", answers).holds
+    failed = checked("135m:held>=1000", answers)
+    assert not failed.holds and "held is" in failed.text
+    assert "not measured" in checked("8b:memory<5", answers).text
+    for name in QUANTITIES:
+        checked(f"smollm2-135m:{name}>0", answers)
+    for wrong, said in (
+        ("135m", "is no condition"),
+        ("135m:speed>=1", "'speed' is not one of held"),
+        ("70b:held>=1", "the run has no model '70b'"),
+        ("135m:held>=1e", "is no number"),
+    ):
+        with pytest.raises(ReportError, match=said):
+            checked(wrong, answers)
+
+
+def test_the_command_writes_what_is_asked_and_ends_by_the_checks(tmp_path: Path) -> None:
+    folder, _, _ = shown()
+    status, said = command("report", folder, "--out", tmp_path / "r", "--png")
+    assert status == 0, said
+    assert {one.name for one in (tmp_path / "r").iterdir()} == {
+        *("index.html", "report.md", "levels.csv", "report.png")
+    }
+    assert (tmp_path / "r" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert command("report", folder, "--check", "135m:held>=1")[0] == 0
+    status, said = command("report", folder, "--check", "135m:held>=1", "--check", "1b:held>=9")
+    assert status == 1 and "FAIL  1b:held>=9" in said
+    assert "is not one of html" in command("report", folder, "--format", "pdf")[1]
+    assert "named twice" in command("report", folder, folder)[1]
+    assert "--slo 'fast' is not one of chat" in command("report", folder, "--slo", "fast")[1]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.6, 0.9, 0.999])
+@pytest.mark.parametrize("name", [EVENTS, REQUESTS])
+def test_a_run_cut_off_anywhere_makes_a_page_that_says_what_is_missing(
+    copied: Path, name: str, share: float
+) -> None:
+    whole = (copied / name).read_bytes()
+    (copied / name).write_bytes(whole[: int(len(whole) * share)])
+    if name == EVENTS and share == 0.0:
+        with pytest.raises(BadRun, match="nothing was begun"):
+            read_report([copied])
+        return
+    data = read_report([copied])
+    answers = headline.answers_of(data)
+    text = html_page.page(data, answers, html_page.sections_of(data, answers))
+    assert "nan" not in text.replace("finance", "").lower().split()
+    if name == EVENTS:
+        assert any(one.code == "NotFinished" for one in warnings_of(data))
+        assert any("not finished" in one for one in alerts_of(data))
+    else:
+        assert (
+            share == 0.999
+            or any(one.code == "LinesLeftOut" for one in warnings_of(data))
+            or (not data.damage)
+        )
+
+
+def test_a_run_without_a_finished_level_says_so(copied: Path) -> None:
+    lines = (copied / EVENTS).read_text().splitlines(keepends=True)
+    kept = [
+        line for line in lines if '"level_finished"' not in line and "cell_finished" not in line
+    ]
+    (copied / EVENTS).write_text("".join(kept))
+    data = read_report([copied])
+    answers = headline.answers_of(data)
+    assert headline.headline(answers, data) == "Nothing was measured to its end in this run."
+    assert html_page.page(data, answers, [])
+
+
+def test_another_version_and_other_machines_are_refused_with_both_values(copied: Path) -> None:
+    manifest = json.loads((copied / MANIFEST).read_text())
+    (copied / MANIFEST).write_text(json.dumps(manifest | {"format_version": 3}))
+    with pytest.raises(BadRun, match="3"):
+        read_report([copied])
+    facts = manifest["server_facts"] | {"cpu_model": "another CPU"}
+    (copied / MANIFEST).write_text(json.dumps(manifest | {"server_facts": facts}))
+    with pytest.raises(NotComparable, match="CPU of the machine: 'AMD EPYC' and 'another CPU'"):
+        read_report([shown()[0], copied])
+
+
+def test_runs_of_one_machine_are_one_table_and_a_cell_is_told_by_the_last(tmp_path: Path) -> None:
+    more = run_folder(tmp_path, '["360m"]')
+    data = read_report([shown()[0], more])
+    assert len(data.cells) == 4 and len(data.run_ids) == 2
+    assert [cell.run_id for cell in data.cells if "360" in cell.model] == [data.run_ids[1]]
+
+
+def test_a_shared_copy_has_the_same_answer_and_no_names(tmp_path: Path) -> None:
+    folder, data, answers = shown()
+    said = export_run(folder, tmp_path / "shared")
+    again = read_report([tmp_path / "shared"])
+    assert headline.headline(headline.answers_of(again), again) == headline.headline(answers, data)
+    assert headline.basis(again) == headline.basis(data)
+    host = data.manifest.server_facts.get("hostname") or "no host"
+    for path in (tmp_path / "shared").iterdir():
+        text = path.read_text()
+        assert str(folder) not in text and str(host) not in text and "/tmp" not in text
+    assert "texts in it" in said[-1]
+    with pytest.raises(ReportError, match="is there already"):
+        export_run(folder, tmp_path / "shared")
+
+
+def test_levels_are_told_with_what_never_came() -> None:
+    _, data, _ = shown()
+    for cell in data.cells:
+        for one in cell.levels:
+            for q in (0.5, 0.99):
+                value = one.quantile("ttft", q)
+                assert value is None or value > 0 or math.isinf(value)
+    assert msgspec.to_builtins(data.cells[0].alone)["requests"] >= 2
