@@ -102,7 +102,9 @@ MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
 # Files that are made as a whole.
 WHOLE: dict[str, Callable[[], str]] = {
     "docs/plan-examples/office-hours.txt": lambda: (
-        "$ crossover plan docs/plan-examples/office-hours.toml\n" + plan_output("office-hours") + "\n"
+        "$ crossover plan docs/plan-examples/office-hours.toml\n"
+        + plan_output("office-hours")
+        + "\n"
     ),
 }
 
