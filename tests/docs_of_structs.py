@@ -1,4 +1,4 @@
-"""What docs/ says of structs: the keys of campaign and plan files as tables, and JSON Schemas."""
+"""What docs/ says of structs: the keys of campaign and plan files as tables."""
 
 from __future__ import annotations
 
@@ -71,9 +71,3 @@ def toml_type(kind: Any) -> str:
     if origin in (list, tuple):
         return f"array of {toml_type(parts[0])}"
     return TOML_TYPES.get(kind, "table")
-
-
-def schema_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a struct of this version."""
-    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    return draft | msgspec.json.schema(kind)

@@ -1,28 +1,26 @@
 """The parts of docs/ that are made from the code: `python -m tests.made_docs` writes them.
 
-The map is the first line of each file; the table of engines is what the backends say they can do.
+The map is the first line of each file; the table of engines is what the backends say they can do;
+the plans are what `crossover plan` says.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from reports.check import FUNCTIONS
-from reports.plan import output
-from reports.plan.file import read_plan
-from reports.plan.ranking import Plan
-from reports.plan.sources import planned
-from reports.prediction.predictor import predictor
-from reports.render.document import Document
+from reports.ci_checks import QUANTITIES
+from reports.plan.candidates import asked_of, candidates_of
+from reports.plan.plan_file import read_raw
+from reports.plan.plan_options import make_plan
+from reports.plan.plan_text import as_text
 from serving.backends.backend_interface import CAPABILITIES
 from serving.backends.backend_table import BACKENDS
-from tests.docs_of_structs import campaign_keys, plan_keys, schema_of
+from tests.docs_of_structs import campaign_keys, plan_keys
 from tests.house import PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +62,7 @@ def engines() -> list[str]:
     can = {
         name: importlib.import_module(spec.cls.partition(":")[0]).CAN
         for name, spec in BACKENDS.items()
+        if spec.cls.startswith("serving.")
     }
     names = " | ".join(f"`{name}`" for name in can)
     out = [f"| a request asks for | {names} |", "|---" * (len(can) + 1) + "|"]
@@ -73,52 +72,40 @@ def engines() -> list[str]:
     return out
 
 
-def functions() -> list[str]:
+def quantities() -> list[str]:
     """What a condition of `report --check` may ask for."""
-    return [
-        "| function | what it is |",
-        "|---|---|",
-        *(
-            f"| `{name}(MODEL{', RATE' if one.most_rates else ''})` | {one.about} |"
-            for name, one in FUNCTIONS.items()
-        ),
-    ]
+    rows = [f"| `{name}` | {about} |" for name, (about, _) in QUANTITIES.items()]
+    return ["| quantity | what it is |", "|---|---|", *rows]
 
 
-def errors() -> list[str]:
-    """The errors of predicted steps, by class."""
-    heads = ("class", "rows", "devices", "median %", "MAPE %", "p90 %", "bias %", "covered %")
-    out = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, one in predictor().errors.items():
-        kind = name.replace("|", " ")
-        values = f"{one.rows} | {one.devices} | {one.median} | {one.mape} | {one.p90}"
-        out.append(f"| {kind} | {values} | {one.bias:+} | {one.covered} |")
-    return out
+def plan_output(name: str) -> str:
+    """What `crossover plan` says to a file of docs/plan-examples."""
+    folder = ROOT / "docs" / "plan-examples"
+    asked = asked_of(read_raw(folder / f"{name}.toml"), folder)
+    said = as_text(make_plan(asked, candidates_of(asked)), 110)
+    return "\n".join(line.rstrip() for line in said.splitlines())
+
+
+def in_a_block(name: str) -> list[str]:
+    """The output of a plan as a block of Markdown."""
+    return ["```", *plan_output(name).splitlines(), "```"]
 
 
 # file -> (name of the marks, what stands between them), ...
 MADE: dict[str, dict[str, Callable[[], list[str]]]] = {
     "docs/map.md": {"map": tree},
-    "docs/api.md": {"engines": engines},
+    "docs/serve.md": {"engines": engines},
     "docs/campaign.md": {"keys": campaign_keys},
-    "docs/plan.md": {"keys": plan_keys},
-    "docs/report.md": {"functions": functions},
-    "docs/prediction.md": {"errors": errors},
+    "docs/plan.md": {"mlperf": partial(in_a_block, "mlperf-8b"), "keys": plan_keys},
+    "docs/report.md": {"quantities": quantities},
 }
-
-
-def plan_outputs(name: str) -> str:
-    """What `crossover plan` says to a file of docs/plan-examples."""
-    made = planned(read_plan(ROOT / "docs" / "plan-examples" / f"{name}.toml"))
-    return f"$ crossover plan docs/plan-examples/{name}.toml\n{output.as_text(made, 150)}\n"
-
-
-PLANS = ("chat-on-two-cores", "office-hours", "code-at-night", "70b")
 # Files that are made as a whole.
 WHOLE: dict[str, Callable[[], str]] = {
-    "docs/report.schema.json": lambda: json.dumps(schema_of(Document), indent=1) + "\n",
-    "docs/plan.schema.json": lambda: json.dumps(schema_of(Plan), indent=1) + "\n",
-    **{f"docs/plan-examples/{name}.txt": partial(plan_outputs, name) for name in PLANS},
+    "docs/plan-examples/office-hours.txt": lambda: (
+        "$ crossover plan docs/plan-examples/office-hours.toml\n"
+        + plan_output("office-hours")
+        + "\n"
+    ),
 }
 
 
