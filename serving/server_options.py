@@ -54,7 +54,7 @@ class SharedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     backend: Annotated[
         str | None,
-        option(ENGINE, "llama_cpp, onnx, torch, fake or package.module:Class. Default: by device."),
+        option(ENGINE, "llama_cpp, onnx, torch or package.module:Class. Default: by device."),
     ] = None
     weight_format: Annotated[
         str | None,
