@@ -150,132 +150,80 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 Label = Callable[[Case], str | None]  # the case's class; None: none of its own
 
 
+def _bits(case: Case) -> str:
+    return case.format_class if case.format_class in ("16", "8", "fp4") else "4"
+
+
+LABELS: dict[str, Label] = {
+    "build": lambda case: case.engine,
+    "chip": lambda case: case.chip.chip,
+    "device": lambda case: case.chip.name,
+    "family": lambda case: case.family,
+    "family format": lambda case: f"{case.family}|{case.format_class}",
+    "format": lambda case: case.format_class,
+    "isa": lambda case: "arm" if case.chip.chip in ("arm", "applecpu") else "x86",
+    "link": lambda case: "pcie" if case.chip.link_gbs < 100 else "nvlink",
+    "maker": lambda case: case.chip.chip if case.chip.chip in ("amd", "intel") else None,
+    "memory": lambda case: case.chip.memory,
+    "memory format": lambda case: f"{case.chip.memory}|{case.format_class}",
+    "model": lambda case: case.model_class,
+    "server": lambda case: case.family if case.is_server else None,
+    "tier": lambda case: f"{'serve' if case.is_server else case.family}|{case.chip.memory}",
+    "tier bits": lambda case: f"{LABELS['tier'](case)}|{_bits(case)}",
+}
+
+
 class Constant(msgspec.Struct, frozen=True):
     """A prior, how far its log may be from it (standard deviation), and the nodes below it."""
 
     prior: float
     spread: float
-    below: tuple[tuple[Label, float], ...] = ()
+    below: dict[str, float] = {}  # label -> spread, the most general first
 
     def nodes(self, name: str, case: Case) -> dict[str, float]:
         """Those of a case, the general one first, each with its spread."""
-        special = {f"{name}|{label(case)}": spread for label, spread in self.below if label(case)}
-        return {name: self.spread, **special}
-
-
-def _server(case: Case) -> str | None:
-    return case.family if case.is_server else None
-
-
-def _tier(case: Case) -> str:
-    return f"{'serve' if case.is_server else case.family}|{case.chip.memory}"
-
-
-def _tier_bits(case: Case) -> str:
-    bits = case.format_class if case.format_class in ("16", "8", "fp4") else "4"
-    return f"{_tier(case)}|{bits}"
-
-
-def _format(case: Case) -> str:
-    return case.format_class
-
-
-def _memory_format(case: Case) -> str:
-    return f"{case.chip.memory}|{case.format_class}"
-
-
-def _family_format(case: Case) -> str:
-    return f"{case.family}|{case.format_class}"
-
-
-def _maker(case: Case) -> str | None:
-    return case.chip.chip if case.chip.chip in ("amd", "intel") else None
-
-
-def _isa(case: Case) -> str:
-    return "arm" if case.chip.chip in ("arm", "applecpu") else "x86"
-
-
-def _memory(case: Case) -> str:
-    return case.chip.memory
-
-
-def _model(case: Case) -> str | None:
-    return case.model_class
-
-
-def _link(case: Case) -> str:
-    return "pcie" if case.chip.link_gbs < 100 else "nvlink"
-
-
-def _chip(case: Case) -> str:
-    return case.chip.chip
-
-
-def _device(case: Case) -> str:
-    return case.chip.name
-
-
-def _family(case: Case) -> str:
-    return case.family
-
-
-def _build(case: Case) -> str:
-    return case.engine
+        labelled = ((LABELS[label](case), spread) for label, spread in self.below.items())
+        return {name: self.spread} | {f"{name}|{one}": spread for one, spread in labelled if one}
 
 
 ACCELERATOR: dict[str, Constant] = {
     # share of the bandwidth
-    "eff": Constant(0.8, 0.3, ((_tier, 0.3), (_maker, 0.3), (_model, 0.3))),
+    "eff": Constant(0.8, 0.3, {"tier": 0.3, "maker": 0.3, "model": 0.3}),
     # a layer of a decode step, seconds
-    "lat": Constant(50e-6, 0.7, ((_tier, 0.7), (_server, 0.4), (_maker, 0.4), (_model, 0.5))),
-    # reading KV against reading weights
-    "kv": Constant(1.3, 0.3),
-    # share of the compute peak in decode
-    "mfu": Constant(0.2, 0.7, ((_memory_format, 0.7),)),
+    "lat": Constant(50e-6, 0.7, {"tier": 0.7, "server": 0.4, "maker": 0.4, "model": 0.5}),
+    "kv": Constant(1.3, 0.3),  # reading KV against reading weights
+    "mfu": Constant(0.2, 0.7, {"memory format": 0.7}),  # share of the compute peak in decode
     # ... and in prompts
-    "mfup": Constant(0.4, 0.5, ((_tier, 0.5), (_tier_bits, 0.4), (_maker, 0.4), (_model, 0.4))),
-    # llama.cpp: prompt speed grows with the peak to this power
-    "gam": Constant(0.5, 0.1),
-    # a layer of a prompt, seconds
-    "latp": Constant(100e-6, 0.7, ((_tier, 0.5), (_model, 0.5))),
-    # attention's operations against matrix products'
-    "atp": Constant(2.0, 0.4),
-    # llama.cpp over several GPUs: power of the ideal pipelining of prompts
-    "pipe": Constant(0.7, 0.5),
-    # ... and the cost of each further GPU in a decode step, seconds
-    "hop": Constant(2e-4, 0.8, ((_memory, 0.5),)),
-    # an all-reduce, a doubling of devices, seconds
-    "comm": Constant(8e-6, 0.5, ((_link, 0.7),)),
-    # a sequence in a step, on the host, seconds
-    "row": Constant(5e-6, 1.0, ((_server, 0.7),)),
+    "mfup": Constant(0.4, 0.5, {"tier": 0.5, "tier bits": 0.4, "maker": 0.4, "model": 0.4}),
+    "gam": Constant(0.5, 0.1),  # llama.cpp: prompt speed grows with the peak to this power
+    "latp": Constant(100e-6, 0.7, {"tier": 0.5, "model": 0.5}),  # a layer of a prompt, seconds
+    "atp": Constant(2.0, 0.4),  # attention's operations against matrix products'
+    "pipe": Constant(0.7, 0.5),  # llama.cpp, several GPUs: power of the ideal pipelining of prompts
+    "hop": Constant(2e-4, 0.8, {"memory": 0.5}),  # ... each further GPU in a decode step, seconds
+    "comm": Constant(8e-6, 0.5, {"link": 0.7}),  # an all-reduce, a doubling of devices, seconds
+    "row": Constant(5e-6, 1.0, {"server": 0.7}),  # a sequence in a step, on the host, seconds
 }
 CPU: dict[str, Constant] = {
-    # share of the bandwidth
-    "ceff": Constant(0.6, 0.4, ((_chip, 0.3), (_device, 0.3))),
-    # bytes/s that a thread can draw
-    "beta": Constant(15e9, 0.5, ((_isa, 0.3), (_device, 0.4))),
+    "ceff": Constant(0.6, 0.4, {"chip": 0.3, "device": 0.3}),  # share of the bandwidth
+    "beta": Constant(15e9, 0.5, {"isa": 0.3, "device": 0.4}),  # bytes/s that a thread can draw
     # of 2 operations a lane and cycle
     "cmp": Constant(
         4.0,
         0.5,
-        (
-            *((_family, 0.4), (_format, 0.4), (_family_format, 0.3)),
-            *((_isa, 0.3), (_build, 0.4), (_device, 0.3)),
-        ),
+        {"family": 0.4, "format": 0.4, "family format": 0.3}
+        | {"isa": 0.3, "build": 0.4, "device": 0.3},
     ),
     # prompts against decode
-    "cpp": Constant(
-        1.0, 0.4, ((_family, 0.3), (_format, 0.3), (_family_format, 0.3), (_device, 0.3))
-    ),
-    # attention
-    "catt": Constant(1.0, 0.7, ((_isa, 0.3), (_device, 0.3))),
+    "cpp": Constant(1.0, 0.4, {"family": 0.3, "format": 0.3, "family format": 0.3, "device": 0.3}),
+    "catt": Constant(1.0, 0.7, {"isa": 0.3, "device": 0.3}),  # attention
     # threads at which a process works at half efficiency
-    "T0": Constant(80.0, 0.7, ((_isa, 0.3), (_device, 0.4))),
+    "T0": Constant(80.0, 0.7, {"isa": 0.3, "device": 0.4}),
     "cpow": Constant(1.0, 0.3),
-    # barriers of a layer, seconds
-    "sync": Constant(50e-6, 0.8, ((_device, 0.6),)),
+    "sync": Constant(50e-6, 0.8, {"device": 0.6}),  # barriers of a layer, seconds
 }
+
+
+_OF_CASE = ("context", "prompt", "devices", "processes", "macs", "layers", "hidden", "attention")
 
 
 def features(cases: Sequence[Case]) -> dict[str, Array]:
@@ -291,30 +239,21 @@ def _features(case: Case) -> dict[str, float]:
     )
     peak16 = chip.tflops16 * 1e12
     return {
+        **{name: getattr(case, name) for name in _OF_CASE},
+        **{name: getattr(chip, name) for name in ("cores", "smt", "lanes")},
         "server": server,
         "big": chip.memory in ("gddr", "hbm") and not server,
         "rows": case.rows / case.processes,
-        "context": case.context,
-        "prompt": case.prompt,
-        "devices": case.devices,
         "tp": case.devices if server or family in TUNED else 1,  # llama.cpp: one GPU after another
         "read": case.read_bytes,
         "all": case.all_bytes,
         "kv": case.kv_bytes / (2 if narrow_kv else 1),
-        "macs": case.macs,
-        "layers": case.layers,
-        "hidden": case.hidden,
-        "attention": case.attention,
         "bandwidth": chip.gbs * 1e9,
         "peak16": peak16,
         "peak": peak16 * {"16": 1, "fp4": 4}.get(case.format_class, 2),
         "link": chip.link_gbs * 1e9,
-        "cores": chip.cores,
         "hertz": chip.ghz * 1e9,
-        "smt": chip.smt,
         "threads": case.threads or max(chip.cores // case.processes, 1),
-        "processes": case.processes,
-        "lanes": chip.lanes,
         "int8": INT8_SHARE * chip.int8_lanes if family == "openvino" else 0.0,
         "unified": family != "openvino" and not any(name in case.engine for name in OWN_KV),
     }
@@ -410,17 +349,18 @@ class Predictor(msgspec.Struct, frozen=True):
 
     def decode(self, cases: Sequence[Case]) -> Array:
         """Seconds of a decode step of each case, all accelerators or all CPUs: float64 [cases]."""
-        facts = features(cases)
-        if cases[0].chip.is_cpu:
-            return cpu_seconds(self.values(CPU, cases), facts, np.zeros(len(cases), dtype=bool))
-        return accelerator_decode(self.values(ACCELERATOR, cases), facts, facts["rows"])
+        return self._seconds(cases, is_prefill=False)
 
     def prefill(self, cases: Sequence[Case]) -> Array:
         """Seconds of the prompts of each case: float64 [cases]."""
+        return self._seconds(cases, is_prefill=True)
+
+    def _seconds(self, cases: Sequence[Case], is_prefill: bool) -> Array:
         facts = features(cases)
         if cases[0].chip.is_cpu:
-            return cpu_seconds(self.values(CPU, cases), facts, np.ones(len(cases), dtype=bool))
-        return accelerator_prefill(self.values(ACCELERATOR, cases), facts, facts["rows"])
+            return cpu_seconds(self.values(CPU, cases), facts, np.full(len(cases), is_prefill))
+        law = accelerator_prefill if is_prefill else accelerator_decode
+        return law(self.values(ACCELERATOR, cases), facts, facts["rows"])
 
     def _log(self, nodes: Iterable[str]) -> float:
         return sum(self.logs.get(node, 0.0) for node in nodes)

@@ -17,6 +17,7 @@ from reports.headline import Answer
 from reports.sections.section import Chart
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BAR = 860, 150, 16, 42, 12, 24
+ON_GPU = "#22160c"  # text on the GPU's bar, on a dark page too
 ROOM = 1.6  # beyond the highest and below the lowest rate
 
 
@@ -144,7 +145,7 @@ def _row(index: int, answer: Answer, one: Bars, ends: tuple[float, float]) -> li
     if one.gpu_name and gpu - limit > 90:
         parts.append(
             f'<text data-model="{index}" data-bar="name" x="{gpu - 6:.1f}" y="{y + 16:.1f}" '
-            f'text-anchor="end" fill="{INK}" font-size="11">{escape(one.gpu_name)}</text>'
+            f'text-anchor="end" fill="{ON_GPU}" font-size="11">{escape(one.gpu_name)}</text>'
         )
     if text:
         parts.append(f'<text x="{LEFT + 6}" y="{y + 16:.1f}" fill="{UNKNOWN}">not measured</text>')

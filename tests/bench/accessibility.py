@@ -63,7 +63,8 @@ function behind(text) {
 function pale(text) {
   text.scrollIntoView({ block: "center" });
   const style = getComputedStyle(text), size = parseFloat(style.fontSize);
-  if (!text.textContent || size < 1 || style.stroke !== "none") return [];
+  if (!text.textContent || style.opacity === "0") return [];  // what Vega leaves out
+  if (size < 1 || style.stroke !== "none") return [];
   const below = behind(text);
   const ink = over(colour(style.fill), style.opacity * style.fillOpacity, below);
   const isLarge = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);

@@ -21,8 +21,8 @@ from models.ladder import rung
 from models.spec import ModelSpec
 from models.synthetic.write import write_hf_folder
 from serving.backends.backend_interface import EngineConfig
-from serving.backends.torch import need
 from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
+from serving.backends.torch.gpu_memory import graph_bytes
 from serving.backends.torch.gpu_sampler import draw
 from serving.sampling.step_rows import Row
 from tests.tools.fake_cuda import FakeCuda, install_flash
@@ -30,7 +30,6 @@ from tests.tools.made_up_machines import made_up_machines, placed_on
 from tests.tools.step_counts import META, HostTensors, Kernels, kernels_of_a_layer, launched, traced
 
 MOST_KERNELS = 12  # of a layer
-MOST_TRITON = 9
 MOST_OFF = 0.05  # of predicted graph memory
 
 
@@ -63,10 +62,6 @@ def readiness() -> Iterator[Line]:
                 (f"at most {MOST_KERNELS}", count <= MOST_KERNELS) if packed else ("", None)
             )
             yield Line(f"kernels a layer, {name}, {how}", str(count), wanted, is_good)
-        kernels, _ = traced(name, packed=True, fused=True)
-        count = kernels_of_a_layer(kernels)
-        wanted, is_good = f"at most {MOST_TRITON}", count <= MOST_TRITON
-        yield Line(f"kernels a layer, {name}, kernels=triton", str(count), wanted, is_good)
     copies = blocking_copies()
     found = ", ".join(copies) or "0"
     yield Line("blocking copies a step, draws of every kind", found, "0", not copies)
@@ -125,7 +120,7 @@ def graph_memory(slots: int) -> tuple[int, int]:
         )
         TorchBackend(config, lambda what, fraction: None).close()
         torch.backends.cuda.enable_cudnn_sdp(was)
-        return need.graph_bytes(spec, slots, 4), cuda.pool_bytes
+        return graph_bytes(spec, slots, 4), cuda.pool_bytes
 
 
 if __name__ == "__main__":

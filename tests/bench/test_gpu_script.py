@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "gpu.sh"
-CALLS = ["pytest", "gpu_micro", "torch_floor", "torch_floor", "torch_peers", "gpu_faults"]
+CALLS = ["pytest", "gpu_micro", "torch_floor", "torch_floor", "gpu_faults"]
 
 
 def called(
@@ -44,9 +44,7 @@ def test_a_call_can_be_named_and_an_unknown_one_is_refused(tmp_path: Path) -> No
     assert called(tmp_path, "faults") == (0, ["gpu_faults"])
     status, calls = called(tmp_path, "flor")
     assert status == 1 and calls == []
-    assert (
-        "there are tests micro floor triton peers faults" in (tmp_path / "out/flor.txt").read_text()
-    )
+    assert "there are tests micro floor faults" in (tmp_path / "out/flor.txt").read_text()
 
 
 def test_a_call_is_ended_when_its_time_is_over(

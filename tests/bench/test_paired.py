@@ -1,6 +1,4 @@
-"""The arithmetic of the side-by-side benchmarks: ratios of pairs, figures from token times, what a
-static batch must wait for.
-"""
+"""The arithmetic of the side-by-side benchmarks, a series that goes on, a child that dies."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.paired import Figures, Line, Series, ratios, table, take_turns
-from tests.bench.peers.jobs import Child, figures, make_job, static_batches
-
-JOB = {"arrivals": [0.0, 1.0], "prompts": [[1], [2]], "outputs": [3, 2], "batch": 2}
+from tests.bench.peers.jobs import Child
 
 
 def test_contestants_take_turns_in_both_orders() -> None:
@@ -34,45 +30,6 @@ def test_a_ratio_is_of_pairs_and_leaves_out_rounds_that_did_not_measure() -> Non
     assert ratios(ours, theirs, "x") == [2.0, 3.0]
     text = table({"we": ours, "they": theirs}, "we", (Line("x", "ms"), Line("never", "ms")))
     assert "ratio 2.50 (2.00-3.00, 2 pairs)" in text and "never" not in text
-
-
-def test_figures_count_from_arrivals_and_decode_only_while_all_decode() -> None:
-    steps = [[0.5 + 0.1 * step for step in range(20)], [1.5 + 0.1 * step for step in range(20)]]
-    found = figures({**JOB, "outputs": [20, 20]}, steps)
-    assert found["output_tokens_per_second"] == pytest.approx(40 / 3.4)
-    assert found["ttft_p50_seconds"] == pytest.approx(0.5) and found[
-        "ttft_max_seconds"
-    ] == pytest.approx(0.5)
-    assert found["decode_tokens_per_second"] == pytest.approx(
-        20, rel=0.15
-    )  # two rows, a step each 0.1 s
-    with pytest.raises(RuntimeError, match=r"\[20, 19\] tokens came back"):
-        figures({**JOB, "outputs": [20, 20]}, [steps[0], steps[1][:-1]])
-
-
-def test_a_static_batch_takes_who_is_there_and_ends_with_its_longest() -> None:
-    batches: list[tuple[int, int]] = []
-
-    def run_batch(prompts: list[list[int]], output_tokens: int, clock: object) -> list[float]:
-        batches.append((len(prompts), output_tokens))
-        return [float(step) for step in range(output_tokens)]
-
-    job = {
-        "arrivals": [0.0, 0.0, 0.0, 0.02],
-        "prompts": [[1], [2], [3], [4]],
-        "outputs": [1, 5, 2, 4],
-        "batch": 2,
-    }
-    assert [len(each) for each in static_batches(job, run_batch)] == [1, 5, 2, 4]
-    assert batches == [(2, 5), (1, 2), (1, 4)]  # the third comes alone: the fourth has not arrived
-
-
-def test_uneven_answers_have_the_asked_mean() -> None:
-    job = make_job(16, 8, 64, 8, 0.25, 1000, seed=1, spread=0.75)
-    assert (
-        sum(job["outputs"]) == 16 * 64 and min(job["outputs"]) == 19 and max(job["outputs"]) == 109
-    )
-    assert job["arrivals"][:3] == [0.0, 0.25, 0.5] and len(job["prompts"][5]) == 8
 
 
 def test_a_series_goes_on_only_with_the_same_settings(tmp_path: Path) -> None:

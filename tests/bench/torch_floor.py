@@ -8,9 +8,8 @@ the weights and the KV cache once.
 floor = (bytes of all matrices that a token multiplies with + rows x context x KV bytes of a token)
 / bandwidth (as gpt-fast's "bandwidth achieved"); what is printed is floor / measured, by the
 bandwidth that a copy reaches in the same run, and by the data sheet's where
-reports/planning/hardware.toml has the device. The engine is the backend in a process of its own,
-without scheduler and HTTP; figures are medians over --rounds. `python -m tests.bench.torch_peers
---device gpu` is the comparison with transformers.
+reports/devices/device_catalog.toml has the device. The engine is the backend in a process of its
+own, without scheduler and HTTP; figures are medians over --rounds.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ import msgspec
 
 from models.resolve import resolve
 from models.spec import ModelSpec
-from reports.planning.hardware import gpus
+from reports.devices.device_catalog import devices
 from serving.backends.backend_interface import EngineConfig
 from tests.bench.paired import Figures, Series, machine, machine_line
 from tests.bench.peers.jobs import Child
-
-KV_DTYPES = {"bf16": "bf16", "fp32": "fp32"}  # the KV cache has the compute type
 
 
 def main() -> None:
@@ -39,10 +36,9 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", default=["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
     )
-    parser.add_argument("--format", choices=KV_DTYPES, default="bf16")
+    parser.add_argument("--format", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--attention", choices=("auto", "flash", "sdpa"), default="auto")
-    parser.add_argument("--kernels", choices=("plain", "triton"), default="plain")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument(
         "--context", type=int, default=256, help="tokens that each row holds before it decodes"
@@ -75,7 +71,7 @@ def main() -> None:
     print(machine_line(facts), flush=True)
     about = {
         key: getattr(arguments, key)
-        for key in ("format", "device", "attention", "kernels", "rows", "context", "steps", "cores")
+        for key in ("format", "device", "attention", "rows", "context", "steps", "cores")
     }
     series = Series.opened(arguments.json, about, facts)
     for model in arguments.models:
@@ -90,7 +86,7 @@ def main() -> None:
             slots=max(arguments.rows),
             context_tokens=-(-(arguments.context + arguments.steps) // 64) * 64,
             threads=len(arguments.cores),
-            options={"attention": arguments.attention, "kernels": arguments.kernels},
+            options={"attention": arguments.attention},
         )
         with Child(
             [sys.executable, "-m", "tests.bench.peers.engine_steps"],
@@ -136,16 +132,17 @@ def floor_bytes(spec: ModelSpec, weight_format: str, rows: int, context_tokens: 
     """
     element = 2 if weight_format == "bf16" else 4
     return element * spec.matrix_parameters + rows * context_tokens * spec.kv_bytes_per_token(
-        KV_DTYPES[weight_format]
+        weight_format
     )
 
 
-def data_sheet_bandwidth(device: str) -> float | None:
-    """Bytes per second of a GPU that the driver calls `device`; None where the catalogue has none
-    of that name. Drivers leave the form
-    (SXM) out; one that says PCIe is not the SXM card."""
-    said = set(device.replace("-", " ").lower().split())
-    for gpu in gpus():
+def data_sheet_bandwidth(name: str) -> float | None:
+    """Bytes per second of a GPU as its driver calls it; None where the catalogue has none.
+
+    Drivers leave the form (SXM) out; one that says PCIe is not the SXM card.
+    """
+    said = set(name.replace("-", " ").lower().split())
+    for gpu in (one for one in devices() if one.kind == "gpu"):
         words = set(gpu.name.lower().split())
         if words - {"sxm", "pcie"} <= said and not ("pcie" in said and "sxm" in words):
             return gpu.bandwidth_gb_per_second * 1e9

@@ -28,7 +28,6 @@ from reports.devices.device_step_times import (
     ACCELERATOR,
     CPU,
     Array,
-    Case,
     ClassError,
     Columns,
     Constant,
@@ -57,20 +56,12 @@ CONSTANTS_FILE = Path(device_step_times.__file__).with_name("step_time_constants
 Law = Callable[[Columns, Columns], Array]
 
 
-def _server(case: Case) -> str | None:
-    return case.family if case.is_server else None
-
-
 SERVING: dict[str, Constant] = {
     **ACCELERATOR,
-    # share of others' prompts that delays a token
-    "phi": Constant(0.8, 0.4, ((_server, 0.4),)),
-    # prompts waited for at an arrival
-    "s": Constant(2.0, 0.5, ((_server, 0.5),)),
-    # the opening burst counts 1/k
-    "k": Constant(5.0, 0.7, ((_server, 0.7),)),
-    # from the socket to the queue, seconds
-    "t0": Constant(30e-3, 0.7, ((_server, 0.5),)),
+    "phi": Constant(0.8, 0.4, {"server": 0.4}),  # share of others' prompts that delays a token
+    "s": Constant(2.0, 0.5, {"server": 0.5}),  # prompts waited for at an arrival
+    "k": Constant(5.0, 0.7, {"server": 0.7}),  # the opening burst counts 1/k
+    "t0": Constant(30e-3, 0.7, {"server": 0.5}),  # from the socket to the queue, seconds
 }
 
 

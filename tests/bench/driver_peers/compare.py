@@ -201,7 +201,7 @@ def main() -> None:
     )
     others = os.sched_getaffinity(0) - {SERVER_CORE}
     with tempfile.TemporaryDirectory(prefix="driver-peers-") as folder:
-        tools = [TOOLS[name](Path(folder), peers) for name in options.tools]
+        tools: list[Tool] = [TOOLS[name](Path(folder), peers) for name in options.tools]
         if others:
             os.sched_setaffinity(0, others)
         for part in options.parts or PARTS:

@@ -127,80 +127,38 @@ class Ours(Tool):
 
     name = "crossover"
 
-    def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
-        place = self.new()
-        seconds = requests / rate
+    def _run(self, place: Path, line: str, seconds: float) -> Run:
         environment = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+        return execute([sys.executable, "-m", *line.split()], place / "log", environment, seconds)
+
+    def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
+        place, seconds = self.new(), requests / rate
+        records = place / "requests.jsonl"
+        line = f"locust -f {ROOT}/loadtests/locustfile.py --headless --only-summary --host {url}"
+        line += f" --rate {rate} --window {seconds} --workload 16x{tokens} --processes {workers}"
+        line += f" --requests-file {records}"
         if workers == 1:
-            command = [
-                sys.executable,
-                "-m",
-                "crossover",
-                "load",
-                url,
-                "--rate",
-                f"{rate}",
-                "--duration",
-                f"{seconds}",
-            ]
-            command += ["--workload", f"16x{tokens}", "--out", str(place)]
-            run = execute(command, place / "log", environment, seconds + 120)
+            line = f"crossover load {url} --rate {rate} --duration {seconds}"
+            line += f" --workload 16x{tokens} --out {place}"
+        run = self._run(place, line, seconds + 120)
+        if workers == 1:
             (records,) = place.glob("*/requests.jsonl")
-        else:
-            records = place / "requests.jsonl"
-            command = [
-                sys.executable,
-                "-m",
-                "locust",
-                "-f",
-                str(ROOT / "loadtests/locustfile.py"),
-                "--headless",
-                "--only-summary",
-            ]
-            command += [
-                "--host",
-                url,
-                "--rate",
-                f"{rate}",
-                "--window",
-                f"{seconds}",
-                "--workload",
-                f"16x{tokens}",
-            ]
-            command += ["--processes", str(workers), "--requests-file", str(records)]
-            run = execute(command, place / "log", environment, seconds + 120)
         lines = records.read_bytes().splitlines()
         begun = LevelStarted(cell="", level="", purpose=LevelPurpose.LOAD, window_seconds=1e9)
         seen = Columns.of((msgspec.json.decode(line, type=RequestRecord) for line in lines), begun)
-        return Level(
-            run,
-            {
-                "TTFT": quantiles(seen.ttft.tolist()),
-                "TPOT": quantiles(seen.tpot.tolist()),
-                "E2E": quantiles(seen.e2e.tolist()),
-            },
-        )
+        columns = {"TTFT": seen.ttft, "TPOT": seen.tpot, "E2E": seen.e2e}
+        return Level(run, {name: quantiles(column.tolist()) for name, column in columns.items()})
 
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
         (place / "campaign.toml").write_text(
-            'name = "mock"\nbudget_seconds = 60\n[target]\nurl = '
-            f'"{url}"\n[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n'
+            f'name = "mock"\nbudget_seconds = 60\n[target]\nurl = "{url}"\n'
+            f"[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n"
             f"[slo]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\n"
             "level_seconds = 10\nsingle_stream_requests = 5\n"
         )
-        command = [
-            sys.executable,
-            "-m",
-            "crossover",
-            "campaign",
-            "run",
-            str(place / "campaign.toml"),
-            "--out",
-            str(place / "runs"),
-        ]
-        run = execute(command, place / "log", {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}, 400)
-        (events,) = place.glob("runs/*/events.jsonl")
+        run = self._run(place, f"crossover campaign run {place}/campaign.toml --out {place}", 400)
+        (events,) = place.glob("*/events.jsonl")
         for line in reversed(events.read_text().splitlines()):
             event = msgspec.json.decode(line)
             if event["kind"] == "cell_finished":
@@ -213,76 +171,46 @@ class GuideLlm(Tool):
 
     name = "guidellm"
 
-    def _command(self, place: Path, url: str, profile: str, tokens: int, *more: str) -> list[str]:
-        return [
-            str(self.peers / "guidellm-0.8.1/bin/guidellm"),
-            "run",
-            "--backend",
-            f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions",
-            "--profile",
-            profile,
-            "--tokenizer",
-            f"kind=huggingface_auto,model={self.tokenizer}",
-            "--data",
-            f"kind=synthetic_text,prompt_tokens=16,output_tokens={tokens}",
-            "--output",
-            f"kind=json,path={place / 'report.json'}",
-            "--disable-console",
-            *more,
-        ]
-
-    def _environment(self, workers: int) -> dict[str, str]:
-        return {
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "GUIDELLM__MAX_WORKER_PROCESSES": str(workers),
-        }
+    def _run(
+        self, url: str, profile: str, tokens: int, workers: int, seconds: float, *more: str
+    ) -> tuple[Run, list[Any]]:
+        """The run, and the benchmarks of its report."""
+        place = self.new()
+        line = (
+            f"{self.peers}/guidellm-0.8.1/bin/guidellm run --disable-console --profile {profile}"
+            f" --backend kind=openai_http,target={url},model={MODEL},"
+            "request_format=/v1/completions"
+            f" --tokenizer kind=huggingface_auto,model={self.tokenizer}"
+            f" --data kind=synthetic_text,prompt_tokens=16,output_tokens={tokens}"
+            f" --output kind=json,path={place}/report.json"
+        )
+        environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        environment["GUIDELLM__MAX_WORKER_PROCESSES"] = str(workers)
+        run = execute([*line.split(), *more], place / "log", environment, seconds)
+        return run, json.loads((place / "report.json").read_text())["benchmarks"]
 
     def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
-        place = self.new()
-        command = self._command(
-            place,
-            url,
-            f"kind=poisson,rate={rate}",
-            tokens,
-            "--constraint",
-            f"kind=max_requests,count={requests}",
-        )
-        run = execute(command, place / "log", self._environment(workers), requests / rate + 300)
-        metrics = json.loads((place / "report.json").read_text())["benchmarks"][0]["metrics"]
+        most = ("--constraint", f"kind=max_requests,count={requests}")
+        profile, seconds = f"kind=poisson,rate={rate}", requests / rate + 300
+        run, benchmarks = self._run(url, profile, tokens, workers, seconds, *most)
+        metrics = benchmarks[0]["metrics"]
         names = {
             "TTFT": ("time_to_first_token_ms", 1e-3),
             "TPOT": ("inter_token_latency_ms", 1e-3),
             "E2E": ("request_latency", 1.0),
         }
-        return Level(
-            run,
-            {
-                ours: {q: metrics[theirs]["successful"]["percentiles"][q] * unit for q in QUANTILES}
-                for ours, (theirs, unit) in names.items()
-            },
-        )
+        found = {}
+        for ours, (theirs, unit) in names.items():
+            values = metrics[theirs]["successful"]["percentiles"]
+            found[ours] = {q: values[q] * unit for q in QUANTILES}
+        return Level(run, found)
 
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
-        place = self.new()
         profile = f"kind=goodput,initial_streams=4,max_streams=64,target_attainment={share}"
         metrics = json.dumps({"kind": "generative", "slo": {"ttft_ms": ttft_seconds * 1000}})
-        command = self._command(
-            place,
-            url,
-            profile,
-            tokens,
-            "--metrics",
-            metrics,
-            "--constraint",
-            "kind=max_duration,seconds=10",
-        )
-        run = execute(command, place / "log", self._environment(1), 600)
-        report = json.loads((place / "report.json").read_text())
-        found = [
-            (one["config"]["strategy"].get("streams"), _attainment(one))
-            for one in report["benchmarks"]
-        ]
+        more = ("--metrics", metrics, "--constraint", "kind=max_duration,seconds=10")
+        run, benchmarks = self._run(url, profile, tokens, 1, 600, *more)
+        found = [(one["config"]["strategy"].get("streams"), _attainment(one)) for one in benchmarks]
         return run, f"probes (streams, attainment): {found}"
 
 
@@ -295,52 +223,21 @@ class AiPerf(Tool):
 
     name = "aiperf"
 
-    def _command(self, place: Path, url: str, tokens: int, *more: str) -> list[str]:
-        return [
-            str(self.peers / "aiperf-0.13/bin/aiperf"),
-            "profile",
-            "--model-names",
-            MODEL,
-            "--tokenizer",
-            str(self.tokenizer),
-            "--url",
-            url,
-            "--endpoint-type",
-            "chat",
-            "--streaming",
-            "--use-server-token-count",
-            "--per-chunk-usage",
-            "--prompt-input-tokens-mean",
-            "16",
-            "--prompt-output-tokens-mean",
-            str(tokens),
-            "--ui-type",
-            "none",
-            "--no-server-metrics",
-            "--no-gpu-telemetry",
-            "--output-artifact-dir",
-            str(place / "artifacts"),
-            *more,
-        ]
+    def _run(self, place: Path, url: str, tokens: int, more: str, seconds: float) -> Run:
+        line = (
+            f"{self.peers}/aiperf-0.13/bin/aiperf profile --model-names {MODEL}"
+            f" --tokenizer {self.tokenizer} --url {url} --endpoint-type chat --streaming"
+            " --use-server-token-count --per-chunk-usage --prompt-input-tokens-mean 16"
+            f" --prompt-output-tokens-mean {tokens} --ui-type none --no-server-metrics"
+            f" --no-gpu-telemetry --output-artifact-dir {place}/artifacts {more}"
+        )
+        return execute(line.split(), place / "log", {}, seconds)
 
     def level(self, url: str, rate: float, requests: int, tokens: int, workers: int = 1) -> Level:
         place = self.new()
-        command = self._command(
-            place,
-            url,
-            tokens,
-            "--request-rate",
-            f"{rate}",
-            "--arrival-pattern",
-            "poisson",
-            "--request-count",
-            str(requests),
-            "--workers-max",
-            str(workers),
-            "--random-seed",
-            "1",
-        )
-        run = execute(command, place / "log", {}, requests / rate + 300)
+        more = f"--request-rate {rate} --arrival-pattern poisson --request-count {requests}"
+        more += f" --workers-max {workers} --random-seed 1"
+        run = self._run(place, url, tokens, more, requests / rate + 300)
         (file,) = place.glob("artifacts/**/profile_export_aiperf.json")
         report = json.loads(file.read_text())
         names = {
@@ -359,24 +256,9 @@ class AiPerf(Tool):
 
     def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
         place = self.new()
-        command = self._command(
-            place,
-            url,
-            tokens,
-            "--search-recipe",
-            "max-concurrency-under-sla",
-            "--ttft-sla-ms",
-            f"{ttft_seconds * 1000:g}",
-            "--concurrency-min",
-            "1",
-            "--concurrency-max",
-            "64",
-            "--benchmark-duration",
-            "10",
-            "--workers-max",
-            "1",
-        )
-        run = execute(command, place / "log", {}, 600)
+        more = f"--search-recipe max-concurrency-under-sla --ttft-sla-ms {ttft_seconds * 1000:g}"
+        more += " --concurrency-min 1 --concurrency-max 64 --benchmark-duration 10 --workers-max 1"
+        run = self._run(place, url, tokens, more, 600)
         found = sorted(place.glob("artifacts/**/search_history.json"))
         said: Any = json.loads(found[0].read_text()).get("best") if found else None
         return run, json.dumps(said) if said is not None else " ".join(run.output.split())[-400:]

@@ -1,14 +1,8 @@
 """A contestant in a process of its own, driven by lines of JSON: load once, then one job after the
 other, on cores of its own.
 
-    with Child([sys.executable, "-m", "tests.bench.peers.engine_steps"], {"folder": ...},
-    cores=[0]) as child:
+    with Child([sys.executable, "-m", "tests.bench.peers.bandwidth"], settings, cores=[0]) as child:
         answer = child.ask(job)
-
-A job is a list of requests (`Job`): when each arrives, what its prompt is, how many tokens it
-wants. The answer is when each of its tokens was there, on the child's clock from the start of the
-job. What follows from these times (`figures`) is computed once, for all contestants alike. Only the
-standard library is imported here, so that peers in other environments can.
 """
 
 from __future__ import annotations
@@ -16,120 +10,21 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-# Of each request arrivals (seconds), prompts (token ids), outputs (tokens); batch: most at once.
 Job = dict[str, Any]
-Times = list[
-    list[float]
-]  # by request: when each token was there, seconds from the start of the job
-RunBatch = Callable[[list[list[int]], int, Callable[[], float]], list[float]]
-
-
-def make_job(
-    count: int,
-    prompt_tokens: int,
-    output_tokens: int,
-    batch: int,
-    gap_seconds: float,
-    vocabulary: int,
-    seed: int,
-    spread: float = 0.0,
-) -> Job:
-    """`count` requests with prompts of random tokens, `gap_seconds` apart; 0: all at once.
-
-    `spread`: 0 for answers of `output_tokens`, else evenly from (1 - spread) to (1 + spread) times
-    that, in a random order.
-    """
-    draw = random.Random(seed)
-    outputs = [
-        round(output_tokens * (1 + spread * (2 * (index + 0.5) / count - 1)))
-        for index in range(count)
-    ]
-    draw.shuffle(outputs)
-    return {
-        "arrivals": [index * gap_seconds for index in range(count)],
-        "prompts": [
-            [draw.randrange(3, vocabulary) for _ in range(prompt_tokens)] for _ in range(count)
-        ],
-        "outputs": outputs,
-        "batch": batch,
-    }
-
-
-def figures(job: Job, times: Times) -> dict[str, float | None]:
-    """What a job's times say. Rates in tokens per second, times in seconds.
-
-    output_tokens_per_second: all tokens over the time from the first arrival to the last token.
-    decode_tokens_per_second: tokens made while every request of the job was decoding (after the
-    last first token, before the first end), over that time; None where that never was so.
-    """
-    if [len(each) for each in times] != job["outputs"]:
-        raise RuntimeError(
-            f"{[len(each) for each in times]} tokens came back, {job['outputs']} were asked for"
-        )
-    first = [each[0] - arrival for each, arrival in zip(times, job["arrivals"], strict=True)]
-    gaps = sorted(b - a for each in times for a, b in zip(each, each[1:], strict=False))
-    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
-    inside = sum(begin < at <= end for each in times for at in each)
-    last = max(each[-1] for each in times)
-    return {
-        "output_tokens_per_second": sum(map(len, times)) / (last - job["arrivals"][0]),
-        "decode_tokens_per_second": inside / (end - begin) if inside >= 4 * len(times) else None,
-        "ttft_p50_seconds": statistics.median(first),
-        "ttft_max_seconds": max(first),
-        "itl_p50_seconds": statistics.median(gaps),
-        "itl_p99_seconds": gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))],
-        "seconds": last,
-    }
-
-
-def static_batches(job: Job, run_batch: RunBatch) -> Times:
-    """Serve a job as an engine without continuous batching must: whoever is there when the last
-    batch has ended, at most `batch` of them.
-
-    `run_batch(prompts, output_tokens, clock)` gives the times of a batch's steps, one token for
-    everybody each. It goes on until the longest answer is whole; what the others make beyond theirs
-    is not counted.
-    """
-    started = time.perf_counter()
-
-    def clock() -> float:
-        return time.perf_counter() - started
-
-    times: Times = []
-    arrivals = job["arrivals"]
-    while len(times) < len(arrivals):
-        wait_until(arrivals[len(times)], clock)
-        now = clock()
-        most = min(len(arrivals), len(times) + job["batch"])
-        due = max(len(times) + 1, sum(at <= now for at in arrivals[:most]))
-        outputs = job["outputs"][len(times) : due]
-        steps = run_batch(job["prompts"][len(times) : due], max(outputs), clock)
-        times += [steps[:wanted] for wanted in outputs]
-    return times
-
-
-def wait_until(due: float, clock: Callable[[], float]) -> None:
-    """Sleep until the job's clock has come to `due`."""
-    left = due - clock()
-    if left > 0:
-        time.sleep(left)
 
 
 def answer_jobs(
     load: Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[Job], Any]]],
 ) -> None:
-    """The child's side: `load(settings)` gives facts and a function from a job to its times (or any
-    other answer).
+    """The child's side: `load(settings)` gives facts and a function from a job to its
+    answer.
 
     The protocol has the real standard output; whatever libraries print goes to standard error.
     """
