@@ -510,7 +510,7 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
         is_best = one.backend == BEST
         kind, weight_format = ("none", "") if is_best else weights_of(one.backend, one.format)
     except BackendUnavailable as problem:
-        others = "vLLM, llama-server and others are [[engines]] tables, docs/measure-any-endpoint.md"
+        others = "other engines are [[engines]] tables: docs/measure-any-endpoint.md"
         raise BadCampaign(f"{problem}; {others}") from problem
     except CrossoverError as problem:
         raise BadCampaign(f"{problem}") from problem

@@ -14,8 +14,8 @@ CPUs: the same memory and compute, with the bandwidth that threads can draw, att
 its own, a loss 1 + (threads / T0)^cpow for threads in one process, barriers a layer.
 
 A constant is a product of nodes, from general to special (`eff`, `eff|llamacpp|gddr`, `eff|amd`).
-The nodes are fitted to some 3,000 published measurements (`python -m tests.bench.device_fit.fit`), each
-shrunk to 1: a class with few rows stays near its parents. The errors leave each device out in turn.
+The nodes are fitted to some 3,000 published measurements, each shrunk to 1: a class with few rows
+stays near its parents (`python -m tests.bench.device_fit.fit`). The errors leave each device out.
 """
 
 from __future__ import annotations
