@@ -42,7 +42,11 @@ def wilson(good: float, total: float, confidence: float = 0.95) -> tuple[float, 
     scale = 1 + z * z / total
     centre = (share + z * z / (2 * total)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # where all are good, or none, one bound is exact, and rounding must not say otherwise
+    return (
+        max(0.0, centre - half) if good else 0.0,
+        min(1.0, centre + half) if good < total else 1.0,
+    )
 
 
 def counted_as_one(good: npt.NDArray[np.bool_]) -> float:
