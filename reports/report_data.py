@@ -54,6 +54,7 @@ from reports.errors import BadRun, NotComparable
 
 CellState = Literal["measured", "skipped", "unfinished", "not_started"]
 T = TypeVar("T")
+LEAST_ALONE = 5  # requests one at a time, fewer of which tell nothing of a share
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +79,7 @@ class Alone(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     ttft_seconds: float | None
     tpot_seconds: float | None
-    is_good: bool  # the share of good requests reaches the target
+    is_good: bool | None  # the share of good requests reaches the target; None: too few to tell
 
 
 class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -146,9 +147,12 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def limit(self) -> float | None:
         """The best guess of the capacity, requests/s; 0.0: not even alone; None: not known."""
-        if self.capacity is None:
+        found = self.capacity
+        if found is None:
             return None
-        return self.held if self.capacity.limit is None else self.capacity.limit
+        if found.limit is None and found.method == "law" and not found.holds:
+            return 0.0  # by its step times requests one at a time miss the SLO
+        return self.held if found.limit is None else found.limit
 
     @property
     def parameters(self) -> int | None:
@@ -160,6 +164,13 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         at_rate = [one for one in self.levels if one.level.rate]
         return tuple(sorted(at_rate, key=lambda one: one.level.rate or 0.0))
 
+    def _is_good_alone(self, judged: Judged) -> bool | None:
+        if self.capacity is not None and self.capacity.state == "not_even_alone":
+            return False
+        if self.limit == 0.0 or judged.due < LEAST_ALONE:
+            return None
+        return judged.verdict != "fails"
+
     @property
     def alone(self) -> Alone | None:
         """The last requests one at a time; None: not measured."""
@@ -169,7 +180,7 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                     requests=one.judged.due,
                     ttft_seconds=one.quantile("ttft", 0.5),
                     tpot_seconds=one.quantile("tpot", 0.5),
-                    is_good=self.capacity is None or self.capacity.state != "not_even_alone",
+                    is_good=self._is_good_alone(one.judged),
                 )
         return None
 

@@ -57,9 +57,9 @@ def _alone(cell: CellData, slo: Slo) -> Cell:
     if alone is None:
         return Cell(text=cell.reason or formatting.NOT_MEASURED)
     each = "" if alone.tpot_seconds is None else f", {formatting.seconds(alone.tpot_seconds)}/token"
-    met = "met" if alone.is_good else "missed"
+    met = {True: ": met", False: ": missed", None: ""}[alone.is_good]
     return Cell(
-        text=f"{formatting.seconds(alone.ttft_seconds)}{each}: {met}",
+        text=f"{formatting.seconds(alone.ttft_seconds)}{each}{met}",
         detail=f"measured: medians of {alone.requests} requests one at a time",
     )
 
@@ -94,6 +94,8 @@ def limit_cell(found: Capacity | None) -> Cell:
             detail += f"; the machine's speed moved by {found.speed_moved:.0%} meanwhile"
         return Cell(text=text, grade="estimated", detail=detail)
     if found.low is None and found.high is None:
+        if found.method == "law" and not found.holds:  # its step times are too long for one
+            return Cell(text="none", grade="estimated", detail=found.reason)
         return Cell(text="not known")
     text = formatting.rate_interval(found.low, found.high)
     return Cell(text=text, grade="estimated", detail="between levels that held and failed")

@@ -85,16 +85,14 @@ def _curves(cell: CellData, rates: Sequence[float]) -> list[Row]:
 
 
 def _dots(cell: CellData, name: str) -> list[Row]:
-    """Measured: two for each level at a rate; what never came is drawn at the top."""
+    """Measured: two for each level that counts; what never came is drawn at the top."""
     rows: list[Row] = []
-    for one in cell.loaded:
+    for one in (level for level in cell.loaded if level.counts):
         for label, q in (("median", 0.5), ("nine of ten", 0.9)):
             value = one.quantile(name, q)
             if value:
                 seconds = value if math.isfinite(value) else 1e9
-                rows.append(
-                    {"rate": one.level.rate, "seconds": seconds, "of": label, "counts": one.counts}
-                )
+                rows.append({"rate": one.level.rate, "seconds": seconds, "of": label})
     return rows
 
 
