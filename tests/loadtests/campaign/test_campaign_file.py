@@ -170,7 +170,7 @@ def test_a_campaign_is_data_until_the_command_line_says_more() -> None:
         ),
         (
             'name = "x"\nmodels = ["135m"]\nbackends = ["vllm"]',
-            r"vLLM, llama-server and others are \[\[engines\]\] tables",
+            r"other engines are \[\[engines\]\] tables",
         ),
         ('name = "x"\nmodels = ["135m"]\nformats = ["Q9"]', "no weight format 'Q9'; it has"),
         (

@@ -96,7 +96,7 @@ def test_another_shape_than_promised_is_refused(tmp_path: Path) -> None:
 def test_a_reference_too_big_for_the_memory_is_said_and_not_made_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "_reference_fits", lambda spec: False)
+    monkeypatch.setattr(convert, "reference_fits", lambda spec: False)
     write_hf_folder(TINY_LLAMA, tmp_path / "source")
     said: list[str] = []
     scratch: set[str] = set()
