@@ -31,7 +31,7 @@ import msgspec
 from msgspec import Meta
 
 from loadtests.analysis.slo import SLO_PRESETS, Slo
-from loadtests.campaign.external_servers import Engine, commands_of, formats_of, places, wrong
+from loadtests.campaign.external_servers import Engine, command_of, formats_of, places, wrong
 from loadtests.errors import BadCampaign, TargetUnusable
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals, Poisson
@@ -403,7 +403,7 @@ def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = Fa
         if name not in trusted:
             raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
     if engines and not allow_commands:
-        commands = "; ".join(printable(one) for engine in engines for one in commands_of(engine))
+        commands = "; ".join(printable(command_of(engine)) for engine in engines)
         raise BadCampaign(
             f"the campaign runs commands: {commands}; "
             "if you trust each of them, say so: --allow-commands"

@@ -15,7 +15,7 @@ from loadtests.analysis.level import Level, levels_of
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan
 from loadtests.campaign.cell_selection import engine_values, layout_of, shares, to_confirm, why_not
-from loadtests.campaign.external_servers import commands_of
+from loadtests.campaign.external_servers import command_of
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import campaign_of
@@ -244,8 +244,7 @@ def _show_commands(cell: Cell, settings: Campaign, layout: Layout) -> None:
         wish = Wish(engine.weights, cell.weight_format, cache_dir(settings.server.cache))
         model = str(synthetic_path(rung(cell.model).spec, wish))
     values = engine_values(cell, settings.server, layout, model)
-    for line in commands_of(engine, values):
-        typer.echo(f"    runs, only with --allow-commands: {printable(line)}")
+    typer.echo(f"    runs, only with --allow-commands: {printable(command_of(engine, values))}")
     if engine.variables:
         typer.echo(f"    it sees of this shell: {', '.join(engine.variables)}")
 

@@ -33,7 +33,7 @@ from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_selection import layout_of, policy_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.campaign.server_launch import Command, Local, Server, server_of
+from loadtests.campaign.server_launch import Command, Server, server_of
 from loadtests.errors import (
     EndpointRefuses,
     LevelInterrupted,
@@ -41,8 +41,8 @@ from loadtests.errors import (
     OverMemory,
     ServerLost,
 )
-from loadtests.host.prometheus_scrape import Remote
-from loadtests.host.resource_sampler import Sampler, Scraped
+from loadtests.host.prometheus_scrape import EngineClock
+from loadtests.host.resource_sampler import Sampler
 from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
@@ -129,9 +129,10 @@ class ServerBench:
         self._state, self._campaign, self._server = state, campaign, server
         self._facts, self._progress = facts, progress
         self._workload = campaign.workload_of(state.cell)
-        self._metrics: Remote | None = None
+        self._clock: EngineClock | None = None
         if facts.backend is not None:  # a Crossover server
-            self._metrics = Remote(server.target.url, api_key=_key(server))
+            key = os.environ.get(server.target.api_key_env or "")
+            self._clock = EngineClock(server.target.url, key)
         self.sampler: Sampler  # set once it runs
         self._samples: list[ResourceSample] = []  # of the level that runs now
         self._over_memory: str | None = None
@@ -152,7 +153,7 @@ class ServerBench:
         self._state.run.sample(sample)
         if sample.level is not None:
             self._samples.append(sample)
-        most = self._server.watched_bytes
+        most = self._server.most_bytes
         used = sum(one.rss_bytes or 0 for one in (sample.engine, sample.api) if one is not None)
         if most is not None and used > most:
             self._over_memory = (
@@ -168,17 +169,12 @@ class ServerBench:
             self._idle_seconds = self._quick_seconds()
         self._progress.tick(f"{asked.name}: starting the load generator")
         mark, began = server.mark(), time.monotonic()
-        try:
-            with contextlib.closing(_Running(self, asked, plan)) as running:
-                for told in self._generator.run(plan):
-                    if running.take(told):
-                        self._generator.stop()
-            self._check_server(mark, running)
-            level = self._finish(running, time.monotonic() - began)
-        except LevelInterrupted as problem:
-            if (why := server.broke_cap()) is not None:
-                raise OverMemory(why) from problem
-            raise
+        with contextlib.closing(_Running(self, asked, plan)) as running:
+            for told in self._generator.run(plan):
+                if running.take(told):
+                    self._generator.stop()
+        self._check_server(mark, running)
+        level = self._finish(running, time.monotonic() - began)
         if running.ended.gave_up:
             self._settle()
         return level
@@ -217,7 +213,7 @@ class ServerBench:
         self.sampler.client = self._generator.pids[0]
         self.sampler.level = started.level
         self._state.event(started)
-        return self._metrics.engine_time() if self._metrics is not None else None
+        return self._clock.read() if self._clock is not None else None
 
     def check(self) -> None:
         """Raise OverMemory for a broken memory cap, LevelInterrupted for a server in trouble."""
@@ -260,8 +256,8 @@ class ServerBench:
         started, ended = running.started, running.ended
         assert started is not None
         engine_time = None
-        if self._metrics is not None and running.engine_time is not None:
-            now = self._metrics.engine_time()
+        if self._clock is not None and running.engine_time is not None:
+            now = self._clock.read()
             engine_time = None if now is None else now.since(running.engine_time)
         finished = LevelFinished(
             cell=started.cell,
@@ -593,7 +589,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
         progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
         facts = wait_until_it_serves(server, progress)
         policy = _policy_of(ready.info, campaign)
-        target = server.target
         with contextlib.ExitStack() as stack:
             generator = stack.enter_context(
                 LoadGenerator(
@@ -609,9 +604,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
                 server=server.pid,
                 is_ours=not isinstance(server, Command),
                 interval_seconds=campaign.sample_seconds,
-                metrics=None
-                if isinstance(server, Local)
-                else Scraped(target.url, target.api_key_env, target.verify_tls),
             )
             bench.sampler = stack.enter_context(sampler)
             seen = {"target": msgspec.to_builtins(facts), "sampling": bench.sampler.missing}
@@ -621,11 +613,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             yield bench
     finally:
         server.stop()
-
-
-def _key(server: Server) -> str | None:
-    name = server.target.api_key_env
-    return os.environ.get(name) if name else None
 
 
 def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:

@@ -23,6 +23,7 @@ import msgspec
 from loadtests.analysis.level import Level
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, RepeatedLevel, plain
 from loadtests.campaign.cell_selection import with_engine
+from loadtests.campaign.external_servers import Engine
 from loadtests.errors import BadRunFolder
 from loadtests.records.run_folder import RunFolder, RunManifest, read_records
 from loadtests.records.run_journal import (
@@ -220,7 +221,11 @@ def _git_commit() -> str | None:
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
     """The campaign of a run as it was read when it started. Raises BadRunFolder."""
     try:
-        campaign = msgspec.convert(manifest.campaign, Campaign)
+        raw = dict(manifest.campaign)
+        for name, one in raw.get("engines", {}).items():  # keys of older versions are left out
+            known = {key: one[key] for key in Engine.__struct_fields__ if key in one}
+            raw["engines"] = {**raw["engines"], name: known}
+        campaign = msgspec.convert(raw, Campaign)
         cells = msgspec.convert(manifest.cells, list[Cell])
     except msgspec.ValidationError as problem:
         raise BadRunFolder(

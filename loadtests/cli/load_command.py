@@ -213,7 +213,7 @@ def measure(
     from loadtests.analysis.level_validity import is_valid, level_warnings
     from loadtests.campaign.campaign_file import Campaign, Plan, Search, Server, cell_of_target
     from loadtests.campaign.run_state import manifest_of, new_folder
-    from loadtests.host.resource_sampler import Sampler, Scraped
+    from loadtests.host.resource_sampler import Sampler
     from loadtests.load_generator.load_plan import Ended, Late, Started
     from loadtests.load_generator.openai_endpoint import probe
     from loadtests.records.resource_sample import ResourceSample
@@ -268,10 +268,9 @@ def measure(
             run.sample(sample)
             samples.append(sample)
 
-        scraped = Scraped(target.url, target.api_key_env, target.verify_tls)
         began = time.monotonic()
         started: LevelStarted | None = None
-        with Sampler(CELL, keep, metrics=scraped) as sampler:
+        with Sampler(CELL, keep) as sampler:
             for told in generator.run(plan):
                 match told:
                     case Started(unix_seconds):

@@ -1,4 +1,4 @@
-"""What load costs, once a second beside it: CPU, memory, swap, clocks, GPU, watts, /metrics.
+"""What load costs, once a second beside it: CPU, memory, swap, GPU, watts.
 
     with Sampler("cell", folder.sample, server=server_pid) as sampler:
         sampler.client = locust_pid
@@ -32,7 +32,6 @@ import psutil
 
 from loadtests.errors import LoadError
 from loadtests.host.core_watch import CoreWatch, Pids, throttled_seconds
-from loadtests.host.prometheus_scrape import Remote
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
 from models.isolated import start_python
 
@@ -50,14 +49,6 @@ THROTTLES: dict[int, str] = {
 }
 
 
-class Scraped(msgspec.Struct, frozen=True):
-    """An endpoint whose /metrics is read too."""
-
-    url: str
-    api_key_env: str | None = None
-    verify_tls: bool = True
-
-
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the child is to look at."""
 
@@ -66,7 +57,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     server: int | None = None  # process id of our server; None: somebody else's endpoint
     is_ours: bool = True  # a server whose engine is a child; else all below `server` is the engine
     client: int  # the runner, counted without its children
-    metrics: Scraped | None = None
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -97,7 +87,6 @@ class Sampler:
         server: int | None = None,
         is_ours: bool = True,
         interval_seconds: float = INTERVAL_SECONDS,
-        metrics: Scraped | None = None,
     ) -> None:
         self._settings = Settings(
             cell=cell,
@@ -105,7 +94,6 @@ class Sampler:
             server=server,
             is_ours=is_ours,
             client=os.getpid(),
-            metrics=metrics,
         )
         self._sink = sink
         self._level: str | None = None
@@ -217,7 +205,6 @@ class Readings:
         self,
         settings: Settings,
         groups: dict[str, Pids],
-        remote: Remote | None = None,
         gpu: Gpu | None = None,
     ) -> None:
         self.level: str | None = None
@@ -227,7 +214,6 @@ class Readings:
         is_local = settings.server is not None
         self._gpu = (gpu or Gpu()) if is_local else None
         self._rapl = Rapl() if is_local else None
-        self._remote = remote
         self._before: tuple[float, float, float, float | None] | None = None
         psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
 
@@ -235,13 +221,11 @@ class Readings:
         """One sample, now."""
         steal_share, quota_share = self._held_back()
         found: dict[str, Any] = {name: one.sample() for name, one in self._groups.items()}
-        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         gpu: dict[str, Any] = {}
         if self._gpu is not None:
             engine = self._groups["engine"].pids if "engine" in self._groups else ()
             gpu = self._gpu.read(engine)
             self.missing |= self._gpu.missing
-        remote = self._remote() if self._remote is not None else None
         cpu_watts = None
         if self._rapl is not None:
             cpu_watts = self._rapl.read()
@@ -252,12 +236,10 @@ class Readings:
             level=self.level,
             unix_seconds=round(time.time(), 3),
             machine_cpu_share=psutil.cpu_percent() / 100,
-            available_bytes=memory.available,
-            swap_used_bytes=swap.used,
+            swap_used_bytes=psutil.swap_memory().used,
             cpu_watts=cpu_watts,
             steal_share=steal_share,
             quota_share=quota_share,
-            remote=None if isinstance(remote, str) else remote,
             cores=cores,
             **found,
             **gpu,
@@ -368,21 +350,14 @@ class Gpu:
         # Version 2 counts apart what driver and firmware keep back; drivers before 510 have it not.
         memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
         memory = memory or ask("nvmlDeviceGetMemoryInfo")
-        reserved = getattr(memory, "reserved", None)
-        own = [p.usedGpuMemory for p in self._running(self._device) if p.pid in engine]
         rates, watts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
         joules = ask("nvmlDeviceGetTotalEnergyConsumption")
-        clock = ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
         bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
         found = {
             "gpu_memory_bytes": None if memory is None else int(memory.used),
-            "gpu_reserved_bytes": None if reserved is None else int(reserved),
-            # None in a container: the driver hides it
-            "gpu_engine_bytes": sum(map(int, own)) if own and None not in own else None,
             "gpu_utilisation": None if rates is None else rates.gpu / 100,
             "gpu_watts": None if watts is None else watts / 1000,
             "gpu_energy_joules": None if joules is None else joules / 1000,
-            "gpu_clock_hertz": None if clock is None else clock * 1e6,
             "gpu_throttled": None
             if bits is None
             else [name for bit, name in THROTTLES.items() if bits & bit],
@@ -471,14 +446,7 @@ def sample_until_closed(settings: Settings, source: IO[bytes], sink: IO[bytes]) 
     elif server is not None:
         groups["engine"] = subject = lambda: family(server)[1:]
     watch = CoreWatch(subject, settings.client)
-    remote, first = None, None
-    if (asked := settings.metrics) is not None:
-        key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
-        remote = Remote(asked.url, api_key=key, verify_tls=asked.verify_tls)
-        first = remote()
-    readings = Readings(settings, groups, None if isinstance(first, str) else remote)
-    if isinstance(first, str):
-        readings.missing["remote"] = first
+    readings = Readings(settings, groups)
     told: dict[str, str] = {}
     due = time.monotonic()
     pending = b""
