@@ -161,11 +161,13 @@ class ServerBench:
                 f"and the budget is {formatting.size(most)}"
             )
 
-    def measure(self, asked: LevelAsk) -> Level:
+    def measure(self, asked: LevelAsk, plan: LoadPlan | None = None) -> Level:
+        """`plan`: of one that is neither cut short nor measured again (`crossover load`)."""
         run, server = self._state.run, self._server
         run.check_room()
-        plan = self._plan(asked)
-        if self._idle_seconds is None:
+        is_given = plan is not None
+        plan = plan or self._plan(asked)
+        if self._idle_seconds is None and not is_given:
             self._idle_seconds = self._quick_seconds()
         self._progress.tick(f"{asked.name}: starting the load generator")
         mark, began = server.mark(), time.monotonic()
@@ -175,7 +177,7 @@ class ServerBench:
                     self._generator.stop()
         self._check_server(mark, running)
         level = self._finish(running, time.monotonic() - began)
-        if running.ended.gave_up:
+        if running.ended.gave_up and not is_given:
             self._settle()
         return level
 
@@ -247,7 +249,8 @@ class ServerBench:
                 break
             time.sleep(0.05)
         count = sum(running.broken.values())
-        if running.asked.attempt == 1 and count > BROKEN_SHARE * running.answers:
+        is_tried_again = running.asked.attempt == 1 and not running.is_given
+        if is_tried_again and count > BROKEN_SHARE * running.answers:
             whys = formatting.listing([f"{n} {why}" for why, n in running.broken.items()])
             raise LevelInterrupted(f"{count} of {running.answers} requests failed ({whys})")
 
@@ -351,6 +354,7 @@ class _Running:
 
     def __init__(self, bench: ServerBench, asked: LevelAsk, plan: LoadPlan) -> None:
         self.asked, self.plan = asked, plan
+        self.is_given = asked.purpose is LevelPurpose.LOAD
         self.started: LevelStarted | None = None
         self.ended = Ended()
         self.rows = LevelRows()
@@ -449,7 +453,7 @@ class _Running:
             f"{tally.good} of {tally.counted} good, {phase}",
             fraction=min(1.0, now / end),
         )
-        if self._end is not None or self.asked.rate is None:
+        if self._end is not None or self.asked.rate is None or self.is_given:
             return False
         if self.plan.warmup_seconds < now < end:
             lost = bench.lost(end - now, tally.may_hold or self.asked.counts_slight)
