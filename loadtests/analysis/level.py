@@ -242,14 +242,6 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return float(inside.sum()) / (end - start)
 
     @property
-    def littles_law(self) -> float | None:
-        """lambda W of the counted requests, beside mean_in_flight; None where one has no end."""
-        lasted = (self.ended - self.due)[self.counted]
-        if not len(lasted) or np.isnan(lasted).any():
-            return None
-        return float(lasted.sum()) / self.window_seconds
-
-    @property
     def offered_rate(self) -> float:
         """Requests/s that were due."""
         return float(self.counted.sum()) / self.window_seconds

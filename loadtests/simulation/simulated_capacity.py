@@ -30,7 +30,6 @@ from loadtests.simulation.batching_simulator import (
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import (
     Arrivals,
-    Diurnal,
     OnOff,
     Piecewise,
     Poisson,
@@ -310,6 +309,4 @@ def _cycle_seconds(arrivals: Arrivals) -> float:
             return arrivals.on_seconds + arrivals.off_seconds
         case Piecewise():
             return sum(seconds for seconds, _ in arrivals.steps)
-        case Diurnal():
-            return arrivals.period_seconds
     return 0.0
