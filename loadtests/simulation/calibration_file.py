@@ -78,9 +78,6 @@ class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     watts: Positive | None = None  # under load, as its owner says
     dollars_per_hour: Seconds | None = None
-    price_source: Text = ""
-    price_date: Text = ""
-    owned: bool = True
 
 
 def read_machine_file(path: Path) -> MachineFile:
@@ -97,6 +94,8 @@ def read_machine_file(path: Path) -> MachineFile:
             f"{path} is no machine file of version {VERSION}: version is {version!r}; "
             "`crossover calibrate` writes one anew on that machine"
         )
+    for old in ("price_source", "price_date", "owned"):
+        raw.pop(old, None)
     try:
         return converted(raw, MachineFile, BadMachineFile)
     except BadMachineFile as problem:
