@@ -7,36 +7,28 @@
         sampler.level = None             # returns when all samples of the level are handed over
         sampler.cores                    # CoresSample of the level, from its begin to its end
 
-One child samples (`python -m loadtests.host.resource_sampler SETTINGS`): it reads a JSON line a
-Change and writes one a sample, and ends when its input does, so it cannot outlive its parent. What
-a machine does not tell is None. CPU is the difference of kernel counters, so nothing that ran
-between two samples is missed.
+A thread samples. What a machine does not tell is None. CPU is the difference of kernel counters, so
+nothing that ran between two samples is missed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import msgspec
 import psutil
 
 from loadtests.errors import LoadError
 from loadtests.host.core_watch import CoreWatch, Pids, throttled_seconds
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
-from models.isolated import start_python
 
 INTERVAL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # for the child to say that it has seen a change
+ANSWER_SECONDS = 10.0  # that a sample may take
 RAPL = Path("/sys/class/powercap")
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
 THROTTLES: dict[int, str] = {
@@ -47,33 +39,6 @@ THROTTLES: dict[int, str] = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is to look at."""
-
-    cell: str
-    interval_seconds: float = INTERVAL_SECONDS
-    server: int | None = None  # process id of our server; None: somebody else's endpoint
-    is_ours: bool = True  # a server whose engine is a child; else all below `server` is the engine
-    client: int  # the runner, counted without its children
-
-
-class Change(msgspec.Struct, frozen=True):
-    """From now on: the level that runs, and the process whose family is the load generator."""
-
-    level: str | None
-    client: int
-    number: int
-
-
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the child's output: a sample, what it cannot read, or the answer to a change."""
-
-    sample: ResourceSample | None = None
-    missing: dict[str, str] | None = None
-    done: int | None = None
-    cores: CoresSample | None = None  # with `done`: since the last sample of the level that ended
 
 
 class Sampler:
@@ -88,130 +53,94 @@ class Sampler:
         is_ours: bool = True,
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
-        self._settings = Settings(
-            cell=cell,
-            interval_seconds=interval_seconds,
-            server=server,
-            is_ours=is_ours,
-            client=os.getpid(),
-        )
-        self._sink = sink
-        self._level: str | None = None
-        self._client = os.getpid()
-        self._sent = 0
-        self._done = threading.Condition()
-        self._answered = 0
-        self._closing = False
+        """`server`: process id of one that we started; None: somebody else's endpoint. `is_ours`:
+        its engine is a child; else all below it is the engine.
+        """
+        self.client = os.getpid()  # the process whose family is the load generator
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
         self.latest: CoresSample | None = None  # of the last sample, level or not
-        self.missing: dict[str, str] = {}  # what cannot be read here, and why
         self.failure: Exception | None = None
+        self._sink = sink
+        self._interval_seconds = interval_seconds
+        groups: dict[str, Pids] = {"client": self._client_pids}
+        subject: Pids = self._client_pids
+        if server is not None and is_ours:
+            groups["engine"] = subject = lambda: engine_pids(server)
+            groups["api"] = lambda: [pid for pid in family(server) if not _is_engine(pid)]
+        elif server is not None:
+            groups["engine"] = subject = lambda: family(server)[1:]
+        self._watch = CoreWatch(subject, os.getpid())
+        self._readings = Readings(cell, groups, is_local=server is not None)
+        self._lock = threading.Lock()  # of a sample, or of a level's begin or end
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
 
     def __enter__(self) -> Sampler:
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        settings = msgspec.json.encode(self._settings).decode()
-        command = ("-m", "loadtests.host.resource_sampler", settings)
-        self._process = start_python(*command, secrets=True, **pipes)
-        self._thread = threading.Thread(target=self._read, name="samples", daemon=True)
+        self._sample()  # nothing is measured before it looks
         self._thread.start()
-        self._change(wait=True)  # nothing is measured before it looks
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing = True
-        process = self._process
-        assert process.stdin and process.stdout and process.stderr
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        self._over.set()
         self._thread.join(5)
-        process.stdout.close()
-        process.stderr.close()
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What cannot be read here, and why."""
+        return self._readings.missing
 
     @property
     def level(self) -> str | None:
-        return self._level
+        return self._readings.level
 
     @level.setter
     def level(self, name: str | None) -> None:
-        self._level = name
-        if name is not None:
-            self.cores = []
-        self._change(wait=name is None)
-
-    @property
-    def client(self) -> int:
-        """The process whose family is the load generator."""
-        return self._client
-
-    @client.setter
-    def client(self, pid: int) -> None:
-        self._client = pid
-        self._change(wait=False)
-
-    def _change(self, wait: bool) -> None:
-        self._sent += 1
-        assert self._process.stdin is not None
-        change = Change(self._level, self._client, self._sent)
+        if not self._lock.acquire(timeout=ANSWER_SECONDS):  # a driver that hangs
+            self.failure = LoadError("the sampler of resources does not answer")
+            return
         try:
-            self._process.stdin.write(msgspec.json.encode(change) + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            return  # `failure` will say why
-        if wait:
-            with self._done:
-                self._done.wait_for(
-                    lambda: self._answered >= self._sent or self.failure is not None, ANSWER_SECONDS
-                )
+            # the rest of the level that ends, or the mark that one which begins counts from
+            rest = self._watch.read(scan=True)
+            if self._readings.level is not None and rest is not None:
+                self.cores.append(rest)
+            if name is not None:
+                self.cores = []
+            self._readings.level = name
+        finally:
+            self._lock.release()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        decoder = msgspec.json.Decoder(Line)
+    def _client_pids(self) -> list[int]:
+        """The runner itself, without its children, where it sends no load."""
+        return [self.client] if self.client == os.getpid() else family(self.client)
+
+    def _sample(self) -> None:
+        with self._lock:
+            self.latest = self._watch.read()
+            sample = self._readings.sample(self.latest)
+            if sample.level is not None and self.latest is not None:
+                self.cores.append(self.latest)
+            self._sink(sample)
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._interval_seconds
         try:
-            for line in self._process.stdout:
-                told = decoder.decode(line)
-                parts = [told.cores]
-                if told.missing is not None:
-                    self.missing = told.missing
-                if told.sample is not None:
-                    self.latest = told.sample.cores
-                    if told.sample.level is not None and told.sample.level == self._level:
-                        parts.append(told.sample.cores)
-                    self._sink(told.sample)
-                self.cores += [part for part in parts if part is not None]
-                if told.done is not None:
-                    with self._done:
-                        self._answered = told.done
-                        self._done.notify_all()
-            if not self._closing:
-                said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-                raise LoadError(
-                    f"the sampler of resources ended: {said[-1] if said else 'it said nothing'}"
-                )
-        except Exception as problem:  # a full disk, a dead child: the runner asks between levels
+            while not self._over.wait(max(0.0, due - time.monotonic())):
+                self._sample()
+                due = max(due + self._interval_seconds, time.monotonic())
+        except Exception as problem:  # a full disk: the runner asks between levels
             self.failure = problem
-            with self._done:
-                self._done.notify_all()
 
 
 class Readings:
-    """Reads everything, in the child. `groups`: "engine", "api" and "client" -> process ids now."""
+    """Reads everything. `groups`: "engine", "api" and "client" -> process ids now."""
 
     def __init__(
-        self,
-        settings: Settings,
-        groups: dict[str, Pids],
-        gpu: Gpu | None = None,
+        self, cell: str, groups: dict[str, Pids], *, is_local: bool, gpu: Gpu | None = None
     ) -> None:
         self.level: str | None = None
         self.missing: dict[str, str] = {}
-        self._settings = settings
+        self._cell = cell
         self._groups = {name: _Group(pids) for name, pids in groups.items()}
-        is_local = settings.server is not None
         self._gpu = (gpu or Gpu()) if is_local else None
         self._rapl = Rapl() if is_local else None
         self._before: tuple[float, float, float, float | None] | None = None
@@ -232,7 +161,7 @@ class Readings:
             if self._rapl.reason:
                 self.missing["cpu_watts"] = self._rapl.reason
         return ResourceSample(
-            cell=self._settings.cell,
+            cell=self._cell,
             level=self.level,
             unix_seconds=round(time.time(), 3),
             machine_cpu_share=psutil.cpu_percent() / 100,
@@ -425,53 +354,3 @@ def _reads(file: Path, text: str) -> bool:
         return file.read_text().strip() == text
     except OSError:
         return False
-
-
-def sample_until_closed(settings: Settings, source: IO[bytes], sink: IO[bytes]) -> None:
-    """The child: samples, and answers changes, until its input ends."""
-    client, server = settings.client, settings.server
-
-    def client_pids() -> list[int]:
-        return [client] if client == settings.client else family(client)
-
-    def tell(line: Line) -> None:
-        sink.write(msgspec.json.encode(line) + b"\n")
-        sink.flush()
-
-    groups: dict[str, Pids] = {"client": client_pids}
-    subject: Pids = client_pids
-    if server is not None and settings.is_ours:
-        groups["engine"] = subject = lambda: engine_pids(server)
-        groups["api"] = lambda: [pid for pid in family(server) if not _is_engine(pid)]
-    elif server is not None:
-        groups["engine"] = subject = lambda: family(server)[1:]
-    watch = CoreWatch(subject, settings.client)
-    readings = Readings(settings, groups)
-    told: dict[str, str] = {}
-    due = time.monotonic()
-    pending = b""
-    while True:
-        if readings.missing != told:
-            told = dict(readings.missing)
-            tell(Line(missing=told))
-        if select.select([source], [], [], max(0.0, due - time.monotonic()))[0]:
-            data = os.read(source.fileno(), 65536)
-            if not data:
-                return
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                change = msgspec.json.decode(line, type=Change)
-                before, client = readings.level, change.client
-                # the rest of the level that ends, or the mark that one which begins counts from
-                rest = watch.read(scan=True) if change.level != before else None
-                readings.level = change.level
-                tell(Line(done=change.number, cores=rest if before is not None else None))
-        elif time.monotonic() >= due:
-            tell(Line(sample=readings.sample(watch.read())))
-            due = max(due + settings.interval_seconds, time.monotonic())
-
-
-if __name__ == "__main__":
-    sample_until_closed(
-        msgspec.json.decode(sys.argv[1], type=Settings), sys.stdin.buffer, sys.stdout.buffer
-    )

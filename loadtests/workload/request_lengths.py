@@ -119,23 +119,17 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     turn: int | None = None  # 0.. within the session
     history_tokens: int = 0  # of the prompt: earlier prompts and answers of the session
     think_seconds: float = 0.0  # least pause between the previous turn's due time and this one's
-    blocks: tuple[int, ...] = ()  # a trace's block hashes: equal hashes are equal text
-    block_tokens: int = 0
 
     def segments(self) -> list[tuple[str, int]]:
         """The prompt as (name of a word stream, tokens from its start); same name, same text.
 
         A session is one stream, so each turn's prompt starts with the prompt before it.
         """
-        shared = [(f"block/{block}", self.block_tokens) for block in self.blocks]
-        if self.prefix is not None:
-            shared.insert(0, (f"prefix/{self.prefix}", self.prefix_tokens))
         parts: list[tuple[str, int]] = []
         left = self.prompt_tokens
-        for name, tokens in shared:
-            if min(left, tokens) > 0:
-                parts.append((name, min(left, tokens)))
-                left -= parts[-1][1]
+        if self.prefix is not None and (shared := min(left, self.prefix_tokens)) > 0:
+            parts.append((f"prefix/{self.prefix}", shared))
+            left -= shared
         if left > 0:
             own = f"request/{self.index}" if self.session is None else f"session/{self.session}"
             parts.append((own, left))
@@ -191,8 +185,6 @@ def draw(
     stay the process that was asked. Without due times the turns of a session follow each other.
     Raises LoadError where lengths cannot be had.
     """
-    blocks: list[tuple[int, ...]] = []
-    block_tokens = 0
     if workload.replay is not None:
         rows = load_trace(workload.replay)
         keep = np.arange(len(rows))
@@ -204,9 +196,6 @@ def draw(
             )
         taken = keep[np.arange(n) % len(keep)]  # from the start again when they end
         pairs = _capped(workload, rows.pairs[taken])
-        if rows.blocks:
-            blocks = [rows.blocks[i] for i in taken]
-            block_tokens = max(1, round(rows.block_tokens * workload.scale))
     else:
         pairs = _drawn(workload, n, generator(seed, _LENGTHS))
     groups: list[int | None] = [None] * n
@@ -219,8 +208,6 @@ def draw(
             output_tokens=output,
             prefix=groups[i],
             prefix_tokens=min(workload.shared_prefix_tokens, prompt),
-            blocks=blocks[i] if blocks else (),
-            block_tokens=block_tokens,
         )
         for i, (prompt, output) in enumerate(pairs.tolist())
     ]
