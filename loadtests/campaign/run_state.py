@@ -42,7 +42,6 @@ from loadtests.records.run_journal import (
     Waited,
     of_kind,
 )
-from loadtests.simulation.step_observation import LevelFactor
 from serving.hardware.machine_facts import HardwareFacts
 
 PACKAGES = (
@@ -62,7 +61,7 @@ class CellState:
         self.campaign = campaign
         self.cell = with_engine(cell, run.events)
         self.levels = list(levels)
-        self.factors: dict[str, LevelFactor | None] = {}  # by level: its steps over the law's
+        self.factors: dict[str, float | None] = {}  # by level: its steps over the law's
         self.calibrated: Calibrated | None = None
         self.ended: CellFinished | CellSkipped | None = None
         self.parts: dict[int, CellStarted] = {}  # by block: what was said when it was begun
