@@ -258,19 +258,26 @@ def _prompts_off(seen: _Seen) -> str | None:
     return f"the server counted {counted:.0f} tokens per prompt, {asked:.0f} were asked"
 
 
+def _share_of_time(seen: _Seen, name: str) -> float:
+    """Of seconds that were taken from the cores that are watched."""
+    parts = [sample.cores for sample in seen.samples if sample.cores is not None]
+    taken = sum(getattr(part, name) or 0.0 for part in parts)
+    return float(taken / max(sum(part.seconds for part in parts), 1e-9))
+
+
 @_rule("CpuStolen", WARNING, "use a quieter host, or a machine of one's own")
 def _cpu_stolen(seen: _Seen) -> str | None:
     """Of a level whose cores were not watched; else Disturbed says it of the engine's cores."""
-    mean = _mean(s.steal_share for s in seen.samples) or 0.0
+    mean = _share_of_time(seen, "steal_seconds")
     is_watched = seen.level.finished and seen.level.finished.disturbance
     if is_watched or mean <= HELD_BACK_SHARE:
         return None
-    return f"the hypervisor gave {mean:.1%} of this machine's CPU time to others during the level"
+    return f"the hypervisor gave {mean:.1%} of a core's time to others during the level"
 
 
 @_rule("Throttled", WARNING, "raise the quota, the power cap or the cooling")
 def _throttled(seen: _Seen) -> str | None:
-    mean = _mean(s.quota_share for s in seen.samples) or 0.0
+    mean = _share_of_time(seen, "throttled_seconds")
     held = [s for s in seen.samples if s.gpu_throttled]
     parts = []
     if mean > HELD_BACK_SHARE:

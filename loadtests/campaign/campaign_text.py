@@ -36,9 +36,7 @@ from loadtests.workload.request_lengths import in_words
 from models import formatting
 from models.cache import Wish, cache_dir, synthetic_path
 from models.errors import printable
-from models.formats import weight_bytes
 from models.ladder import is_rung, rung
-from serving.backends.backend_table import weights_of
 from serving.hardware.cpu_topology import cores_text
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 
@@ -230,8 +228,6 @@ def _show_planned(cell: Cell, settings: Campaign, facts: HardwareFacts, seconds:
     if cell.engine:
         assert layout is not None
         _show_commands(cell, settings, layout)
-    elif cell.url is None:
-        typer.echo(f"    weights: {_weights(cell, settings.server.cache)}")
     for line in layout.shared if layout is not None else ():
         typer.echo(f"    note: {line}")
 
@@ -247,18 +243,3 @@ def _show_commands(cell: Cell, settings: Campaign, layout: Layout) -> None:
     typer.echo(f"    runs, only with --allow-commands: {printable(command_of(engine, values))}")
     if engine.variables:
         typer.echo(f"    it sees of this shell: {', '.join(engine.variables)}")
-
-
-def _weights(cell: Cell, cache: str | None) -> str:
-    """Whether they are there, and how much must be made first."""
-    if not is_rung(cell.model):
-        return "a file or folder of one's own, or the hub's"
-    if cell.is_best:
-        return "of the fastest engine, which is chosen when the cell starts"
-    spec = rung(cell.model).spec
-    kind, weight_format = weights_of(cell.backend, cell.weight_format or None)
-    if kind == "none":
-        return f"none: the backend is a {cell.backend}"
-    size = formatting.size(weight_bytes(spec, weight_format))
-    there = synthetic_path(spec, Wish(kind, weight_format, cache_dir(cache))).exists()
-    return f"{size} in the cache" if there else f"{size} have to be made first"

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from loadtests.errors import LoadError
-from loadtests.host.core_watch import CoreWatch, Pids, throttled_seconds
+from loadtests.host.core_watch import CoreWatch, Pids
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
 
 INTERVAL_SECONDS = 1.0
@@ -143,12 +143,9 @@ class Readings:
         self._groups = {name: _Group(pids) for name, pids in groups.items()}
         self._gpu = (gpu or Gpu()) if is_local else None
         self._rapl = Rapl() if is_local else None
-        self._before: tuple[float, float, float, float | None] | None = None
-        psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
 
     def sample(self, cores: CoresSample | None = None) -> ResourceSample:
         """One sample, now."""
-        steal_share, quota_share = self._held_back()
         found: dict[str, Any] = {name: one.sample() for name, one in self._groups.items()}
         gpu: dict[str, Any] = {}
         if self._gpu is not None:
@@ -164,30 +161,12 @@ class Readings:
             cell=self._cell,
             level=self.level,
             unix_seconds=round(time.time(), 3),
-            machine_cpu_share=psutil.cpu_percent() / 100,
             swap_used_bytes=psutil.swap_memory().used,
             cpu_watts=cpu_watts,
-            steal_share=steal_share,
-            quota_share=quota_share,
             cores=cores,
             **found,
             **gpu,
         )
-
-    def _held_back(self) -> tuple[float | None, float | None]:
-        """Since the last sample: the share of all cores' time that a hypervisor gave to others,
-        and of the time in which a CPU quota held cores back.
-        """
-        times = psutil.cpu_times()
-        busy = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        now = (time.monotonic(), getattr(times, "steal", 0.0), busy, throttled_seconds(os.getpid()))
-        before, self._before = self._before, now
-        if before is None or now[2] <= before[2] or now[0] <= before[0]:
-            return None, None
-        steal = round((now[1] - before[1]) / (now[2] - before[2]), 4)
-        if now[3] is None or before[3] is None:
-            return steal, None
-        return steal, round((now[3] - before[3]) / (now[0] - before[0]), 4)
 
 
 class _Group:

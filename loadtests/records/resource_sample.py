@@ -56,7 +56,6 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     engine: ProcessSample | None = None
     api: ProcessSample | None = None
     client: ProcessSample | None = None
-    machine_cpu_share: float | None = None  # of all cores together, 0..1
     swap_used_bytes: int | None = None
     gpu_memory_bytes: int | None = None  # used, by whomever
     gpu_utilisation: float | None = None  # 0..1
@@ -65,6 +64,4 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     # why its clock is held down, idling left out; []: it is not, None: not told
     gpu_throttled: list[str] | None = None
     cpu_watts: float | None = None
-    steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others
-    quota_share: float | None = None  # of the time, held back by the control group's CPU quota
     cores: CoresSample | None = None

@@ -190,14 +190,15 @@ def test_prompts_may_be_two_per_cent_off(asked: int | None, text: str | None) ->
 
 def test_time_taken_by_others_counts_above_two_per_cent_in_the_mean() -> None:
     def found(**fields: Any) -> dict[str, NamedWarning]:
-        samples = [sample(0.0), sample(1.0, **fields), sample(2.0, **fields)]
+        cores = CoresSample(seconds=1.0, **fields)
+        samples = [sample(0.0), sample(1.0, cores=cores), sample(2.0, cores=cores)]
         return warned(requests(60), samples)
 
-    assert "CpuStolen" not in found(steal_share=0.02)
-    assert "2.1%" in found(steal_share=0.021)["CpuStolen"].text
-    assert "Throttled" not in found(quota_share=0.02)
-    assert "for 2.1% of the time" in found(quota_share=0.021)["Throttled"].text
-    steal = [sample(0.0, steal_share=0.1)]
+    assert "CpuStolen" not in found(steal_seconds=0.02)
+    assert "2.1%" in found(steal_seconds=0.021)["CpuStolen"].text
+    assert "Throttled" not in found(throttled_seconds=0.02)
+    assert "for 2.1% of the time" in found(throttled_seconds=0.021)["Throttled"].text
+    steal = [sample(0.0, cores=CoresSample(seconds=1.0, steal_seconds=0.1))]
     watched = warned(requests(60), steal, disturbance=taken(0.01))
     assert "CpuStolen" not in watched, "of the whole machine; the engine's cores were watched"
 
