@@ -41,11 +41,6 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
         """Mean of `joules` over the time."""
         return None if self.joules is None else self.joules / self.seconds
 
-    @property
-    def measured_by(self) -> str:
-        pairs = (("RAPL", self.cpu_joules), ("NVML", self.gpu_joules))
-        return " and ".join(name for name, joules in pairs if joules is not None)
-
 
 def energy_of(
     samples: Sequence[ResourceSample], start_unix_seconds: float, end_unix_seconds: float

@@ -352,11 +352,9 @@ def failure_of(record: RequestRecord) -> str | None:
     return "no_content" if record.first_content_seconds is None else None
 
 
-def levels_of(run: RunRecords, cell: str | None = None) -> list[Level]:
-    """The finished levels of a run, or of one of its cells, in the order they were measured."""
-    wanted = {
-        name: LevelRows() for name, one in run.finished_levels.items() if cell in (None, one.cell)
-    }
+def levels_of(run: RunRecords) -> list[Level]:
+    """The finished levels of a run, in the order they were measured."""
+    wanted = {name: LevelRows() for name in run.finished_levels}
     for record in run.requests():
         if record.level in wanted:
             wanted[record.level].add(record)
@@ -365,12 +363,3 @@ def levels_of(run: RunRecords, cell: str | None = None) -> list[Level]:
         wanted.pop(name).level(run.started_levels[name], run.finished_levels[name])
         for name in list(wanted)
     ]
-
-
-def level_of(run: RunRecords, name: str) -> Level:
-    """One finished level. Raises KeyError where there is none of this name."""
-    rows = LevelRows()
-    for record in run.requests():
-        if record.level == name:
-            rows.add(record)
-    return rows.level(run.started_levels[name], run.finished_levels[name])

@@ -1,6 +1,6 @@
 """What is on record of a run: its manifest, campaign, cells, their levels and what these took.
 
-    state = CellState(run, campaign, cell, levels_of(records, cell.key))
+    state = CellState(run, campaign, cell, levels)
     state.event(CellStarted(...)); state.spent_seconds, state.levels, state.calibrated
 
 The journal is folded once, event by event, at resume and while it is written. The runner asks here
