@@ -162,7 +162,7 @@ def _kind_at(kind: Any, path: Sequence[str | int]) -> Any:
 def _inside(kind: Any, part: str | int) -> Any:
     for one in _kinds(kind):
         if _is_struct(one) and part in one.__struct_fields__:
-            return get_type_hints(one, include_extras=True)[part]
+            return get_type_hints(one, include_extras=True)[str(part)]
         if get_origin(one) in (dict, list, tuple):
             return get_args(one)[1 if get_origin(one) is dict else 0]
     return None
