@@ -16,6 +16,7 @@ from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan
 from loadtests.campaign.cell_selection import engine_values, layout_of, shares, to_confirm, why_not
 from loadtests.campaign.external_servers import command_of
+from loadtests.campaign.level_runner import level_row
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import campaign_of
@@ -150,30 +151,6 @@ def _show_cell(cell: Cell, campaign: Campaign, run: RunRecords, levels: list[Lev
             more = [one.reason, capacity_text.speed_words(one)]
             for text in filter(None, more):
                 console.print(f"  {text}", style="dim", markup=False)
-
-
-def level_row(level: Level, slo: Slo) -> list[str]:
-    """One level as table cells."""
-    found, finished = level.judge(slo), level.finished
-    start = level.started
-    share = "" if found.share is None else f" ({found.share:.0%})"
-    tokens = level.output_tokens_per_second
-    words: str = found.verdict
-    if finished is not None and finished.disturbance and finished.disturbance.is_set_aside:
-        words = "disturbed"
-    elif finished is not None and not finished.is_valid:
-        words = "not valid"
-    short = ", cut short" if finished is not None and finished.cut_short else ""
-    return [
-        formatting.load(start.rate_per_second, start.concurrency, 3),
-        str(found.due),
-        f"{found.good}{share}",
-        formatting.seconds(level.mean(level.ttft), 3, "-"),
-        formatting.seconds(level.mean(level.tpot), 3, "-"),
-        "-" if tokens is None else f"{tokens:.1f}",
-        words + short,
-        ", ".join(finished.warnings) if finished is not None else "",
-    ]
 
 
 def limits_text(slo: Slo) -> str:

@@ -554,27 +554,39 @@ def drain_seconds(campaign: Campaign, most_output_tokens: float) -> float:
     return max(10.0, min(300.0, max(waits)))
 
 
-def level_text(level: Level, slo: Slo) -> str:
-    """A level for people: load, counts, medians, verdict."""
+def level_row(level: Level, slo: Slo) -> list[str]:
+    """One level as table cells."""
     found, finished = level.judge(slo), level.finished
+    start = level.started
+    share = "" if found.share is None else f" ({found.share:.0%})"
+    tokens = level.output_tokens_per_second
+    words: str = found.verdict
+    if finished is not None and finished.disturbance and finished.disturbance.is_set_aside:
+        words = "disturbed"
+    elif finished is not None and not finished.is_valid:
+        words = "not valid"
+    short = ", cut short" if finished is not None and finished.cut_short else ""
+    return [
+        formatting.load(start.rate_per_second, start.concurrency, 3),
+        str(found.due),
+        f"{found.good}{share}",
+        formatting.seconds(level.mean(level.ttft), 3, "-"),
+        formatting.seconds(level.mean(level.tpot), 3, "-"),
+        "-" if tokens is None else f"{tokens:.1f}",
+        words + short,
+        ", ".join(finished.warnings) if finished is not None else "",
+    ]
+
+
+def level_text(level: Level, slo: Slo) -> str:
+    """A level for people: load, counts, means, verdict."""
     if level.started.purpose is LevelPurpose.CALIBRATION:
         return f"a burst of {len(level.due)}"
-    alone = "single-stream requests"
-    load = alone if level.rate is None else formatting.requests(level.rate, 3)
-    ttft, tpot = level.mean(level.ttft), level.mean(level.tpot)
-    times = f", TTFT {formatting.seconds(ttft)}" if ttft is not None else ""
-    times += f", TPOT {formatting.seconds(tpot)}" if tpot is not None else ""
+    load, due, good, ttft, tpot, _, words, warnings = level_row(level, slo)
     failed = [f"{count} {why}" for why, count in level.failures.items()]
-    times += f", failed: {', '.join(failed)}" if failed else ""
-    words: str = found.verdict
-    if finished is not None:
-        taken = finished.disturbance
-        if taken is not None and taken.is_set_aside:
-            words = "disturbed"
-        elif not finished.is_valid:
-            words = f"not valid ({', '.join(finished.warnings)})"
-        words += ", cut short" if finished.cut_short else ""
-    return f"{load}: {found.good} of {found.due} good{times} -> {words}"
+    told = f", failed: {', '.join(failed)}" if failed else ""
+    why = f" ({warnings})" if words.startswith("not valid") else ""
+    return f"{load}: {good} of {due} good, TTFT {ttft}, TPOT {tpot}{told} -> {words}{why}"
 
 
 @contextlib.contextmanager
