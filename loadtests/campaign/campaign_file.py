@@ -33,6 +33,7 @@ from loadtests.analysis.slo import SLO_PRESETS, Slo
 from loadtests.campaign.external_servers import Engine, command_of, formats_of, places, wrong
 from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
 from loadtests.errors import BadCampaign, TargetUnusable
+from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.request_lengths import Workload
@@ -47,7 +48,6 @@ from serving.server_options import Standby
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 AUTO = "auto"  # in place of models: the rungs around this machine's limit
-DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
 
 
 class Server(Table, frozen=True):

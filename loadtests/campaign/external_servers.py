@@ -27,6 +27,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from loadtests.checked_files import key
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.resource_sampler import family
@@ -51,7 +52,7 @@ INHERITED = (
 class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An engine of others, started by a command for each of its cells."""
 
-    name: Annotated[str, Meta(description="the engine's, in keys and reports")]
+    name: Annotated[str, key("the engine's, in keys and reports")]
     command: Annotated[
         str,
         Meta(
@@ -59,7 +60,7 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "{model} {port} {host} {slots} {context} ... filled"
         ),
     ]
-    ready: Annotated[str, Meta(description="path that answers 200 once it serves")] = "/health"
+    ready: Annotated[str, key("path that answers 200 once it serves")] = "/health"
     weights: Annotated[
         Literal["gguf", "hf", "none"],
         Meta(
@@ -67,24 +68,23 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "or the name in models (none)"
         ),
     ] = "hf"
-    format: Annotated[
-        str | None, Meta(description="their format; none: the campaign's, else Q4_0 or bf16")
-    ] = None
+    format: Annotated[str | None, key("their format; none: the campaign's, else Q4_0 or bf16")] = (
+        None
+    )
     names: Annotated[
-        dict[str, str], Meta(description="what {model} is for a model, in place of its weights")
+        dict[str, str], key("what {model} is for a model, in place of its weights")
     ] = {}
-    api: Annotated[
-        Literal["completions", "chat"], Meta(description="the route that is measured")
-    ] = "completions"
+    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+        "completions"
+    )
     device: Annotated[
-        Literal["cpu", "gpu"] | None,
-        Meta(description="what serves; none: gpu where it has one open"),
+        Literal["cpu", "gpu"] | None, key("what serves; none: gpu where it has one open")
     ] = None
     environment: Annotated[
-        dict[str, str], Meta(description="variables set for it, beside PATH, HOME and their like")
+        dict[str, str], key("variables set for it, beside PATH, HOME and their like")
     ] = {}
     variables: Annotated[
-        list[str], Meta(description="variables of this shell that it sees too; --trust names each")
+        list[str], key("variables of this shell that it sees too; --trust names each")
     ] = []
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from loadtests.checked_files import key
 from loadtests.errors import EndpointRefuses, TargetUnusable
 from loadtests.load_generator.http_connection import (
     Pool,
@@ -44,18 +45,16 @@ _KEPT = "and a run folder would keep it: put a key into an environment variable 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where load is sent to."""
 
-    url: Annotated[str, Meta(description="the endpoint's base URL, e.g. http://127.0.0.1:8000")]
-    model: Annotated[
-        str | None, Meta(description="model name; none: the first that /v1/models lists")
-    ] = None
-    api: Annotated[
-        Literal["completions", "chat"], Meta(description="the route that is measured")
-    ] = "completions"
+    url: Annotated[str, key("the endpoint's base URL, e.g. http://127.0.0.1:8000")]
+    model: Annotated[str | None, key("model name; none: the first that /v1/models lists")] = None
+    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+        "completions"
+    )
     api_key_env: Annotated[
-        str | None, Meta(description="the variable that holds the key; --trust names it too")
+        str | None, key("the variable that holds the key; --trust names it too")
     ] = None
-    verify_tls: Annotated[bool, Meta(description="check the server's certificate")] = True
-    extra_body: Annotated[dict[str, Any], Meta(description="added to every request")] = {}
+    verify_tls: Annotated[bool, key("check the server's certificate")] = True
+    extra_body: Annotated[dict[str, Any], key("added to every request")] = {}
     timeout_seconds: Annotated[float, Meta(gt=0, description="limit of one request")] = 600.0
     ready_seconds: Annotated[
         float, Meta(gt=0, description="how long to wait for the endpoint's first answer")
@@ -75,10 +74,10 @@ def _secret_place(value: Any) -> str | None:
     if isinstance(value, str):
         return "" if SECRET_TEXT.match(value) else None
     items = enumerate(value) if isinstance(value, list) else ()
-    for key, inside in value.items() if isinstance(value, dict) else items:
-        is_secret = isinstance(inside, str) and SECRET_NAME.search(str(key))
+    for name, inside in value.items() if isinstance(value, dict) else items:
+        is_secret = isinstance(inside, str) and SECRET_NAME.search(str(name))
         if (place := "" if is_secret else _secret_place(inside)) is not None:
-            return f"[{key!r}]{place}"
+            return f"[{name!r}]{place}"
     return None
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from loadtests.checked_files import key
 from loadtests.errors import LoadError
 from loadtests.workload.arrivals import generator
 from loadtests.workload.traces import load_trace
@@ -41,33 +42,27 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One kind of traffic. Exactly one source of lengths is given (see above)."""
 
     preset: Annotated[
-        str | None,
-        Meta(description="lengths of a shipped trace: chat, code, sharegpt, summarise"),
+        str | None, key("lengths of a shipped trace: chat, code, sharegpt, summarise")
     ] = None
     prompt_tokens: Annotated[
-        Tokens | None, Meta(description="every prompt has this length; with output_tokens")
+        Tokens | None, key("every prompt has this length; with output_tokens")
     ] = None
     output_tokens: Annotated[
-        Tokens | None, Meta(description="every answer has this length; with prompt_tokens")
+        Tokens | None, key("every answer has this length; with prompt_tokens")
     ] = None
-    file: Annotated[
-        str | None, Meta(description="a file with rows of lengths, drawn at random")
-    ] = None
+    file: Annotated[str | None, key("a file with rows of lengths, drawn at random")] = None
     replay: Annotated[
-        str | None,
-        Meta(description='such a file, row by row; use it with arrivals of kind "trace"'),
+        str | None, key('such a file, row by row; use it with arrivals of kind "trace"')
     ] = None
     scale: Annotated[
         float,
         Meta(gt=0, description="multiplies all lengths, and keeps their shape (a cap does not)"),
     ] = 1.0
-    max_prompt_tokens: Annotated[Tokens | None, Meta(description="cap of a prompt's length")] = None
-    max_output_tokens: Annotated[Tokens | None, Meta(description="cap of an answer's length")] = (
-        None
-    )
+    max_prompt_tokens: Annotated[Tokens | None, key("cap of a prompt's length")] = None
+    max_output_tokens: Annotated[Tokens | None, key("cap of an answer's length")] = None
     cap: Annotated[
         Literal["truncate", "redraw"],
-        Meta(description="lengths above a cap: cut (truncate), or drawn again (redraw)"),
+        key("lengths above a cap: cut (truncate), or drawn again (redraw)"),
     ] = "truncate"
     turns: Annotated[
         float, Meta(ge=1, description="mean turns of a session (geometric); 1: no sessions")
@@ -80,7 +75,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         int,
         Meta(ge=0, description="tokens that begin each prompt, the same within its prefix group"),
     ] = 0
-    prefix_groups: Annotated[Tokens, Meta(description="number of different shared prefixes")] = 1
+    prefix_groups: Annotated[Tokens, key("number of different shared prefixes")] = 1
 
     def __post_init__(self) -> None:
         given = [name for name in ("preset", "file", "replay") if getattr(self, name) is not None]
