@@ -39,10 +39,6 @@ class LevelInterrupted(LevelFailed):
     """Conditions changed during the level (engine restart, generator crash). Retry it."""
 
 
-class BurstDisturbed(LevelFailed):
-    """Others had the engine's cores while the streams of a calibration were timed."""
-
-
 class ServerLost(LevelFailed):
     """The server process that the runner started is gone; another one has to be started."""
 

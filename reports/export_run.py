@@ -35,7 +35,7 @@ TEXT_KEYS = frozenset(
     (
         *("kind", "cell", "level", "purpose", "state", "method", "verdict", "cause", "backend"),
         *("weight_format", "device", "model", "name", "preset", "policy", "kv_dtype", "error"),
-        *("finish_reason", "arrivals", "gpu_by", "key", "workload", "standby", "by"),
+        *("finish_reason", "arrivals", "key", "workload", "standby", "by"),
     )
 )
 DROPPED_KEYS = frozenset(
@@ -51,7 +51,7 @@ DROPPED_KEYS = frozenset(
             "hostname",
         ),
         *("error_message", "request_id", "session", "strangers", "engines", "options", "cache"),
-        *("details", "memory_cap", "reason", "reasons", "cut_short", "file", "replay", "path"),
+        *("details", "reason", "reasons", "cut_short", "file", "replay", "path"),
         *("cpu_name", "api_key_env", "gpu_note", "uuid", "endpoint_notes", "device_name"),
     )
 )

@@ -54,7 +54,7 @@ def _of_levels(data: ReportData) -> Iterator[NamedWarning]:
             load = formatting.load(one.level.rate, one.level.started.concurrency)
             for warning in one.warnings:
                 # a level that fails by far is unsteady by nature
-                if one.judged.verdict == "fails" and warning.code in ("Unsteady", "LittlesLaw"):
+                if one.judged.verdict == "fails" and warning.code == "Unsteady":
                     continue
                 name = f"{model_title(cell.model)} at {load}"
                 by_code.setdefault(warning.code, []).append((name, warning))

@@ -22,7 +22,7 @@ import msgspec
 from loadtests.analysis.disturbance import is_slight
 from loadtests.analysis.good_share_interval import LEAST_AS_ONE, wilson
 from loadtests.analysis.level import Judged, Level
-from loadtests.analysis.slo import Slo, is_as_strict, requests_to_hold
+from loadtests.analysis.slo import Slo, requests_to_hold
 from loadtests.records.run_journal import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import (
@@ -35,7 +35,7 @@ from loadtests.simulation.simulated_capacity import (
     capacity,
 )
 from loadtests.simulation.step_law import StepLaw
-from loadtests.simulation.step_observation import LevelFactor, level_factor
+from loadtests.simulation.step_observation import level_factor
 from loadtests.workload.arrivals import Arrivals
 from loadtests.workload.request_lengths import Workload
 
@@ -73,29 +73,24 @@ def estimate(
     policy: SchedulingPolicy | None = None,
     workload: Lengths | Workload | None = None,
     arrivals: Arrivals | None = None,
-    replicas: int = 1,
-    factors: Mapping[str, LevelFactor | None] | None = None,
-    searched_for: Slo | None = None,
+    factors: Mapping[str, float | None] | None = None,
     least_seconds: float = LEAST_SECONDS,
 ) -> Capacity:
     """The capacity by all finished levels of a cell, in whatever order; by levels alone where no
     law that fits is given.
 
-    `factors`: by level name, where they are known already. `searched_for`: the SLO that levels were
-    cut short under (None: this one); they say nothing of a looser one. `least_seconds`: of the
-    shortest level that confirms.
+    `factors`: by level name, where they are known already. `least_seconds`: of the shortest level
+    that confirms.
     """
-    seen = counted(levels, slo, searched_for)
+    seen = counted(levels, slo)
     if (found := _not_even_alone(seen, slo)) is not None:
         return found
     found = Capacity(state="no_rate_confirmed")
     if law is not None and policy is not None and workload is not None and law.fits:
-        simulate = functools.partial(
-            _simulated, policy, workload, slo, arrivals=arrivals, replicas=replicas
-        )
+        simulate = functools.partial(_simulated, policy, workload, slo, arrivals=arrivals)
         known = {} if factors is None else factors
         told = [
-            (one.level.rate or 0.0, factor.factor)
+            (one.level.rate or 0.0, factor)
             for one in loaded(seen)
             if not _is_set_aside(one.level)
             if (factor := known.get(one.level.name) or level_factor(law, one.level, policy))
@@ -111,12 +106,11 @@ def _simulated(
     slo: Slo,
     law: StepLaw,
     arrivals: Arrivals | None,
-    replicas: int,
 ) -> SimulatedCapacity:
-    return capacity(law, policy, workload, slo, arrivals=arrivals, replicas=replicas)
+    return capacity(law, policy, workload, slo, arrivals=arrivals)
 
 
-def counted(levels: Sequence[Level], slo: Slo, searched_for: Slo | None = None) -> list[Counted]:
+def counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
     """The levels that count, judged: finished, valid, whole and undisturbed.
 
     A disturbed one of which little was taken counts where it holds all the same.
@@ -125,8 +119,6 @@ def counted(levels: Sequence[Level], slo: Slo, searched_for: Slo | None = None) 
     for level in levels:
         end = level.finished
         if end is None or not end.is_valid or not level.is_whole:
-            continue
-        if end.cut_short is not None and not is_as_strict(slo, searched_for or slo):
             continue
         one = Counted(level, level.judge(slo))
         taken = end.disturbance

@@ -65,13 +65,6 @@ def held_words(found: Capacity) -> str:
     return ", ".join(parts)
 
 
-def confirm_words(found: Capacity) -> str:
-    """`confirming takes 3 min`; "" where a rate is confirmed or it is not known."""
-    if found.confirm_seconds is None:
-        return ""
-    return f"confirming takes {formatting.duration(found.confirm_seconds)}"
-
-
 def speed_words(found: Capacity) -> str:
     """ "" for a machine whose speed was not seen to change."""
     if found.speed_moved is None:

@@ -180,22 +180,19 @@ def _is_too_much(found: Disturbance, most_share: float, quiet_seconds: float = 0
 
 
 def _total(parts: Sequence[CoresSample]) -> CoresSample:
-    """The sums of what was read, and the mean clock."""
+    """The sums of what was read."""
     strangers = _sum(part.strangers_seconds for part in parts)
     turns = _sum(part.turns for part in parts)
-    clocks = [part.clock_hertz for part in parts if part.clock_hertz is not None]
     return CoresSample(
         seconds=round(sum(part.seconds for part in parts), 3),
         busy_seconds=_sum(part.busy_seconds for part in parts),
         work_seconds=_sum(part.work_seconds for part in parts),
-        waited_seconds=_sum(part.waited_seconds for part in parts),
         stalled_seconds=_sum(part.stalled_seconds for part in parts),
         turns=None if turns is None else round(turns),
         ours_seconds=_sum(part.ours_seconds for part in parts),
         strangers_seconds=None if strangers is None else max(0.0, strangers),
         steal_seconds=_sum(part.steal_seconds for part in parts),
         throttled_seconds=_sum(part.throttled_seconds for part in parts),
-        clock_hertz=round(sum(clocks) / len(clocks)) if clocks else None,
         strangers=busiest(stranger for part in parts for stranger in part.strangers),
     )
 

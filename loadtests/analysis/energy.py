@@ -3,7 +3,7 @@
     energy_of(samples, start_unix_seconds, end_unix_seconds)     # Energy, or None
 
 CPU watts are means since the sample before, by RAPL's counters, so their sum is exact whatever the
-gaps. So is what a GPU's energy counter says (NVML's total energy, amdgpu's energy1_input). Where it
+gaps. So is what a GPU's energy counter says (NVML's total energy). Where it
 has none, its watts are readings of the moment: each stands for the time since the sample before,
 and a gap of more than `LONGEST_GAP` intervals is left out.
 """
@@ -28,7 +28,6 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
 
     cpu_joules: float | None = None  # of all CPU packages, by RAPL
     gpu_joules: float | None = None  # of the GPU, by its driver
-    gpu_by: str = "NVML"  # that driver
     seconds: float
 
     @property
@@ -41,11 +40,6 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
     def watts(self) -> float | None:
         """Mean of `joules` over the time."""
         return None if self.joules is None else self.joules / self.seconds
-
-    @property
-    def measured_by(self) -> str:
-        pairs = (("RAPL", self.cpu_joules), (self.gpu_by, self.gpu_joules))
-        return " and ".join(name for name, joules in pairs if joules is not None)
 
 
 def energy_of(
@@ -75,7 +69,6 @@ def energy_of(
     found = Energy(
         cpu_joules=joules(lambda _, after: after.cpu_watts, seconds),
         gpu_joules=joules(lambda _, after: after.gpu_watts, gap) if counted is None else counted,
-        gpu_by=ordered[-1].gpu_by,
         seconds=seconds,
     )
     return None if found.joules is None else found

@@ -242,14 +242,6 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
         return float(inside.sum()) / (end - start)
 
     @property
-    def littles_law(self) -> float | None:
-        """lambda W of the counted requests, beside mean_in_flight; None where one has no end."""
-        lasted = (self.ended - self.due)[self.counted]
-        if not len(lasted) or np.isnan(lasted).any():
-            return None
-        return float(lasted.sum()) / self.window_seconds
-
-    @property
     def offered_rate(self) -> float:
         """Requests/s that were due."""
         return float(self.counted.sum()) / self.window_seconds
@@ -360,11 +352,9 @@ def failure_of(record: RequestRecord) -> str | None:
     return "no_content" if record.first_content_seconds is None else None
 
 
-def levels_of(run: RunRecords, cell: str | None = None) -> list[Level]:
-    """The finished levels of a run, or of one of its cells, in the order they were measured."""
-    wanted = {
-        name: LevelRows() for name, one in run.finished_levels.items() if cell in (None, one.cell)
-    }
+def levels_of(run: RunRecords) -> list[Level]:
+    """The finished levels of a run, in the order they were measured."""
+    wanted = {name: LevelRows() for name in run.finished_levels}
     for record in run.requests():
         if record.level in wanted:
             wanted[record.level].add(record)
@@ -373,12 +363,3 @@ def levels_of(run: RunRecords, cell: str | None = None) -> list[Level]:
         wanted.pop(name).level(run.started_levels[name], run.finished_levels[name])
         for name in list(wanted)
     ]
-
-
-def level_of(run: RunRecords, name: str) -> Level:
-    """One finished level. Raises KeyError where there is none of this name."""
-    rows = LevelRows()
-    for record in run.requests():
-        if record.level == name:
-            rows.add(record)
-    return rows.level(run.started_levels[name], run.finished_levels[name])

@@ -30,7 +30,6 @@ SWAP_GROWTH_BYTES = 16 << 20
 HELD_BACK_SHARE = 0.02  # of the time: steal, quota, a GPU's clock
 SHORT_SHARE = 0.01
 PROMPTS_OFF_SHARE = 0.02
-LEAST_FOR_LITTLES_LAW = 20
 
 DISTURBED = "Disturbed"
 
@@ -174,13 +173,6 @@ def _late_sends(seen: _Seen) -> str | None:
     )
 
 
-@_rule("Unsent", WARNING, "see the errors on their records: no connection, or cut off")
-def _unsent(seen: _Seen) -> str | None:
-    sent = seen.level.sent[seen.level.counted]
-    never = int(np.isnan(sent).sum())
-    return f"{never} of {len(sent)} requests were due and never left" if never else None
-
-
 @_rule("Swapping", WARNING, "use a smaller model or format, fewer slots, or free memory")
 def _swapping(seen: _Seen) -> str | None:
     used = [s.swap_used_bytes for s in seen.samples if s.swap_used_bytes is not None]
@@ -209,22 +201,6 @@ def _fell_back(seen: _Seen) -> str | None:
         return None
     named = ", ".join(f"{name} ({count})" for name, count in backends.items())
     return f"answers came from more than one backend: {named}"
-
-
-@_rule("LittlesLaw", WARNING, "the level was not steady: measure longer, or cut more warm-up")
-def _littles_law(seen: _Seen) -> str | None:
-    """The two ends of the window differ by about sqrt(L) requests, each for about W."""
-    level, product = seen.level, seen.level.littles_law
-    if product is None or seen.judged.due < LEAST_FOR_LITTLES_LAW:
-        return None
-    mean = level.mean_in_flight(*level.window)
-    ends = math.sqrt(2.0 * (product + 1.0)) * product / level.offered_rate
-    if abs(mean - product) <= 0.10 * product + 3.0 * ends / level.window_seconds:
-        return None
-    return (
-        f"{mean:.2f} requests were in flight on average, "
-        f"and rate x time in system says {product:.2f}"
-    )
 
 
 @_rule("TokensUnknown", WARNING, "ask the endpoint for stream_options.include_usage")
@@ -282,31 +258,26 @@ def _prompts_off(seen: _Seen) -> str | None:
     return f"the server counted {counted:.0f} tokens per prompt, {asked:.0f} were asked"
 
 
-@_rule("RateOff", NOTE, "read the rate as it came out; bursty arrivals need longer levels")
-def _rate_off(seen: _Seen) -> str | None:
-    """The count of a Poisson level varies by its square root: three of these are allowed."""
-    level = seen.level
-    if level.rate is None:
-        return None
-    expected = level.rate * level.window_seconds
-    if abs(seen.judged.due - expected) <= 3.0 * math.sqrt(expected) + 1.0:
-        return None
-    return f"{level.offered_rate:.3g} requests/s were due, {level.rate:.3g} were asked"
+def _share_of_time(seen: _Seen, name: str) -> float:
+    """Of seconds that were taken from the cores that are watched."""
+    parts = [sample.cores for sample in seen.samples if sample.cores is not None]
+    taken = sum(getattr(part, name) or 0.0 for part in parts)
+    return float(taken / max(sum(part.seconds for part in parts), 1e-9))
 
 
 @_rule("CpuStolen", WARNING, "use a quieter host, or a machine of one's own")
 def _cpu_stolen(seen: _Seen) -> str | None:
     """Of a level whose cores were not watched; else Disturbed says it of the engine's cores."""
-    mean = _mean(s.steal_share for s in seen.samples) or 0.0
+    mean = _share_of_time(seen, "steal_seconds")
     is_watched = seen.level.finished and seen.level.finished.disturbance
     if is_watched or mean <= HELD_BACK_SHARE:
         return None
-    return f"the hypervisor gave {mean:.1%} of this machine's CPU time to others during the level"
+    return f"the hypervisor gave {mean:.1%} of a core's time to others during the level"
 
 
 @_rule("Throttled", WARNING, "raise the quota, the power cap or the cooling")
 def _throttled(seen: _Seen) -> str | None:
-    mean = _mean(s.quota_share for s in seen.samples) or 0.0
+    mean = _share_of_time(seen, "throttled_seconds")
     held = [s for s in seen.samples if s.gpu_throttled]
     parts = []
     if mean > HELD_BACK_SHARE:

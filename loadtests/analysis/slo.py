@@ -66,17 +66,6 @@ SLO_PRESETS: dict[str, Slo] = {
 }
 
 
-def is_as_strict(slo: Slo, other: Slo) -> bool:
-    """Whether a level that fails by `other` fails by `slo` too: no limit is looser."""
-    limits = (
-        (slo.ttft_seconds, other.ttft_seconds),
-        (slo.tpot_seconds, other.tpot_seconds),
-    )
-    return slo.target >= other.target and all(
-        theirs is None or (mine is not None and mine <= theirs) for mine, theirs in limits
-    )
-
-
 def requests_to_hold(slo: Slo) -> int:
     """The fewest requests, all good, with which a level can hold: 268 for 99 % at 95 %."""
     z = NormalDist().inv_cdf(slo.confidence)

@@ -21,18 +21,19 @@ and value. Reading a campaign starts nothing and looks at no machine.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from loadtests.analysis.slo import SLO_PRESETS, Slo
-from loadtests.campaign.external_servers import Engine, commands_of, formats_of, places, wrong
+from loadtests.campaign.external_servers import Engine, command_of, formats_of, places, wrong
+from loadtests.checked_files import Table, converted, key, parse_toml, read_toml
 from loadtests.errors import BadCampaign, TargetUnusable
+from loadtests.load_generator.load_plan import DEFAULT_WORKLOAD
 from loadtests.load_generator.openai_endpoint import Target, check_target
 from loadtests.workload.arrivals import Arrivals, Poisson
 from loadtests.workload.request_lengths import Workload
@@ -47,16 +48,6 @@ from serving.server_options import Standby
 
 DEMO = Path(__file__).parents[1] / "demo.toml"
 AUTO = "auto"  # in place of models: the rungs around this machine's limit
-DEFAULT_WORKLOAD = Workload(preset="chat", max_prompt_tokens=1024, max_output_tokens=256)
-
-
-def key(text: str) -> Meta:
-    """What is said of a key."""
-    return Meta(description=text)
-
-
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the file: unknown keys are refused."""
 
 
 class Server(Table, frozen=True):
@@ -311,14 +302,9 @@ def read_campaign(path: Path, *, budget_seconds: float | None = None) -> Plan:
 
     Raises BadCampaign: the file, and every fault in it.
     """
+    raw, text = read_toml(path, BadCampaign)
     try:
-        text = path.read_text()
-    except OSError as problem:
-        raise BadCampaign(f"{path} cannot be read: {problem.strerror}") from problem
-    except UnicodeDecodeError as problem:
-        raise BadCampaign(f"{path} is no text: {problem.reason} at byte {problem.start}") from None
-    try:
-        return parse_campaign(text, budget_seconds=budget_seconds)
+        return _plan_of(raw, text, budget_seconds)
     except BadCampaign as problem:
         raise BadCampaign(f"{path}: {problem}") from problem
 
@@ -327,13 +313,15 @@ def parse_campaign(
     text: str, *, budget_seconds: float | None = None, models: Sequence[str] = ()
 ) -> Plan:
     """The campaign in a TOML text; `models` take the place of "auto". Raises BadCampaign."""
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise BadCampaign(f"no TOML: {problem}") from problem
+    return _plan_of(parse_toml(text, BadCampaign), text, budget_seconds, models)
+
+
+def _plan_of(
+    raw: dict[str, Any], text: str, budget_seconds: float | None, models: Sequence[str] = ()
+) -> Plan:
     if budget_seconds is not None:
         raw["budget_seconds"] = budget_seconds
-    file = _converted(raw)
+    file = converted(raw, CampaignFile, BadCampaign)
     faults = list(_faults(file))
     slos: list[Slo] = []
     for spec in file.slos or [file.slo or "chat"]:
@@ -403,7 +391,7 @@ def check_trust(plan: Plan, trusted: Sequence[str], *, allow_commands: bool = Fa
         if name not in trusted:
             raise BadCampaign(f"{name!r} {what}; if you trust the campaign, say so: --trust {name}")
     if engines and not allow_commands:
-        commands = "; ".join(printable(one) for engine in engines for one in commands_of(engine))
+        commands = "; ".join(printable(command_of(engine)) for engine in engines)
         raise BadCampaign(
             f"the campaign runs commands: {commands}; "
             "if you trust each of them, say so: --allow-commands"
@@ -540,162 +528,6 @@ def _cell(one: OneCell, hardware: Hardware, file: CampaignFile, workload: str) -
 def plain(text: str) -> str:
     """As a file name."""
     return "".join(c if c.isalnum() or c in "._-@" else "-" for c in text).strip("-")
-
-
-# Faults of a file, each one sentence with key and value.
-
-
-def _converted(raw: dict[str, Any]) -> CampaignFile:
-    """The file's struct. Raises BadCampaign with all that has a wrong key, type or range.
-
-    msgspec names the first fault alone: it is noted, taken out, and the rest is tried again.
-    """
-    faults: list[str] = []
-    while True:
-        try:
-            file = msgspec.convert(raw, CampaignFile)
-        except msgspec.ValidationError as problem:
-            path = _with_keys(_path_of(str(problem)), raw)
-            fault = _sentence(str(problem), path, raw)
-            name = fault.partition(" ")[0]
-            if not any(one.startswith(f"{name} ") for one in faults):  # else it was taken out
-                faults.append(fault)
-            if path and _taken_out(raw, path, problem) and len(faults) < 50:
-                continue
-        break
-    if faults:
-        raise BadCampaign("; ".join(faults))
-    return file
-
-
-def _path_of(problem: str) -> list[str | int]:
-    """`... - at `$.cells[0].slots`` -> ["cells", 0, "slots"]."""
-    place = re.search(r"at `(?:key in )?\$([^`]*)`", problem)
-    parts = re.findall(r"\.([^.\[\]]+)|\[(\d+)\]|\[(\.\.\.)\]", place[1] if place else "")
-    path: list[str | int] = [
-        name or (int(number) if number else "...") for name, number, _ in parts
-    ]
-    unknown = re.search(r"unknown field `([^`]*)`", problem)
-    return [*path, unknown[1]] if unknown else path
-
-
-def _with_keys(path: list[str | int], raw: dict[str, Any]) -> list[str | int]:
-    """With the key of a table of names in place of msgspec's `[...]`: one that has the fault."""
-    if "..." not in path:
-        return path
-    at = path.index("...")
-    found = _place(raw, path[:at])
-    named = {} if found is None else found[0].get(found[1], {})
-    for name in named:
-        one = [*path[:at], name, *path[at + 1 :]]
-        place = _place(raw, one)
-        if place is not None and (isinstance(place[0], list) or place[1] in place[0]):
-            return _with_keys(one, raw)
-    return path
-
-
-def _place(raw: dict[str, Any], path: Sequence[str | int]) -> tuple[Any, str | int] | None:
-    """The table or list that holds the value at the path, and its key; None where there is none."""
-    here: Any = raw
-    for part in path[:-1]:
-        try:
-            here = here[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return here, path[-1]
-
-
-def _taken_out(raw: dict[str, Any], path: Sequence[str | int], problem: Exception) -> bool:
-    found = _place(raw, path)
-    if found is None or "missing required" in str(problem):
-        return False
-    holder, last = found
-    try:
-        del holder[last]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
-
-
-def _sentence(problem: str, path: Sequence[str | int], raw: dict[str, Any]) -> str:
-    """msgspec's message as "server.slots must be at least 1, got 0"."""
-    name = re.sub(r"\.\[", "[", ".".join(f"[{p}]" if isinstance(p, int) else p for p in path))
-    if "unknown field" in problem:
-        known = _known_keys(path[:-1])
-        return f"{name} is no key; known here: {', '.join(known)}" if known else f"{name} is no key"
-    missing = re.search(r"missing required field `([^`]*)`", problem)
-    if missing:
-        return f"{f'{name}.' if name else ''}{missing[1]} is missing"
-    found = _place(raw, path) if path else None
-    value: Any = None
-    if found is not None:
-        try:
-            value = found[0][found[1]]
-        except (KeyError, IndexError, TypeError):
-            found = None
-    got = f", got {value!r}" if found is not None else ""
-    said = problem.partition(" - at `")[0]
-    bound = re.fullmatch(r"Expected `(?:\w+)` (>=|>|<=|<) (\S+)", said)
-    if bound:
-        words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
-        return f"{name} must be {words[bound[1]]} {float(bound[2]):g}{got}"
-    wrong_type = re.fullmatch(r"Expected (`.*`), got `(.*)`", said)
-    if wrong_type:
-        return f"{name} must be {_type_words(wrong_type[1])}{got}"
-    if said.startswith("Invalid enum value"):
-        kinds = _literal_at(path)
-        choice = f"one of {', '.join(kinds)}" if kinds else "a known name"
-        return f"{name} must be {choice}{got}"
-    return f"{name}: {said}" if name else said
-
-
-def _type_words(types: str) -> str:
-    """`int | null` -> a whole number."""
-    words = {
-        "int": "a whole number",
-        "float": "a number",
-        "str": "a text",
-        "bool": "true or false",
-        "array": "a list",
-        "object": "a table",
-    }
-    names = [one for one in re.findall(r"\w+", types) if one != "null"]
-    return " or ".join(words.get(one, one) for one in names)
-
-
-def _hint_at(path: Sequence[str | int]) -> Any:
-    """The type of what is at a path of the file; None where it is not known."""
-    kind: Any = CampaignFile
-    is_named = False
-    for part in path:
-        kind = _struct_in(kind)
-        if isinstance(part, int) or is_named:
-            is_named = False
-            continue
-        is_named = part == "workloads"  # its keys are names
-        if kind is None or part not in kind.__struct_fields__:
-            return kind if isinstance(part, str) and get_origin(kind) is dict else None
-        kind = get_type_hints(kind, include_extras=False)[part]
-    return kind
-
-
-def _struct_in(kind: Any) -> Any:
-    """The struct among the parts of a type: of `list[Hardware] | None` Hardware."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind
-    return next((found for part in get_args(kind) if (found := _struct_in(part))), None)
-
-
-def _known_keys(path: Sequence[str | int]) -> tuple[str, ...]:
-    kind = _struct_in(_hint_at(path))
-    return kind.__struct_fields__ if kind is not None else ()
-
-
-def _literal_at(path: Sequence[str | int]) -> list[str]:
-    hint = _hint_at(path)
-    parts = [hint, *get_args(hint)]
-    found = next((part for part in parts if get_origin(part) is Literal), None)
-    return [repr(value) for value in get_args(found)] if found is not None else []
 
 
 def _faults(file: CampaignFile) -> Iterator[str]:

@@ -31,7 +31,6 @@ from loadtests.campaign.campaign_file import Campaign, Plan, cell_of_target, che
 from loadtests.campaign.cell_runner import Done, capacities, next_step, run_cell, seen_of
 from loadtests.campaign.cell_selection import (
     WhyNot,
-    choice_lines,
     fastest_engine,
     layout_of,
     shares,
@@ -346,10 +345,6 @@ class _Sitting:
                 choice = fastest_engine(state.cell, self._campaign, self._facts, self._progress)
             except CrossoverError as problem:
                 return WhyNot(SkipCause.SETTINGS, str(problem))
-            first, *more = choice_lines(choice)
-            self._progress.say(f"{state.key}: {first}")
-            for line in more:
-                self._progress.detail(f"  {line}")
             state.event(choice)
         state.cell = with_engine(state.cell, self._run.events)
         return why_not(state.cell, self._campaign, self._facts)

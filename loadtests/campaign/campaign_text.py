@@ -15,7 +15,8 @@ from loadtests.analysis.level import Level, levels_of
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan
 from loadtests.campaign.cell_selection import engine_values, layout_of, shares, to_confirm, why_not
-from loadtests.campaign.external_servers import commands_of
+from loadtests.campaign.external_servers import command_of
+from loadtests.campaign.level_runner import level_row
 from loadtests.campaign.model_size_selection import with_rungs
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import campaign_of
@@ -36,9 +37,7 @@ from loadtests.workload.request_lengths import in_words
 from models import formatting
 from models.cache import Wish, cache_dir, synthetic_path
 from models.errors import printable
-from models.formats import weight_bytes
 from models.ladder import is_rung, rung
-from serving.backends.backend_table import weights_of
 from serving.hardware.cpu_topology import cores_text
 from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardware_facts
 
@@ -154,30 +153,6 @@ def _show_cell(cell: Cell, campaign: Campaign, run: RunRecords, levels: list[Lev
                 console.print(f"  {text}", style="dim", markup=False)
 
 
-def level_row(level: Level, slo: Slo) -> list[str]:
-    """One level as table cells."""
-    found, finished = level.judge(slo), level.finished
-    start = level.started
-    share = "" if found.share is None else f" ({found.share:.0%})"
-    tokens = level.output_tokens_per_second
-    words: str = found.verdict
-    if finished is not None and finished.disturbance and finished.disturbance.is_set_aside:
-        words = "disturbed"
-    elif finished is not None and not finished.is_valid:
-        words = "not valid"
-    short = ", cut short" if finished is not None and finished.cut_short else ""
-    return [
-        formatting.load(start.rate_per_second, start.concurrency, 3),
-        str(found.due),
-        f"{found.good}{share}",
-        formatting.seconds(level.mean(level.ttft), 3, "-"),
-        formatting.seconds(level.mean(level.tpot), 3, "-"),
-        "-" if tokens is None else f"{tokens:.1f}",
-        words + short,
-        ", ".join(finished.warnings) if finished is not None else "",
-    ]
-
-
 def limits_text(slo: Slo) -> str:
     """`TTFT 2 s, TPOT 200 ms`."""
     limits = [("TTFT", slo.ttft_seconds), ("TPOT", slo.tpot_seconds)]
@@ -230,8 +205,6 @@ def _show_planned(cell: Cell, settings: Campaign, facts: HardwareFacts, seconds:
     if cell.engine:
         assert layout is not None
         _show_commands(cell, settings, layout)
-    elif cell.url is None:
-        typer.echo(f"    weights: {_weights(cell, settings.server.cache)}")
     for line in layout.shared if layout is not None else ():
         typer.echo(f"    note: {line}")
 
@@ -244,22 +217,6 @@ def _show_commands(cell: Cell, settings: Campaign, layout: Layout) -> None:
         wish = Wish(engine.weights, cell.weight_format, cache_dir(settings.server.cache))
         model = str(synthetic_path(rung(cell.model).spec, wish))
     values = engine_values(cell, settings.server, layout, model)
-    for line in commands_of(engine, values):
-        typer.echo(f"    runs, only with --allow-commands: {printable(line)}")
+    typer.echo(f"    runs, only with --allow-commands: {printable(command_of(engine, values))}")
     if engine.variables:
         typer.echo(f"    it sees of this shell: {', '.join(engine.variables)}")
-
-
-def _weights(cell: Cell, cache: str | None) -> str:
-    """Whether they are there, and how much must be made first."""
-    if not is_rung(cell.model):
-        return "a file or folder of one's own, or the hub's"
-    if cell.is_best:
-        return "of the fastest engine, which is chosen when the cell starts"
-    spec = rung(cell.model).spec
-    kind, weight_format = weights_of(cell.backend, cell.weight_format or None)
-    if kind == "none":
-        return f"none: the backend is a {cell.backend}"
-    size = formatting.size(weight_bytes(spec, weight_format))
-    there = synthetic_path(spec, Wish(kind, weight_format, cache_dir(cache))).exists()
-    return f"{size} in the cache" if there else f"{size} have to be made first"

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import msgspec
 
@@ -562,25 +563,22 @@ def _ask_for(
     asked = campaign.asked_levels(state.cell)
     if asked is not None and attempt == 1:
         seed = asked[len(state.counted)].seed or seed
+    who: dict[str, Any] = {"name": name, "attempt": attempt, "seed": seed}
     if isinstance(step, SingleStream):
         return LevelAsk(
-            name=name,
-            attempt=attempt,
-            seed=seed,
             purpose=LevelPurpose.SINGLE_STREAM,
             requests=step.requests,
             window_seconds=step.seconds,
             counts_slight=counts_slight,
+            **who,
         )
     return LevelAsk(
-        name=name,
-        attempt=attempt,
-        seed=seed,
         purpose=LevelPurpose.SEARCH,
         rate=step.rate,
         window_seconds=step.window_seconds,
         warmup_seconds=step.warmup_seconds,
         counts_slight=counts_slight,
+        **who,
     )
 
 

@@ -33,9 +33,11 @@ from serving.hardware.machine_facts import HardwareFacts, allowed_cores
 from serving.placement.fastest_backend import (
     BEST,
     EngineCandidate,
+    EngineChoice,
     EngineTimes,
     Question,
     Work,
+    choice_lines,
     fastest_backend,
 )
 from serving.placement.memory_estimate import Sizes, forecast
@@ -135,32 +137,42 @@ def fastest_engine(
         question_of(cell, campaign), facts, lambda line: progress.say(f"  {line}"), tick
     )
     workload, policy = campaign.workload_of(cell), policy_of(campaign.server)
-    chosen, reason = (found.backend, found.weight_format), found.reason
-    rates = {
-        (one.backend, one.weight_format): capacity(
-            law_of_times(one.times), policy, workload, campaign.slo
-        ).rate
+    candidates = tuple(
+        one
+        if one.times is None
+        else msgspec.structs.replace(
+            one,
+            requests_per_second=capacity(
+                law_of_times(one.times), policy, workload, campaign.slo
+            ).rate,
+        )
         for one in found.candidates
-        if one.times is not None
-    }
-    possible = [one for one in found.candidates if not one.why_not and _pair(one) in rates]
-    if len(possible) > 1 and max(rates[_pair(one)] for one in possible) > 0:
-        best = max(possible, key=lambda one: rates[_pair(one)])
-        chosen = _pair(best)
-        told = ", ".join(f"{one.name} {formatting.requests(rates[_pair(one)])}" for one in possible)
-        reason = f"of the engines that can run here it holds most by its step times: {told}"
+    )
+    found = msgspec.structs.replace(found, candidates=candidates)
+    possible = [one for one in candidates if not one.why_not and one.times is not None]
+    best = max(possible, key=lambda one: one.requests_per_second or 0.0, default=None)
+    if best is not None and len(possible) > 1 and best.requests_per_second:
+        told = ", ".join(
+            f"{one.name} {formatting.requests(one.requests_per_second)}" for one in possible
+        )
+        found = msgspec.structs.replace(
+            found,
+            backend=best.backend,
+            weight_format=best.weight_format,
+            reason=f"of the engines that can run here it holds most by its step times: {told}",
+        )
+    first, *more = choice_lines(found)
+    progress.say(f"{cell.key}: {first}")
+    for line in more:
+        progress.detail(f"  {line}")
     return EngineChosen(
         cell=cell.key,
-        backend=chosen[0],
-        weight_format=chosen[1],
-        reason=reason,
-        engines=[_rating(one, _pair(one) == chosen, rates) for one in found.candidates],
+        backend=found.backend,
+        weight_format=found.weight_format,
+        reason=found.reason,
+        engines=[_rating(one, found) for one in candidates],
         spent_seconds=round(time.monotonic() - began, 3),
     )
-
-
-def _pair(one: EngineCandidate) -> tuple[str, str]:
-    return one.backend, one.weight_format
 
 
 def law_of_times(times: EngineTimes) -> StepLaw:
@@ -213,9 +225,7 @@ def mean_tokens(workload: Workload) -> tuple[float, float]:
     return prompts, sum(ask.output_tokens for ask in asks) / len(asks)
 
 
-def _rating(
-    one: EngineCandidate, is_chosen: bool, rates: dict[tuple[str, str], float]
-) -> EngineRating:
+def _rating(one: EngineCandidate, choice: EngineChoice) -> EngineRating:
     times = one.times
     told: dict[str, Any] = {}
     if times is not None:
@@ -224,38 +234,16 @@ def _rating(
             "prompt_tokens_per_second": times.prompt_tokens_per_second,
             "decode_tokens_per_second": 1 / times.decode_seconds,
             "decode_slots_tokens_per_second": times.slots / times.decode_slots_seconds,
-            "requests_per_second": rates.get(_pair(one)),
+            "requests_per_second": one.requests_per_second,
         }
     return EngineRating(
         backend=one.backend,
         weight_format=one.weight_format,
-        is_chosen=is_chosen,
+        is_chosen=(one.backend, one.weight_format) == (choice.backend, choice.weight_format),
         why_not=one.why_not,
         measured_on=one.measured_on,
         **told,
     )
-
-
-def choice_lines(choice: EngineChosen) -> list[str]:
-    """The choice for people: why, then a line for each engine that was looked at."""
-    lines = [f"fastest engine: {choice.reason}"]
-    for one in choice.engines:
-        told = []
-        if one.decode_tokens_per_second is not None:
-            told.append(
-                f"prompts {formatting.significant(one.prompt_tokens_per_second or 0)} tokens/s, "
-                f"decode {formatting.significant(one.decode_tokens_per_second)} tokens/s for one "
-                f"stream, {formatting.significant(one.decode_slots_tokens_per_second or 0)} "
-                f"for {one.slots}"
-            )
-        if one.requests_per_second is not None:
-            told.append(formatting.requests(one.requests_per_second))
-        if one.measured_on:
-            told.append(f"measured on {one.measured_on}, scaled")
-        if one.why_not:
-            told.append(f"cannot be chosen: {one.why_not}")
-        lines.append(f"  {one.backend} {one.weight_format}: {'; '.join(told) or 'not measured'}")
-    return lines
 
 
 def layout_of(cell: Cell, usable: tuple[int, ...], load_generators: int = 1) -> Layout | None:

@@ -1,4 +1,4 @@
-"""Keeps an engine of others: starts it, cleans what it prints, and ends all that it started.
+"""Keeps an engine of others: starts it, and ends all that it started.
 
     python -I -S external_server_keeper.py SETTINGS        # JSON, see `main`
 
@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import resource
 import select
 import signal
@@ -21,59 +20,15 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-LINE_BYTES = 64 << 10  # a longer line is cut
-LOG_BYTES = 64 << 20  # of all that it prints
 GONE_SECONDS = 5.0  # that killed processes may take to be gone
-# How the secrets of well-known services begin.
-SECRET = re.compile(
-    r"(?<![A-Za-z0-9])(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|bearer )[^\s\"',;]{6,}",
-    re.IGNORECASE,
-)
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
-
-
-class Log:
-    """Lines of an engine, without secrets and without what would move a terminal's cursor."""
-
-    def __init__(self, secrets: dict[str, str]) -> None:
-        self._secrets = secrets  # value -> its variable
-        self._pending = b""
-        self._left = LOG_BYTES
-
-    def take(self, data: bytes) -> None:
-        *lines, self._pending = (self._pending + data.replace(b"\r", b"\n")).split(b"\n")
-        for line in lines:
-            self._write(line)
-        if len(self._pending) > LINE_BYTES:
-            self.close()
-
-    def close(self) -> None:
-        if self._pending:
-            self._write(self._pending)
-        self._pending = b""
-
-    def _write(self, line: bytes) -> None:
-        text = line[:LINE_BYTES].decode(errors="replace")
-        for value, name in self._secrets.items():
-            text = text.replace(value, f"[{name}]")
-        text = CONTROL.sub("", SECRET.sub(r"\1[left out]", text)) + "\n"
-        if self._left < 0 or not text.strip():
-            return
-        self._left -= len(text)
-        if self._left < 0:
-            text = f"the rest is left out: it printed more than {LOG_BYTES >> 20} MiB\n"
-        with contextlib.suppress(OSError):  # a full disk does not end the engine
-            os.write(1, text.encode())
 
 
 def main() -> None:
-    """`command`, `cores`, `inherited` and `hidden` names, `environment`, `stop_seconds`."""
+    """`command`, `cores`, `inherited` names, `environment`, `stop_seconds`."""
     settings = json.loads(sys.argv[1])
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it ends by the engine's signal
-    names = [*settings["inherited"], *settings["hidden"]]
-    environment = {name: os.environ[name] for name in names if name in os.environ}
-    hidden = {os.environ[name]: name for name in settings["hidden"] if os.environ.get(name)}
+    environment = {name: os.environ[name] for name in settings["inherited"] if name in os.environ}
     ears, mouth = os.pipe()
     os.set_blocking(mouth, False)
     signal.set_wakeup_fd(mouth)
@@ -94,16 +49,12 @@ def main() -> None:
             command,
             env=environment | settings["environment"],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             preexec_fn=bind,
         )
     except OSError as problem:
         sys.exit(f"{command[0]} cannot be run: {problem.strerror}")
-    log = Log(hidden)
-    _listen(engine, log, ears, stopping, settings["stop_seconds"])
+    _wait(engine, ears, stopping, settings["stop_seconds"])
     end_all()
-    log.close()
     status = engine.returncode
     if status is None or status >= 0:
         sys.exit(status or 0)
@@ -112,12 +63,10 @@ def main() -> None:
     os.kill(os.getpid(), -status)
 
 
-def _listen(
-    engine: subprocess.Popen[bytes], log: Log, ears: int, stopping: list[float], seconds: float
+def _wait(
+    engine: subprocess.Popen[bytes], ears: int, stopping: list[float], seconds: float
 ) -> None:
-    """Takes what it prints until it has ended, or has to be killed."""
-    assert engine.stdout is not None
-    heard = [engine.stdout.fileno(), ears]
+    """Until it has ended, or has to be killed."""
     asked = False
     while engine.poll() is None:
         left = None
@@ -127,22 +76,13 @@ def _listen(
                 asked = True
                 engine.terminate()
             if left <= 0:
-                log.take(f"not ended {seconds:g} s after SIGTERM: killed\n".encode())
+                print(f"not ended {seconds:g} s after SIGTERM: killed", flush=True)
                 engine.kill()
                 engine.wait()
-                break
-        for one in select.select(heard, [], [], left)[0]:
-            data = os.read(one, 1 << 16)
-            if one == ears:
-                _bury(engine.pid)
-                continue
-            if not data:
-                heard.remove(one)
-            log.take(data)
-    os.set_blocking(engine.stdout.fileno(), False)
-    with contextlib.suppress(BlockingIOError):
-        while data := os.read(engine.stdout.fileno(), 1 << 16):
-            log.take(data)
+                return
+        if select.select([ears], [], [], left)[0]:
+            os.read(ears, 1 << 16)
+            _bury(engine.pid)
 
 
 def _bury(engine: int) -> None:

@@ -3,13 +3,13 @@
     engine = Engine(name="vllm", command="vllm serve {model} --port {port}")
     words = argv(engine.command, {"model": "/weights", "port": 8000})
     running = StartedEngine(engine, words, cores, log)
-    running.wait_ready(url, say, 600, check)             # raises ServerFailed, ServerLost
+    running.wait_ready(url, say, 600)             # raises ServerFailed, ServerLost
     told_version(url)
     running.stop()
 
 A command is a stranger's code: `crossover campaign run` starts one only with --allow-commands, and
 its words never see a shell. Between it and this process stands external_server_keeper.py, which
-cleans its log and ends all that it started.
+ends all that it started.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import psutil
 from msgspec import Meta
 
+from loadtests.checked_files import key
 from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.resource_sampler import family
@@ -52,7 +52,7 @@ INHERITED = (
 class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An engine of others, started by a command for each of its cells."""
 
-    name: Annotated[str, Meta(description="the engine's, in keys and reports")]
+    name: Annotated[str, key("the engine's, in keys and reports")]
     command: Annotated[
         str,
         Meta(
@@ -60,7 +60,7 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "{model} {port} {host} {slots} {context} ... filled"
         ),
     ]
-    ready: Annotated[str, Meta(description="path that answers 200 once it serves")] = "/health"
+    ready: Annotated[str, key("path that answers 200 once it serves")] = "/health"
     weights: Annotated[
         Literal["gguf", "hf", "none"],
         Meta(
@@ -68,28 +68,24 @@ class Engine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "or the name in models (none)"
         ),
     ] = "hf"
-    format: Annotated[
-        str | None, Meta(description="their format; none: the campaign's, else Q4_0 or bf16")
-    ] = None
+    format: Annotated[str | None, key("their format; none: the campaign's, else Q4_0 or bf16")] = (
+        None
+    )
     names: Annotated[
-        dict[str, str], Meta(description="what {model} is for a model, in place of its weights")
+        dict[str, str], key("what {model} is for a model, in place of its weights")
     ] = {}
-    api: Annotated[
-        Literal["completions", "chat"], Meta(description="the route that is measured")
-    ] = "completions"
+    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+        "completions"
+    )
     device: Annotated[
-        Literal["cpu", "gpu"] | None,
-        Meta(description="what serves; none: gpu where it has one open"),
+        Literal["cpu", "gpu"] | None, key("what serves; none: gpu where it has one open")
     ] = None
     environment: Annotated[
-        dict[str, str], Meta(description="variables set for it, beside PATH, HOME and their like")
+        dict[str, str], key("variables set for it, beside PATH, HOME and their like")
     ] = {}
     variables: Annotated[
-        list[str], Meta(description="variables of this shell that it sees too; --trust names each")
+        list[str], key("variables of this shell that it sees too; --trust names each")
     ] = []
-    version: Annotated[
-        str | None, Meta(description="command that prints it; none: what it says over HTTP")
-    ] = None
 
 
 def formats_of(engine: Engine, asked: list[str]) -> list[str]:
@@ -122,26 +118,20 @@ def places(command: str) -> set[str]:
     return set(_PLACE.findall(command))
 
 
-def commands_of(engine: Engine, values: Mapping[str, object] | None = None) -> list[str]:
-    """All that is run for it, whole, with the variables that are set for it."""
+def command_of(engine: Engine, values: Mapping[str, object] | None = None) -> str:
+    """What is run for it, whole, with the variables that are set for it."""
     shown = [f"{name}={shlex.quote(value)}" for name, value in engine.environment.items()]
-    texts = [engine.command, *([engine.version] if engine.version else [])]
-    return [" ".join([*shown, shlex.join(argv(text, values or {}))]) for text in texts]
+    return " ".join([*shown, shlex.join(argv(engine.command, values or {}))])
 
 
 def wrong(engine: Engine) -> Iterator[tuple[str, str]]:
     """What cannot be: the key, and what is wrong with it."""
-    for key in ("command", "version"):
-        text = getattr(engine, key)
-        if text is not None:
-            yield from ((key, what) for what in _wrong_words(text))
+    yield from (("command", what) for what in _wrong_words(engine.command))
     if "port" not in places(engine.command):
         yield "command", "it has no {port}: the runner chooses a free one"
     for name in sorted(places(engine.command) - {*FILLED}):
         known = ", ".join(f"{{{one}}}" for one in FILLED)
         yield "command", f"{{{name}}} is not one of {known}"
-    if places(engine.version or ""):
-        yield "version", "nothing is filled in here: it runs without a model"
     if not engine.ready.startswith("/"):
         yield "ready", f"it must be a path such as /health, got {engine.ready!r}"
     if engine.format is not None and engine.weights != "none":
@@ -191,7 +181,6 @@ def _wrong_words(text: str) -> Iterator[str]:
 
 KEEPER = Path(__file__).with_name("external_server_keeper.py")
 STOP_SECONDS = 15.0  # between SIGTERM and SIGKILL: several processes free a GPU
-VERSION_SECONDS = 60.0
 MOST_VERSION = 200  # characters
 # Where servers say their version: vLLM, Ollama, TGI, SGLang (new and old), llama-server.
 VERSIONS = (
@@ -221,13 +210,19 @@ class StartedEngine:
         self.engine = engine
         self._log = log
         self._stop_seconds = stop_seconds
-        self._child = _keep(engine, words, cores, log, stop_seconds)
+        settings = {
+            "command": list(words),
+            "cores": list(cores),
+            "inherited": [*INHERITED, *engine.variables],
+            "environment": engine.environment,
+            "stop_seconds": stop_seconds,
+        }
+        text = msgspec.json.encode(settings).decode()
+        self._child = Child([sys.executable, "-I", "-S", str(KEEPER), text], log=log)
         self.pid = self._child.pid
 
-    def wait_ready(
-        self, url: str, say: Say, ready_seconds: float, check: Callable[[], None]
-    ) -> None:
-        """Until `ready` answers 200, from one of its processes; `check` may end it before.
+    def wait_ready(self, url: str, say: Say, ready_seconds: float) -> None:
+        """Until `ready` answers 200.
 
         Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
         """
@@ -236,7 +231,6 @@ class StartedEngine:
         said = f"all it said is in logs/{self._log.name}"
         with connect(url) as pool:
             while True:
-                check()
                 status = self._child.poll()
                 if status is not None:
                     how = f"({self._child.how_it_ended()}); {said}"
@@ -247,45 +241,15 @@ class StartedEngine:
                     answered = f"answered {fetch(pool, get_bytes(pool, path), ASK_SECONDS)[0]}"
                 except TargetUnusable:
                     answered = "did not answer"
-                port = int(url.rpartition(":")[2])
-                if answered == "answered 200" and self._answers_itself(port):
+                if answered == "answered 200":
                     return
                 if time.monotonic() > until:
                     raise ServerFailed(
                         f"{name} was not ready within {ready_seconds:g} s: {url}{path} "
-                        f"{answered}{self._elsewhere(port)}; {said}"
+                        f"{answered}; {said}"
                     )
                 say(f"{name}: {last_line(self._log) or 'starting'}", None)
                 time.sleep(0.2)
-
-    def _answers_itself(self, port: int) -> bool:
-        """Whether the port is one of its own: another server may have taken it."""
-        ports = self.ports()
-        return ports is None or port in ports
-
-    def _elsewhere(self, port: int) -> str:
-        """Where it listens in place of the port that it was given."""
-        ports = self.ports()
-        if ports is None or port in ports:
-            return ""
-        if not ports:
-            return f", and none of its processes listens on port {port}"
-        listed = ", ".join(map(str, sorted(ports)))
-        return f", and it listens on {listed} in place of {port}"
-
-    def ports(self) -> set[int] | None:
-        """TCP ports that its processes listen on; None where the kernel does not tell."""
-        found = set()
-        for pid in self.pids():
-            try:
-                for one in psutil.Process(pid).net_connections(kind="tcp"):
-                    if one.status == psutil.CONN_LISTEN:
-                        found.add(one.laddr.port)
-            except psutil.NoSuchProcess:
-                continue
-            except psutil.Error:
-                return None
-        return found
 
     def pids(self) -> list[int]:
         """All its processes, the first one first."""
@@ -306,21 +270,6 @@ class StartedEngine:
         self._child.stop(self._stop_seconds + 10.0)
 
 
-def _keep(
-    engine: Engine, words: Sequence[str], cores: Sequence[int], log: Path, stop_seconds: float
-) -> Child:
-    settings = {
-        "command": list(words),
-        "cores": list(cores),
-        "inherited": INHERITED,
-        "hidden": engine.variables,
-        "environment": engine.environment,
-        "stop_seconds": stop_seconds,
-    }
-    text = msgspec.json.encode(settings).decode()
-    return Child([sys.executable, "-I", "-S", str(KEEPER), text], log=log)
-
-
 def holds_gpu(pid: int, proc: Path = Path("/proc")) -> bool:
     """CUDA opens /dev/nvidia*, ROCm /dev/kfd, Vulkan on a GPU a render node."""
     try:
@@ -335,18 +284,6 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind((HOST, 0))
         return int(one.getsockname()[1])
-
-
-def version_of(engine: Engine, url: str, log: Path) -> str | None:
-    """By its own command, else as it says over HTTP; None where neither tells."""
-    if engine.version is None:
-        return told_version(url)
-    child = _keep(engine, argv(engine.version, {}), (), log, 1.0)
-    try:
-        child.wait(VERSION_SECONDS)
-    finally:
-        child.stop()
-    return last_line(log)[:MOST_VERSION] or None
 
 
 def told_version(url: str) -> str | None:

@@ -33,7 +33,7 @@ from loadtests.campaign.campaign_file import Campaign
 from loadtests.campaign.cell_selection import layout_of, policy_of
 from loadtests.campaign.progress import Progress
 from loadtests.campaign.run_state import CellState
-from loadtests.campaign.server_launch import Command, Local, Server, server_of
+from loadtests.campaign.server_launch import Command, Server, server_of
 from loadtests.errors import (
     EndpointRefuses,
     LevelInterrupted,
@@ -41,8 +41,8 @@ from loadtests.errors import (
     OverMemory,
     ServerLost,
 )
-from loadtests.host.prometheus_scrape import Remote
-from loadtests.host.resource_sampler import Sampler, Scraped
+from loadtests.host.prometheus_scrape import EngineClock
+from loadtests.host.resource_sampler import Sampler
 from loadtests.load_generator.load_plan import Ended, Late, LoadPlan, Started
 from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import TargetFacts, probe
@@ -129,9 +129,10 @@ class ServerBench:
         self._state, self._campaign, self._server = state, campaign, server
         self._facts, self._progress = facts, progress
         self._workload = campaign.workload_of(state.cell)
-        self._metrics: Remote | None = None
+        self._clock: EngineClock | None = None
         if facts.backend is not None:  # a Crossover server
-            self._metrics = Remote(server.target.url, api_key=_key(server))
+            key = os.environ.get(server.target.api_key_env or "")
+            self._clock = EngineClock(server.target.url, key)
         self.sampler: Sampler  # set once it runs
         self._samples: list[ResourceSample] = []  # of the level that runs now
         self._over_memory: str | None = None
@@ -152,7 +153,7 @@ class ServerBench:
         self._state.run.sample(sample)
         if sample.level is not None:
             self._samples.append(sample)
-        most = self._server.watched_bytes
+        most = self._server.most_bytes
         used = sum(one.rss_bytes or 0 for one in (sample.engine, sample.api) if one is not None)
         if most is not None and used > most:
             self._over_memory = (
@@ -160,26 +161,23 @@ class ServerBench:
                 f"and the budget is {formatting.size(most)}"
             )
 
-    def measure(self, asked: LevelAsk) -> Level:
+    def measure(self, asked: LevelAsk, plan: LoadPlan | None = None) -> Level:
+        """`plan`: of one that is neither cut short nor measured again (`crossover load`)."""
         run, server = self._state.run, self._server
         run.check_room()
-        plan = self._plan(asked)
-        if self._idle_seconds is None:
+        is_given = plan is not None
+        plan = plan or self._plan(asked)
+        if self._idle_seconds is None and not is_given:
             self._idle_seconds = self._quick_seconds()
         self._progress.tick(f"{asked.name}: starting the load generator")
         mark, began = server.mark(), time.monotonic()
-        try:
-            with contextlib.closing(_Running(self, asked, plan)) as running:
-                for told in self._generator.run(plan):
-                    if running.take(told):
-                        self._generator.stop()
-            self._check_server(mark, running)
-            level = self._finish(running, time.monotonic() - began)
-        except LevelInterrupted as problem:
-            if (why := server.broke_cap()) is not None:
-                raise OverMemory(why) from problem
-            raise
-        if running.ended.gave_up:
+        with contextlib.closing(_Running(self, asked, plan)) as running:
+            for told in self._generator.run(plan):
+                if running.take(told):
+                    self._generator.stop()
+        self._check_server(mark, running)
+        level = self._finish(running, time.monotonic() - began)
+        if running.ended.gave_up and not is_given:
             self._settle()
         return level
 
@@ -217,7 +215,7 @@ class ServerBench:
         self.sampler.client = self._generator.pids[0]
         self.sampler.level = started.level
         self._state.event(started)
-        return self._metrics.engine_time() if self._metrics is not None else None
+        return self._clock.read() if self._clock is not None else None
 
     def check(self) -> None:
         """Raise OverMemory for a broken memory cap, LevelInterrupted for a server in trouble."""
@@ -251,7 +249,8 @@ class ServerBench:
                 break
             time.sleep(0.05)
         count = sum(running.broken.values())
-        if running.asked.attempt == 1 and count > BROKEN_SHARE * running.answers:
+        is_tried_again = running.asked.attempt == 1 and not running.is_given
+        if is_tried_again and count > BROKEN_SHARE * running.answers:
             whys = formatting.listing([f"{n} {why}" for why, n in running.broken.items()])
             raise LevelInterrupted(f"{count} of {running.answers} requests failed ({whys})")
 
@@ -260,8 +259,8 @@ class ServerBench:
         started, ended = running.started, running.ended
         assert started is not None
         engine_time = None
-        if self._metrics is not None and running.engine_time is not None:
-            now = self._metrics.engine_time()
+        if self._clock is not None and running.engine_time is not None:
+            now = self._clock.read()
             engine_time = None if now is None else now.since(running.engine_time)
         finished = LevelFinished(
             cell=started.cell,
@@ -355,6 +354,7 @@ class _Running:
 
     def __init__(self, bench: ServerBench, asked: LevelAsk, plan: LoadPlan) -> None:
         self.asked, self.plan = asked, plan
+        self.is_given = asked.purpose is LevelPurpose.LOAD
         self.started: LevelStarted | None = None
         self.ended = Ended()
         self.rows = LevelRows()
@@ -453,7 +453,7 @@ class _Running:
             f"{tally.good} of {tally.counted} good, {phase}",
             fraction=min(1.0, now / end),
         )
-        if self._end is not None or self.asked.rate is None:
+        if self._end is not None or self.asked.rate is None or self.is_given:
             return False
         if self.plan.warmup_seconds < now < end:
             lost = bench.lost(end - now, tally.may_hold or self.asked.counts_slight)
@@ -554,27 +554,39 @@ def drain_seconds(campaign: Campaign, most_output_tokens: float) -> float:
     return max(10.0, min(300.0, max(waits)))
 
 
-def level_text(level: Level, slo: Slo) -> str:
-    """A level for people: load, counts, medians, verdict."""
+def level_row(level: Level, slo: Slo) -> list[str]:
+    """One level as table cells."""
     found, finished = level.judge(slo), level.finished
+    start = level.started
+    share = "" if found.share is None else f" ({found.share:.0%})"
+    tokens = level.output_tokens_per_second
+    words: str = found.verdict
+    if finished is not None and finished.disturbance and finished.disturbance.is_set_aside:
+        words = "disturbed"
+    elif finished is not None and not finished.is_valid:
+        words = "not valid"
+    short = ", cut short" if finished is not None and finished.cut_short else ""
+    return [
+        formatting.load(start.rate_per_second, start.concurrency, 3),
+        str(found.due),
+        f"{found.good}{share}",
+        formatting.seconds(level.mean(level.ttft), 3, "-"),
+        formatting.seconds(level.mean(level.tpot), 3, "-"),
+        "-" if tokens is None else f"{tokens:.1f}",
+        words + short,
+        ", ".join(finished.warnings) if finished is not None else "",
+    ]
+
+
+def level_text(level: Level, slo: Slo) -> str:
+    """A level for people: load, counts, means, verdict."""
     if level.started.purpose is LevelPurpose.CALIBRATION:
         return f"a burst of {len(level.due)}"
-    alone = "single-stream requests"
-    load = alone if level.rate is None else formatting.requests(level.rate, 3)
-    ttft, tpot = level.mean(level.ttft), level.mean(level.tpot)
-    times = f", TTFT {formatting.seconds(ttft)}" if ttft is not None else ""
-    times += f", TPOT {formatting.seconds(tpot)}" if tpot is not None else ""
+    load, due, good, ttft, tpot, _, words, warnings = level_row(level, slo)
     failed = [f"{count} {why}" for why, count in level.failures.items()]
-    times += f", failed: {', '.join(failed)}" if failed else ""
-    words: str = found.verdict
-    if finished is not None:
-        taken = finished.disturbance
-        if taken is not None and taken.is_set_aside:
-            words = "disturbed"
-        elif not finished.is_valid:
-            words = f"not valid ({', '.join(finished.warnings)})"
-        words += ", cut short" if finished.cut_short else ""
-    return f"{load}: {found.good} of {found.due} good{times} -> {words}"
+    told = f", failed: {', '.join(failed)}" if failed else ""
+    why = f" ({warnings})" if words.startswith("not valid") else ""
+    return f"{load}: {good} of {due} good, TTFT {ttft}, TPOT {tpot}{told} -> {words}{why}"
 
 
 @contextlib.contextmanager
@@ -593,7 +605,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
         progress.say(f"  ready after {seconds:.1f} s at {server.target.url}")
         facts = wait_until_it_serves(server, progress)
         policy = _policy_of(ready.info, campaign)
-        target = server.target
         with contextlib.ExitStack() as stack:
             generator = stack.enter_context(
                 LoadGenerator(
@@ -609,9 +620,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
                 server=server.pid,
                 is_ours=not isinstance(server, Command),
                 interval_seconds=campaign.sample_seconds,
-                metrics=None
-                if isinstance(server, Local)
-                else Scraped(target.url, target.api_key_env, target.verify_tls),
             )
             bench.sampler = stack.enter_context(sampler)
             seen = {"target": msgspec.to_builtins(facts), "sampling": bench.sampler.missing}
@@ -621,11 +629,6 @@ def open_bench(state: CellState, progress: Progress) -> Iterator[ServerBench]:
             yield bench
     finally:
         server.stop()
-
-
-def _key(server: Server) -> str | None:
-    name = server.target.api_key_env
-    return os.environ.get(name) if name else None
 
 
 def wait_until_it_serves(server: Server, progress: Progress) -> TargetFacts:

@@ -1,6 +1,6 @@
 """What is on record of a run: its manifest, campaign, cells, their levels and what these took.
 
-    state = CellState(run, campaign, cell, levels_of(records, cell.key))
+    state = CellState(run, campaign, cell, levels)
     state.event(CellStarted(...)); state.spent_seconds, state.levels, state.calibrated
 
 The journal is folded once, event by event, at resume and while it is written. The runner asks here
@@ -23,6 +23,7 @@ import msgspec
 from loadtests.analysis.level import Level
 from loadtests.campaign.campaign_file import Campaign, Cell, Plan, RepeatedLevel, plain
 from loadtests.campaign.cell_selection import with_engine
+from loadtests.campaign.external_servers import Engine
 from loadtests.errors import BadRunFolder
 from loadtests.records.run_folder import RunFolder, RunManifest, read_records
 from loadtests.records.run_journal import (
@@ -41,7 +42,6 @@ from loadtests.records.run_journal import (
     Waited,
     of_kind,
 )
-from loadtests.simulation.step_observation import LevelFactor
 from serving.hardware.machine_facts import HardwareFacts
 
 PACKAGES = (
@@ -61,7 +61,7 @@ class CellState:
         self.campaign = campaign
         self.cell = with_engine(cell, run.events)
         self.levels = list(levels)
-        self.factors: dict[str, LevelFactor | None] = {}  # by level: its steps over the law's
+        self.factors: dict[str, float | None] = {}  # by level: its steps over the law's
         self.calibrated: Calibrated | None = None
         self.ended: CellFinished | CellSkipped | None = None
         self.parts: dict[int, CellStarted] = {}  # by block: what was said when it was begun
@@ -220,7 +220,11 @@ def _git_commit() -> str | None:
 def campaign_of(manifest: RunManifest) -> tuple[Campaign, list[Cell]]:
     """The campaign of a run as it was read when it started. Raises BadRunFolder."""
     try:
-        campaign = msgspec.convert(manifest.campaign, Campaign)
+        raw = dict(manifest.campaign)
+        for name, one in raw.get("engines", {}).items():  # keys of older versions are left out
+            known = {key: one[key] for key in Engine.__struct_fields__ if key in one}
+            raw["engines"] = {**raw["engines"], name: known}
+        campaign = msgspec.convert(raw, Campaign)
         cells = msgspec.convert(manifest.cells, list[Cell])
     except msgspec.ValidationError as problem:
         raise BadRunFolder(

@@ -28,12 +28,11 @@ from loadtests.campaign.external_servers import (
     StartedEngine,
     argv,
     free_port,
-    version_of,
+    told_version,
 )
-from loadtests.errors import OverMemory, ServerFailed, ServerLost, TargetUnusable
+from loadtests.errors import ServerFailed, ServerLost, TargetUnusable
 from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import Layout
-from loadtests.host.memory_cap import CapUnavailable, MemoryCap
 from loadtests.host.resource_sampler import engine_pids
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.openai_endpoint import Target
@@ -50,7 +49,7 @@ class Server(ABC):
     target: Target
     layout: Layout | None = None
     pid: int | None = None  # of a server that we started
-    watched_bytes: int | None = None  # a memory cap that the kernel does not hold for us
+    most_bytes: int | None = None  # that it and its engine may use
 
     @abstractmethod
     def wait_ready(self, say: Say) -> None: ...
@@ -63,10 +62,6 @@ class Server(ABC):
 
     def trouble(self) -> str | None:
         """Why a level cannot go on; None when all is well."""
-        return None
-
-    def broke_cap(self) -> str | None:
-        """Why the cell cannot be measured within its memory cap; None while it can."""
         return None
 
     def engine_pids(self) -> list[int]:
@@ -97,56 +92,20 @@ class Endpoint(Server):
                 time.sleep(0.5)
 
 
-class Capped(Server):
-    """What servers that we start have in common: their memory cap."""
+class Started(Server):
+    """One that we start."""
+
+    layout: Layout
 
     def __init__(self, cell: Cell, layout: Layout) -> None:
         self.layout = layout
         self.target = Target(url="")
-        self._limit_gib = cell.hardware.memory_gib
-        self._cap: MemoryCap | None = None
-        self.cap_note: str | None = None
-        if self._limit_gib is not None:
-            try:
-                self._cap = MemoryCap.make(cell.key, int(self._limit_gib * 2**30))
-                self.cap_note = f"{self._limit_gib:g} GiB, held by the kernel (a control group)"
-            except CapUnavailable as problem:
-                self._watch(problem)
-
-    def _watch(self, problem: CapUnavailable) -> None:
-        assert self._limit_gib is not None
-        self.watched_bytes = int(self._limit_gib * 2**30)
-        self.cap_note = f"{self._limit_gib:g} GiB, watched once a sample ({problem})"
-
-    def _hold(self, pid: int) -> None:
-        """The server has just been started as process `pid`: all that it will hold is counted."""
-        self.pid = pid
-        if self._cap is not None:
-            try:
-                self._cap.add(pid)
-            except CapUnavailable as problem:
-                self._cap.close()
-                self._cap = None
-                self._watch(problem)
-
-    def broke_cap(self) -> str | None:
-        if self._cap is None or not self._cap.kills():
-            return None
-        return f"the kernel ended it at its memory cap of {self._limit_gib:g} GiB"
-
-    def _check_cap(self) -> None:
-        if (why := self.broke_cap()) is not None:
-            raise OverMemory(why)
-
-    def stop(self) -> None:
-        if self._cap is not None:
-            self._cap.close()
+        limit = cell.hardware.memory_gib
+        self.most_bytes = None if limit is None else int(limit * 2**30)
 
 
-class Local(Capped):
+class Local(Started):
     """A `crossover serve` of our own."""
-
-    layout: Layout
 
     def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
         super().__init__(cell, layout)
@@ -159,7 +118,7 @@ class Local(Capped):
         # The engine takes its own cores; what the server may use must hold both.
         cores = tuple(sorted({*layout.engine, *layout.api}))
         self._child = Child(command, cores=cores, log=self.log)
-        self._hold(self._child.pid)
+        self.pid = self._child.pid
 
     def wait_ready(self, say: Say) -> None:
         """Raises ServerFailed when it gives up or is late, ServerLost when it was killed."""
@@ -167,7 +126,6 @@ class Local(Capped):
         said = f"all it said is in logs/{self.log.name}"
         while not self._ready_file.exists():
             status = self._child.poll()
-            self._check_cap()
             if status is not None:
                 how = f"({self._child.how_it_ended()}); {said}"
                 if status < 0:
@@ -194,7 +152,6 @@ class Local(Capped):
             url=self.target.url,
             layout=msgspec.to_builtins(self.layout),
             placement=seen.get("explanation"),
-            memory_cap=self.cap_note,
         )
 
     def mark(self) -> tuple[Any, ...]:
@@ -216,7 +173,6 @@ class Local(Capped):
 
     def stop(self) -> None:
         self._child.stop()
-        super().stop()
 
     def _placement(self) -> dict[str, Any]:
         with connect(self.target.url) as pool:
@@ -227,10 +183,8 @@ class Local(Capped):
         return found
 
 
-class Command(Capped):
+class Command(Started):
     """An engine of others, started by its command (`engines` of the campaign)."""
-
-    layout: Layout
 
     def __init__(self, cell: Cell, campaign: Campaign, layout: Layout, logs: Path) -> None:
         super().__init__(cell, layout)
@@ -247,7 +201,7 @@ class Command(Capped):
     def wait_ready(self, say: Say) -> None:
         """Makes or finds its weights, starts it and waits.
 
-        Raises ServerFailed when it gives up or is late, ServerLost when it was killed, OverMemory.
+        Raises ServerFailed when it gives up or is late, ServerLost when it was killed.
         """
         cell, engine = self._cell, self._engine
         missing = [name for name in engine.variables if name not in os.environ]
@@ -263,13 +217,13 @@ class Command(Capped):
         began = time.monotonic()
         log = self._logs / f"{cell.key}.server.log"
         self._running = StartedEngine(engine, self._words, self.layout.engine, log)
-        self._hold(self._running.pid)
-        self._running.wait_ready(url, say, self._server.ready_seconds, self._check_cap)
+        self.pid = self._running.pid
+        self._running.wait_ready(url, say, self._server.ready_seconds)
         self._load_seconds = round(time.monotonic() - began, 3)
         self.target = Target(url=url, api=engine.api)
         say(f"{engine.name}: asking for its version", None)
         self._device = self._device or self._running.device()
-        self._version = version_of(engine, url, self._logs / f"{cell.key}.version.log")
+        self._version = told_version(url)
 
     def _weights(self, say: Say) -> str:
         cell, engine = self._cell, self._engine
@@ -297,7 +251,6 @@ class Command(Capped):
             synthetic=self._cell.synthetic,
             url=self.target.url,
             layout=msgspec.to_builtins(self.layout),
-            memory_cap=self.cap_note,
         )
 
     def mark(self) -> tuple[Any, ...]:
@@ -313,7 +266,6 @@ class Command(Capped):
     def stop(self) -> None:
         if self._running is not None:
             self._running.stop()
-        super().stop()
 
 
 def server_of(cell: Cell, campaign: Campaign, layout: Layout | None, logs: Path) -> Server:

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from loadtests.errors import LoadError
-from serving.bounds import Count, Positive, Seconds, flags_of, option
+from serving.bounds import Count, Positive, Seconds, option
 from serving.cli.parameters import command_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ EPILOG = "\n\n".join(
         "Examples:",
         "crossover calibrate  (two small models, about two minutes; writes machine.json)",
         "crossover calibrate 135m 1b 3b --backend best --out lab.json --name 'the lab server'",
-        "crossover calibrate --rented --dollars-per-hour 1.53 --price-source 'list price'",
+        "crossover calibrate --dollars-per-hour 1.53",
         "Then, also on another machine:",
         "crossover plan plan.toml --machine lab.json",
     )
@@ -35,7 +35,6 @@ EPILOG = "\n\n".join(
 MEASURED, SAID = "What is measured", "What you say of the machine"
 CELL_SECONDS = 120.0  # of measuring, at most, for each model
 LIBRARIES = {"llama_cpp": "llama-cpp-python", "onnx": "onnxruntime", "torch": "torch"}
-TEXTS = ("name", "price_source", "price_date")
 
 
 class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +71,6 @@ class CalibrateOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     watts: Annotated[Positive | None, option(SAID, "Its power under load.")] = None
     dollars_per_hour: Annotated[Seconds | None, option(SAID, "What an hour of it costs.")] = None
-    price_source: Annotated[str, option(SAID, "Where that price is from.")] = ""
-    price_date: Annotated[str, option(SAID, "And of which day.")] = ""
-    rented: Annotated[bool, option(SAID, "It is not owned: a plan pays for its hours.")] = False
 
 
 def _calibrate(options: CalibrateOptions) -> None:
@@ -95,10 +91,8 @@ def _calibrate(options: CalibrateOptions) -> None:
     out = Path(options.out)
     if not out.resolve().parent.is_dir():
         raise LoadError(f"--out {options.out!r}: there is no folder {str(out.resolve().parent)!r}")
-    for key in TEXTS:
-        if (length := len(getattr(options, key))) > MOST_CHARACTERS:
-            flag = flags_of(CalibrateOptions)[key]
-            raise LoadError(f"{flag} must be at most {MOST_CHARACTERS} characters, got {length}")
+    if (length := len(options.name)) > MOST_CHARACTERS:
+        raise LoadError(f"--name must be at most {MOST_CHARACTERS} characters, got {length}")
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         made = run(plan_of(options), Path(folder), progress, beside_others=options.beside_others)
         found = machine_of(read_records(made), options)
@@ -155,9 +149,6 @@ def machine_of(run: RunRecords, options: CalibrateOptions) -> MachineFile:
         taken_share=round(min(1.0, max(shares)), 4) if shares else None,
         watts=options.watts,
         dollars_per_hour=options.dollars_per_hour,
-        price_source=options.price_source,
-        price_date=options.price_date,
-        owned=not options.rented,
     )
 
 

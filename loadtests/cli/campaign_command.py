@@ -5,10 +5,8 @@ Options in, lines and an exit status out. A verb imports what it needs when it i
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -79,7 +77,9 @@ def run_campaign(
         float | None,
         typer.Option(help="Seconds of measuring for all cells together, in place of the file's."),
     ] = None,
-    **given: Any,
+    trust: Trust = None,
+    allow_commands: Commands = False,
+    beside_others: Beside = False,
 ) -> None:
     """Measure every cell of a campaign, and write all of it into one folder below --out.
 
@@ -90,8 +90,7 @@ def run_campaign(
     from loadtests.campaign.campaign_file import DEMO, check_trust, read_campaign
 
     plan = read_campaign(file or DEMO, budget_seconds=budget)
-    trust = given["trust"] or ()
-    check_trust(plan, trust, allow_commands=given["allow_commands"] or dry_run)
+    check_trust(plan, trust or (), allow_commands=allow_commands or dry_run)
     if dry_run:
         from loadtests.campaign.campaign_text import show_plan
 
@@ -101,7 +100,7 @@ def run_campaign(
     from loadtests.campaign.progress import Progress
 
     with Progress() as progress:
-        folder = run(plan, out, progress, beside_others=given["beside_others"])
+        folder = run(plan, out, progress, beside_others=beside_others)
     _answer(folder)
 
 
@@ -163,7 +162,9 @@ def repeat_campaign(
         ),
     ] = None,
     out: Out = Path("runs"),
-    **given: Any,
+    trust: Trust = None,
+    allow_commands: Commands = False,
+    beside_others: Beside = False,
 ) -> None:
     """Measure the levels of runs again in new folders: same cells, rates, durations and seeds.
 
@@ -176,8 +177,8 @@ def repeat_campaign(
     from loadtests.campaign.run_state import repeat_in_turns
 
     def measure(plan: Plan) -> Path:
-        check_trust(plan, given["trust"] or (), allow_commands=given["allow_commands"])
-        return run(plan, out, progress, beside_others=given["beside_others"])
+        check_trust(plan, trust or (), allow_commands=allow_commands)
+        return run(plan, out, progress, beside_others=beside_others)
 
     with Progress() as progress:
         arms = repeat_in_turns(folders, times, new_seeds, measure, held)
@@ -190,18 +191,6 @@ def repeat_campaign(
         typer.echo(f"\nTo compare: crossover compare {first} -- {other}")
     if not others:
         typer.echo(f"\n{len(arms[0])} runs to compare others with: {first}")
-
-
-def _with_permissions(verb: Callable[..., None]) -> None:
-    """A verb takes `resume`'s --trust, --allow-commands and --beside-others behind its own."""
-    own = list(inspect.signature(verb, eval_str=True).parameters.values())[:-1]
-    known = inspect.signature(resume_campaign, eval_str=True).parameters
-    more = [known[name] for name in ("trust", "allow_commands", "beside_others")]
-    verb.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
-
-
-_with_permissions(run_campaign)
-_with_permissions(repeat_campaign)
 
 
 @campaign.command("show")

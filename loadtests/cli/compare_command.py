@@ -143,8 +143,6 @@ def show_comparison(found: Comparison, console: Console) -> None:
     console.print(f"second against first: {verdict_in_words(found)}", style="bold", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
-    for line in found.capacities:
-        console.print(line, markup=False)
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for row in found.rows:
         table.add_row(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -209,22 +208,19 @@ def measure(
 
     On KeyboardInterrupt the records so far stay, and the level has not finished.
     """
-    from loadtests.analysis.level import LevelRows
-    from loadtests.analysis.level_validity import is_valid, level_warnings
+    from loadtests.analysis.level_validity import level_warnings
     from loadtests.campaign.campaign_file import Campaign, Plan, Search, Server, cell_of_target
-    from loadtests.campaign.run_state import manifest_of, new_folder
-    from loadtests.host.resource_sampler import Sampler, Scraped
-    from loadtests.load_generator.load_plan import Ended, Late, Started
+    from loadtests.campaign.level_runner import LevelAsk, ServerBench
+    from loadtests.campaign.run_state import CellState, manifest_of, new_folder
+    from loadtests.campaign.server_launch import Endpoint
+    from loadtests.host.resource_sampler import Sampler
     from loadtests.load_generator.openai_endpoint import probe
-    from loadtests.records.resource_sample import ResourceSample
-    from loadtests.records.run_folder import RunFolder
+    from loadtests.records.run_folder import RunFolder, read_records
     from loadtests.records.run_journal import (
         CellFinished,
         CellReady,
         CellStarted,
-        LevelFinished,
         LevelPurpose,
-        LevelStarted,
         RunFinished,
         RunStarted,
     )
@@ -233,7 +229,6 @@ def measure(
     target = plan.target
     progress.tick(f"probing {target.url}")
     facts = probe(target)
-    plan = msgspec.structs.replace(plan, facts=facts)
     progress.say(f"{target.url}: model {facts.model}")
     for note in facts.notes:
         progress.say(f"  note: {note}")
@@ -257,85 +252,25 @@ def measure(
     cell = msgspec.structs.replace(cell_of_target(target), key=CELL, model=facts.model)
     folder = new_folder(out, CELL)
     manifest = manifest_of(Plan(campaign, [cell], ""), folder.name, hardware_facts(), sys.argv)
-    rows, answers, account = LevelRows(), 0, Ended()
-    samples: list[ResourceSample] = []
     with RunFolder.create(folder, manifest) as run:
         run.event(RunStarted(cells=1))
         run.event(CellStarted(cell=CELL))
         run.event(CellReady(cell=CELL, url=target.url, target=msgspec.to_builtins(facts)))
-
-        def keep(sample: ResourceSample) -> None:
-            run.sample(sample)
-            samples.append(sample)
-
-        scraped = Scraped(target.url, target.api_key_env, target.verify_tls)
-        began = time.monotonic()
-        started: LevelStarted | None = None
-        with Sampler(CELL, keep, metrics=scraped) as sampler:
-            for told in generator.run(plan):
-                match told:
-                    case Started(unix_seconds):
-                        is_open = plan.rate is not None
-                        arrivals = msgspec.to_builtins(plan.arrivals)
-                        started = LevelStarted(
-                            cell=CELL,
-                            level=LEVEL,
-                            purpose=LevelPurpose.LOAD,
-                            rate_per_second=plan.rate,
-                            concurrency=plan.concurrency,
-                            arrivals=arrivals if is_open else {"kind": "closed"},
-                            window_seconds=plan.window_seconds,
-                            seed=plan.seed,
-                            started_unix_seconds=unix_seconds,
-                        )
-                        run.event(started)
-                        sampler.client = generator.pids[0]
-                        sampler.level = LEVEL
-                        began = time.monotonic()
-                    case Ended():
-                        account = told
-                    case Late() | None:
-                        _tick(progress, plan, answers, time.monotonic() - began)
-                    case record:
-                        run.request(record)
-                        rows.add(record)
-                        answers += 1
-            sampler.level = None
-        assert started is not None
-        finished = LevelFinished(
-            cell=CELL,
-            level=LEVEL,
-            due=answers,
+        state = CellState(run, campaign, cell)
+        bench = ServerBench(state, campaign, Endpoint(target), facts, None, generator, progress)
+        asked = LevelAsk(
+            name=LEVEL,
+            attempt=1,
+            seed=plan.seed,
+            purpose=LevelPurpose.LOAD,
+            rate=plan.rate,
             window_seconds=plan.window_seconds,
-            gave_up=account.gave_up,
-            spent_seconds=round(time.monotonic() - began, 3),
-            generator_busy_share=account.busy_share,
         )
-        level = rows.level(started, finished)
-        judged, warnings = level.judge(slo), level_warnings(level, slo, samples)
-        finished = msgspec.structs.replace(
-            finished,
-            good=judged.good,
-            window_due=judged.due,
-            verdict=judged.verdict,
-            is_valid=is_valid(warnings),
-            warnings=[one.code for one in warnings],
-        )
-        run.finish(finished)
+        with Sampler(CELL, bench.keep_sample) as bench.sampler:
+            level = bench.measure(asked, msgspec.structs.replace(plan, facts=facts))
         run.event(CellFinished(cell=CELL))
         run.event(RunFinished())
-    return level, warnings, folder
-
-
-def _tick(progress: Progress, plan: LoadPlan, answers: int, now: float) -> None:
-    from models import formatting
-
-    left = plan.duration_seconds - now
-    phase = f"{formatting.duration(left)} left" if left > 0 else "waiting for the last answers"
-    progress.tick(
-        f"{plan.load_in_words}: {answers} answers, {phase}",
-        fraction=min(1.0, now / plan.duration_seconds),
-    )
+    return level, level_warnings(level, slo, read_records(folder).samples_of(LEVEL)), folder
 
 
 def show_level(level: Level, slo: Slo, warnings: tuple[NamedWarning, ...]) -> None:

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loadtests.analysis.capacity_text import in_words
 from loadtests.comparison.run_environment import (
     CELL,
     FACTS,
@@ -74,7 +73,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     runs: tuple[int, int]  # of each arm, that have the metric
     difference: Difference | None = None  # None: an arm has no run with the metric
-    p_adjusted: float | None = None
     reason: str = ""
 
 
@@ -87,7 +85,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     reason: str  # why it is not known
     rows: list[Row]
     notes: list[str]
-    capacities: list[str] = []  # of each cell, what each run says in words
 
 
 def compare(
@@ -121,16 +118,7 @@ def compare(
         reason=_why_not_known(len(first), len(second), rows) if verdict == "not known" else "",
         rows=rows,
         notes=notes,
-        capacities=[_capacities(mine, theirs) for mine, theirs in pairs],
     )
-
-
-def _capacities(mine: Cells, theirs: Cells) -> str:
-    """`CELL: first holds 2.4/s, limit about 2.9/s (2.4–3.3); second not even alone`."""
-    first, second = (
-        ", ".join(in_words(cell.capacity) for cell in cells) for cells in (mine, theirs)
-    )
-    return f"{mine[0].key}: first {first}; second {second}"
 
 
 def _why_not_known(first: int, second: int, rows: Sequence[Row]) -> str:
@@ -323,9 +311,7 @@ def _judged(rows: Sequence[_Row], least: float) -> list[Row]:
     places = [place for place, tested in enumerate(is_tested) if tested]
     p_values = [apart.p or 0.0 for at in places if (apart := found[at].difference) is not None]
     for at, p in zip(places, holm(p_values), strict=True):
-        found[at] = msgspec.structs.replace(
-            found[at], p_adjusted=p, verdict=_verdict(found[at], p, least)
-        )
+        found[at] = msgspec.structs.replace(found[at], verdict=_verdict(found[at], p, least))
     return found
 
 

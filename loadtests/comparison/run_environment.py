@@ -45,15 +45,6 @@ SERVER: tuple[str, ...] = (
 CELL: tuple[str, ...] = ("model", "format", "backend", "hardware", "url")
 FACTS: tuple[str, ...] = (*MACHINE, *CAMPAIGN, ENGINES, *SERVER, *CELL)
 SAME_MEMORY = 0.02  # a kernel update moves MemTotal by less
-# The widest that a CPU has, of the flags in its facts.
-VECTORS = {
-    "amx_tile": "AMX",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-    "sme": "SME",
-    "sve": "SVE",
-    "asimd": "NEON",
-}
 
 
 class FactDifference(msgspec.Struct, frozen=True):
@@ -134,8 +125,6 @@ def show(fact: str, value: Any) -> str:
         return "not known"
     if fact == "memory_total_bytes":
         return formatting.size(value)
-    if fact == "bandwidth_bytes_per_second":
-        return f"{value / 1e9:.3g} GB/s"
     if fact == "allowed_cores":
         return str(len(value))
     if fact == "isa":
@@ -148,16 +137,6 @@ def show(fact: str, value: Any) -> str:
 def server_machine(manifest: RunManifest) -> dict[str, Any] | None:
     """Facts of the machine that serves; None where it is not ours."""
     return manifest.server_facts if "cpu_model" in manifest.server_facts else None
-
-
-def cpu_words(facts: Mapping[str, Any]) -> str:
-    """`AMD EPYC with AVX-512, VNNI`: a virtual machine's name alone tells two CPUs seldom apart."""
-    isa = facts.get("isa") or ()
-    wide = next((name for flag, name in VECTORS.items() if flag in isa), "")
-    dots = "VNNI" if {"avx512_vnni", "avx_vnni"} & {*isa} else ""
-    words = ", ".join(part for part in (wide, dots) if part)
-    name = str(facts.get("cpu_model") or "")
-    return f"{name} with {words}" if name and words else name
 
 
 def usable_cores(facts: Mapping[str, Any]) -> float | None:

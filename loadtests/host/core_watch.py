@@ -1,4 +1,4 @@
-"""Reads who took CPU time from the engine: steal, run-queue delay, strangers, quota, clock.
+"""Reads who took CPU time from the engine: steal, run-queue delay, strangers, quota.
 
     watch = CoreWatch(lambda: engine_pids(server), runner_pid)
     watch.read()                              # None: sets the mark that the next one counts from
@@ -57,7 +57,6 @@ class _Reading(NamedTuple):
     processes: dict[int, Process]
     counters: dict[int, tuple[float, float]] | None
     throttled: float | None
-    clock_hertz: float | None
 
 
 class CoreWatch:
@@ -107,7 +106,6 @@ class CoreWatch:
             processes=seen,
             counters=core_counters(PROC, cores),
             throttled=throttled_seconds(pids[0]),
-            clock_hertz=clock_hertz(cores),
         )
 
 
@@ -141,14 +139,12 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
         seconds=round(seconds, 4),
         busy_seconds=round(own, 4),
         work_seconds=round(max(one.ran_seconds for one in times), 6) if times else None,
-        waited_seconds=round(sum(one.waited_seconds for one in times), 6) if times else None,
         stalled_seconds=round(max(one.waited_seconds for one in times), 6) if times else None,
         turns=max(one.turns for one in times) if times else None,
         ours_seconds=round(ours, 4),
         strangers_seconds=rest,
         steal_seconds=steal,
         throttled_seconds=throttled,
-        clock_hertz=now.clock_hertz,
         strangers=busiest(strangers),
     )
 
@@ -267,14 +263,3 @@ def throttled_seconds(pid: int, proc: Path = PROC, cgroup: Path = CGROUP) -> flo
                 except (OSError, ValueError, KeyError):
                     continue
     return max(found, default=None)
-
-
-def clock_hertz(cores: Iterable[int], cpu: Path = Path("/sys/devices/system/cpu")) -> float | None:
-    """Mean clock of these cores now; None where the kernel does not say (most virtual machines)."""
-    found = []
-    for core in cores:
-        try:
-            found.append(int((cpu / f"cpu{core}/cpufreq/scaling_cur_freq").read_text()) * 1e3)
-        except (OSError, ValueError):
-            continue
-    return sum(found) / len(found) if found else None

@@ -1,4 +1,4 @@
-"""What load costs, once a second beside it: CPU, memory, swap, clocks, GPU, watts, /metrics.
+"""What load costs, once a second beside it: CPU, memory, swap, GPU, watts.
 
     with Sampler("cell", folder.sample, server=server_pid) as sampler:
         sampler.client = locust_pid
@@ -7,37 +7,28 @@
         sampler.level = None             # returns when all samples of the level are handed over
         sampler.cores                    # CoresSample of the level, from its begin to its end
 
-One child samples (`python -m loadtests.host.resource_sampler SETTINGS`): it reads a JSON line a
-Change and writes one a sample, and ends when its input does, so it cannot outlive its parent. What
-a machine does not tell is None. CPU is the difference of kernel counters, so nothing that ran
-between two samples is missed.
+A thread samples. What a machine does not tell is None. CPU is the difference of kernel counters, so
+nothing that ran between two samples is missed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import msgspec
 import psutil
 
 from loadtests.errors import LoadError
-from loadtests.host.core_watch import CoreWatch, Pids, throttled_seconds
-from loadtests.host.prometheus_scrape import Remote
+from loadtests.host.core_watch import CoreWatch, Pids
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
-from models.isolated import start_python
 
 INTERVAL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0  # for the child to say that it has seen a change
+ANSWER_SECONDS = 10.0  # that a sample may take
 RAPL = Path("/sys/class/powercap")
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that hold a clock down; not idling.
 THROTTLES: dict[int, str] = {
@@ -48,42 +39,6 @@ THROTTLES: dict[int, str] = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-
-
-class Scraped(msgspec.Struct, frozen=True):
-    """An endpoint whose /metrics is read too."""
-
-    url: str
-    api_key_env: str | None = None
-    verify_tls: bool = True
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is to look at."""
-
-    cell: str
-    interval_seconds: float = INTERVAL_SECONDS
-    server: int | None = None  # process id of our server; None: somebody else's endpoint
-    is_ours: bool = True  # a server whose engine is a child; else all below `server` is the engine
-    client: int  # the runner, counted without its children
-    metrics: Scraped | None = None
-
-
-class Change(msgspec.Struct, frozen=True):
-    """From now on: the level that runs, and the process whose family is the load generator."""
-
-    level: str | None
-    client: int
-    number: int
-
-
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the child's output: a sample, what it cannot read, or the answer to a change."""
-
-    sample: ResourceSample | None = None
-    missing: dict[str, str] | None = None
-    done: int | None = None
-    cores: CoresSample | None = None  # with `done`: since the last sample of the level that ended
 
 
 class Sampler:
@@ -97,186 +52,121 @@ class Sampler:
         server: int | None = None,
         is_ours: bool = True,
         interval_seconds: float = INTERVAL_SECONDS,
-        metrics: Scraped | None = None,
     ) -> None:
-        self._settings = Settings(
-            cell=cell,
-            interval_seconds=interval_seconds,
-            server=server,
-            is_ours=is_ours,
-            client=os.getpid(),
-            metrics=metrics,
-        )
-        self._sink = sink
-        self._level: str | None = None
-        self._client = os.getpid()
-        self._sent = 0
-        self._done = threading.Condition()
-        self._answered = 0
-        self._closing = False
+        """`server`: process id of one that we started; None: somebody else's endpoint. `is_ours`:
+        its engine is a child; else all below it is the engine.
+        """
+        self.client = os.getpid()  # the process whose family is the load generator
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
         self.latest: CoresSample | None = None  # of the last sample, level or not
-        self.missing: dict[str, str] = {}  # what cannot be read here, and why
         self.failure: Exception | None = None
+        self._sink = sink
+        self._interval_seconds = interval_seconds
+        groups: dict[str, Pids] = {"client": self._client_pids}
+        subject: Pids = self._client_pids
+        if server is not None and is_ours:
+            groups["engine"] = subject = lambda: engine_pids(server)
+            groups["api"] = lambda: [pid for pid in family(server) if not _is_engine(pid)]
+        elif server is not None:
+            groups["engine"] = subject = lambda: family(server)[1:]
+        self._watch = CoreWatch(subject, os.getpid())
+        self._readings = Readings(cell, groups, is_local=server is not None)
+        self._lock = threading.Lock()  # of a sample, or of a level's begin or end
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
 
     def __enter__(self) -> Sampler:
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        settings = msgspec.json.encode(self._settings).decode()
-        command = ("-m", "loadtests.host.resource_sampler", settings)
-        self._process = start_python(*command, secrets=True, **pipes)
-        self._thread = threading.Thread(target=self._read, name="samples", daemon=True)
+        self._sample()  # nothing is measured before it looks
         self._thread.start()
-        self._change(wait=True)  # nothing is measured before it looks
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing = True
-        process = self._process
-        assert process.stdin and process.stdout and process.stderr
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        self._over.set()
         self._thread.join(5)
-        process.stdout.close()
-        process.stderr.close()
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What cannot be read here, and why."""
+        return self._readings.missing
 
     @property
     def level(self) -> str | None:
-        return self._level
+        return self._readings.level
 
     @level.setter
     def level(self, name: str | None) -> None:
-        self._level = name
-        if name is not None:
-            self.cores = []
-        self._change(wait=name is None)
-
-    @property
-    def client(self) -> int:
-        """The process whose family is the load generator."""
-        return self._client
-
-    @client.setter
-    def client(self, pid: int) -> None:
-        self._client = pid
-        self._change(wait=False)
-
-    def _change(self, wait: bool) -> None:
-        self._sent += 1
-        assert self._process.stdin is not None
-        change = Change(self._level, self._client, self._sent)
+        if not self._lock.acquire(timeout=ANSWER_SECONDS):  # a driver that hangs
+            self.failure = LoadError("the sampler of resources does not answer")
+            return
         try:
-            self._process.stdin.write(msgspec.json.encode(change) + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            return  # `failure` will say why
-        if wait:
-            with self._done:
-                self._done.wait_for(
-                    lambda: self._answered >= self._sent or self.failure is not None, ANSWER_SECONDS
-                )
+            # the rest of the level that ends, or the mark that one which begins counts from
+            rest = self._watch.read(scan=True)
+            if self._readings.level is not None and rest is not None:
+                self.cores.append(rest)
+            if name is not None:
+                self.cores = []
+            self._readings.level = name
+        finally:
+            self._lock.release()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        decoder = msgspec.json.Decoder(Line)
+    def _client_pids(self) -> list[int]:
+        """The runner itself, without its children, where it sends no load."""
+        return [self.client] if self.client == os.getpid() else family(self.client)
+
+    def _sample(self) -> None:
+        with self._lock:
+            self.latest = self._watch.read()
+            sample = self._readings.sample(self.latest)
+            if sample.level is not None and self.latest is not None:
+                self.cores.append(self.latest)
+            self._sink(sample)
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._interval_seconds
         try:
-            for line in self._process.stdout:
-                told = decoder.decode(line)
-                parts = [told.cores]
-                if told.missing is not None:
-                    self.missing = told.missing
-                if told.sample is not None:
-                    self.latest = told.sample.cores
-                    if told.sample.level is not None and told.sample.level == self._level:
-                        parts.append(told.sample.cores)
-                    self._sink(told.sample)
-                self.cores += [part for part in parts if part is not None]
-                if told.done is not None:
-                    with self._done:
-                        self._answered = told.done
-                        self._done.notify_all()
-            if not self._closing:
-                said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-                raise LoadError(
-                    f"the sampler of resources ended: {said[-1] if said else 'it said nothing'}"
-                )
-        except Exception as problem:  # a full disk, a dead child: the runner asks between levels
+            while not self._over.wait(max(0.0, due - time.monotonic())):
+                self._sample()
+                due = max(due + self._interval_seconds, time.monotonic())
+        except Exception as problem:  # a full disk: the runner asks between levels
             self.failure = problem
-            with self._done:
-                self._done.notify_all()
 
 
 class Readings:
-    """Reads everything, in the child. `groups`: "engine", "api" and "client" -> process ids now."""
+    """Reads everything. `groups`: "engine", "api" and "client" -> process ids now."""
 
     def __init__(
-        self,
-        settings: Settings,
-        groups: dict[str, Pids],
-        remote: Remote | None = None,
-        gpu: Gpu | None = None,
+        self, cell: str, groups: dict[str, Pids], *, is_local: bool, gpu: Gpu | None = None
     ) -> None:
         self.level: str | None = None
         self.missing: dict[str, str] = {}
-        self._settings = settings
+        self._cell = cell
         self._groups = {name: _Group(pids) for name, pids in groups.items()}
-        is_local = settings.server is not None
         self._gpu = (gpu or Gpu()) if is_local else None
         self._rapl = Rapl() if is_local else None
-        self._remote = remote
-        self._before: tuple[float, float, float, float | None] | None = None
-        psutil.cpu_percent()  # the first call only sets the mark that the next one counts from
 
     def sample(self, cores: CoresSample | None = None) -> ResourceSample:
         """One sample, now."""
-        steal_share, quota_share = self._held_back()
         found: dict[str, Any] = {name: one.sample() for name, one in self._groups.items()}
-        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         gpu: dict[str, Any] = {}
         if self._gpu is not None:
             engine = self._groups["engine"].pids if "engine" in self._groups else ()
             gpu = self._gpu.read(engine)
             self.missing |= self._gpu.missing
-        remote = self._remote() if self._remote is not None else None
         cpu_watts = None
         if self._rapl is not None:
             cpu_watts = self._rapl.read()
             if self._rapl.reason:
                 self.missing["cpu_watts"] = self._rapl.reason
         return ResourceSample(
-            cell=self._settings.cell,
+            cell=self._cell,
             level=self.level,
             unix_seconds=round(time.time(), 3),
-            machine_cpu_share=psutil.cpu_percent() / 100,
-            available_bytes=memory.available,
-            swap_used_bytes=swap.used,
+            swap_used_bytes=psutil.swap_memory().used,
             cpu_watts=cpu_watts,
-            steal_share=steal_share,
-            quota_share=quota_share,
-            remote=None if isinstance(remote, str) else remote,
             cores=cores,
             **found,
             **gpu,
         )
-
-    def _held_back(self) -> tuple[float | None, float | None]:
-        """Since the last sample: the share of all cores' time that a hypervisor gave to others,
-        and of the time in which a CPU quota held cores back.
-        """
-        times = psutil.cpu_times()
-        busy = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        now = (time.monotonic(), getattr(times, "steal", 0.0), busy, throttled_seconds(os.getpid()))
-        before, self._before = self._before, now
-        if before is None or now[2] <= before[2] or now[0] <= before[0]:
-            return None, None
-        steal = round((now[1] - before[1]) / (now[2] - before[2]), 4)
-        if now[3] is None or before[3] is None:
-            return steal, None
-        return steal, round((now[3] - before[3]) / (now[0] - before[0]), 4)
 
 
 class _Group:
@@ -370,21 +260,14 @@ class Gpu:
         # Version 2 counts apart what driver and firmware keep back; drivers before 510 have it not.
         memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
         memory = memory or ask("nvmlDeviceGetMemoryInfo")
-        reserved = getattr(memory, "reserved", None)
-        own = [p.usedGpuMemory for p in self._running(self._device) if p.pid in engine]
         rates, watts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
         joules = ask("nvmlDeviceGetTotalEnergyConsumption")
-        clock = ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)
         bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
         found = {
             "gpu_memory_bytes": None if memory is None else int(memory.used),
-            "gpu_reserved_bytes": None if reserved is None else int(reserved),
-            # None in a container: the driver hides it
-            "gpu_engine_bytes": sum(map(int, own)) if own and None not in own else None,
             "gpu_utilisation": None if rates is None else rates.gpu / 100,
             "gpu_watts": None if watts is None else watts / 1000,
             "gpu_energy_joules": None if joules is None else joules / 1000,
-            "gpu_clock_hertz": None if clock is None else clock * 1e6,
             "gpu_throttled": None
             if bits is None
             else [name for bit, name in THROTTLES.items() if bits & bit],
@@ -469,60 +352,3 @@ def _reads(file: Path, text: str) -> bool:
         return file.read_text().strip() == text
     except OSError:
         return False
-
-
-def sample_until_closed(settings: Settings, source: IO[bytes], sink: IO[bytes]) -> None:
-    """The child: samples, and answers changes, until its input ends."""
-    client, server = settings.client, settings.server
-
-    def client_pids() -> list[int]:
-        return [client] if client == settings.client else family(client)
-
-    def tell(line: Line) -> None:
-        sink.write(msgspec.json.encode(line) + b"\n")
-        sink.flush()
-
-    groups: dict[str, Pids] = {"client": client_pids}
-    subject: Pids = client_pids
-    if server is not None and settings.is_ours:
-        groups["engine"] = subject = lambda: engine_pids(server)
-        groups["api"] = lambda: [pid for pid in family(server) if not _is_engine(pid)]
-    elif server is not None:
-        groups["engine"] = subject = lambda: family(server)[1:]
-    watch = CoreWatch(subject, settings.client)
-    remote, first = None, None
-    if (asked := settings.metrics) is not None:
-        key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
-        remote = Remote(asked.url, api_key=key, verify_tls=asked.verify_tls)
-        first = remote()
-    readings = Readings(settings, groups, None if isinstance(first, str) else remote)
-    if isinstance(first, str):
-        readings.missing["remote"] = first
-    told: dict[str, str] = {}
-    due = time.monotonic()
-    pending = b""
-    while True:
-        if readings.missing != told:
-            told = dict(readings.missing)
-            tell(Line(missing=told))
-        if select.select([source], [], [], max(0.0, due - time.monotonic()))[0]:
-            data = os.read(source.fileno(), 65536)
-            if not data:
-                return
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                change = msgspec.json.decode(line, type=Change)
-                before, client = readings.level, change.client
-                # the rest of the level that ends, or the mark that one which begins counts from
-                rest = watch.read(scan=True) if change.level != before else None
-                readings.level = change.level
-                tell(Line(done=change.number, cores=rest if before is not None else None))
-        elif time.monotonic() >= due:
-            tell(Line(sample=readings.sample(watch.read())))
-            due = max(due + settings.interval_seconds, time.monotonic())
-
-
-if __name__ == "__main__":
-    sample_until_closed(
-        msgspec.json.decode(sys.argv[1], type=Settings), sys.stdin.buffer, sys.stdout.buffer
-    )

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from loadtests.checked_files import key
 from loadtests.errors import EndpointRefuses, TargetUnusable
 from loadtests.load_generator.http_connection import (
     Pool,
@@ -44,18 +45,16 @@ _KEPT = "and a run folder would keep it: put a key into an environment variable 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where load is sent to."""
 
-    url: Annotated[str, Meta(description="the endpoint's base URL, e.g. http://127.0.0.1:8000")]
-    model: Annotated[
-        str | None, Meta(description="model name; none: the first that /v1/models lists")
-    ] = None
-    api: Annotated[
-        Literal["completions", "chat"], Meta(description="the route that is measured")
-    ] = "completions"
+    url: Annotated[str, key("the endpoint's base URL, e.g. http://127.0.0.1:8000")]
+    model: Annotated[str | None, key("model name; none: the first that /v1/models lists")] = None
+    api: Annotated[Literal["completions", "chat"], key("the route that is measured")] = (
+        "completions"
+    )
     api_key_env: Annotated[
-        str | None, Meta(description="the variable that holds the key; --trust names it too")
+        str | None, key("the variable that holds the key; --trust names it too")
     ] = None
-    verify_tls: Annotated[bool, Meta(description="check the server's certificate")] = True
-    extra_body: Annotated[dict[str, Any], Meta(description="added to every request")] = {}
+    verify_tls: Annotated[bool, key("check the server's certificate")] = True
+    extra_body: Annotated[dict[str, Any], key("added to every request")] = {}
     timeout_seconds: Annotated[float, Meta(gt=0, description="limit of one request")] = 600.0
     ready_seconds: Annotated[
         float, Meta(gt=0, description="how long to wait for the endpoint's first answer")
@@ -75,10 +74,10 @@ def _secret_place(value: Any) -> str | None:
     if isinstance(value, str):
         return "" if SECRET_TEXT.match(value) else None
     items = enumerate(value) if isinstance(value, list) else ()
-    for key, inside in value.items() if isinstance(value, dict) else items:
-        is_secret = isinstance(inside, str) and SECRET_NAME.search(str(key))
+    for name, inside in value.items() if isinstance(value, dict) else items:
+        is_secret = isinstance(inside, str) and SECRET_NAME.search(str(name))
         if (place := "" if is_secret else _secret_place(inside)) is not None:
-            return f"[{key!r}]{place}"
+            return f"[{name!r}]{place}"
     return None
 
 
@@ -94,7 +93,6 @@ class TargetFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     tokenizer: Literal["vllm", "llama.cpp"] | None  # which shape of /tokenize; None: there is none
     backend: str | None = None  # X-Crossover-Backend
     server: str | None = None  # Server header
-    max_model_tokens: int | None = None
     prompt_overhead_tokens: int = 0  # that the server adds to every prompt: BOS, chat template
     notes: list[str] = []
 
@@ -145,7 +143,7 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
     if pool is None:
         with pool_for(target) as pool:
             return probe(target, pool)
-    models, server, context = _models(target, pool)
+    models, server = _models(target, pool)
     model = target.model or (models[0] if models else None)
     if model is None:
         raise TargetUnusable(f"{target.url} lists no models; say which one with `model`")
@@ -170,7 +168,6 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
             min_tokens=min_tokens,
             tokenizer=tokenizer,
             server=server,
-            max_model_tokens=context,
         )
         wire = post_bytes(pool, path_of(target), body_of(target, facts, _PROBE_TEXT, PROBE_TOKENS))
         asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
@@ -230,7 +227,6 @@ def count_tokens(pool: Pool, facts: TargetFacts, text: str) -> int:
 
 class _Model(msgspec.Struct):
     id: str
-    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -241,8 +237,8 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-def _models(target: Target, pool: Pool) -> tuple[list[str], str | None, int | None]:
-    """Names of models, the Server header, and how many tokens the wanted model takes."""
+def _models(target: Target, pool: Pool) -> tuple[list[str], str | None]:
+    """Names of models, and the Server header."""
     status, headers, body = fetch(pool, get_bytes(pool, "/v1/models"), target.ready_seconds)
     server = headers.get("server")
     if status in (401, 403):
@@ -251,7 +247,7 @@ def _models(target: Target, pool: Pool) -> tuple[list[str], str | None, int | No
             hint = "the key is wrong"
         raise TargetUnusable(f"{target.url} answered {status}; {hint}")
     if status == 404:
-        return [], server, None
+        return [], server
     if status != 200:
         raise TargetUnusable(
             f"{target.url}/v1/models answered {status}: {body[:200].decode(errors='replace')}"
@@ -262,8 +258,7 @@ def _models(target: Target, pool: Pool) -> tuple[list[str], str | None, int | No
         raise TargetUnusable(
             f"{target.url}/v1/models is not what OpenAI's API returns: {problem}"
         ) from problem
-    wanted = [model for model in found if target.model in (None, model.id)]
-    return [model.id for model in found], server, wanted[0].max_model_len if wanted else None
+    return [model.id for model in found], server
 
 
 def _try_tokenize(pool: Pool, model: str, kind: str, text: str) -> list[int] | None:

@@ -6,8 +6,6 @@ cell (`sampling` of CellReady).
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 
@@ -16,20 +14,6 @@ class ProcessSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rss_bytes: int | None = None
     cpu_share: float | None = None
-
-
-class RemoteSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What a server's own /metrics said at one moment. Counters count since the server started."""
-
-    kind: str  # "crossover", "vllm", "llama.cpp", "sglang", "tgi"; "": process figures alone
-    running: int | None = None  # requests
-    waiting: int | None = None
-    kv_share: float | None = None  # of the KV cache in use, 0..1
-    prompt_tokens: int | None = None  # counter
-    output_tokens: int | None = None  # counter
-    preemptions: int | None = None  # counter
-    rss_bytes: int | None = None  # of the process that answers /metrics
-    cpu_share: float | None = None  # of one core, since the sample before
 
 
 class Stranger(msgspec.Struct, frozen=True):
@@ -50,7 +34,6 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     seconds: float  # of wall clock
     busy_seconds: float | None = None  # CPU time of all the subject's threads
     work_seconds: float | None = None  # CPU time of its busiest thread
-    waited_seconds: float | None = None  # run-queue delay of all its threads
     stalled_seconds: float | None = None  # run-queue delay of the thread that waited longest
     turns: int | None = None  # how often the thread that was put on a core most often was
     ours_seconds: float | None = None  # CPU time of our other processes on these cores
@@ -58,7 +41,6 @@ class CoresSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     strangers_seconds: float | None = None
     steal_seconds: float | None = None  # of the core that lost most
     throttled_seconds: float | None = None  # by the CPU quota of its control group
-    clock_hertz: float | None = None  # mean of these cores, now
     strangers: list[Stranger] = []  # those with most CPU time
 
 
@@ -74,21 +56,12 @@ class ResourceSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     engine: ProcessSample | None = None
     api: ProcessSample | None = None
     client: ProcessSample | None = None
-    machine_cpu_share: float | None = None  # of all cores together, 0..1
-    available_bytes: int | None = None
     swap_used_bytes: int | None = None
-    gpu_by: Literal["NVML", "amdgpu"] = "NVML"  # the driver that tells the gpu_* values
     gpu_memory_bytes: int | None = None  # used, by whomever
-    gpu_reserved_bytes: int | None = None  # kept back by driver and firmware
-    gpu_engine_bytes: int | None = None  # used by the engine's processes
     gpu_utilisation: float | None = None  # 0..1
     gpu_watts: float | None = None
     gpu_energy_joules: float | None = None  # a counter, since its driver was loaded
-    gpu_clock_hertz: float | None = None
     # why its clock is held down, idling left out; []: it is not, None: not told
     gpu_throttled: list[str] | None = None
     cpu_watts: float | None = None
-    steal_share: float | None = None  # of all cores' time, taken by the hypervisor for others
-    quota_share: float | None = None  # of the time, held back by the control group's CPU quota
-    remote: RemoteSample | None = None
     cores: CoresSample | None = None

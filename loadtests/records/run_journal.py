@@ -200,7 +200,6 @@ class CellReady(Event, frozen=True, kw_only=True):
     url: str | None = None
     layout: dict[str, Any] | None = None  # loadtests.host.cpu_pinning.Layout
     placement: Any = None  # the server's explanation
-    memory_cap: str | None = None
     target: dict[str, Any] | None = None  # loadtests.load_generator.openai_endpoint.TargetFacts
     sampling: Any = None  # resources that are not sampled, and why
 

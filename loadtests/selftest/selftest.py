@@ -9,13 +9,12 @@ are compared with what the server says it did.
     lateness send lag, the client's CPU, and a rate that one core should sustain
     worlds   campaigns on servers that batch by a known step law: is the limit found?
 
-The table says how busy the machine was, since that makes times late.
+A machine that is busy with other things makes times late.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import psutil
 
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.progress import Progress
@@ -60,7 +58,6 @@ from serving.hardware.machine_facts import allowed_cores
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
 ARRIVAL_RATE, ARRIVAL_SECONDS = 300.0, 6.0
 SUSTAINED_RATE = 1000.0
-BUSY_STEAL, BUSY_OTHERS = 0.01, 0.25  # of the machine: more than this is named beside a failed row
 # An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
 LAW = StepLaw(
     base_seconds=0.005,
@@ -95,22 +92,10 @@ single_stream_seconds = 4
 """
 
 
-class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """Other load on the machine, as shares of all its cores; None: unknown."""
-
-    steal: float | None
-    others: float | None
-
-    @property
-    def is_busy(self) -> bool:
-        return (self.steal or 0.0) > BUSY_STEAL or (self.others or 0.0) > BUSY_OTHERS
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The whole self-test."""
 
     rows: list[Row]
-    host: Host
     seconds: float
 
     @property
@@ -327,7 +312,6 @@ PARTS: dict[str, tuple[Callable[[Bench], list[Row]], str]] = {
 def run_selftest(progress: Progress, parts: list[str] | None = None) -> Report:
     """All parts, or those named. Raises LoadError where a part cannot run at all."""
     began = time.monotonic()
-    before, mine = _machine_seconds(), _own_seconds()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="crossover-selftest-") as folder:
         bench = Bench(Path(folder), progress)
@@ -335,26 +319,4 @@ def run_selftest(progress: Progress, parts: list[str] | None = None) -> Report:
             part, words = PARTS[name]
             progress.tick(words, fraction=number / len(parts or PARTS))
             rows += part(bench)
-    return Report(rows=rows, host=_host(before, mine), seconds=time.monotonic() - began)
-
-
-def _host(before: tuple[float, float, float], mine: float) -> Host:
-    now = _machine_seconds()
-    whole = now[0] - before[0]
-    if whole <= 0:
-        return Host(steal=None, others=None)
-    others = (now[1] - before[1]) - (_own_seconds() - mine)
-    return Host(steal=(now[2] - before[2]) / whole, others=max(0.0, others) / whole)
-
-
-def _machine_seconds() -> tuple[float, float, float]:
-    """All, busy and stolen time of all cores since the machine started."""
-    found = psutil.cpu_times()
-    steal = getattr(found, "steal", 0.0)
-    busy = found.user + found.nice + found.system + found.irq + found.softirq
-    return busy + found.idle + found.iowait + steal, busy, steal
-
-
-def _own_seconds() -> float:
-    times_ = os.times()
-    return times_.user + times_.system + times_.children_user + times_.children_system
+    return Report(rows=rows, seconds=time.monotonic() - began)

@@ -35,7 +35,7 @@ CAPACITY_SHARE = 0.15
 CONFIRMED_SHARE = 0.05  # that a confirmed rate may be above the truth: a minute may be lucky
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True):
     """One line of the table, values in `unit`. `truth` None: `limit` is an upper bound."""
 
     world: str
@@ -65,29 +65,13 @@ def near(
 ) -> Row:
     """Passes when the measured value is within `limit` of the truth."""
     passed = measured is not None and abs(measured - truth) <= limit * (1 + 1e-9)
-    return Row(
-        world=world,
-        what=what,
-        truth=truth,
-        measured=measured,
-        limit=limit,
-        unit=unit,
-        passed=passed,
-    )
+    return Row(world, what, truth, measured, limit, unit, passed)
 
 
 def below(world: str, what: str, measured: float | None, limit: float, unit: Unit) -> Row:
     """Passes when the measured value is at most `limit`."""
     passed = measured is not None and measured <= limit
-    return Row(
-        world=world,
-        what=what,
-        truth=None,
-        measured=measured,
-        limit=limit,
-        unit=unit,
-        passed=passed,
-    )
+    return Row(world, what, None, measured, limit, unit, passed)
 
 
 def times_rows(world: str, records: Sequence[RequestRecord], log: Log) -> list[Row]:

@@ -18,13 +18,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from loadtests.errors import LoadError
 from loadtests.simulation.step_law import StepLaw
+from serving.bounds import Count
 from serving.engine.prefill_budget import (
     MIN_PREFILL_TOKENS,
     PREFILL_MULTIPLE,
@@ -39,22 +42,14 @@ Numbers = Sequence[float] | npt.NDArray[np.float64] | npt.NDArray[np.int64]
 class SchedulingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's settings that matter to latency; names and defaults as EngineConfig's."""
 
-    slots: int = 16
-    prefill_tokens: int = 256  # most prompt tokens of a step while someone decodes
-    step_tokens: int = 2048  # most tokens of one step
+    slots: Count = 16
+    prefill_tokens: Count = 256  # most prompt tokens of a step while someone decodes
+    step_tokens: Count = 2048  # most tokens of one step
     kv_tokens: int | None = None  # None: never the limit
     step_seconds_target: float | None = None  # of a step with prompts while someone decodes
     whole_prompts: bool = False  # while a prompt is computed nobody decodes
-    reused_share: float = (
-        0.0  # of what prompts have in common with earlier ones: not computed again
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "prefill_tokens", "step_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.reused_share <= 1:
-            raise ValueError(f"reused_share must be 0 to 1, got {self.reused_share}")
+    # of what prompts have in common with earlier ones: not computed again
+    reused_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class Simulated(msgspec.Struct, frozen=True, eq=False):

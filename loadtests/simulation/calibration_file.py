@@ -9,19 +9,19 @@ serial number. Sizes are bytes, times seconds, missing is None. Unknown keys are
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from loadtests.checked_files import converted
 from loadtests.errors import LoadError
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.step_law import StepLaw
 from models.manifest import write_atomically
 from models.spec import ModelSpec
-from serving.bounds import Count, Positive, Seconds, bound
+from serving.bounds import Count, Positive, Seconds
 from serving.hardware.machine_facts import HardwareFacts
 
 VERSION: Literal[2] = (
@@ -78,9 +78,6 @@ class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     watts: Positive | None = None  # under load, as its owner says
     dollars_per_hour: Seconds | None = None
-    price_source: Text = ""
-    price_date: Text = ""
-    owned: bool = True
 
 
 def read_machine_file(path: Path) -> MachineFile:
@@ -97,10 +94,12 @@ def read_machine_file(path: Path) -> MachineFile:
             f"{path} is no machine file of version {VERSION}: version is {version!r}; "
             "`crossover calibrate` writes one anew on that machine"
         )
+    for old in ("price_source", "price_date", "owned"):
+        raw.pop(old, None)
     try:
-        return msgspec.convert(raw, MachineFile)
-    except msgspec.ValidationError as problem:
-        raise BadMachineFile(f"{path}: {_explained(str(problem), raw)}") from problem
+        return converted(raw, MachineFile, BadMachineFile)
+    except BadMachineFile as problem:
+        raise BadMachineFile(f"{path}: {problem}") from problem
 
 
 def write_machine_file(path: Path, found: MachineFile) -> None:
@@ -121,20 +120,3 @@ def hardware_of(facts: HardwareFacts, memory_bytes: int) -> Hardware:
         virtualisation=facts.virtualisation,
         system=facts.system,
     )
-
-
-def _explained(problem: str, raw: Any) -> str:
-    """`models[0].threads must be at least 1, got 0`, from msgspec's sentence."""
-    found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", problem)
-    if found is None or "[...]" in found[2]:
-        return problem
-    value = raw
-    for key, index in re.findall(r"(\w+)|\[(\d+)\]", found[2]):
-        try:
-            value = value[int(index)] if index else value[key]
-        except (KeyError, IndexError, TypeError):
-            return problem
-    limits = bound(found[1])
-    told = f"must be {limits}" if limits else f"is wrong: {found[1]}"
-    shown = "" if isinstance(value, dict | list) else f", got {value!r}"
-    return f"{found[2] or 'the file'} {told}{shown}"

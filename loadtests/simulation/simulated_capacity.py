@@ -30,7 +30,6 @@ from loadtests.simulation.batching_simulator import (
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import (
     Arrivals,
-    Diurnal,
     OnOff,
     Piecewise,
     Poisson,
@@ -126,16 +125,15 @@ def capacity(
     slo: Slo,
     *,
     arrivals: Arrivals | None = None,
-    replicas: int = 1,
     seed: int = 0,
     requests: int = REQUESTS,
 ) -> SimulatedCapacity:
-    """The simulated capacity of `replicas` such servers, to which requests go in turn.
+    """The simulated capacity.
 
     Arrivals None: Poisson. Where even what saturates the server meets the SLO, the rate is that of
     saturation. Raises LoadError for no lengths.
     """
-    server = Server(law, policy, workload, arrivals, replicas=replicas, seed=seed, count=requests)
+    server = Server(law, policy, workload, arrivals, seed=seed, count=requests)
     alone = float(server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean())
     if alone < slo.target:
         return SimulatedCapacity(rate=0.0, steepness=1.0, alone_share=alone)
@@ -157,12 +155,11 @@ def latency_curve(
     rates: Sequence[float],
     *,
     arrivals: Arrivals | None = None,
-    replicas: int = 1,
     seed: int = 0,
     requests: int = QUICK_REQUESTS,
 ) -> list[CurvePoint]:
     """TTFT and TPOT against rate, for a chart."""
-    server = Server(law, policy, workload, arrivals, replicas=replicas, seed=seed, count=requests)
+    server = Server(law, policy, workload, arrivals, seed=seed, count=requests)
     points = []
     for rate in rates:
         played = server.play(rate)
@@ -181,27 +178,6 @@ def latency_curve(
     return points
 
 
-def good_shares(
-    law: StepLaw,
-    policy: SchedulingPolicy,
-    workload: Lengths | Workload,
-    rates: Sequence[float],
-    limits: Sequence[tuple[float | None, float | None]],
-    *,
-    arrivals: Arrivals | None = None,
-    replicas: int = 1,
-    seed: int = 0,
-    requests: int = QUICK_REQUESTS,
-) -> Array:
-    """Share of good requests at each rate under each (TTFT, TPOT) limit: float64 [rates, limits].
-
-    Each rate is played once.
-    """
-    server = Server(law, policy, workload, arrivals, replicas=replicas, seed=seed, count=requests)
-    played = [server.play(rate) for rate in rates]
-    return np.array([[float(one.good(*limit).mean()) for limit in limits] for one in played])
-
-
 class Server:
     """The simulated server at any rate, with the same draws at each; what was played is kept."""
 
@@ -212,7 +188,6 @@ class Server:
         workload: Lengths | Workload,
         arrivals: Arrivals | None = None,
         *,
-        replicas: int = 1,
         seed: int = 0,
         count: int = REQUESTS,
     ) -> None:
@@ -222,7 +197,7 @@ class Server:
             raise LoadError("no lengths of requests to simulate a capacity from")
         self.law, self.policy, self.lengths = law, policy, workload
         self.arrivals = Poisson() if arrivals is None else arrivals
-        self.replicas, self.seed, self.count = replicas, seed, count
+        self.seed, self.count = seed, count
         self.played: dict[float, Simulated] = {}
 
     def alone(self) -> Simulated:
@@ -241,8 +216,8 @@ class Server:
             count = self.count
             if cycle := _cycle_seconds(self.arrivals):
                 count = max(count, min(MOST_REQUESTS, math.ceil(CYCLES * cycle * rate)))
-            seconds = count * self.replicas / rate
-            due = due_times(self.arrivals, rate, seconds, self.seed)[:: self.replicas]
+            seconds = count / rate
+            due = due_times(self.arrivals, rate, seconds, self.seed)
             played = self._simulated(due)
             part = played.due / seconds
             counts = (part >= WARM_UP) & (part < 1.0 - COOL_DOWN)
@@ -260,10 +235,10 @@ class Server:
         return float(self.play(rate).good(slo.ttft_seconds, slo.tpot_seconds).mean())
 
     def saturated_rate(self) -> float:
-        """Requests/s that all replicas answer while all requests wait."""
+        """Requests/s that it answers while all requests wait."""
         played = self._simulated(np.zeros(min(QUICK_REQUESTS, self.count)))
         first, last = np.quantile(played.ttft, (0.25, 0.75))  # they begin as others end
-        return self.replicas * len(played.due) / 2 / max(float(last - first), 1e-9)
+        return len(played.due) / 2 / max(float(last - first), 1e-9)
 
     def crossing(self, slo: Slo, below: float | None = None) -> float:
         """The rate at which the share of good requests is the target; 0.0: at no rate.
@@ -310,6 +285,4 @@ def _cycle_seconds(arrivals: Arrivals) -> float:
             return arrivals.on_seconds + arrivals.off_seconds
         case Piecewise():
             return sum(seconds for seconds, _ in arrivals.steps)
-        case Diurnal():
-            return arrivals.period_seconds
     return 0.0

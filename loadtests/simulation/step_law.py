@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loadtests.errors import LoadError
+from serving.bounds import Seconds
 
 Array = npt.NDArray[np.float64]
 
@@ -51,19 +52,13 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     the fit; None: not known.
     """
 
-    base_seconds: float
-    row_seconds: float = 0.0  # of a decode row
-    prompt_token_seconds: float = 0.0
-    context_token_seconds: float = 0.0
-    pass_seconds: float = 0.0  # of each pass of a step but the first
+    base_seconds: Seconds
+    row_seconds: Seconds = 0.0  # of a decode row
+    prompt_token_seconds: Seconds = 0.0
+    context_token_seconds: Seconds = 0.0
+    pass_seconds: Seconds = 0.0  # of each pass of a step but the first
     error: float | None = None
     observations: int | None = None  # that it was fitted to
-
-    def __post_init__(self) -> None:
-        for name in NUMBERS:
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be 0 or more, got {value}")
 
     def seconds(
         self,

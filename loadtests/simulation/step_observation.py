@@ -1,7 +1,7 @@
 """What the content stamps of a level say of the engine's steps; works against any endpoint.
 
     seen, covered = observed_steps(level, slots=8)
-    level_factor(law, level, policy).factor        # 1.1: steps took 1.1 times what the law says
+    level_factor(law, level, policy)               # 1.1: steps took 1.1 times what the law says
 
 Where a chunk is a token, a moment at which chunks come together is the end of a step. A step counts
 that began where the one before it ended (all who had more to come have a chunk) or, on an idle
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -38,18 +36,7 @@ LEAST_STEPS = 50  # fewer say little
 # on 58 recorded levels near the limit both are 0.069 off (docs/benchmarks.md). 57 of 62 cover more
 # than 0.7; llama-server's do not.
 LEAST_COVERED = 0.35
-PARTS = 6  # of a level, that the spread is told from
 FACTORS = (0.4, 2.5)  # that TPOT is matched within
-
-
-class LevelFactor(msgspec.Struct, frozen=True, kw_only=True):
-    """How much longer than by the law the steps of a level took."""
-
-    factor: float
-    by: Literal["steps", "tpot"]
-    covered: float  # share of the time with work, in steps that could be told
-    steps: int
-    spread: float | None = None  # standard deviation of ln(factor) between sixths of the level
 
 
 def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], float]:
@@ -165,41 +152,16 @@ def _busy_seconds(level: Level, sent: Array) -> float:
     return float(np.maximum(0.0, end - np.maximum(begin, reached)).sum())
 
 
-def level_factor(law: StepLaw, level: Level, policy: SchedulingPolicy) -> LevelFactor | None:
+def level_factor(law: StepLaw, level: Level, policy: SchedulingPolicy) -> float | None:
     """Seconds of the level's steps over those by the law; None where the level tells nothing.
 
     Where too few steps can be told: the factor of all step times with which the simulated level has
     its median TPOT.
     """
     seen, covered = observed_steps(level, policy.slots) if len(level.chunks) else ([], 0.0)
-    steps = int(sum(one.steps for one in seen))
-    if steps >= LEAST_STEPS and covered >= LEAST_COVERED:
-        return LevelFactor(
-            factor=_ratio(law, seen),
-            by="steps",
-            covered=covered,
-            steps=steps,
-            spread=_spread(law, seen),
-        )
-    factor = _factor_by_tpot(law, level, policy)
-    if factor is None:
-        return None
-    return LevelFactor(factor=factor, by="tpot", covered=covered, steps=steps)
-
-
-def _ratio(law: StepLaw, seen: Sequence[StepObservation]) -> float:
-    return sum(one.seconds for one in seen) / max(sum(map(law.of, seen)), 1e-12)
-
-
-def _spread(law: StepLaw, seen: Sequence[StepObservation]) -> float | None:
-    """Between parts that are equally long."""
-    ends = np.cumsum([one.seconds for one in seen])
-    part = np.minimum((ends / ends[-1] * PARTS).astype(int), PARTS - 1)
-    logs = [
-        math.log(_ratio(law, [one for one, its in zip(seen, part, strict=True) if its == number]))
-        for number in sorted(set(part.tolist()))
-    ]
-    return float(np.std(logs, ddof=1)) if len(logs) > 1 else None
+    if sum(one.steps for one in seen) >= LEAST_STEPS and covered >= LEAST_COVERED:
+        return sum(one.seconds for one in seen) / max(sum(map(law.of, seen)), 1e-12)
+    return _factor_by_tpot(law, level, policy)
 
 
 def _factor_by_tpot(law: StepLaw, level: Level, policy: SchedulingPolicy) -> float | None:

@@ -29,12 +29,6 @@ Times = npt.NDArray[np.float64]
 
 _STREAM = 0x0A  # keeps the draws of arrivals apart from those of lengths under the same seed
 
-# Hour-of-day request rates over the daily mean, hour 0 first: ServeGen (Alibaba), language/m-small.
-SERVEGEN_SMALL_DAY: tuple[float, ...] = (
-    *(0.839, 0.714, 0.733, 0.676, 0.714, 0.66, 0.684, 0.855, 1.015, 1.054, 1.125, 1.093),
-    *(1.06, 1.073, 1.06, 1.047, 1.091, 1.079, 1.007, 1.229, 1.456, 1.402, 1.27, 1.063),
-)
-
 
 class _Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     pass
@@ -77,24 +71,6 @@ class Piecewise(_Process, frozen=True, tag="piecewise"):
             raise ValueError("steps has no relative rate above 0: no request would ever be due")
 
 
-class Diurnal(_Process, frozen=True, tag="diurnal"):
-    """Poisson whose rate follows a day of `period_seconds`; `profile`: rates of equal parts."""
-
-    period_seconds: Annotated[float, Meta(gt=0, description="length of the day")] = 86_400.0
-    profile: Annotated[
-        tuple[Annotated[float, Meta(ge=0, le=1e9)], ...],
-        Meta(min_length=1, description="relative rates of equal parts of it"),
-    ] = SERVEGEN_SMALL_DAY
-
-    def __post_init__(self) -> None:
-        self.as_steps()
-
-    def as_steps(self) -> Piecewise:
-        """The same process as steps of a rate."""
-        part_seconds = self.period_seconds / len(self.profile)
-        return Piecewise(tuple((part_seconds, weight) for weight in self.profile))
-
-
 class Trace(_Process, frozen=True, tag="trace"):
     """Replay of recorded stamps, time stretched to the asked rate, repeated when it ends."""
 
@@ -105,7 +81,7 @@ class Trace(_Process, frozen=True, tag="trace"):
     ] = None
 
 
-Arrivals = Constant | Poisson | Gamma | OnOff | Piecewise | Diurnal | Trace
+Arrivals = Constant | Poisson | Gamma | OnOff | Piecewise | Trace
 
 
 def due_times(
@@ -126,8 +102,6 @@ def due_times(
         if not (math.isfinite(value) and value > 0):
             raise LoadError(f"{name} must be above 0, got {value}")
     rng = generator(seed, _STREAM)
-    if isinstance(arrivals, Diurnal):
-        arrivals = arrivals.as_steps()
     match arrivals:
         case Constant():
             times = np.arange(math.ceil(duration_seconds * rate), dtype=np.float64) / rate

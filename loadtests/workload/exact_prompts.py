@@ -8,8 +8,8 @@ call and corrected at its tail. After `TRUST` prompts in a row without correctio
 not checked: the server's own count on each record still shows a difference (warning PromptsOff).
 Without `count_tokens` a word is taken for a token.
 
-Each request has a word stream of its own, so no two share a prefix by accident; prefix groups,
-sessions and a trace's blocks share streams by name.
+Each request has a word stream of its own, so no two share a prefix by accident; prefix groups and
+sessions share streams by name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class PromptMaker:
-    """`seed` is the level's; prefix groups and blocks, which levels share, have one of their own.
+    """`seed` is the level's; prefix groups, which levels share, have one of their own.
 
     Without `count_tokens`, a word is taken for a token.
     """
@@ -126,7 +126,7 @@ class PromptMaker:
         A longer digest starts with the shorter one, so a session's prompts do as well. Ten times
         cheaper than a random generator for each prompt.
         """
-        seed = 0 if name.startswith(("prefix/", "block/")) else self._seed
+        seed = 0 if name.startswith("prefix/") else self._seed
         drawn = memoryview(hashlib.shake_128(f"{seed}/{name}".encode()).digest(2 * words)).cast("H")
         known, count = self._words, len(self._words)
         return [known[number % count] for number in drawn]

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from loadtests.checked_files import key
 from loadtests.errors import LoadError
 from loadtests.workload.arrivals import generator
 from loadtests.workload.traces import load_trace
@@ -41,33 +42,27 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """One kind of traffic. Exactly one source of lengths is given (see above)."""
 
     preset: Annotated[
-        str | None,
-        Meta(description="lengths of a shipped trace: chat, code, sharegpt, summarise"),
+        str | None, key("lengths of a shipped trace: chat, code, sharegpt, summarise")
     ] = None
     prompt_tokens: Annotated[
-        Tokens | None, Meta(description="every prompt has this length; with output_tokens")
+        Tokens | None, key("every prompt has this length; with output_tokens")
     ] = None
     output_tokens: Annotated[
-        Tokens | None, Meta(description="every answer has this length; with prompt_tokens")
+        Tokens | None, key("every answer has this length; with prompt_tokens")
     ] = None
-    file: Annotated[
-        str | None, Meta(description="a file with rows of lengths, drawn at random")
-    ] = None
+    file: Annotated[str | None, key("a file with rows of lengths, drawn at random")] = None
     replay: Annotated[
-        str | None,
-        Meta(description='such a file, row by row; use it with arrivals of kind "trace"'),
+        str | None, key('such a file, row by row; use it with arrivals of kind "trace"')
     ] = None
     scale: Annotated[
         float,
         Meta(gt=0, description="multiplies all lengths, and keeps their shape (a cap does not)"),
     ] = 1.0
-    max_prompt_tokens: Annotated[Tokens | None, Meta(description="cap of a prompt's length")] = None
-    max_output_tokens: Annotated[Tokens | None, Meta(description="cap of an answer's length")] = (
-        None
-    )
+    max_prompt_tokens: Annotated[Tokens | None, key("cap of a prompt's length")] = None
+    max_output_tokens: Annotated[Tokens | None, key("cap of an answer's length")] = None
     cap: Annotated[
         Literal["truncate", "redraw"],
-        Meta(description="lengths above a cap: cut (truncate), or drawn again (redraw)"),
+        key("lengths above a cap: cut (truncate), or drawn again (redraw)"),
     ] = "truncate"
     turns: Annotated[
         float, Meta(ge=1, description="mean turns of a session (geometric); 1: no sessions")
@@ -80,7 +75,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         int,
         Meta(ge=0, description="tokens that begin each prompt, the same within its prefix group"),
     ] = 0
-    prefix_groups: Annotated[Tokens, Meta(description="number of different shared prefixes")] = 1
+    prefix_groups: Annotated[Tokens, key("number of different shared prefixes")] = 1
 
     def __post_init__(self) -> None:
         given = [name for name in ("preset", "file", "replay") if getattr(self, name) is not None]
@@ -119,23 +114,17 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     turn: int | None = None  # 0.. within the session
     history_tokens: int = 0  # of the prompt: earlier prompts and answers of the session
     think_seconds: float = 0.0  # least pause between the previous turn's due time and this one's
-    blocks: tuple[int, ...] = ()  # a trace's block hashes: equal hashes are equal text
-    block_tokens: int = 0
 
     def segments(self) -> list[tuple[str, int]]:
         """The prompt as (name of a word stream, tokens from its start); same name, same text.
 
         A session is one stream, so each turn's prompt starts with the prompt before it.
         """
-        shared = [(f"block/{block}", self.block_tokens) for block in self.blocks]
-        if self.prefix is not None:
-            shared.insert(0, (f"prefix/{self.prefix}", self.prefix_tokens))
         parts: list[tuple[str, int]] = []
         left = self.prompt_tokens
-        for name, tokens in shared:
-            if min(left, tokens) > 0:
-                parts.append((name, min(left, tokens)))
-                left -= parts[-1][1]
+        if self.prefix is not None and (shared := min(left, self.prefix_tokens)) > 0:
+            parts.append((f"prefix/{self.prefix}", shared))
+            left -= shared
         if left > 0:
             own = f"request/{self.index}" if self.session is None else f"session/{self.session}"
             parts.append((own, left))
@@ -191,8 +180,6 @@ def draw(
     stay the process that was asked. Without due times the turns of a session follow each other.
     Raises LoadError where lengths cannot be had.
     """
-    blocks: list[tuple[int, ...]] = []
-    block_tokens = 0
     if workload.replay is not None:
         rows = load_trace(workload.replay)
         keep = np.arange(len(rows))
@@ -204,9 +191,6 @@ def draw(
             )
         taken = keep[np.arange(n) % len(keep)]  # from the start again when they end
         pairs = _capped(workload, rows.pairs[taken])
-        if rows.blocks:
-            blocks = [rows.blocks[i] for i in taken]
-            block_tokens = max(1, round(rows.block_tokens * workload.scale))
     else:
         pairs = _drawn(workload, n, generator(seed, _LENGTHS))
     groups: list[int | None] = [None] * n
@@ -219,8 +203,6 @@ def draw(
             output_tokens=output,
             prefix=groups[i],
             prefix_tokens=min(workload.shared_prefix_tokens, prompt),
-            blocks=blocks[i] if blocks else (),
-            block_tokens=block_tokens,
         )
         for i, (prompt, output) in enumerate(pairs.tolist())
     ]

@@ -1,11 +1,11 @@
-"""Recorded traffic from a file: stamps, lengths and, where there are any, block hashes.
+"""Recorded traffic from a file: stamps and lengths.
 
 Known by their columns, whatever the file is called:
 
     Azure 2023 and 2024   CSV    TIMESTAMP, ContextTokens, GeneratedTokens
     BurstGPT              CSV    Timestamp, Model, Request tokens, Response tokens, ...
     ShareGPT lengths      CSV    num_prefill_tokens, num_decode_tokens (no stamps)
-    Mooncake              JSONL  timestamp (ms), input_length, output_length, hash_ids
+    Mooncake              JSONL  timestamp (ms), input_length, output_length
     one's own             JSONL  prompt_tokens, output_tokens, and optionally seconds
     OpenAI-style logs     JSONL  usage {prompt_tokens, completion_tokens}, and optionally created
 
@@ -28,16 +28,12 @@ import numpy.typing as npt
 
 from loadtests.errors import LoadError
 
-MOONCAKE_BLOCK_TOKENS = 512
-
 
 class TraceRows(msgspec.Struct, frozen=True):
-    """n requests. Blocks with equal hashes are equal text."""
+    """n requests."""
 
     seconds: npt.NDArray[np.float64]  # from 0, ascending; empty: the file has no stamps
     pairs: npt.NDArray[np.int64]  # (prompt tokens, output tokens)
-    blocks: list[tuple[int, ...]] = []  # hashes of each prompt's blocks; empty: none in the file
-    block_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -47,7 +43,6 @@ class _Row(NamedTuple):
     seconds: float | None
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
 
 
 @functools.lru_cache(maxsize=4)
@@ -75,12 +70,9 @@ def load_trace(path: str) -> TraceRows:
         )
     if stamps:
         rows.sort(key=lambda row: row.seconds or 0.0)
-    has_blocks = any(row.blocks for row in rows)
     return TraceRows(
         seconds=np.sort(np.array(stamps, dtype=np.float64)) - min(stamps, default=0.0),
         pairs=np.array([(row.prompt_tokens, row.output_tokens) for row in rows], dtype=np.int64),
-        blocks=[row.blocks for row in rows] if has_blocks else [],
-        block_tokens=MOONCAKE_BLOCK_TOKENS if has_blocks else 0,
     )
 
 
@@ -150,7 +142,6 @@ def _json_row(line: str) -> _Row:
             None if milliseconds is None else milliseconds / 1e3,
             int(row["input_length"]),
             int(row["output_length"]),
-            tuple(int(block) for block in row.get("hash_ids", ())),
         )
     body = row.get("response", {}).get("body", {})
     usage = row.get("usage") or body.get("usage")

@@ -15,11 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from loadtests.checked_files import read_toml
 from models import formatting
 from reports.devices.device_catalog import devices, user_file
 from reports.errors import ReportError
 from reports.plan.candidates import asked_of, candidates_of
-from reports.plan.plan_file import EXAMPLE, finite, read_raw
+from reports.plan.plan_file import EXAMPLE, BadPlan, finite
 from reports.plan.plan_options import make_plan
 from reports.plan.plan_text import as_json, as_text
 from serving.bounds import option
@@ -84,7 +85,7 @@ plan = command_of(PlanOptions, _plan)
 
 def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
     """The plan file with the options in the place of its keys."""
-    tables = read_raw(options.file) if options.file is not None else {}
+    tables = read_toml(options.file, BadPlan)[0] if options.file is not None else {}
     if options.file is None and (options.model is None or options.rate is None):
         raise ReportError(
             "give a plan file, or --model and --rate; `crossover plan --example` prints a file"

@@ -56,8 +56,6 @@ def calibrated_machine(path: Path) -> Machine:
         memory_bytes=file.hardware.memory_bytes,
         watts=file.watts,
         dollars_per_hour=file.dollars_per_hour,
-        price_source=file.price_source,
-        price_date=file.price_date,
     )
 
 

@@ -14,18 +14,22 @@ import msgspec
 import numpy as np
 
 from loadtests.errors import LoadError
-from loadtests.workload.arrivals import SERVEGEN_SMALL_DAY
 from loadtests.workload.traces import load_trace
 from reports.errors import ReportError
 
 HOURS_A_MONTH = 730.5
 WEEKEND_SHARE = 2 / 7
 OFFICE_DAY = (*[0.05] * 7, 0.2, 0.6, *[1.0] * 3, 0.8, *[1.0] * 4, 0.6, 0.3, 0.1, *[0.05] * 4)
+# Hour-of-day request rates over the daily mean, hour 0 first: ServeGen (Alibaba), language/m-small.
+SERVEGEN_DAY = (
+    *(0.839, 0.714, 0.733, 0.676, 0.714, 0.66, 0.684, 0.855, 1.015, 1.054, 1.125, 1.093),
+    *(1.06, 1.073, 1.06, 1.047, 1.091, 1.079, 1.007, 1.229, 1.456, 1.402, 1.27, 1.063),
+)
 NIGHT_DAY = (*[1.0] * 6, 0.5, *[0.05] * 14, 0.2, 0.5, 1.0)
 # Rates of the hours of a day over each other, hour 0 first. Office and night are made up.
 DAYS: dict[str, tuple[float, ...]] = {
     "flat": (1.0,) * 24,
-    "people": SERVEGEN_SMALL_DAY,
+    "people": SERVEGEN_DAY,
     "office": OFFICE_DAY,
     "night": NIGHT_DAY,
 }

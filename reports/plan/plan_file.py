@@ -13,8 +13,6 @@ key and value. Reading a plan looks at no machine.
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +22,7 @@ from msgspec import Meta
 
 from loadtests.analysis.slo import Slo
 from loadtests.campaign.campaign_file import SloSpec, slo_of
+from loadtests.checked_files import Table, converted, key
 from loadtests.errors import LoadError
 from loadtests.simulation.simulated_capacity import QUICK_REQUESTS, lengths_of
 from loadtests.workload.arrivals import Constant, Gamma, OnOff, Poisson
@@ -61,15 +60,6 @@ max_prompt_tokens = 1024
 
 class BadPlan(ReportError):
     """A plan file that cannot be; the message names key and value."""
-
-
-def key(text: str) -> Meta:
-    """What is said of a key."""
-    return Meta(description=text)
-
-
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the file: unknown keys are refused."""
 
 
 class ForecastKeys(Table, frozen=True, kw_only=True):
@@ -156,22 +146,9 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.keys.format or FORMAT
 
 
-def read_raw(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises BadPlan."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise BadPlan(f"{path} cannot be read: {problem.strerror}") from problem
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise BadPlan(f"{path} is no TOML: {problem}") from problem
-
-
 def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
     """The plan in the tables of a file. Raises BadPlan: all faults, each with key and value."""
-    try:
-        keys = msgspec.convert(raw, PlanFile)
-    except msgspec.ValidationError as problem:
-        raise BadPlan(_explained(problem, raw)) from problem
+    keys = converted(raw, PlanFile, BadPlan)
     if faults := list(_faults(keys)):
         raise BadPlan("; ".join(faults))
     workload = keys.workload or Workload(preset="chat")
@@ -231,32 +208,6 @@ def _forecast(keys: ForecastKeys, folder: Path) -> Forecast:
         day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
         loads = day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean)
     return Forecast(loads=loads, growth_per_month=keys.growth_per_month, months=keys.months)
-
-
-_TABLES: dict[str, type[msgspec.Struct]] = {
-    "forecast": ForecastKeys,
-    "machines": MachineKeys,
-    "workload": Workload,
-    "slo": SloSpec,
-}
-
-
-def _explained(problem: msgspec.ValidationError, raw: Mapping[str, Any]) -> str:
-    """msgspec's message with the key's place and value, and the keys there are for an unknown."""
-    text = str(problem)
-    what, _, place = text.partition(" - at `$.")
-    place = place.rstrip("`")
-    if "unknown field" in text:
-        _, _, table = text.partition(" - at `$")
-        kind = _TABLES.get(re.sub(r"\[.*", "", table.strip("`.")), PlanFile)
-        return f"{text}; known here: {', '.join(kind.__struct_fields__)}"
-    value: Any = raw
-    for part in re.findall(r"[^.\[\]]+", place):
-        try:
-            value = value[int(part) if part.isdigit() else part]
-        except (KeyError, IndexError, TypeError):
-            return text
-    return f"{place} = {value!r}: {what}" if place else text
 
 
 def finite(name: str, value: float) -> float:

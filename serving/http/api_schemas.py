@@ -232,14 +232,12 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
 
 
 class TokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /tokenize: exactly one of `prompt` and `messages`. `return_token_strs`: each token as
-    the vocabulary writes it too."""
+    """POST /tokenize: exactly one of `prompt` and `messages`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: SpecialTokens | None = None
-    return_token_strs: bool | None = None
     add_generation_prompt: AssistantHead | None = None
     continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
@@ -463,7 +461,6 @@ class Tokenized(msgspec.Struct, frozen=True):
     tokens: list[int]
     count: int
     max_model_len: int
-    token_strs: list[str] | UnsetType = UNSET
 
 
 class Detokenized(msgspec.Struct, frozen=True):

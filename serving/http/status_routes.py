@@ -144,28 +144,17 @@ async def tokenize(request: Request) -> None:
     else:
         bos = body.add_special_tokens is not False
         ids = await model.tokens(body.prompt or "", "prompt", bos=bos)
-    texts = await model.shown(ids) if body.return_token_strs else UNSET
 
     def encoded() -> bytes:
         """Piece by piece: a whole list would hold up the event loop, in a thread too."""
-        fields: dict[str, Any] = {
-            "tokens": _in_pieces(ids),
-            "count": len(ids),
-            "max_model_len": most,
-        }
-        if texts is not UNSET:
-            fields["token_strs"] = _in_pieces(texts)
-        return encode(fields)
+        pieces = (encode(ids[at : at + PIECE])[1:-1] for at in range(0, len(ids), PIECE))
+        tokens = msgspec.Raw(b"[%s]" % b",".join(pieces))
+        return encode({"tokens": tokens, "count": len(ids), "max_model_len": most})
 
     if len(ids) > INLINE_CHARACTERS:
         await request.answer_bytes(await TEXT_WORK.run(len(ids), encoded))
     else:
-        await request.answer(Tokenized(ids, len(ids), most, texts))
-
-
-def _in_pieces(values: list[Any]) -> msgspec.Raw:
-    pieces = (encode(values[at : at + PIECE])[1:-1] for at in range(0, len(values), PIECE))
-    return msgspec.Raw(b"[%s]" % b",".join(pieces))
+        await request.answer(Tokenized(ids, len(ids), most))
 
 
 async def detokenize(request: Request) -> None:

@@ -194,16 +194,6 @@ class ServedModel:
             text() if len(tokens) <= INLINE_CHARACTERS else await TEXT_WORK.run(len(tokens), text)
         )
 
-    async def shown(self, tokens: Sequence[int]) -> list[str]:
-        """Each token for people."""
-
-        def texts() -> list[str]:
-            return [self.tokenizer.token_text(token) for token in tokens]
-
-        if len(tokens) <= INLINE_CHARACTERS:
-            return texts()
-        return await TEXT_WORK.run(len(tokens), texts)
-
 
 class Tenant:
     """One model of the server. Times are time.monotonic(), but `used_unix`."""

@@ -196,8 +196,8 @@ def figures(path: Path) -> list[dict[str, Any]]:
             row |= {"truth": by_others, "taken": taken}
             for name, told in factors.items():
                 if told is not None:
-                    rate, steep = of(told.factor)
-                    row |= {name: rate, f"{name}_steep": steep, f"{name}_factor": told.factor}
+                    rate, steep = of(told)
+                    row |= {name: rate, f"{name}_steep": steep, f"{name}_factor": told}
             one["levels"].append(row)
         found.append(one)
         print(json.dumps(one), file=sys.stderr, flush=True)  # minutes a cell

@@ -3,7 +3,6 @@
 from loadtests.workload.arrivals import (
     Arrivals,
     Constant,
-    Diurnal,
     Gamma,
     OnOff,
     Piecewise,
@@ -17,7 +16,6 @@ KINDS: list[Arrivals] = [
     Gamma(cv=2.5),
     OnOff(5.0, 10.0),
     Piecewise(((30.0, 1.0), (10.0, 4.0))),
-    Diurnal(600.0),
 ]
 
 

@@ -16,7 +16,6 @@ from loadtests.records.run_journal import Capacity
 from loadtests.simulation.batching_simulator import SchedulingPolicy
 from loadtests.simulation.simulated_capacity import LOADED, SD_CALIBRATED, SD_LEVEL, Lengths
 from loadtests.simulation.step_law import StepLaw
-from loadtests.simulation.step_observation import LevelFactor
 from tests.loadtests.analysis.made import alone, steady_level, taken
 
 SLO = Slo("chat", 2.0, 0.2, target=0.9)
@@ -31,10 +30,7 @@ def by_law(
 ) -> Capacity:
     """With these factors of the levels, in their order."""
     factors = [factor] * len(levels) if isinstance(factor, float) else factor
-    told = {
-        level.name: LevelFactor(factor=one, by="steps", covered=0.8, steps=500)
-        for level, one in zip(levels, factors, strict=True)
-    }
+    told = {level.name: one for level, one in zip(levels, factors, strict=True)}
     return estimate(levels, SLO, law=LAW, policy=POLICY, workload=LENGTHS, factors=told)
 
 
@@ -199,14 +195,6 @@ def test_without_a_law_the_limit_is_between_what_held_and_what_failed() -> None:
     bad_law = StepLaw(base_seconds=0.02, error=0.4)
     unfit = estimate([held, failed], SLO, law=bad_law, policy=POLICY, workload=LENGTHS)
     assert unfit == found, "a law that does not fit is none"
-
-
-def test_levels_cut_short_under_another_slo_say_nothing_of_a_looser_one() -> None:
-    cut = steady_level(2.5, 120.0, bad=100, cut_short="it fails")
-    loose = Slo("loose", 4.0, 0.2, target=0.9)
-    assert estimate([cut], loose).high == 2.5
-    assert estimate([cut], loose, searched_for=SLO).high is None
-    assert estimate([cut], Slo("strict", 1.0, 0.2, target=0.9), searched_for=SLO).high == 2.5
 
 
 def test_a_law_by_which_nothing_holds_says_so() -> None:

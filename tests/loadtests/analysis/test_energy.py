@@ -16,9 +16,6 @@ def test_the_energy_of_a_part_of_the_samples_is_their_watts_by_their_time() -> N
     assert found.cpu_joules == pytest.approx(0.5 * 13 + 14 + 15 + 16)
     assert found.gpu_joules == pytest.approx(350.0)
     assert found.joules == pytest.approx(0.5 * 13 + 14 + 15 + 16 + 350.0)
-    assert found.measured_by == "RAPL and NVML"
-    card = [sample(float(at), gpu_watts=100.0, gpu_by="amdgpu") for at in range(11)]
-    assert energy_of(card, 2.5, 6.0).measured_by == "amdgpu"  # type: ignore[union-attr]
 
 
 def test_counters_bridge_a_gap_and_readings_of_the_moment_do_not() -> None:
@@ -27,7 +24,7 @@ def test_counters_bridge_a_gap_and_readings_of_the_moment_do_not() -> None:
     samples = [sample(at, cpu_watts=20.0, gpu_watts=50.0) for at in moments]
     found = energy_of(samples, 0.0, 12.0)
     assert found is not None and found.cpu_joules == pytest.approx(240.0)
-    assert found.gpu_joules is None and found.measured_by == "RAPL"
+    assert found.gpu_joules is None
 
 
 def test_nothing_is_measured_where_nobody_looked() -> None:

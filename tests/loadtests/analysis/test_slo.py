@@ -8,7 +8,7 @@ import pytest
 
 from loadtests.analysis.good_share_interval import counted_as_one, wilson
 from loadtests.analysis.percentiles import distribution
-from loadtests.analysis.slo import SLO_PRESETS, Slo, is_as_strict, requests_to_hold
+from loadtests.analysis.slo import SLO_PRESETS, Slo, requests_to_hold
 
 CHAT = SLO_PRESETS["chat"]
 
@@ -78,14 +78,6 @@ def test_an_slo_that_cannot_be_is_refused_with_its_key(field: str, value: float)
         Slo(**{"name": "x", "ttft_seconds": 1.0, "tpot_seconds": None, field: value})  # type: ignore[arg-type]
     with pytest.raises(msgspec.ValidationError, match="unknown field `ttft`"):
         msgspec.convert({"name": "x", "ttft_seconds": 1, "tpot_seconds": None, "ttft": 1}, Slo)
-
-
-def test_an_slo_is_as_strict_as_another_where_no_limit_is_looser() -> None:
-    assert is_as_strict(CHAT, CHAT) and is_as_strict(CHAT.tighter(1.1), CHAT)
-    assert not is_as_strict(CHAT, CHAT.tighter(1.1))
-    assert not is_as_strict(msgspec.structs.replace(CHAT, target=0.9), CHAT)
-    assert is_as_strict(CHAT, Slo("no TTFT", None, 0.1))
-    assert not is_as_strict(Slo("no TTFT", None, 0.1), CHAT)
 
 
 def test_presets_are_the_published_limits() -> None:

@@ -61,7 +61,7 @@ def test_single_streams_bursts_a_law_and_the_level_that_confirms(tmp_path: Path)
     assert world.now < 240
     (made,) = of_kind(read_records(folder).events, Calibrated)
     assert made.law is not None and made.limits["own"].limit == pytest.approx(truth, rel=0.15)
-    for part in ("single-stream requests: 20 of 20 good", "calibrated in", "holds", "complete:"):
+    for part in ("alone: 20 (100%) of 20 good", "calibrated in", "holds", "complete:"):
         assert part in world.said.getvalue(), part
 
 

@@ -55,7 +55,6 @@ def test_words_are_split_and_filled_without_a_shell() -> None:
         (COMMAND, 'ready = "health"', "ready: it must be a path such as /health"),
         (COMMAND, 'format = "Q4_0"', "'Q4_0' is not one of bf16, fp16, fp32"),
         (COMMAND, 'names = { "135m" = "--x" }', "135m = '--x' is no model"),
-        (COMMAND, 'version = "vllm {port}"', "version: nothing is filled in"),
         (
             COMMAND,
             'weights = "onnx"',

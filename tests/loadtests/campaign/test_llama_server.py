@@ -11,7 +11,6 @@ import pytest
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.cell_selection import layout_of
 from loadtests.campaign.server_launch import Command
-from loadtests.host.prometheus_scrape import Remote
 from loadtests.load_generator.openai_endpoint import probe
 from models.cache import cache_dir
 from models.synthetic.write import write_gguf
@@ -57,9 +56,6 @@ def test_it_is_started_asked_and_ended(tmp_path: Path) -> None:
         assert f"-m {model}" in ready.info.details["command"]
         facts = probe(server.target)
         assert facts.tokenizer == "llama.cpp" and facts.usage and facts.ignore_eos
-        sample = Remote(server.target.url)()
-        assert not isinstance(sample, str) and sample.kind == "llama.cpp"
-        assert sample.output_tokens is not None and sample.output_tokens > 0
     finally:
         server.stop()
     assert server.trouble() is not None and not server.engine_pids()

@@ -178,7 +178,7 @@ def test_the_fastest_engine_is_the_one_that_would_hold_most(best: Plan, tmp_path
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
     rates = {one.backend: one.requests_per_second for one in choice.engines}
     assert rates["onnx"] == pytest.approx(2 * (rates["llama_cpp"] or 0), rel=0.35)
-    assert "fastest engine: of the engines that can run here" in world.said.getvalue()
+    assert "best engine: of the engines that can run here" in world.said.getvalue()
     (cell,) = repeat_of(folder).cells
     assert (cell.key, cell.backend) == ("smollm2-135m-best", "onnx")
     layout = layout_of(cell, allowed_cores())

@@ -15,8 +15,7 @@ import pytest
 from loadtests.campaign.campaign_file import parse_campaign
 from loadtests.campaign.cell_selection import layout_of
 from loadtests.campaign.server_launch import Command, Local, serve_command
-from loadtests.errors import OverMemory, ServerFailed
-from loadtests.host.memory_cap import CapUnavailable, MemoryCap
+from loadtests.errors import ServerFailed
 from serving.hardware.machine_facts import allowed_cores
 
 CAMPAIGN = """
@@ -49,43 +48,6 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
             server.wait_ready(lambda what, fraction: None)
     finally:
         server.stop()
-
-
-def test_a_server_that_breaks_its_memory_cap(tmp_path: Path) -> None:
-    """The fake engine needs some 50 MiB: within 0.02 GiB no server can live, and the kernel says
-    so.
-    """
-    server = start(tmp_path, more="hardware = [{ memory_gib = 0.02 }]")
-    try:
-        if server.watched_bytes is not None:
-            pytest.skip("no control group here: the cap is watched, not held")
-        with pytest.raises(OverMemory, match="memory cap of 0.02 GiB"):
-            server.wait_ready(lambda what, fraction: None)
-    finally:
-        server.stop()
-
-
-def test_a_cap_that_takes_no_process_is_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """cgroup v2 delegation may allow everything but moving a process into the group."""
-
-    class Cap(MemoryCap):
-        def __init__(self) -> None:
-            self.closed = False
-
-        def add(self, pid: int) -> None:
-            raise CapUnavailable("cgroup.procs cannot be written")
-
-        def close(self) -> None:
-            self.closed = True
-
-    cap = Cap()
-    monkeypatch.setattr(MemoryCap, "make", lambda *_: cap)
-    server = start(tmp_path, more="hardware = [{ memory_gib = 2 }]")
-    server.stop()
-    assert server.watched_bytes == 2 << 30 and cap.closed
-    assert server.cap_note is not None and "watched once a sample (cgroup.procs" in server.cap_note
 
 
 def test_a_model_is_no_option(tmp_path: Path) -> None:
@@ -169,13 +131,4 @@ def test_an_engine_whose_weights_cannot_be_had(tmp_path: Path) -> None:
             key="k", model="no/such.gguf", weight_format="Q4_0", backend="x", engine="x"
         )
         with pytest.raises(ServerFailed, match="no weights for x: "):
-            server.wait_ready(lambda what, fraction: None)
-
-
-def test_an_engine_of_others_is_held_to_its_memory(tmp_path: Path) -> None:
-    """With all that it starts: its first process is in the group before it has any."""
-    with command(tmp_path, more="hardware = [{ memory_gib = 0.004 }]") as server:
-        if server.watched_bytes is not None:
-            pytest.skip("no control group here: the cap is watched, not held")
-        with pytest.raises(OverMemory, match="memory cap of 0.004 GiB"):
             server.wait_ready(lambda what, fraction: None)

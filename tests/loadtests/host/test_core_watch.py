@@ -15,7 +15,6 @@ import pytest
 from loadtests.analysis.disturbance import disturbance_of
 from loadtests.host.core_watch import (
     CoreWatch,
-    clock_hertz,
     core_counters,
     process_of,
     processes,
@@ -52,7 +51,6 @@ def test_a_stranger_on_the_core_is_seen_and_named(
     assert theirs.seconds >= 1.0
     assert theirs.work_seconds is not None and theirs.work_seconds > 0.05
     assert theirs.stalled_seconds is not None and theirs.stalled_seconds > 0.2
-    assert theirs.waited_seconds == theirs.stalled_seconds, "it has one thread"
     assert hog.pid in [one.pid for one in theirs.strangers]
     assert engine.pid not in [one.pid for one in theirs.strangers]
     found = disturbance_of([theirs])
@@ -118,14 +116,7 @@ def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path) -> None:
     assert core_counters(tmp_path, [0]) == {0: (160 / ticks, 20 / ticks)}
     assert core_counters(tmp_path, [0, 1]) is None, "a core that is not listed"
     assert throttled_seconds(5, tmp_path, tmp_path / "cgroup") is None
-    assert clock_hertz([0], tmp_path) is None
     assert dict(processes(tmp_path)) == {}
-
-
-def test_clocks_of_the_cores_that_are_asked_for(tmp_path: Path) -> None:
-    for core, kilohertz in ((0, 1_000_000), (1, 3_000_000), (2, 5_000_000)):
-        write(tmp_path / f"cpu{core}/cpufreq/scaling_cur_freq", f"{kilohertz}\n")
-    assert clock_hertz([0, 1], tmp_path) == 2e9
 
 
 @pytest.mark.parametrize(

@@ -346,5 +346,3 @@ def test_steps_that_only_decode_are_not_played_one_by_one():
 def test_inputs_that_cannot_be_are_errors():
     with pytest.raises(LoadError, match="3 lengths for 2 due times"):
         simulate(LAWS[0], Policy(), [0.0, 1.0], [1, 1, 1], [1, 1])
-    with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
-        Policy(slots=0)

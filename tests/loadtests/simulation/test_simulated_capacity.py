@@ -15,7 +15,6 @@ from loadtests.simulation.simulated_capacity import (
     QUICK_REQUESTS,
     Lengths,
     Server,
-    good_shares,
     latency_curve,
     lengths_of,
     measured_reuse,
@@ -96,12 +95,6 @@ def test_an_slo_without_limits_is_held_until_the_server_is_saturated():
     assert found.rate > capacity(LAW, POLICY, CHAT, SLO).rate
 
 
-def test_replicas_hold_their_number_and_a_little_more():
-    one = capacity(LAW, POLICY, CHAT, SLO).rate
-    four = capacity(LAW, POLICY, CHAT, SLO, replicas=4).rate
-    assert 4 * one <= four < 5 * one
-
-
 @pytest.mark.parametrize("arrivals", [Gamma(cv=3.0), OnOff(on_seconds=10, off_seconds=30)])
 def test_bursty_arrivals_take_capacity(arrivals):
     smooth = capacity(LAW, POLICY, CHAT, SLO).rate
@@ -160,15 +153,6 @@ def test_latency_rises_with_the_rate():
         assert values == sorted(values), name
     one = Workload(prompt_tokens=20, output_tokens=1)
     assert latency_curve(LAW, POLICY, one, [1.0])[0].tpot_p90 is None
-
-
-def test_shares_under_many_limits_come_from_one_simulation_a_rate():
-    limits = [(2.0, 0.2), (0.5, 0.1), (None, 0.05), (None, None)]
-    shares = good_shares(LAW, POLICY, CHAT, [0.5, 2.0], limits)
-    assert shares.shape == (2, 4)
-    assert (shares[0] >= shares[1]).all() and shares[1, 3] == 1.0
-    server = Server(LAW, POLICY, CHAT, count=2000)
-    assert shares[1, 0] == server.share(2.0, SLO)
 
 
 def test_nothing_to_simulate_from_is_an_error():

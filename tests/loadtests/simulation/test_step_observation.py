@@ -72,8 +72,7 @@ def test_the_factor_of_a_level_is_how_much_longer_its_steps_took(slower):
     server = KnownServer(lambda *counts: slower * skewed() * LAW.seconds(*counts))
     level, _ = loaded(server, rate=1.0)
     found = level_factor(LAW, level, SchedulingPolicy(slots=8))
-    assert found.by == "steps" and found.steps > 500 and found.spread < 0.05
-    assert found.factor == pytest.approx(slower, rel=0.03)
+    assert found == pytest.approx(slower, rel=0.03)
 
 
 def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
@@ -82,27 +81,14 @@ def test_a_server_that_computes_whole_prompts_first_tells_its_steps_too():
     jitter = np.random.default_rng(1).uniform(0, 0.002, len(level.chunks))
     level = msgspec.structs.replace(level, chunks=level.chunks + jitter)
     found = level_factor(LAW, level, SchedulingPolicy(slots=8, whole_prompts=True))
-    assert found.by == "steps" and found.covered > 0.8
-    assert found.factor == pytest.approx(1.2, rel=0.03)
+    assert found == pytest.approx(1.2, rel=0.03)
 
 
 def test_where_steps_cannot_be_told_the_factor_is_by_tpot():
     server = KnownServer(lambda *counts: 1.2 * LAW.seconds(*counts), chunk=3)
     level, _ = loaded(server, rate=1.0, count=300)
     found = level_factor(LAW, level, SchedulingPolicy(slots=8))
-    assert found.by == "tpot" and found.spread is None
-    assert found.factor == pytest.approx(1.2, rel=0.08)
-
-
-def test_a_level_in_which_the_speed_changes_has_a_wide_spread():
-    def steps(*counts):
-        server.count += 1
-        return LAW.seconds(*counts) * (1.0 if server.count < 1500 else 1.5)
-
-    server = KnownServer(steps)
-    server.count = 0
-    level, _ = loaded(server, rate=0.8)
-    assert level_factor(LAW, level, SchedulingPolicy(slots=8)).spread > 0.1
+    assert found == pytest.approx(1.2, rel=0.08)
 
 
 def test_a_level_without_answers_tells_nothing():

@@ -13,7 +13,6 @@ from loadtests.errors import LoadError
 from loadtests.workload.arrivals import (
     Arrivals,
     Constant,
-    Diurnal,
     Gamma,
     OnOff,
     Piecewise,
@@ -108,13 +107,6 @@ def test_a_rate_that_moves_in_steps():
     assert is_poisson(expected, 1.0) and not is_poisson(times, RATE)
 
 
-def test_a_day():
-    day = Diurnal(period_seconds=2400.0)
-    times = due_times(day, RATE, 24_000.0, 5)
-    hours = np.bincount((times % 2400.0 // 100.0).astype(int), minlength=24) / len(times) * 24
-    assert hours == pytest.approx(np.array(day.profile) / np.mean(day.profile), rel=0.04)
-
-
 def test_a_trace_is_replayed_at_the_asked_rate_and_repeated(tmp_path):
     stamps = np.cumsum(np.random.default_rng(0).exponential(2.0, 400))
     path = tmp_path / "own.jsonl"
@@ -165,7 +157,6 @@ def test_quantised_stamps_are_spread_within_their_step():
         '{"kind": "piecewise", "steps": []}',
         '{"kind": "piecewise", "steps": [[1, 0]]}',
         '{"kind": "ramp"}',
-        '{"kind": "diurnal", "profile": []}',
         '{"kind": "trace", "path": "x", "dither_seconds": -1}',
         '{"kind": "poison"}',
         '{"kind": "poisson", "cv": 1}',

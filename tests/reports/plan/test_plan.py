@@ -132,11 +132,11 @@ def test_the_example_is_short_and_can_be_read() -> None:
     ("change", "said"),
     [
         ({"forecast": {}}, "give one of peak_rate, mean_rate, users, trace; got none"),
-        ({"forecast": {"peak_rate": -1}}, "forecast.peak_rate = -1"),
+        ({"forecast": {"peak_rate": -1}}, "forecast.peak_rate must be above 0, got -1"),
         ({"forecast": {"peak_rate": 1, "mean_rate": 1}}, "got peak_rate and mean_rate"),
         ({"forecast": {"peak_rate": 1, "peek": 2}}, "known here: peak_rate"),
         ({"model": "9x"}, "9x"),
-        ({"spares": -1}, "spares = -1"),
+        ({"spares": -1}, "spares must be at least 0, got -1"),
         ({"format": "Q9"}, "got 'Q9'"),
         ({"slo": "fast"}, "got 'fast'"),
         ({"machines": [{"owned": 2}]}, "machines[0]: give one of run, file, device; got none"),

@@ -53,8 +53,6 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
     found = ask(port, "POST", "/tokenize", {"prompt": "hé"}).json
     assert found == {"tokens": [*"hé".encode()], "count": 3, "max_model_len": 256}
     assert ask(port, "POST", "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": "hé"}
-    shown = {"prompt": "hé", "return_token_strs": True}
-    assert ask(port, "POST", "/tokenize", shown).json["token_strs"] == ["h", "Ã", "©"]
     marked = {"tokens": [257, 104, 256], "skip_special_tokens": False}
     assert ask(port, "POST", "/detokenize", marked).json == {"prompt": "<|im_start|>h<|end|>"}
     messages = [{"role": "user", "content": "hi"}]
@@ -70,10 +68,8 @@ def test_tokenize_and_detokenize_are_each_others_inverse(port: int) -> None:
 
 def test_many_tokens_are_told_as_few_are(port: int) -> None:
     for size in (1, 4096, 4097, 10_000):
-        for body in ({}, {"return_token_strs": True}):
-            found = ask(port, "POST", "/tokenize", {"prompt": "a" * size, **body}).json
-            texts = {"token_strs": ["a"] * size} if body else {}
-            assert found == {"tokens": [97] * size, "count": size, "max_model_len": 256, **texts}
+        found = ask(port, "POST", "/tokenize", {"prompt": "a" * size}).json
+        assert found == {"tokens": [97] * size, "count": size, "max_model_len": 256}
 
 
 @pytest.mark.parametrize(
