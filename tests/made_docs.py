@@ -13,9 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from loadtests.checked_files import read_toml
 from reports.ci_checks import QUANTITIES
 from reports.plan.candidates import asked_of, candidates_of
-from reports.plan.plan_file import read_raw
+from reports.plan.plan_file import BadPlan
 from reports.plan.plan_options import make_plan
 from reports.plan.plan_text import as_text
 from serving.backends.backend_interface import CAPABILITIES
@@ -81,7 +82,7 @@ def quantities() -> list[str]:
 def plan_output(name: str) -> str:
     """What `crossover plan` says to a file of docs/plan-examples."""
     folder = ROOT / "docs" / "plan-examples"
-    asked = asked_of(read_raw(folder / f"{name}.toml"), folder)
+    asked = asked_of(read_toml(folder / f"{name}.toml", BadPlan)[0], folder)
     said = as_text(make_plan(asked, candidates_of(asked)), 110)
     return "\n".join(line.rstrip() for line in said.splitlines())
 

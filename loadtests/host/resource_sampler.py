@@ -13,6 +13,7 @@ nothing that ran between two samples is missed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
