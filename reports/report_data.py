@@ -167,6 +167,8 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def _is_good_alone(self, judged: Judged) -> bool | None:
         if self.capacity is not None and self.capacity.state == "not_even_alone":
             return False
+        if self.held:  # kept beside others, so it is kept alone
+            return True
         if self.limit == 0.0 or judged.due < LEAST_ALONE:
             return None
         return judged.verdict != "fails"
