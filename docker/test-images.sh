@@ -118,11 +118,8 @@ workload = { prompt_tokens = 16, output_tokens = 4 }
 url = "http://127.0.0.1:8000"
 [search]
 starts = 1
-level_seconds_min = 3
-level_seconds_max = 6
-level_requests_min = 5
+level_seconds = 4
 single_stream_requests = 3
-calibration_seconds = 0
 END
 chmod 644 "$campaign"
 run --rm -v "$campaign:/campaign.toml:ro" "$LOAD_IMAGE" campaign run /campaign.toml --out /runs >"$log" 2>&1 || fail "crossover campaign run"

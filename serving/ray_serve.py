@@ -75,7 +75,8 @@ def launch_on_ray(options: ServeOptions) -> int:
             serve.run(replica.bind(), name=APPLICATION, route_prefix="/")
         except RuntimeError as problem:
             raise ServingError(f"no replica could be started: {last_line(str(problem))}") from None
-        url = f"http://{LOOPBACK if options.host == '0.0.0.0' else options.host}:{port}"
+        is_everywhere = options.host == "0.0.0.0"  # nosec B104: no address is bound here
+        url = f"http://{LOOPBACK if is_everywhere else options.host}:{port}"
         print(f"ready: {url} ({options.replicas} replicas, {cpus} cores each)", flush=True)
         if options.ready_file:
             write_atomically(

@@ -36,11 +36,8 @@ slots = 2
 context_tokens = 128
 [search]
 starts = 1
-level_seconds_min = 2
-level_seconds_max = 4
-level_requests_min = 5
+level_seconds = 4
 single_stream_requests = 3
-calibration_seconds = 0
 """
 
 
