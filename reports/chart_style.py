@@ -3,6 +3,8 @@
     chart = layered([line, dots], height=260)          # Vega-Lite
     svg(chart, 420)                                    # text of an SVG
 
+To import it raises MissingPackage where what draws is not installed.
+
 Colours are safe for the colour-blind (Okabe and Ito 2008). On a dark page CSS recolours the SVG.
 """
 
@@ -12,9 +14,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import altair as alt
-
 from reports.errors import MissingPackage
+
+try:
+    import altair as alt
+    import vl_convert
+except ImportError as problem:
+    raise MissingPackage(
+        "charts need altair and vl-convert-python, which are not installed: "
+        "pip install 'llm-crossover[report]'"
+    ) from problem
 
 Row = dict[str, Any]
 Spec = dict[str, Any]  # Vega-Lite
@@ -159,20 +168,8 @@ def rule_at(value: float, text: str, y: alt.Y, colour: str = SLO) -> list[Layer]
 
 
 def svg(chart: Spec, width: int) -> str:
-    """The chart as an SVG of this width in pixels. Raises MissingPackage."""
-    return str(vl_convert().vegalite_to_svg(chart | {"width": width}))
-
-
-def vl_convert() -> Any:
-    """The package that draws. Raises MissingPackage where it is not installed."""
-    try:
-        import vl_convert as package
-    except ImportError as problem:
-        raise MissingPackage(
-            "charts need altair and vl-convert-python, which are not installed: "
-            "pip install 'llm-crossover[report]'"
-        ) from problem
-    return package
+    """The chart as an SVG of this width in pixels."""
+    return str(vl_convert.vegalite_to_svg(chart | {"width": width}))
 
 
 def dark_rules() -> str:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from textwrap import wrap
 
-from reports.chart_style import CPU, ESTIMATED, FONT, GPU, INK, LINE, MUTED, PAPER, vl_convert
+import vl_convert
+
+from reports.chart_style import CPU, ESTIMATED, FONT, GPU, INK, LINE, MUTED, PAPER
 from reports.headline import Answer, basis, headline, machine_words
 from reports.report_data import ReportData
 from reports.sections.crossover_map import WIDTH, crossover_map
@@ -18,8 +20,8 @@ COLOURS = {"confirmed": CPU, "measured": CPU, "estimated": "#5b7f9c", "predicted
 
 
 def picture(data: ReportData, answers: Sequence[Answer]) -> bytes:
-    """PNG. Raises MissingPackage where what draws is not installed."""
-    return bytes(vl_convert().svg_to_png(drawing(data, answers), scale=2.0))
+    """PNG."""
+    return bytes(vl_convert.svg_to_png(drawing(data, answers), scale=2.0))
 
 
 def drawing(data: ReportData, answers: Sequence[Answer]) -> str:

@@ -46,7 +46,7 @@ def sections_of(data: ReportData, answers: Sequence[Answer]) -> list[Section]:
 
 
 def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) -> str:
-    """The whole page. Raises MissingPackage where what draws is not installed."""
+    """The whole page."""
     lattice = lattice_of(told, data.slo)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

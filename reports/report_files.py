@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 
 from models.manifest import write_atomically
-from reports.errors import ReportError
+from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, basis, headline
+from reports.markdown import markdown
 from reports.report_data import ReportData
 from reports.report_warnings import warnings_of
+from reports.sections.section import Section
 
 FORMATS = ("html", "md", "csv", "json", "png")
 
@@ -114,19 +116,30 @@ def as_csv(records: Sequence[dict[str, Any]]) -> bytes:
     return out.getvalue().encode()
 
 
+def _sections(data: ReportData, answers: Sequence[Answer], optional: bool) -> list[Section]:
+    """Every topic, charts and all; none where what draws is not installed and they are optional."""
+    try:
+        from reports.html_page import sections_of  # altair takes half a second
+    except MissingPackage:
+        if optional:
+            return []
+        raise
+    return sections_of(data, answers)
+
+
 def write_files(
     data: ReportData, answers: Sequence[Answer], folder: Path, formats: Sequence[str]
 ) -> list[Path]:
     """The files written, the page first. Raises ReportError, MissingPackage."""
     made: dict[str, bytes] = {}
     if {"html", "md", "png"} & set(formats):
-        from reports import html_page, markdown  # altair takes half a second
-
-        sections = html_page.sections_of(data, answers)
+        sections = _sections(data, answers, optional=set(formats) <= {"md", "csv", "json"})
         if "html" in formats:
+            from reports import html_page
+
             made["index.html"] = html_page.page(data, answers, sections).encode()
         if "md" in formats:
-            made["report.md"] = markdown.markdown(data, answers, sections).encode()
+            made["report.md"] = markdown(data, answers, sections).encode()
         if "png" in formats:
             from reports.first_screen import picture
 

@@ -104,10 +104,10 @@ def _write(
     try:
         written = write_files(data, answers, folder, formats)
     except MissingPackage as problem:
-        if options.formats is not None:
+        if options.formats is not None or options.png:
             raise
         typer.echo(f"No page: {problem}", err=True)
-        written = write_files(data, answers, folder, ["csv"])
+        written = write_files(data, answers, folder, ["md", "csv"])
     for path in written:
         typer.echo(str(path))
     if options.open_page:

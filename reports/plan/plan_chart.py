@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import altair as alt
-
 from reports.chart_style import data
 from reports.plan.plan_options import Plan
 
 
 def staircase(plan: Plan, width: int = 640, height: int = 320) -> Any:
     """A line for each of the first four ways; the forecast is a rule."""
+    import altair as alt
+
     rows = [
         {"rate": rate, "dollars": dollars, "way": name}
         for name, points in plan.stairs.items()

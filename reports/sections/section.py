@@ -5,11 +5,9 @@ A module of this folder makes one `Section` of ReportData, or None where nothing
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
-
-from reports.chart_style import Spec
 
 Grade = Literal["confirmed", "estimated", "predicted", "measured", "published"]
 
@@ -20,7 +18,7 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     slug: str
     title: str
     label: str  # what it shows, for those who cannot see it
-    spec: Spec | None = None
+    spec: dict[str, Any] | None = None
     svg: str = ""
     half: bool = False  # two stand side by side
 
