@@ -92,9 +92,8 @@ def test_the_sampler_survives_an_old_driver(library: Path) -> None:
     found, missing = asked(library, "", code)
     assert found["gpu_watts"] == 200.0, "the engine's GPU, not the first"
     assert (found["gpu_memory_bytes"], found["gpu_energy_joules"]) == (2 * GIB, 5000.0)
-    assert found["gpu_clock_hertz"] == 1.695e9
-    assert found["gpu_engine_bytes"] is None and found["gpu_throttled"] is None
-    assert {"gpu_engine_bytes", "gpu_throttled", "gpu_reserved_bytes"} <= missing.keys()
+    assert found["gpu_throttled"] is None
+    assert "gpu_throttled" in missing
 
 
 @pytest.mark.parametrize(
