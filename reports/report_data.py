@@ -38,7 +38,6 @@ from loadtests.records.run_journal import (
     Interrupted,
     LevelAbandoned,
     NeverQuiet,
-    SkipCause,
     of_kind,
 )
 from loadtests.simulation.batching_simulator import SchedulingPolicy
@@ -127,7 +126,6 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     context_tokens: int | None = None
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
-    skip_cause: SkipCause | None = None
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
     capacity: Capacity | None = None  # None: not measured
     law: StepLaw | None = None  # under load: this run's, slower by the levels' factor
@@ -343,7 +341,6 @@ def _cell_of(
     weight_format = str(info.weight_format or chosen.get("weight_format") or "")
     backend = str(info.name or chosen.get("backend") or "")
     state, reason = _state(events, levels)
-    skipped = _last(events, CellSkipped)
     finished, calibrated = _last(events, CellFinished), _last(events, Calibrated)
     law = policy = None
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
@@ -382,7 +379,6 @@ def _cell_of(
         context_tokens=info.context_tokens or said.get("context_tokens"),
         state=state,
         reason=reason,
-        skip_cause=skipped.cause if skipped is not None else None,
         levels=tuple(
             _level_of(one, slo, samples)
             for one in levels

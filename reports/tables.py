@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from loadtests.analysis.capacity_text import held_words
@@ -156,23 +154,3 @@ def levels_table(data: ReportData) -> Table:
 
 def _tokens(value: float | None) -> str:
     return formatting.NOT_MEASURED if value is None else formatting.significant(value)
-
-
-def cells_table(data: ReportData, answers: Sequence[Answer]) -> Table:
-    """Every cell where a model has several: what the best was chosen from."""
-    columns = ("model", "engine", "workload", "holds", "limit")
-    if len(data.cells) == len(answers):
-        return Table(columns, ())
-    rows = [
-        (
-            model_title(cell.model),
-            " ".join(
-                filter(None, (cell.engine or cell.backend, cell.weight_format, cell.hardware))
-            ),
-            cell.workload,
-            held_cell(cell.capacity, cell).text,
-            limit_cell(cell.capacity).text,
-        )
-        for cell in data.cells
-    ]
-    return Table(columns, tuple(rows))

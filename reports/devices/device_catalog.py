@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -159,12 +158,6 @@ def priced_gpus() -> tuple[Device, ...]:
     """GPUs that have a price, the cheapest first."""
     found = [one for one in devices() if one.kind == "gpu" and one.dollars_per_hour is not None]
     return tuple(sorted(found, key=lambda one: one.dollars_per_hour or math.inf))
-
-
-def gpu_of(facts: Mapping[str, Any]) -> Device | None:
-    """The first GPU of a machine, as the catalogue has it; None where it is not in it."""
-    names = [str(gpu.get("name")) for gpu in facts.get("gpus") or []]
-    return next((one for one in devices() if one.kind == "gpu" and one.name in names[:1]), None)
 
 
 def device_named(name: str) -> Device:

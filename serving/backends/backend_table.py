@@ -89,7 +89,6 @@ class BackendSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_spare_tokens: int = 0  # that a KV row has beyond the context
     shares_kv: bool = True  # a pool of fewer tokens than slots x context takes less memory
     options: tuple[str, ...] | None = None  # names of its options; None: any
-    may_split: bool = False  # on a GPU it may leave layers to the CPU
     package: str | None = None  # Python package that must be installed
     extra: str = ""  # pip extra that installs it
     probe: str | None = None  # "module:function" -> BackendProbe, called in a process of its own
@@ -185,7 +184,6 @@ BACKENDS: dict[str, BackendSpec] = {
         cls="serving.backends.llama_cpp.backend:LlamaCppBackend",
         weights="gguf",
         kv_grain=256,
-        may_split=True,
         overhead={
             "cpu": Overhead(82_000_000, 46 << 10, 600),
             "gpu": Overhead(500 * MIB, 46 << 10, 600, 0.02),
