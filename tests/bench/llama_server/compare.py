@@ -34,7 +34,7 @@ from loadtests.host.parent_bound import be_urgent
 from models.resolve import ResolvedModel, resolve
 from models.tokenization.tokenizer import load_tokenizer
 from serving.backends.backend_table import spec_of
-from tests.bench.closed_loop import run
+from tests.bench.http_client import closed_loop
 from tests.bench.llama_server.servers import OURS, PEERS, Launcher, Setup, server
 from tests.bench.paired import Figures, Line, Runs, Series, machine, machine_line, table, take_turns
 
@@ -163,9 +163,8 @@ def main() -> None:
         # come at once
         be_urgent()
         for url in urls.values():
-            run(
-                url, prompts(model.tokenizer_path, 2, 32, 0), 8, 1, arguments.model
-            )  # first touches
+            first_touches = prompts(model.tokenizer_path, 2, 32, 0)
+            closed_loop(url, first_touches, [8, 8], 1, arguments.model)
         for streams, count in zip(arguments.streams, arguments.requests, strict=True):
             contestants = {
                 name: functools.partial(
@@ -250,7 +249,7 @@ def _once(
     drawing = {"temperature": arguments.temperature}
     if arguments.top_p is not None:
         drawing["top_p"] = arguments.top_p
-    result = run(url, texts, lengths, streams, arguments.model, **drawing)
+    result = closed_loop(url, texts, lengths, streams, arguments.model, **drawing)
     tokens = result.output_tokens_per_second * result.seconds
     return dataclasses.asdict(result) | {
         "output_tokens_per_cpu_second": tokens / (_cpu_seconds(process) - before)
