@@ -25,7 +25,7 @@ READ_LIMIT_BYTES = 1 << 22
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def post(path: str = "/v1/completions", *, raw: bytes | None = None, **fields: object) -> bytes:
+def post(path: str = "/v1/completions", *, raw: bytes | None = None, **fields: Any) -> bytes:
     """One request as it goes over the wire."""
     content = json.dumps(fields).encode() if raw is None else raw
     head = (
@@ -148,7 +148,7 @@ class Client:
         return False
 
     @staticmethod
-    def _event(event: dict[str, object], outcome: Outcome) -> None:
+    def _event(event: dict[str, Any], outcome: Outcome) -> None:
         now = asyncio.get_running_loop().time()
         match event:
             case {"error": {"code": code}} | {"error": code}:
@@ -189,7 +189,7 @@ class Result:
 
 
 def closed_loop(
-    url: str, prompts: list[str], lengths: list[int], streams: int, model: str, **extra: object
+    url: str, prompts: list[str], lengths: list[int], streams: int, model: str, **extra: Any
 ) -> Result:
     """Send every prompt once, `streams` at a time, each for an answer of its length.
 

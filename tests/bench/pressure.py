@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,12 @@ def serving(model: str, *words: str, folder: Path, cores: str = "") -> Iterator[
 
 async def numbers(client: Client) -> dict[str, float]:
     """The server's metrics, summed over labels; without histograms' buckets."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     for line in (await client.ask(get("/metrics"))).body.decode().splitlines():
         name, _, value = line.rpartition(" ")
         if line and not line.startswith("#") and "_bucket{" not in name:
-            found[name.partition("{")[0]] += float(value)
+            key = name.partition("{")[0]
+            found[key] = found.get(key, 0.0) + float(value)
     return found
 
 
@@ -384,7 +385,7 @@ def text(draw: random.Random, least: int = 2, most: int = 30) -> str:
     return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
 
 
-def completion(draw: random.Random, **fields: object) -> bytes:
+def completion(draw: random.Random, **fields: Any) -> bytes:
     fields = {"max_tokens": draw.choice([1, 8, 16, 24]), "stream": draw.random() < 0.6} | fields
     return post(prompt=text(draw), seed=draw.randrange(1 << 30), **fields)
 
@@ -506,7 +507,7 @@ async def soak(server: Server, asked: argparse.Namespace) -> Found:
     }
 
 
-Part = Callable[..., Awaitable[Found]]
+Part = Callable[..., Coroutine[Any, Any, Found]]
 # what runs, the fake engine's seconds a step, its slots, more words of `crossover serve`
 PARTS: dict[str, tuple[Part, float, int, str]] = {
     "overload": (overload, 0.02, 16, f"--ttft-slo {SLO_SECONDS}"),

@@ -31,9 +31,8 @@ import os
 import signal
 import statistics
 import sys
-import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,27 +45,15 @@ from serving.http.body_limits import Limits
 from serving.http.http_server import server_options
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
+from tests.bench.http_client import Client, Outcome, post, run
 from tests.serving.fakes import app_on
 
 FAULTS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
 PROMPT = "Once upon a time there was a"
 
 
-@dataclass
-class Asked:
-    """One request as its client saw it; times are time.perf_counter's."""
-
-    sent: float
-    first: float | None = None
-    done: float | None = None
-    status: int | None = None
-    error: str | None = None
-    backend: str = ""
-    chunks: list[float] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
-class Outcome:
+class Cost:
     """What one fault cost. Times in seconds; None: it did not come back."""
 
     first_token_seconds: float | None
@@ -76,41 +63,6 @@ class Outcome:
     lost: int
     cut_off: int
     ended_on: str
-
-
-async def ask(port: int, tokens: int, asked: list[Asked], streamed: bool) -> None:
-    one = Asked(time.perf_counter())
-    asked.append(one)
-    body = json.dumps(
-        {
-            "prompt": PROMPT,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "stream": streamed,
-            "temperature": 0,
-        }
-    ).encode()
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.closing(writer):
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            head += b"Content-Type: application/json\r\nConnection: close\r\n"
-            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            one.status = int((await reader.readline()).split()[1])
-            async for line in reader:
-                if line.lower().startswith(b"x-crossover-backend:"):
-                    one.backend = line.split(b":", 1)[1].strip().decode()
-                elif line.startswith(b"data: [DONE]"):
-                    one.done = time.perf_counter()
-                elif line.startswith(b'data: {"error"'):
-                    one.error = json.loads(line[6:])["error"]["code"]
-                elif line.startswith(b'{"id"'):
-                    one.first = one.done = time.perf_counter()
-                elif line.startswith(b"data: {"):
-                    one.chunks.append(time.perf_counter())
-                    one.first = one.first or one.chunks[-1]
-    except (OSError, IndexError, ValueError) as problem:
-        one.error = one.error or str(problem) or type(problem).__name__
 
 
 @contextlib.asynccontextmanager
@@ -169,62 +121,65 @@ async def serving(
 
 async def under_fire(
     supervisor: Supervisor, port: int, number: signal.Signals, options: argparse.Namespace
-) -> Outcome:
+) -> Cost:
     """Requests at the rate for a while, the fault among them, and on until a request that came
     after it has been answered.
     """
-    asked: list[Asked] = []
-    tasks: list[asyncio.Task[None]] = []
-    begun = time.perf_counter()
+    client = Client("127.0.0.1", port, keep=False)
+    tasks: list[asyncio.Task[Outcome]] = []
+    clock = asyncio.get_running_loop().time
+    begun = clock()
     fault: float | None = None
     due, until = begun, begun + options.longest
-    while time.perf_counter() < until:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    while clock() < until:
+        await asyncio.sleep(max(0.0, due - clock()))
         due += 1 / options.rate
-        tasks.append(asyncio.create_task(ask(port, options.tokens, asked, len(asked) % 2 == 0)))
-        await asyncio.sleep(0)
-        if fault is None and time.perf_counter() - begun > options.before:
+        body = post(
+            prompt=PROMPT,
+            max_tokens=options.tokens,
+            ignore_eos=True,
+            stream=len(tasks) % 2 == 0,
+            temperature=0,
+        )
+        tasks.append(asyncio.create_task(client.ask(body)))
+        if fault is None and clock() - begun > options.before:
             await asyncio.sleep(0.4 / options.rate)  # not in step with the arrivals
             pid = supervisor.engine_pid
             assert pid is not None
-            fault = time.perf_counter()
+            fault = clock()
             os.kill(pid, number)
-        if (
-            fault is not None
-            and sum(one.done is not None and one.sent > fault for one in asked) >= 3
-        ):
+        ended = [task.result() for task in tasks if task.done()]
+        if fault is not None and sum(served(one) and one.due > fault for one in ended) >= 3:
             break
-    await asyncio.wait(tasks, timeout=30)
     assert fault is not None
+    asked = await asyncio.wait_for(asyncio.gather(*tasks), timeout=30)
     return judged(asked, fault, supervisor.label)
 
 
-def judged(asked: list[Asked], fault: float, ended_on: str) -> Outcome:
+def served(one: Outcome) -> bool:
+    """Answered to its end, by an engine."""
+    return one.complete and one.status == 200
+
+
+def judged(asked: list[Outcome], fault: float, ended_on: str) -> Cost:
     """What the clients saw, in numbers."""
-    before = [one for one in asked if one.sent < fault and (one.done is None or one.done > fault)]
-    unread = [one for one in before if one.first is None or one.first > fault]
-    after = [one for one in asked if one.sent >= fault]
-    firsts = [
-        one.first
-        for one in asked
-        if one.first is not None and one.first > fault and one.error is None
-    ]
-    return Outcome(
+    before = [one for one in asked if one.due < fault and (one.last or 0.0) > fault]
+    unread = [one for one in before if not one.chunks or one.chunks[0] > fault]
+    after = [one for one in asked if one.due >= fault]
+    firsts = [time for one in asked if served(one) for time in one.chunks[:1] if time > fault]
+    return Cost(
         first_token_seconds=min(firsts) - fault if firsts else None,
-        serving_seconds=min(
-            (one.first - fault for one in after if one.first is not None and one.done is not None),
-            default=None,
-        ),
+        serving_seconds=min((one.chunks[0] - fault for one in after if served(one)), default=None),
         refused=sum(one.status in (429, 503) for one in after),
-        started_again=sum(one.done is not None for one in unread),
-        lost=sum(one.done is None for one in unread),
-        cut_off=sum(one.done is None for one in before if one not in unread),
+        started_again=sum(map(served, unread)),
+        lost=sum(not served(one) for one in unread),
+        cut_off=sum(not served(one) for one in before if one not in unread),
         ended_on=ended_on,
     )
 
 
-async def measure(options: argparse.Namespace) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
+async def measure(options: argparse.Namespace) -> dict[str, list[Cost]]:
+    found: dict[str, list[Cost]] = {}
     for repeat in range(options.repeats):
         for way in options.standby:
             for fault in options.faults:
@@ -249,7 +204,7 @@ async def measure(options: argparse.Namespace) -> dict[str, list[Outcome]]:
     return found
 
 
-def table(found: dict[str, list[Outcome]]) -> str:
+def table(found: dict[str, list[Cost]]) -> str:
     lines = [
         "| fault, standby | runs | first token p50 / p95, s | serving p50 / p95, s | refused | "
         "started again | lost | cut off | then on |"
@@ -309,7 +264,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the outcomes here, as JSON")
     options = parser.parse_args()
     os.sched_setaffinity(0, options.api_cores)
-    found = asyncio.run(measure(options))
+    found = run(measure(options))
     print(table(found))
     if options.out is not None:
         options.out.write_text(

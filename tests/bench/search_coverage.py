@@ -6,7 +6,7 @@ simulated clock: the whole runner, with journal, budget and waiting for a quiet 
 A row is a world: its capacity; how many intervals with two ends cover it; runs that confirmed more
 than 1.05 times the truth; that said "not even alone"; that confirmed a rate at all; medians of
 held / truth, of limit / truth, of the interval's ends' ratio, of levels and of seconds measured. A
-star marks what misses its criterion. The last lines are the criteria of issue 29.
+star marks what misses its criterion. The last lines are the criteria.
 """
 
 from __future__ import annotations

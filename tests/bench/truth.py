@@ -8,7 +8,7 @@ at 0.85, 1 and 1.15 of its estimate, each so long, on new starts with new seeds.
 factor on all step times at which those levels, simulated with their own arrivals and lengths, have
 together as many good requests as were measured; then the long-run rate for the target. Beside it
 stands the plain reading of the levels: where a straight line through their shares against ln(rate)
-meets the target. A row is a cell; the last lines are the criteria of issue 29.
+meets the target. A row is a cell; the last lines are the criteria.
 """
 
 from __future__ import annotations

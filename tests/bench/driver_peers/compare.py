@@ -1,5 +1,5 @@
 """Our load generator beside GuideLLM and AIPerf, all against one server that knows the truth:
-errors, arrivals, CPU, time to a capacity.
+errors, arrivals, CPU.
 
     tests/bench/driver_peers/install.sh
     python -m tests.bench.driver_peers.compare                       # all of it: some 25 minutes
@@ -8,8 +8,8 @@ errors, arrivals, CPU, time to a capacity.
 `times`: TTFT, TPOT and E2E as each tool reports them against what the server did, for chunks of one
 and of four tokens, with and without a stall of 2 s in every third answer. `arrivals`: Poisson at
 20/s as the server saw it. `cost`: CPU per request and per token, by the slope between a small run
-and a big one, so that starting up costs nothing. `search`: how long the capacity of four slots of
-0.51 s takes. The server has the last core, the tools all others.
+and a big one, so that starting up costs nothing. The server has the last core, the tools all
+others.
 """
 
 from __future__ import annotations
@@ -162,31 +162,10 @@ def cost(tools: list[Tool]) -> Iterator[dict[str, Any]]:
         }
 
 
-def search(tools: list[Tool]) -> Iterator[dict[str, Any]]:
-    """Four slots of 0.51 s (51 tokens); good is a TTFT of at most 0.51 s, wanted for 90 %.
-
-    Each tool answers in its own terms: we with a Poisson rate (6.08 requests/s is true), the others
-    with streams of a closed loop (7 is true: with 8 each request waits a whole service).
-    """
-    for tool in tools:
-        with truth(ttft=0.01, gap=0.01, slots=4) as url:
-            run, found = tool.search(url, 51, 0.51, 0.9)
-            served = len(log_of(url, 51))
-        yield {
-            "part": "search",
-            "tool": tool.name,
-            "wall_seconds": run.wall_seconds,
-            "cpu_seconds": run.cpu_seconds,
-            "requests": served,
-            "found": found,
-        }
-
-
 PARTS: dict[str, Callable[[list[Tool]], Iterator[dict[str, Any]]]] = {
     "times": times,
     "arrivals": arrivals,
     "cost": cost,
-    "search": search,
 }
 
 

@@ -115,12 +115,6 @@ class Tool(ABC):
         each.
         """
 
-    @abstractmethod
-    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
-        """The capacity under a TTFT SLO kept for `share` of the requests: what it took, and what
-        was found, in words.
-        """
-
 
 class Ours(Tool):
     """`crossover load`, records kept; several workers by plain Locust."""
@@ -148,22 +142,6 @@ class Ours(Tool):
         seen = Columns.of((msgspec.json.decode(line, type=RequestRecord) for line in lines), begun)
         columns = {"TTFT": seen.ttft, "TPOT": seen.tpot, "E2E": seen.e2e}
         return Level(run, {name: quantiles(column.tolist()) for name, column in columns.items()})
-
-    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
-        place = self.new()
-        (place / "campaign.toml").write_text(
-            f'name = "mock"\nbudget_seconds = 60\n[target]\nurl = "{url}"\n'
-            f"[workload]\nprompt_tokens = 16\noutput_tokens = {tokens}\n"
-            f"[slo]\nttft_seconds = {ttft_seconds}\ntarget = {share}\n[search]\n"
-            "level_seconds = 10\nsingle_stream_requests = 5\n"
-        )
-        run = self._run(place, f"crossover campaign run {place}/campaign.toml --out {place}", 400)
-        (events,) = place.glob("*/events.jsonl")
-        for line in reversed(events.read_text().splitlines()):
-            event = msgspec.json.decode(line)
-            if event["kind"] == "cell_finished":
-                return run, json.dumps(event["capacities"])
-        return run, "no capacity"
 
 
 class GuideLlm(Tool):
@@ -205,14 +183,6 @@ class GuideLlm(Tool):
             found[ours] = {q: values[q] * unit for q in QUANTILES}
         return Level(run, found)
 
-    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
-        profile = f"kind=goodput,initial_streams=4,max_streams=64,target_attainment={share}"
-        metrics = json.dumps({"kind": "generative", "slo": {"ttft_ms": ttft_seconds * 1000}})
-        more = ("--metrics", metrics, "--constraint", "kind=max_duration,seconds=10")
-        run, benchmarks = self._run(url, profile, tokens, 1, 600, *more)
-        found = [(one["config"]["strategy"].get("streams"), _attainment(one)) for one in benchmarks]
-        return run, f"probes (streams, attainment): {found}"
-
 
 class AiPerf(Tool):
     """AIPerf 0.13.
@@ -253,22 +223,6 @@ class AiPerf(Tool):
                 if report.get(theirs)
             },
         )
-
-    def search(self, url: str, tokens: int, ttft_seconds: float, share: float) -> tuple[Run, str]:
-        place = self.new()
-        more = f"--search-recipe max-concurrency-under-sla --ttft-sla-ms {ttft_seconds * 1000:g}"
-        more += " --concurrency-min 1 --concurrency-max 64 --benchmark-duration 10 --workers-max 1"
-        run = self._run(place, url, tokens, more, 600)
-        found = sorted(place.glob("artifacts/**/search_history.json"))
-        said: Any = json.loads(found[0].read_text()).get("best") if found else None
-        return run, json.dumps(said) if said is not None else " ".join(run.output.split())[-400:]
-
-
-def _attainment(benchmark: dict[str, Any]) -> Any:
-    for name in ("goodput", "slo", "slo_attainment"):
-        if name in benchmark.get("metrics", {}):
-            return benchmark["metrics"][name]
-    return None
 
 
 def quantiles(values: Sequence[float | None]) -> dict[str, float]:

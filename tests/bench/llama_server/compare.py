@@ -3,7 +3,6 @@
     python -m tests.bench.llama_server.compare                     # 1, 4 and 16 streams
     python -m tests.bench.llama_server.compare --spread 0.5        # answers of different lengths
     python -m tests.bench.llama_server.compare --temperature 0.8   # sampled, not greedy
-    python -m tests.bench.llama_server.compare --theirs llama-cpp-python:Q4_0
     python -m tests.bench.llama_server.compare --ours onnx:int8 --theirs llama-server:Q8_0
     python -m tests.bench.llama_server.compare --ours llama_cpp:Q4_0
     llama_cpp:Q4_0@/another/checkout
@@ -173,8 +172,8 @@ def main() -> None:
                 for place, (name, url) in enumerate(urls.items())
             }
             workload = f"{streams} streams, {count} requests a round"
-            before = len(next(iter(series.runs.get(workload, {"": []}).values())))
-            for number in range(before, before + arguments.rounds):
+            taken = len(next(iter(series.runs.get(workload, {"": []}).values())))
+            for number in range(taken, taken + arguments.rounds):
                 one = take_turns(contestants, 1, first=number)
                 runs = series.add(workload, one)
                 series.save(arguments.json)

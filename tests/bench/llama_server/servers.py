@@ -1,5 +1,5 @@
 """The servers that a comparison over HTTP starts: `crossover serve` with any backend, llama.cpp's
-llama-server, llama-cpp-python's own.
+llama-server.
 
     with server(PEERS["llama-server"](setup), setup.port, "/health", log) as url: ...
 
@@ -102,27 +102,9 @@ def llama_server(setup: Setup) -> list[str]:
     ]
 
 
-def llama_cpp_python(setup: Setup) -> list[str]:
-    """llama-cpp-python's server, which has one context and serves one request at a time.
-
-    Its defaults are changed in its favour: a new request does not cut a running stream off, and no
-    logits are computed for the prompt. It cannot separate engine threads and HTTP: it has all
-    cores.
-    """
-    threads = f"--n_threads {setup.threads} --n_threads_batch {setup.threads}"
-    return [
-        *(built("llama_cpp_python.sh"), "-m", "llama_cpp.server"),
-        *("--model", setup.path, "--model_alias", setup.model),
-        *words(f"--host 127.0.0.1 --port {setup.port} --n_ctx {setup.context_tokens}"),
-        *words(f"--verbose false {threads} --interrupt_requests false --logits_all false"),
-        *setup.extra,
-    ]
-
-
 OURS = Launcher(crossover, "/ready", None, "crossover")
 PEERS = {
     "llama-server": Launcher(llama_server, "/health", "llama_cpp", "llama-server"),
-    "llama-cpp-python": Launcher(llama_cpp_python, "/v1/models", "llama_cpp", "llama-cpp-python"),
 }
 
 
