@@ -3,13 +3,13 @@
     request = decode(CHAT, body)          # ApiError 400 names the key that is wrong
 
 Unknown keys are refused. `temperature` 1.0 and `max_tokens` 16 (completions) are OpenAI's defaults
-where a key is left out. Every field of OpenAI's answers is there, null where it says nothing.
+where a key is left out.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -19,7 +19,6 @@ from serving.http.errors import ApiError, ErrorDetail, invalid
 
 T = TypeVar("T")
 MOST_LOGPROBS = 20  # alternatives at one position
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
 _INT31 = 2**31 - 1
 _INT64 = 2**63
 
@@ -72,23 +71,13 @@ MaxTokens = Annotated[
     int,
     _about("More than the context leaves is cut. -1: all that it leaves.", ge=-1, le=_INT31),
 ]
+MinTokens = Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)]
 SpecialTokens = Annotated[bool, _about("Begin a text with the model's BOS token; default true.")]
 AssistantHead = Annotated[
     bool, _about("End the prompt with the head of the assistant's turn; default true.")
 ]
-ContinueFinal = Annotated[
-    bool,
-    _about(
-        "Go on with the last message, which is the assistant's. Left out: where it has text and "
-        "add_generation_prompt is left out too."
-    ),
-]
 TemplateVariables = Annotated[
     dict[str, Any], _about("Variables of the model's chat template, such as enable_thinking.")
-]
-Effort = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
-    _about("Where the model's chat template knows reasoning_effort or enable_thinking."),
 ]
 
 
@@ -98,9 +87,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     model: Annotated[str, _about("Left out: the only model that is served.")] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    min_tokens: Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)] | None = (
-        None
-    )
+    min_tokens: MinTokens | None = None
     temperature: Annotated[float, _about("0 is greedy; left out: 1.0.", ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, _about("-1 or 0: all tokens.", ge=-1, le=_INT31)] | None = None
@@ -109,7 +96,6 @@ class Generation(Wire, kw_only=True, frozen=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
-    repeat_penalty: Annotated[Repetition, _about("llama.cpp's name of it.")] | None = None
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
     n: Annotated[int, _about("Answers to each prompt.", ge=1, le=128)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
@@ -138,10 +124,7 @@ class CompletionRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    echo: (
-        Annotated[bool, _about("The prompt first; with `logprobs`, those of its tokens too.")]
-        | None
-    ) = None
+    echo: Literal[False] | None = None
     logprobs: Alternatives | None = None
     add_special_tokens: SpecialTokens | None = None
     best_of: Literal[1] | None = None  # as clients send it: without effect
@@ -222,9 +205,7 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     add_generation_prompt: AssistantHead | None = None
-    continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    reasoning_effort: Effort | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -239,24 +220,16 @@ class TokenizeRequest(Wire, kw_only=True, frozen=True):
     messages: Messages | None = None
     add_special_tokens: SpecialTokens | None = None
     add_generation_prompt: AssistantHead | None = None
-    continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    reasoning_effort: Effort | None = None
     tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-
-
-ChatInput = ChatRequest | TokenizeRequest  # what a chat template is made to show
 
 
 class DetokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /detokenize."""
+    """POST /detokenize. `skip_special_tokens` false: control tokens as their text."""
 
     model: str | None = None
     tokens: list[TokenId]
-    skip_special_tokens: (
-        Annotated[bool, _about("false: control tokens as their text; default true.")] | None
-    ) = None
+    skip_special_tokens: bool | None = None
 
 
 CHAT = msgspec.json.Decoder(ChatRequest)
@@ -279,8 +252,6 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise _explained(str(problem)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise invalid(f"the body is not JSON: {problem}", code="invalid_json") from None
-    except RecursionError:
-        raise invalid("the body is nested too deeply", code="nested_too_deeply") from None
 
 
 def _explained(message: str) -> ApiError:
@@ -307,11 +278,7 @@ def _explained(message: str) -> ApiError:
 # --- answers
 
 Finish = Literal["stop", "length", "tool_calls"]
-
-
-def finite(logprob: float) -> float:
-    """The log-probability as JSON can hold it."""
-    return max(logprob, LOWEST_LOGPROB)
+Choice = TypeVar("Choice")
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -333,10 +300,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int] | None
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class TokenLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -346,19 +310,12 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's older shape. `text_offset`: characters in the choice's text, echo included."""
+    """OpenAI's older shape. `text_offset`: characters in the choice's text."""
 
     tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
     text_offset: list[int]
-
-
-class FunctionCall(msgspec.Struct, frozen=True):
-    """`arguments`: JSON as text, as the model wrote it."""
-
-    name: str
-    arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -367,76 +324,44 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     index: int | UnsetType = UNSET
     id: str
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: CalledFunction
 
 
-class AssistantMessage(msgspec.Struct, frozen=True):
-    """`content`: null where the answer consists of calls."""
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds to a message, or a whole one. `content`: null in one of calls alone."""
 
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatDelta(msgspec.Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | None | UnsetType = UNSET
+    refusal: None | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, frozen=True):
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """`message`: of a whole answer; `delta`: of a chunk."""
+
     index: int
-    delta: ChatDelta
+    message: ChatDelta | UnsetType = UNSET
+    delta: ChatDelta | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str | None = None
-    choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-
-
-class CompletionChoice(msgspec.Struct, frozen=True):
+class TextChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Finish | None = None
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer, and (with some of these left out) each chunk of a streamed one."""
+class Completion(msgspec.Struct, Generic[Choice], frozen=True):
+    """A whole answer, or a chunk of a streamed one."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
-    system_fingerprint: str | None
-    choices: list[CompletionChoice]
+    choices: list[Choice]
     usage: Usage | None | UnsetType = UNSET
 
 
@@ -452,9 +377,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     state: EngineState
 
 
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
+class ModelList(msgspec.Struct, frozen=True):
     data: list[ModelCard]
+    object: Literal["list"] = "list"
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -465,12 +390,6 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
-
-
-class Health(msgspec.Struct, frozen=True):
-    """The process is alive, whatever the engine is doing."""
-
-    status: Literal["ok"] = "ok"
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True):

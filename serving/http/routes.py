@@ -15,32 +15,31 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ServingError
 from serving.http import admin_routes, status_routes
-from serving.http.api_key import check_host, check_key, has_key
+from serving.http.api_key import check_host, check_key
 from serving.http.api_schemas import (
-    ChatChunk,
-    ChatCompletion,
+    ChatChoice,
     ChatRequest,
     Completion,
     CompletionRequest,
     Detokenized,
     DetokenizeRequest,
-    Health,
     ModelCard,
     ModelList,
     Readiness,
+    TextChoice,
     Tokenized,
     TokenizeRequest,
     encode,
 )
-from serving.http.body_limits import ClientGone, Limits, check_head
+from serving.http.body_limits import Limits, check_head
 from serving.http.chat_completions import chat_completions
 from serving.http.completions import completions
-from serving.http.errors import ApiError, as_answer
+from serving.http.errors import ApiError, ClientGone, as_answer
 from serving.http.http_request import Endpoint, Request
 from serving.http.openapi import Route, document
 from serving.registry.loaded_model import ModelRouter
+from serving.server_options import ModelOptions
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
@@ -51,47 +50,29 @@ async def openapi(request: Request) -> None:
     await request.answer(document(request.scope["app"].routes, names))
 
 
+_CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
+_TEXT = ("POST", "/v1/completions", completions, "Continue a text")
+_TOKENIZE = ("POST", "/tokenize", status_routes.tokenize, "Text or chat to token ids")
+_DETOKENIZE = ("POST", "/detokenize", status_routes.detokenize, "Token ids to text")
 ROUTES = (
-    Route(
-        *("POST", "/v1/chat/completions", chat_completions, "Answer a chat"),
-        *(ChatCompletion, ChatRequest, ChatChunk),
-    ),
-    Route(
-        *("POST", "/v1/completions", completions, "Continue a text"),
-        *(Completion, CompletionRequest, Completion),
-    ),
-    Route("GET", "/health", status_routes.health, "The process lives", Health, keyed=False),
+    Route(*_CHAT, Completion[ChatChoice], ChatRequest, streams=True),
+    Route(*_TEXT, Completion[TextChoice], CompletionRequest, streams=True),
+    Route("GET", "/health", status_routes.health, "The process lives", keyed=False),
     Route("GET", "/ready", status_routes.ready, "The engine serves", Readiness, keyed=False),
     Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", "text/plain"),
     Route("GET", "/v1/models", status_routes.models, "What is served", ModelList),
     Route("GET", "/v1/models/{name}", status_routes.model_card, "One model", ModelCard),
-    Route(
-        *("POST", "/tokenize", status_routes.tokenize, "Text or chat to token ids"),
-        *(Tokenized, TokenizeRequest),
-    ),
-    Route(
-        *("POST", "/detokenize", status_routes.detokenize, "Token ids to text"),
-        *(Detokenized, DetokenizeRequest),
-    ),
-    Route(
-        *("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
-        status_routes.PlacementView,
-    ),
-    Route("GET", "/openapi.json", openapi, "This document", dict[str, Any]),
+    Route(*_TOKENIZE, Tokenized, TokenizeRequest),
+    Route(*_DETOKENIZE, Detokenized, DetokenizeRequest),
+    Route("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
+    Route("GET", "/openapi.json", openapi, "This document"),
 )
+_LOAD = ("POST", "/admin/load", admin_routes.load_model, "Load a model, or add one")
+_UNLOAD = ("POST", "/admin/unload", admin_routes.unload_model, "Unload a model")
 ADMIN_ROUTES = (
-    Route(
-        *("GET", "/admin/models", admin_routes.list_models, "State of every model"),
-        admin_routes.RegistryState,
-    ),
-    Route(
-        *("POST", "/admin/load", admin_routes.load_model, "Load a model, or add one"),
-        *(admin_routes.ModelState, admin_routes.BODY),
-    ),
-    Route(
-        *("POST", "/admin/unload", admin_routes.unload_model, "Unload a model"),
-        *(admin_routes.ModelState, admin_routes.UnloadRequest),
-    ),
+    Route("GET", "/admin/models", admin_routes.list_models, "State of every model"),
+    Route(*_LOAD, body=ModelOptions),  # where it adds a model; else its name alone
+    Route(*_UNLOAD, body=admin_routes.UnloadRequest),
 )
 
 
@@ -126,11 +107,7 @@ class App:
         metrics = self.endpoint.router.metrics
         metrics.open_requests.inc()
         try:
-            check_head(scope)
-            if self._local_names:
-                check_host(scope)
-            route = self._route(request)
-            await route.handler(request)
+            await self._route(request).handler(request)
         except ClientGone:
             request.gone = True
         except Exception as problem:
@@ -139,16 +116,19 @@ class App:
             metrics.open_requests.dec()
             if request.release is not None:
                 request.release()
-            gone = request.gone or request.status is None
-            code = CLIENT_GONE if gone or request.status is None else request.status
+            status = request.status
+            code = CLIENT_GONE if request.gone or status is None else status
             metrics.responses.labels(request.route, str(code)).inc()
             if logger.isEnabledFor(logging.INFO):
                 logger.info("%s", encode(_log_line(request, code)).decode())
 
     def _route(self, request: Request) -> Route:
-        """Raises ApiError 401 without the key, 404 and 405."""
-        scope, key = request.scope, self._api_key
-        method, path = scope["method"], scope["path"]
+        """Raises ApiError 400 and 431 for a head that cannot be, 401 without the key, 403 for a
+        foreign name of this server, 404 and 405."""
+        headers, method, path = request.headers, request.scope["method"], request.scope["path"]
+        check_head(request.scope, headers)
+        if self._local_names:
+            check_host(headers)
         routes = self._table.get(path)
         if routes is None:
             folder, _, name = path.partition("/models/")
@@ -156,35 +136,34 @@ class App:
                 request.parameter = name
                 routes = self._table["/v1/models/{name}"]
         route = None if routes is None else routes.get(method)
-        request.trusted = key is None or has_key(scope, key)
         if path.startswith("/admin/") and self._admin_key is not None:
-            check_key(scope, self._admin_key)
-        elif key is not None and (route is None or route.keyed):
-            check_key(scope, key)
+            check_key(headers, self._admin_key)
+        elif self._api_key is not None and (route is None or route.keyed):
+            check_key(headers, self._api_key)
         if routes is None:
             text = f"there is no {path[:200]} here; /openapi.json lists what there is"
-            raise ApiError(404, text, code="not_found")
+            raise ApiError(404, text, "not_found")
         if route is None:
             allowed = ", ".join(sorted(routes))
             text = f"{method} is not allowed on {path[:200]}; {allowed} is"
-            raise ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
+            raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
         request.route = route.path
         return route
 
     async def _fail(self, request: Request, problem: Exception) -> None:
         """The answer to whatever a handler has raised; what nobody foresaw is logged."""
-        answer = as_answer(problem) if isinstance(problem, ServingError) else None
+        answer = as_answer(problem)
         if answer is None:
             number = request.id.decode()
             logger.error(
                 "request %s failed", number, exc_info=problem, extra={"request_id": number}
             )
             text = "the server failed on this request; its log says why"
-            answer = ApiError(500, text, code="internal_error")
-        models = self.endpoint.router.models
-        model = request.model or (self.endpoint.router.first if len(models) == 1 else None)
+            answer = ApiError(500, text, "internal_error")
+        router = self.endpoint.router
+        model = request.model or (router.first if len(router.models) == 1 else None)
         name = "" if model is None else model.served_name
-        self.endpoint.router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
+        router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
         await request.fail(answer)
 
 
@@ -204,10 +183,10 @@ def _log_line(request: Request, code: int) -> dict[str, Any]:
         line["model"] = request.model.served_name
     if request.error is not None:
         line["error"] = request.error
-    choices = request.choices
-    if choices:
-        line["prompt_tokens"] = sum(len(c.prompt.ids) for c in choices if c.first_of_prompt)
-        line["completion_tokens"] = sum(choice.tokens for choice in choices)
+    if request.generated is not None:
+        choices, usage = request.generated.choices, request.generated.usage()
+        line["prompt_tokens"] = usage.prompt_tokens
+        line["completion_tokens"] = usage.completion_tokens
         line["finish"] = sorted({c.ended_as for c in choices if c.ended_as is not None})
         firsts = [choice.first for choice in choices if choice.first is not None]
         if firsts:
