@@ -14,8 +14,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from serving.errors import EngineState
-from serving.http.errors import ApiError, ErrorDetail, invalid
+from serving.http.errors import ApiError, invalid
 
 T = TypeVar("T")
 MOST_LOGPROBS = 20  # alternatives at one position
@@ -116,8 +115,6 @@ class Generation(Wire, kw_only=True, frozen=True):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    cache_prompt: bool | None = None
-    id_slot: int | None = None
 
 
 class CompletionRequest(Generation, kw_only=True, frozen=True):
@@ -337,7 +334,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+class ChatChoice(msgspec.Struct, frozen=True):
     """`message`: of a whole answer; `delta`: of a chunk."""
 
     index: int
@@ -363,44 +360,3 @@ class Completion(msgspec.Struct, Generic[Choice], frozen=True):
     model: str
     choices: list[Choice]
     usage: Usage | None | UnsetType = UNSET
-
-
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_model_len`: vLLM's name of the context. `state`: of the model's engine."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "crossover"
-    root: str
-    max_model_len: int | None
-    state: EngineState
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    data: list[ModelCard]
-    object: Literal["list"] = "list"
-
-
-class Tokenized(msgspec.Struct, frozen=True):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
-class Detokenized(msgspec.Struct, frozen=True):
-    prompt: str
-
-
-class Readiness(msgspec.Struct, frozen=True, kw_only=True):
-    """200 when `ready` (or `unloaded`: the next request loads it); 503 with an error otherwise.
-
-    `models`: the state of each, where there are several.
-    """
-
-    state: EngineState
-    model: str
-    backend: str
-    reason: str | None = None
-    error: ErrorDetail | UnsetType = UNSET
-    models: dict[str, EngineState] | UnsetType = UNSET

@@ -81,10 +81,8 @@ async def chat_prompt(
     if isinstance(body, ChatRequest) and _is_constrained(body) and "enable_thinking" in template:
         variables = {"enable_thinking": False} | variables  # it could not think
     turns = turns_of(body.messages or [])
-    tools: list[dict[str, Any]] = []
-    if body.tools or any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
-        turns, tools = told_of_tools(turns, offered(body), template)
-    variables["tools"] = tools or None
+    if body.tools:
+        turns, variables["tools"] = told_of_tools(turns, offered(body), template)
 
     def rendered() -> str:
         head = body.add_generation_prompt is not False
@@ -160,23 +158,23 @@ class ChatAnswer(Answer):
         return Splitter(self.reasoning, self.calls, self.names)
 
     def shown(self, choice: Choice, part: Part) -> ChatChoice:
-        if part.kind == "content":
-            delta = ChatDelta(content=part.text)
-        elif part.kind == "reasoning":
-            delta = ChatDelta(reasoning_content=part.text)
-        elif part.call is not None:
+        delta, finish = ChatDelta(), None
+        match part.kind:
+            case "content":
+                delta = ChatDelta(content=part.text)
+            case "role":
+                delta = ChatDelta(role="assistant", content="")
+            case "reasoning":
+                delta = ChatDelta(reasoning_content=part.text)
+            case "end":
+                is_call = choice.finish == "stop" and choice.calls
+                finish = "tool_calls" if is_call else choice.finish
+        if part.call is not None:
             call = msgspec.structs.replace(part.call, index=choice.calls)
             delta = ChatDelta(tool_calls=[call])
             choice.calls += 1
-        elif part.kind == "role":
-            return ChatChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
-        else:
-            finish = "tool_calls" if choice.finish == "stop" and choice.calls else choice.finish
-            logprobs = self._logprobs(choice) if choice.details else None
-            return ChatChoice(
-                index=choice.index, delta=ChatDelta(), logprobs=logprobs, finish_reason=finish
-            )
-        return ChatChoice(index=choice.index, delta=delta, logprobs=self._logprobs(choice))
+        logprobs = self._logprobs(choice) if choice.details else None
+        return ChatChoice(choice.index, UNSET, delta, logprobs, finish)
 
     def whole(self, choice: Choice, parts: Sequence[Part]) -> ChatChoice:
         content, reasoning = (
@@ -192,12 +190,7 @@ class ChatAnswer(Answer):
             tool_calls=calls or UNSET,
         )
         finish = "tool_calls" if calls and choice.finish == "stop" else choice.finish
-        return ChatChoice(
-            index=choice.index,
-            message=message,
-            logprobs=self._logprobs(choice),
-            finish_reason=finish,
-        )
+        return ChatChoice(choice.index, message, UNSET, self._logprobs(choice), finish)
 
     def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
         if self.generation.sampling.logprobs is None:

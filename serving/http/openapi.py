@@ -26,8 +26,8 @@ class Route:
     path: str
     handler: Callable[[Request], Awaitable[None]]
     summary: str
-    answer: Any = dict[str, Any]  # a media type where it is not JSON
     body: Any = None
+    answer: Any = dict[str, Any]  # a media type where it is not JSON
     streams: bool = False
     keyed: bool = True
 

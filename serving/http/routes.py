@@ -16,19 +16,15 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from serving.http import admin_routes, status_routes
+from serving.http.admin_routes import UnloadRequest
 from serving.http.api_key import check_host, check_key
 from serving.http.api_schemas import (
     ChatChoice,
     ChatRequest,
     Completion,
     CompletionRequest,
-    Detokenized,
     DetokenizeRequest,
-    ModelCard,
-    ModelList,
-    Readiness,
     TextChoice,
-    Tokenized,
     TokenizeRequest,
     encode,
 )
@@ -52,27 +48,24 @@ async def openapi(request: Request) -> None:
 
 _CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
 _TEXT = ("POST", "/v1/completions", completions, "Continue a text")
-_TOKENIZE = ("POST", "/tokenize", status_routes.tokenize, "Text or chat to token ids")
-_DETOKENIZE = ("POST", "/detokenize", status_routes.detokenize, "Token ids to text")
 ROUTES = (
-    Route(*_CHAT, Completion[ChatChoice], ChatRequest, streams=True),
-    Route(*_TEXT, Completion[TextChoice], CompletionRequest, streams=True),
+    Route(*_CHAT, ChatRequest, Completion[ChatChoice], streams=True),
+    Route(*_TEXT, CompletionRequest, Completion[TextChoice], streams=True),
     Route("GET", "/health", status_routes.health, "The process lives", keyed=False),
-    Route("GET", "/ready", status_routes.ready, "The engine serves", Readiness, keyed=False),
-    Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", "text/plain"),
-    Route("GET", "/v1/models", status_routes.models, "What is served", ModelList),
-    Route("GET", "/v1/models/{name}", status_routes.model_card, "One model", ModelCard),
-    Route(*_TOKENIZE, Tokenized, TokenizeRequest),
-    Route(*_DETOKENIZE, Detokenized, DetokenizeRequest),
+    Route("GET", "/ready", status_routes.ready, "The engine serves", keyed=False),
+    Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer="text/plain"),
+    Route("GET", "/v1/models", status_routes.models, "What is served"),
+    Route("GET", "/v1/models/{name}", status_routes.model_card, "One model"),
+    Route("POST", "/tokenize", status_routes.tokenize, "To token ids", TokenizeRequest),
+    Route("POST", "/detokenize", status_routes.detokenize, "Ids to text", DetokenizeRequest),
     Route("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
     Route("GET", "/openapi.json", openapi, "This document"),
 )
-_LOAD = ("POST", "/admin/load", admin_routes.load_model, "Load a model, or add one")
-_UNLOAD = ("POST", "/admin/unload", admin_routes.unload_model, "Unload a model")
 ADMIN_ROUTES = (
     Route("GET", "/admin/models", admin_routes.list_models, "State of every model"),
-    Route(*_LOAD, body=ModelOptions),  # where it adds a model; else its name alone
-    Route(*_UNLOAD, body=admin_routes.UnloadRequest),
+    # the options where it adds a model, else its name alone
+    Route("POST", "/admin/load", admin_routes.load_model, "Load or add a model", ModelOptions),
+    Route("POST", "/admin/unload", admin_routes.unload_model, "Unload it", UnloadRequest),
 )
 
 

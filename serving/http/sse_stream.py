@@ -112,7 +112,13 @@ class Answer(ABC):
         `prompts`: token ids, and the most output tokens. Raises ApiError, ClientGone, Unavailable,
         Overloaded.
         """
-        self._check_size(sum(most for _, most in prompts))
+        alternatives = self.generation.sampling.logprobs
+        if alternatives is not None and not self.streamed:
+            size = self.n * sum(most for _, most in prompts) * (1 + alternatives)
+            allowed = self.request.endpoint.limits.answer_logprobs
+            if size > allowed:
+                text = f"up to {size} of them; {allowed} are allowed without stream"
+                raise invalid(f"logprobs: {text}", "logprobs")
         self.request.generated = self
         watcher = asyncio.create_task(self._watch())
         try:
@@ -129,7 +135,7 @@ class Answer(ABC):
                 except BaseExceptionGroup as problems:
                     raise problems.exceptions[0] from None
             if self.streamed:
-                last = event(self._completion([], self.usage())) if self.wants_usage else b""
+                last = self._event([], self.usage()) if self.wants_usage else b""
                 await self.request.close_stream(last + DONE)
             elif self.generation.sampling.logprobs is not None:  # up to seconds of work
                 await self.request.answer(await TEXT_WORK.run(0, self._body))
@@ -250,13 +256,14 @@ class Answer(ABC):
             if self.usage_always:
                 tokens = 0 if part is ROLE else choice.tokens
                 usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
-            data += event(self._completion([self.shown(choice, part)], usage))
+            data += self._event([self.shown(choice, part)], usage)
             choice.written += len(part.text)
         return data
 
-    def _completion(self, choices: list[Any], usage: Usage | None | UnsetType) -> Completion[Any]:
-        kind = self.chunk_kind if self.streamed else self.kind
-        return Completion(self.id, kind, self.created, self.model.served_name, choices, usage)
+    def _event(self, choices: list[Any], usage: Usage | None | UnsetType) -> bytes:
+        """One chunk of a streamed answer."""
+        name, kind = self.model.served_name, self.chunk_kind
+        return event(Completion(self.id, kind, self.created, name, choices, usage))
 
     def _body(self) -> bytes:
         """The whole answer."""
@@ -266,7 +273,8 @@ class Answer(ABC):
             if choice.splitter is not None:
                 parts = choice.splitter.push(choice.text, True)
             choices.append(self.whole(choice, parts))
-        return encode(self._completion(choices, self.usage()))
+        name, usage = self.model.served_name, self.usage()
+        return encode(Completion(self.id, self.kind, self.created, name, choices, usage))
 
     def usage(self) -> Usage:
         """Usage of the request: each prompt counts once, however many answers it has."""
@@ -275,16 +283,6 @@ class Answer(ABC):
         prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
         tokens = sum(choice.tokens for choice in self.choices)
         return usage_of(prompt_tokens, tokens, sum(cached) if cached else None)
-
-    def _check_size(self, tokens: int) -> None:
-        """Raises ApiError 400 where a whole answer might hold too many log-probabilities."""
-        alternatives = self.generation.sampling.logprobs
-        most = self.request.endpoint.limits.answer_logprobs
-        if not self.streamed and alternatives is not None:
-            size = self.n * tokens * (1 + alternatives)
-            if size > most:
-                text = f"up to {size} of them; {most} are allowed without stream"
-                raise invalid(f"logprobs: {text}", "logprobs")
 
     def _failure(self, delta: Delta) -> Exception:
         """What a sequence that ended badly becomes."""

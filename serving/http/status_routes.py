@@ -7,18 +7,9 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
-from msgspec import UNSET
 
 from serving.errors import ContextOverflow, EngineState
-from serving.http.api_schemas import (
-    DETOKENIZE,
-    TOKENIZE,
-    Detokenized,
-    ModelCard,
-    ModelList,
-    Readiness,
-    Tokenized,
-)
+from serving.http.api_schemas import DETOKENIZE, TOKENIZE
 from serving.http.chat_completions import chat_prompt
 from serving.http.errors import as_answer, invalid, scrubbed
 from serving.http.http_request import Request
@@ -41,26 +32,27 @@ async def health(request: Request) -> None:
 
 
 async def ready(request: Request) -> None:
-    """200 where a request can be answered: an engine serves, or is loaded for the request."""
+    """200 where a request can be answered: an engine serves, or is loaded for the request; else a
+    503 with the reason."""
     router = request.endpoint.router
     states = router.states()
     by_state = {state: name for name, state in reversed(states.items())}
     name = by_state.get(EngineState.ready) or by_state.get(EngineState.unloaded)
     model = router.first if name is None else router.models[name]
     supervisor = model.supervisor
-    about = Readiness(
-        state=supervisor.state,
-        model=model.served_name,
-        backend=supervisor.label,
-        models=states if len(states) > 1 else UNSET,
-    )
+    about: dict[str, Any] = {
+        "state": supervisor.state,
+        "model": model.served_name,
+        "backend": supervisor.label,
+    }
+    if len(states) > 1:
+        about["models"] = states
     if name is not None:
         await request.answer(about)
         return
     problem = as_answer(model.unavailable(supervisor.reason))
     assert problem is not None, "Unavailable is a 503"
-    reason = scrubbed(supervisor.reason or "")
-    about = msgspec.structs.replace(about, reason=reason or None, error=problem.body.error)
+    about |= {"reason": scrubbed(supervisor.reason or "") or None, "error": problem.body.error}
     await request.answer(about, problem.status, problem.headers)
 
 
@@ -71,21 +63,23 @@ async def metrics(request: Request) -> None:
 
 async def models(request: Request) -> None:
     cards = [_card(model) for model in request.endpoint.router.models.values()]
-    await request.answer(ModelList(cards))
+    await request.answer({"object": "list", "data": cards})
 
 
 async def model_card(request: Request) -> None:
     await request.answer(_card(request.look_at(request.parameter)))
 
 
-def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(
-        id=model.served_name,
-        created=model.created,
-        root=model.served_name,
-        max_model_len=model.known_facts().context_tokens,
-        state=model.supervisor.state,
-    )
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.served_name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "crossover",
+        "root": model.served_name,
+        "max_model_len": model.known_facts().context_tokens,  # vLLM's name of the context
+        "state": model.supervisor.state,
+    }
 
 
 async def tokenize(request: Request) -> None:
@@ -98,7 +92,7 @@ async def tokenize(request: Request) -> None:
         ids, _ = await chat_prompt(request, model, body, most)
     else:
         ids = await model.tokens(body.prompt, "prompt", bos=body.add_special_tokens is not False)
-    await request.answer(Tokenized(ids, len(ids), most))
+    await request.answer({"tokens": ids, "count": len(ids), "max_model_len": most})
 
 
 async def detokenize(request: Request) -> None:
@@ -110,7 +104,7 @@ async def detokenize(request: Request) -> None:
     if body.tokens:
         check_ids(body.tokens, facts, "tokens")
     skip = body.skip_special_tokens is not False
-    await request.answer(Detokenized(await model.text_of(body.tokens, skip)))
+    await request.answer({"prompt": await model.text_of(body.tokens, skip)})
 
 
 async def placement(request: Request) -> None:

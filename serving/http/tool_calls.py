@@ -123,8 +123,7 @@ def _moved(schema: Any, place: str) -> Any:
 def told_of_tools(
     turns: list[dict[str, Any]], tools: Sequence[Tool], template: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(turns, tools) for the chat template. Tools, calls and their results become text where the
-    template has no such things: it would leave them out without a word."""
+    """(turns, tools) for the chat template; where it has no place for tools, they become text."""
     shown = [
         {
             "name": tool.function.name,  # some templates fail without the other two
@@ -133,8 +132,6 @@ def told_of_tools(
         }
         for tool in tools
     ]
-    if "tool_calls" not in template:
-        turns = [_without_calls(turn) for turn in turns]
     if shown and "tools" not in template:
         lines = "\n".join(json.dumps(function, ensure_ascii=False) for function in shown)
         text = (
@@ -145,15 +142,6 @@ def told_of_tools(
             text = f"{turns.pop(0)['content']}\n\n{text}"
         turns = [{"role": "system", "content": text}, *turns]
     return turns, [{"type": "function", "function": function} for function in shown]
-
-
-def _without_calls(turn: dict[str, Any]) -> dict[str, Any]:
-    if turn["role"] == "tool":
-        text = f"<tool_response>\n{turn['content']}\n</tool_response>"
-        return {"role": "user", "content": text}
-    made = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", [])]
-    texts = [turn["content"], *(f"{_CALL}\n{call}\n{_CALLED}" for call in made)]
-    return {"role": turn["role"], "content": "\n".join(filter(None, texts))}
 
 
 # --- what the model says
