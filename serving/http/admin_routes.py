@@ -4,12 +4,10 @@
 | POST /admin/load   | {"name": "small"}, or a new one: {"name": "big", "source": "1b"}    |
 | POST /admin/unload | {"name": "small"}; "drain": false cuts off                          |
 
-They are there behind a key of their own alone (`--admin-key-env`, `--admin-key-file`); the API key
-opens none of them. Their requests are trusted as the command line is: a source may be a path of
-this machine or a hub name.
-
-A load or unload is answered when it is done, and goes on when the client goes away. Errors: 404 no
-model, 400 wrong options, 503 no room, 507 it can not fit, 500 it did not load.
+They have a key of their own, and are trusted as the command line is: a source may be a path of this
+machine or a hub name. A load or unload is answered when it is done, and goes on when the client
+goes away. Errors: 404 no model, 400 wrong options, 503 no room, 507 it can not fit, 500 it did not
+load.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ async def list_models(request: Request) -> None:
 
 
 def _state(tenant: Tenant) -> dict[str, Any]:
-    """One model. `measured_bytes`: RSS of its engines' processes, null while none runs.
-    `idle_seconds`: since its last request began or ended, null where it had none."""
+    """One model, and what its engines' processes take (RSS); what is not known is null."""
     supervisor, model = tenant.supervisor, tenant.prepared.model
     metrics, progress = tenant.served_model.metrics, tenant.progress()
     is_loaded = bool(supervisor.pids)
@@ -80,7 +77,6 @@ def _state(tenant: Tenant) -> dict[str, Any]:
         "policy": model.policy,
         "engine": supervisor.label,
         "weight_format": tenant.placement.weight_format,
-        "standby": supervisor.standby,
         "on_demand": tenant.on_demand,
         "loading": progress and {"what": progress[0], "fraction": progress[1]},
         "problem": scrubbed(tenant.problem or "") or None,
@@ -91,13 +87,10 @@ def _state(tenant: Tenant) -> dict[str, Any]:
             "loaded": is_loaded,
         },
         "in_flight": supervisor.in_flight,
-        "waiting": supervisor.waiting,
         "idle_seconds": idle,
-        "idle_unload_seconds": model.idle_unload_seconds,
         "restarts": supervisor.restarts,
         "fallbacks": supervisor.fallbacks,
         "loads": metrics.loads["ready"],
-        "unloads": metrics.unloads,
         "engine_pid": supervisor.engine_pid,
     }
 

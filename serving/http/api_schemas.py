@@ -17,7 +17,6 @@ from msgspec import UNSET, Meta, UnsetType
 from serving.http.errors import ApiError, invalid
 
 T = TypeVar("T")
-MOST_LOGPROBS = 20  # alternatives at one position
 _INT31 = 2**31 - 1
 _INT64 = 2**63
 
@@ -47,37 +46,24 @@ class JsonSchemaFormat(Wire, kw_only=True, frozen=True):
     description: str | None = None
 
 
-class TextFormat(Wire, kw_only=True, frozen=True, tag="text", tag_field="type"):
-    pass
-
-
-class JsonObjectFormat(Wire, kw_only=True, frozen=True, tag="json_object", tag_field="type"):
-    pass
-
-
-class JsonFormat(Wire, kw_only=True, frozen=True, tag="json_schema", tag_field="type"):
-    json_schema: JsonSchemaFormat
+class ResponseFormat(Wire, kw_only=True, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 TokenId = Annotated[int, Meta(ge=0, le=_INT31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Repetition = Annotated[float, Meta(ge=0.01, le=100)]
-Alternatives = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Alternatives = Annotated[int, Meta(ge=0, le=20)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-MaxTokens = Annotated[
-    int,
-    _about("More than the context leaves is cut. -1: all that it leaves.", ge=-1, le=_INT31),
-]
+MaxTokens = Annotated[int, _about("At most what the context leaves; -1: that.", ge=-1, le=_INT31)]
 MinTokens = Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)]
+Deadline = Annotated[float, _about("From arrival; past it: an error.", ge=0.001, le=86400)]
 SpecialTokens = Annotated[bool, _about("Begin a text with the model's BOS token; default true.")]
-AssistantHead = Annotated[
-    bool, _about("End the prompt with the head of the assistant's turn; default true.")
-]
-TemplateVariables = Annotated[
-    dict[str, Any], _about("Variables of the model's chat template, such as enable_thinking.")
-]
+AssistantHead = Annotated[bool, _about("End the prompt with the assistant's head; default true.")]
+TemplateVariables = Annotated[dict[str, Any], _about("Such as enable_thinking.")]
 
 
 class Generation(Wire, kw_only=True, frozen=True):
@@ -103,11 +89,9 @@ class Generation(Wire, kw_only=True, frozen=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonFormat | None = None
+    response_format: ResponseFormat | None = None
     grammar: Annotated[str, _about("GBNF, where the backend can.")] | None = None
-    deadline_seconds: (
-        Annotated[float, _about("From arrival; past it: an error.", ge=0.001, le=86400)] | None
-    ) = None
+    deadline_seconds: Deadline | None = None
     # Without effect: clients send them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -139,13 +123,13 @@ class CalledFunction(Wire, kw_only=True, frozen=True):
     arguments: str
 
 
-class CallMade(Wire, kw_only=True, frozen=True):
-    """A call in an assistant's turn, as it came in an answer."""
+class ToolCall(Wire, kw_only=True, frozen=True):
+    """A call in an assistant's turn. `index`: in a chunk, which of the answer's calls this is."""
 
+    index: int | None | UnsetType = UNSET
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
 
 
 class Message(Wire, kw_only=True, frozen=True):
@@ -156,7 +140,7 @@ class Message(Wire, kw_only=True, frozen=True):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[CallMade] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
@@ -179,19 +163,8 @@ class Tool(Wire, kw_only=True, frozen=True):
     function: Function
 
 
-class FunctionName(Wire, kw_only=True, frozen=True):
-    name: str
-
-
-class NamedTool(Wire, kw_only=True, frozen=True):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 Tools = Annotated[list[Tool], Meta(max_length=128)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | Tool  # whose name alone counts
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
 
 
@@ -291,39 +264,6 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob, frozen=True):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's older shape. `text_offset`: characters in the choice's text."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """`index`: in a chunk, which of the answer's calls this is. A call comes in one chunk."""
-
-    index: int | UnsetType = UNSET
-    id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What a chunk adds to a message, or a whole one. `content`: null in one of calls alone."""
 
@@ -340,14 +280,14 @@ class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: ChatDelta | UnsetType = UNSET
     delta: ChatDelta | UnsetType = UNSET
-    logprobs: ChatLogprobs | None = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: Finish | None = None
 
 
 class TextChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: dict[str, Any] | None = None  # in OpenAI's older shape
     finish_reason: Finish | None = None
 
 

@@ -14,14 +14,9 @@ from serving.http.api_schemas import (
     CHAT,
     ChatChoice,
     ChatDelta,
-    ChatLogprobs,
     ChatRequest,
-    JsonFormat,
-    JsonObjectFormat,
     Message,
     TokenizeRequest,
-    TokenLogprob,
-    TopLogprob,
 )
 from serving.http.errors import invalid, scrubbed
 from serving.http.http_request import Request
@@ -55,8 +50,10 @@ async def chat_completions(request: Request) -> None:
     generation = validate(body, facts, limits, schema_of(body) if calls == "list" else None)
     model.supervisor.check_room()  # before a long prompt is tokenised
     answer = ChatAnswer(request, body, generation)
-    ids, opens_reasoning = await chat_prompt(request, model, body, facts.context_tokens)
-    if not generation.sampling.is_constrained and THOUGHT in template:
+    is_constrained = generation.sampling.is_constrained
+    most = facts.context_tokens
+    ids, opens_reasoning = await chat_prompt(request, model, body, most, is_constrained)
+    if not is_constrained and THOUGHT in template:
         answer.reasoning = "open" if opens_reasoning else "maybe"
     answer.calls = calls
     answer.names = frozenset(tool.function.name for tool in offered(body))
@@ -69,20 +66,26 @@ async def chat_completions(request: Request) -> None:
 
 
 async def chat_prompt(
-    request: Request, model: ServedModel, body: ChatRequest | TokenizeRequest, most: int
+    request: Request,
+    model: ServedModel,
+    body: ChatRequest | TokenizeRequest,
+    most: int,
+    is_constrained: bool = False,
 ) -> tuple[list[int], bool]:
     """A chat as token ids, at most `most`, and whether the answer begins inside of the model's
-    reasoning. Raises ApiError 400, ContextOverflow."""
+    reasoning. `is_constrained`: it is held to a form from its first token on.
+
+    Raises ApiError 400, ContextOverflow.
+    """
     template = model.tokenizer.chat_template or ""
     variables = dict(body.chat_template_kwargs or {})
     for name in sorted(_OURS & variables.keys()):
         key = f"chat_template_kwargs.{name}"
         raise invalid(f"{key}: the request has a key of its own for it", key)
-    if isinstance(body, ChatRequest) and _is_constrained(body) and "enable_thinking" in template:
-        variables = {"enable_thinking": False} | variables  # it could not think
+    if is_constrained and "enable_thinking" in template:
+        variables.setdefault("enable_thinking", False)  # it could not think
     turns = turns_of(body.messages or [])
-    if body.tools:
-        turns, variables["tools"] = told_of_tools(turns, offered(body), template)
+    turns, variables["tools"] = told_of_tools(turns, offered(body), template)
 
     def rendered() -> str:
         head = body.add_generation_prompt is not False
@@ -95,13 +98,6 @@ async def chat_prompt(
         raise invalid(scrubbed(str(problem)), "messages") from None
     ids = await model.tokens(text, "messages", most=most, parse_special=True)
     return ids, text.rstrip().endswith(THINK)
-
-
-def _is_constrained(body: ChatRequest) -> bool:
-    """Whether the answer is held to a form from its first token on."""
-    is_json = isinstance(body.response_format, JsonObjectFormat | JsonFormat)
-    must_call = body.tool_choice not in (None, "none", "auto")
-    return is_json or must_call or body.grammar is not None
 
 
 def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -192,20 +188,20 @@ class ChatAnswer(Answer):
         finish = "tool_calls" if calls and choice.finish == "stop" else choice.finish
         return ChatChoice(choice.index, message, UNSET, self._logprobs(choice), finish)
 
-    def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if self.generation.sampling.logprobs is None:
             return None
         details, choice.details = choice.details, []
-        return ChatLogprobs([self._token(detail) for detail in details])
+        return {"content": [self._detail(one) for one in details], "refusal": None}
 
-    def _token(self, detail: TokenDetail) -> TokenLogprob:
+    def _detail(self, detail: TokenDetail) -> dict[str, Any]:
         pairs = zip(detail.top_ids, detail.top_values, strict=True)
-        top = [TopLogprob(*self._said(token, value)) for token, value in pairs]
-        return TokenLogprob(*self._said(detail.token, detail.logprob), top)
+        top = [self._said(token, value) for token, value in pairs]
+        return self._said(detail.token, detail.logprob) | {"top_logprobs": top}
 
-    def _said(self, token: int, logprob: float) -> tuple[str, float, list[int] | None]:
-        """A token's text, log-probability and bytes; a control token is shown by its id and has
-        no bytes."""
+    def _said(self, token: int, logprob: float) -> dict[str, Any]:
+        """A control token is shown by its id and has no bytes."""
         data = self.model.bytes_of(token)
         text = data.decode("utf-8", "replace") if data else f"token_id:{token}"
-        return text, max(logprob, LOWEST_LOGPROB), list(data) or None
+        value = max(logprob, LOWEST_LOGPROB)
+        return {"token": text, "logprob": value, "bytes": list(data) or None}

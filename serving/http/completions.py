@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
-from serving.http.api_schemas import COMPLETION, CompletionLogprobs, TextChoice
+from serving.http.api_schemas import COMPLETION, TextChoice
 from serving.http.http_request import Request
 from serving.http.request_validation import prompts_of, token_limit, validate
 from serving.http.sse_stream import LOWEST_LOGPROB, Answer, Choice
@@ -45,22 +46,25 @@ class TextAnswer(Answer):
     def whole(self, choice: Choice, parts: Sequence[Part]) -> TextChoice:
         return TextChoice(choice.index, choice.text, self._logprobs(choice), choice.finish)
 
-    def _logprobs(self, choice: Choice) -> CompletionLogprobs | None:
+    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        """In OpenAI's older shape. `text_offset`: characters in the choice's text."""
         if self.generation.sampling.logprobs is None:
             return None
         details, choice.details = choice.details, []
-        found = CompletionLogprobs([], [], [], [])
+        tops, offsets = [], []
         decoder, offset = _UTF8("replace"), choice.written
         for detail in details:
-            value = max(detail.logprob, LOWEST_LOGPROB)
             pairs = zip(detail.top_ids, detail.top_values, strict=True)
-            top = {self._name(token): max(other, LOWEST_LOGPROB) for token, other in pairs}
-            found.tokens.append(self._name(detail.token))
-            found.token_logprobs.append(value)
-            found.top_logprobs.append(top | {self._name(detail.token): value})
-            found.text_offset.append(offset)
+            said = dict(pairs) | {detail.token: detail.logprob}
+            tops.append({self._name(token): max(said[token], LOWEST_LOGPROB) for token in said})
+            offsets.append(offset)
             offset += len(decoder.decode(self.model.bytes_of(detail.token)))
-        return found
+        return {
+            "tokens": [self._name(detail.token) for detail in details],
+            "token_logprobs": [max(detail.logprob, LOWEST_LOGPROB) for detail in details],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _name(self, token: int) -> str:
         r"""A token as a key: its text, `bytes:\xe2\x82` where it is no whole text, or its id."""

@@ -6,7 +6,6 @@ import math
 import re
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from serving.errors import (
     ContextOverflow,
@@ -26,14 +25,12 @@ _TYPES = {
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's error object; the counts stand only in a context overflow."""
+    """OpenAI's error object."""
 
     message: str
     type: str
     param: str | None = None
     code: str | None = None
-    n_prompt_tokens: int | UnsetType = UNSET
-    n_ctx: int | UnsetType = UNSET
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -47,7 +44,7 @@ class ClientGone(Exception):
 
 
 class ApiError(ServingError):
-    """An answer other than 2xx. `counts`: prompt tokens and context of a context overflow."""
+    """An answer other than 2xx."""
 
     def __init__(
         self,
@@ -55,16 +52,14 @@ class ApiError(ServingError):
         message: str,
         code: str | None = None,
         param: str | None = None,
-        *,
         headers: dict[str, str] | None = None,
-        counts: tuple[int | UnsetType, int | UnsetType] = (UNSET, UNSET),
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.headers = headers or {}
         kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.body = ErrorBody(ErrorDetail(message, kind, param, code, *counts))
+        self.body = ErrorBody(ErrorDetail(message, kind, param, code))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -97,9 +92,8 @@ def as_answer(problem: Exception) -> ApiError | None:
             return invalid(str(problem), "model", "model_required")
         case TextTooLong(parameter=param):
             return invalid(text, param, "text_too_long")
-        case ContextOverflow(parameter=param, prompt_tokens=tokens, context_tokens=context):
-            code = "context_length_exceeded"
-            return ApiError(400, text, code, param, counts=(tokens, context))
+        case ContextOverflow(parameter=param):
+            return invalid(text, param, "context_length_exceeded")
         case RecursionError():  # of a schema, of tools, of a template
             return invalid("the body is nested too deeply", code="nested_too_deeply")
     return None

@@ -18,8 +18,6 @@ from serving.http.api_schemas import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    JsonFormat,
-    JsonObjectFormat,
     encode,
 )
 from serving.http.body_limits import Limits
@@ -79,11 +77,14 @@ def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> 
     if body.logit_bias:
         check_ids(list(body.logit_bias), facts, "logit_bias")
     schema = calls_schema
-    match body.response_format:
-        case JsonObjectFormat():
-            schema = b'{"type":"object"}'
-        case JsonFormat(json_schema=given):
-            schema = encode(given.schema)
+    form = body.response_format
+    if form is not None and form.type == "json_object":
+        schema = b'{"type":"object"}'
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            key = "response_format.json_schema"
+            raise invalid(f"{key}: needed with this type", key)
+        schema = encode(form.json_schema.schema)
     if body.grammar is not None and schema is not None:
         raise invalid("grammar: not together with response_format", "grammar")
     sampling = Sampling(
@@ -132,19 +133,15 @@ def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> 
 def prompts_of(body: CompletionRequest, facts: Facts, limits: Limits) -> list[str | list[int]]:
     """The completion's prompts, each a text or token ids. Raises ApiError 400."""
     prompt = body.prompt
-    found: list[str | list[int]]
-    if isinstance(prompt, str):
-        found = [prompt]
-    elif prompt and isinstance(prompt[0], int) and len(prompt) > facts.context_tokens:
+    if not isinstance(prompt, str) and len(prompt) > facts.context_tokens + limits.sequences:
         # before a walk through a million ids
         raise ContextOverflow(len(prompt), None, facts.context_tokens, "prompt")
-    elif prompt and all(isinstance(item, int) for item in prompt):
-        found = [cast(list[int], prompt)]
-    elif len({type(item) for item in prompt}) == 1 and not isinstance(prompt[0], int):
-        found = list(cast("list[str | list[int]]", prompt))
-    else:
+    if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
+        prompt = [cast("str | list[int]", prompt)]
+    if {type(item) for item in prompt} not in ({str}, {list}):
         text = "prompt: texts, token ids or lists of token ids are needed, all of one kind"
         raise invalid(text, "prompt")
+    found = cast("list[str | list[int]]", prompt)
     check_sequences(len(found), body.n or 1, limits)
     for ids in found:
         if isinstance(ids, list):

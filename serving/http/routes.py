@@ -8,8 +8,12 @@ Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error 
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import logging
+import re
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from serving.http import admin_routes, status_routes
 from serving.http.admin_routes import UnloadRequest
-from serving.http.api_key import check_host, check_key
 from serving.http.api_schemas import (
     ChatChoice,
     ChatRequest,
@@ -148,9 +151,8 @@ class App:
         answer = as_answer(problem)
         if answer is None:
             number = request.id.decode()
-            logger.error(
-                "request %s failed", number, exc_info=problem, extra={"request_id": number}
-            )
+            more = {"request_id": number}
+            logger.error("request %s failed", number, exc_info=problem, extra=more)
             text = "the server failed on this request; its log says why"
             answer = ApiError(500, text, "internal_error")
         router = self.endpoint.router
@@ -171,17 +173,40 @@ def _log_line(request: Request, code: int) -> dict[str, Any]:
         "status": code,
         "seconds": round(time.perf_counter() - request.began, 6),
         "backend": request.backend,
+        "model": request.model and request.model.served_name,
+        "error": request.error,
     }
-    if request.model is not None:
-        line["model"] = request.model.served_name
-    if request.error is not None:
-        line["error"] = request.error
     if request.generated is not None:
         choices, usage = request.generated.choices, request.generated.usage()
         line["prompt_tokens"] = usage.prompt_tokens
         line["completion_tokens"] = usage.completion_tokens
         line["finish"] = sorted({c.ended_as for c in choices if c.ended_as is not None})
-        firsts = [choice.first for choice in choices if choice.first is not None]
-        if firsts:
-            line["ttft_seconds"] = round(min(firsts) - request.began, 6)
-    return line
+        firsts = [choice.first for choice in choices if choice.tokens]
+        line["ttft_seconds"] = round(min(firsts) - request.began, 6) if firsts else None
+    return {key: value for key, value in line.items() if value is not None}
+
+
+def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
+    """Raises ApiError 401 for a request without the key, after a time that does not depend on
+    where they differ."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    is_same = hmac.compare_digest(given.strip(), key.encode())
+    if not is_same or scheme.lower() != b"bearer":
+        text = "an API key is needed: Authorization: Bearer <key>"
+        raise ApiError(401, text, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def check_host(headers: Mapping[bytes, bytes]) -> None:
+    """Raises ApiError 403 where the Host is a name of the DNS other than localhost.
+
+    A web page reaches a server on loopback under its own name where it has the DNS answer
+    127.0.0.1 (DNS rebinding). Addresses and names without a dot are nobody's.
+    """
+    host = headers.get(b"host", b"").decode("latin-1").strip().lower()
+    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if "." in name and not name.endswith(".localhost"):
+            text = f"Host {name[:80]!r}: without a key, local names only are served"
+            raise ApiError(403, text, "wrong_host") from None

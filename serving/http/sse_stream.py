@@ -26,6 +26,7 @@ from serving.http.api_schemas import (
     Finish,
     Generation,
     PromptTokensDetails,
+    StreamOptions,
     Usage,
     encode,
 )
@@ -35,7 +36,6 @@ from serving.http.tool_calls import Part, Splitter
 from serving.registry.loaded_model import TEXT_WORK
 from serving.supervisor.inflight_requests import Stream
 
-DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
 ROLE, END = Part("role", ""), Part("end", "")
 _ODD = 0x9E3779B97F4A7C15  # golden ratio * 2^64: seeds of sibling answers far apart
@@ -55,9 +55,9 @@ class Choice:
     stream: Stream
     submitted: float
     splitter: Splitter | None  # where there may be more in the text than content
-    last: float = 0.0  # when its last tokens came
-    first: float | None = None  # when its first token was made
+    first: float = 0.0  # when its first token was made
     first_tokens: int = 0  # that came with it
+    last: float = 0.0  # when its last tokens came
     tokens: int = 0
     cached: int | None = None
     ended_as: FinishReason | None = None
@@ -76,6 +76,7 @@ class Answer(ABC):
     kind: str  # as `object`; `chunk_kind`: of a streamed one
     chunk_kind: str
     opening: tuple[Part, ...] = ()  # what precedes a choice's first content
+    schema_key = "response_format"  # that an engine's refusal of the schema is about
 
     def __init__(self, request: Request, body: Generation, generation: GenerationRequest) -> None:
         """`generation`: without a prompt; its seed is that of the first answer to each prompt."""
@@ -87,10 +88,7 @@ class Answer(ABC):
         self.created = int(time.time())
         self.n = body.n or 1
         self.streamed = bool(body.stream)
-        options = body.stream_options
-        self.wants_usage = bool(options and options.include_usage)
-        self.usage_always = bool(options and options.continuous_usage_stats)
-        self.schema_key = "response_format"  # that an engine's refusal of the schema is about
+        self.options = body.stream_options or StreamOptions()
         self.choices: list[Choice] = []
         self._turn = asyncio.Lock()  # of writing: one event after the other
 
@@ -135,9 +133,9 @@ class Answer(ABC):
                 except BaseExceptionGroup as problems:
                     raise problems.exceptions[0] from None
             if self.streamed:
-                last = self._event([], self.usage()) if self.wants_usage else b""
-                await self.request.close_stream(last + DONE)
-            elif self.generation.sampling.logprobs is not None:  # up to seconds of work
+                last = self._event([], self.usage()) if self.options.include_usage else b""
+                await self.request.close_stream(last + b"data: [DONE]\n\n")
+            elif alternatives is not None:  # up to seconds of work
                 await self.request.answer(await TEXT_WORK.run(0, self._body))
             else:
                 await self.request.answer(self._body())
@@ -177,8 +175,6 @@ class Answer(ABC):
                     await request.write(self._events(choice, delta.text))
             else:
                 choice.text += delta.text
-        if choice.ended_as is None:
-            raise RuntimeError(f"sequence {choice.index} of the request ended without a finish")
 
     def _take(self, choice: Choice, delta: Delta) -> None:
         """Account for one delta. Raises where the sequence did not end as it should."""
@@ -199,22 +195,16 @@ class Answer(ABC):
                 raise self._failure(delta)
 
     def _began(self, choice: Choice, delta: Delta, now: float) -> None:
-        """The first tokens are here; of a whole answer the engine says when they were made."""
+        """The first tokens are here."""
         metrics, prompt_tokens = self.model.metrics, choice.prompt_tokens
-        choice.cached = delta.cached_tokens
-        choice.first, choice.first_tokens = now, delta.tokens
+        choice.first, choice.first_tokens, choice.cached = now, delta.tokens, delta.cached_tokens
         queue, prefill = delta.queue_seconds, delta.prefill_seconds
-        if not self.streamed:
-            choice.first_tokens = 1
-            choice.first = None
-            if queue is not None and prefill is not None:
-                choice.first = min(now, choice.submitted + queue + prefill)
-        if choice.first is not None:
-            metrics.ttft.observe(choice.first - self.request.began)
-        if queue is not None:
+        if queue is not None and prefill is not None:
             metrics.queue.observe(queue)
-        if prefill is not None:
             metrics.prefill.observe(prefill)
+            if not self.streamed:  # all came at once: the engine says when the first was made
+                choice.first, choice.first_tokens = choice.submitted + queue + prefill, 1
+        metrics.ttft.observe(choice.first - self.request.began)
         metrics.prompt_tokens.inc(prompt_tokens)
         metrics.cache_queries.inc(prompt_tokens)
         metrics.cache_hits.inc(choice.cached or 0)
@@ -232,19 +222,15 @@ class Answer(ABC):
             return
         metrics.e2e.observe(choice.last - self.request.began)
         metrics.output_lengths.observe(choice.tokens)
-        if choice.first is not None:
-            decode_seconds = choice.last - choice.first
+        if choice.tokens:
+            decode_seconds = max(0.0, choice.last - choice.first)
             metrics.decode.observe(decode_seconds)
             if choice.tokens > choice.first_tokens:
                 metrics.per_token.observe(decode_seconds / (choice.tokens - choice.first_tokens))
 
     def _events(self, choice: Choice, text: str) -> bytes:
         """The events that a delta's text becomes; none where it is still held back."""
-        parts: list[Part] = []
-        if choice.splitter is not None:
-            parts = choice.splitter.push(text, choice.finish is not None)
-        elif text:
-            parts.append(Part("content", text))
+        parts = self._parts(choice, text)
         if not choice.opened:
             choice.opened = True
             parts[:0] = self.opening
@@ -252,13 +238,18 @@ class Answer(ABC):
             parts.append(END)
         data = b""
         for part in parts:
-            usage: Usage | None | UnsetType = None if self.wants_usage else UNSET
-            if self.usage_always:
+            usage: Usage | None | UnsetType = None if self.options.include_usage else UNSET
+            if self.options.continuous_usage_stats:
                 tokens = 0 if part is ROLE else choice.tokens
                 usage = usage_of(choice.prompt_tokens, tokens, choice.cached)
             data += self._event([self.shown(choice, part)], usage)
             choice.written += len(part.text)
         return data
+
+    def _parts(self, choice: Choice, text: str) -> list[Part]:
+        if choice.splitter is not None:
+            return choice.splitter.push(text, choice.finish is not None)
+        return [Part("content", text)] if text else []
 
     def _event(self, choices: list[Any], usage: Usage | None | UnsetType) -> bytes:
         """One chunk of a streamed answer."""
@@ -267,12 +258,7 @@ class Answer(ABC):
 
     def _body(self) -> bytes:
         """The whole answer."""
-        choices = []
-        for choice in self.choices:
-            parts = [Part("content", choice.text)]
-            if choice.splitter is not None:
-                parts = choice.splitter.push(choice.text, True)
-            choices.append(self.whole(choice, parts))
+        choices = [self.whole(choice, self._parts(choice, choice.text)) for choice in self.choices]
         name, usage = self.model.served_name, self.usage()
         return encode(Completion(self.id, self.kind, self.created, name, choices, usage))
 
@@ -293,14 +279,13 @@ class Answer(ABC):
             text = f"the answer was not complete after {self.generation.deadline_seconds:g} s"
             return ApiError(504, text, "deadline_exceeded", headers={"X-Should-Retry": "false"})
         text = delta.error or "the request was cancelled by the server"
-        if key is None:  # else it quotes the request, and nothing of ours
-            text = scrubbed(text)
-        if delta.finish == FinishReason.REFUSED:
+        if delta.finish == FinishReason.REFUSED:  # quotes the request, and nothing of ours
             key = self.schema_key if key == "response_format" else key
             return invalid(text, key, "unsupported_parameter")
         if supervisor.state != EngineState.ready:
-            return try_again(503, text, "engine_failed", supervisor.retry_after_seconds())
-        return ApiError(500, text, "engine_failed")
+            seconds = supervisor.retry_after_seconds()
+            return try_again(503, scrubbed(text), "engine_failed", seconds)
+        return ApiError(500, scrubbed(text), "engine_failed")
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:

@@ -15,7 +15,6 @@ cut off, is content.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,18 +22,15 @@ from typing import Any, Literal, NamedTuple
 from serving.http.api_schemas import (
     CalledFunction,
     ChatRequest,
-    NamedTool,
     TokenizeRequest,
     Tool,
     ToolCall,
     encode,
 )
 from serving.http.errors import invalid
-from serving.sampling.grammar import MAX_CHARACTERS
 
 THINK, THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
-_SEPARATORS = re.compile(r"[\s,;\[\]]*")
 
 Format = Literal["hermes", "list"]
 Reasoning = Literal["maybe", "open"]
@@ -55,7 +51,7 @@ def format_of(body: ChatRequest, template: str) -> Format | None:
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise invalid("tools: two functions of the same name", "tools")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
+    if isinstance(choice, Tool) and choice.function.name not in names:
         text = f"tool_choice: tools has no function {choice.function.name!r}"
         raise invalid(text, "tool_choice")
     if choice == "required" and not tools:
@@ -66,7 +62,7 @@ def format_of(body: ChatRequest, template: str) -> Format | None:
     if getattr(body, constrained) is not None:
         text = f"{constrained}: not together with tools, unless tool_choice is none"
         raise invalid(text, constrained)
-    if choice == "required" or isinstance(choice, NamedTool):
+    if choice == "required" or isinstance(choice, Tool):
         return "list"
     plain = template.replace('\\"', '"')
     if _CALL in plain and '"arguments"' in plain and "<function=" not in plain:
@@ -81,11 +77,8 @@ def format_of(body: ChatRequest, template: str) -> Format | None:
 def schema_of(body: ChatRequest) -> bytes:
     """The JSON schema of the calls that must come. Raises ApiError 400."""
     choice, tools = body.tool_choice, offered(body)
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, Tool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    if (size := len(encode(tools))) > MAX_CHARACTERS:
-        text = f"{size} characters of JSON; {MAX_CHARACTERS} can be held to"
-        raise invalid(f"tools: {text}", "tools")
     definitions: dict[str, Any] = {}
     calls: list[Any] = []
     for number, tool in enumerate(tools):
@@ -102,7 +95,7 @@ def schema_of(body: ChatRequest) -> bytes:
             }
         )
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if isinstance(choice, NamedTool) or body.parallel_tool_calls is False:
+    if isinstance(choice, Tool) or body.parallel_tool_calls is False:
         schema["maxItems"] = 1
     return encode(schema | {"$defs": definitions})
 
@@ -122,8 +115,12 @@ def _moved(schema: Any, place: str) -> Any:
 
 def told_of_tools(
     turns: list[dict[str, Any]], tools: Sequence[Tool], template: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(turns, tools) for the chat template; where it has no place for tools, they become text."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """(turns, tools) for the chat template; what it has no place for becomes text."""
+    for turn in turns if "tool_calls" not in template else ():
+        for call in turn.pop("tool_calls", ()):
+            said = json.dumps(call["function"], ensure_ascii=False)
+            turn["content"] = f"{turn['content']}\n{_CALL}\n{said}\n{_CALLED}".lstrip("\n")
     shown = [
         {
             "name": tool.function.name,  # some templates fail without the other two
@@ -141,7 +138,7 @@ def told_of_tools(
         if turns[0]["role"] == "system":
             text = f"{turns.pop(0)['content']}\n\n{text}"
         turns = [{"role": "system", "content": text}, *turns]
-    return turns, [{"type": "function", "function": function} for function in shown]
+    return turns, [{"type": "function", "function": function} for function in shown] or None
 
 
 # --- what the model says
@@ -217,28 +214,19 @@ class Splitter:
 
     def _calls(self, text: str, shown: str) -> list[Part]:
         """The calls that a text consists of; content where it is anything else, or cut off."""
-        calls: list[Part] = []
-        place = _past_separators(text, 0)
         try:
-            while place < len(text):
-                said, end = json.JSONDecoder().raw_decode(text, place)
-                calls.append(Part("call", "", self._call(said)))
-                place = _past_separators(text, end)
+            said = json.loads(text)
+            calls = [self._call(one) for one in (said if isinstance(said, list) else [said])]
         except (ValueError, RecursionError):
             calls = []
         return calls or ([Part("content", shown)] if shown else [])
 
-    def _call(self, said: Any) -> ToolCall:
+    def _call(self, said: Any) -> Part:
         """Raises ValueError for what is no call of one of these functions."""
         if not isinstance(said, dict) or said.get("name") not in self._names:
             raise ValueError("no call")
         arguments = said.get("arguments", said.get("parameters", {}))
         shown = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
         text = shown.encode(errors="replace").decode()  # half a surrogate pair is no text
-        call = CalledFunction(name=said["name"], arguments=text)
-        return ToolCall(id=f"call_{secrets.token_hex(12)}", function=call)
-
-
-def _past_separators(text: str, place: int) -> int:
-    found = _SEPARATORS.match(text, place)
-    return place if found is None else found.end()
+        function = CalledFunction(name=said["name"], arguments=text)
+        return Part("call", "", ToolCall(id=f"call_{secrets.token_hex(12)}", function=function))

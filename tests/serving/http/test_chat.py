@@ -106,7 +106,7 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
         said = prompt_of(supervisor)
     assert '{"name": "now", "description": "the time", ' in said
     assert 'assistant\n<tool_call>\n{"name": "now", "arguments": {"z": 1}}\n</tool_call>' in said
-    assert "user\n<tool_response>\nnoon\n</tool_response>" in said
+    assert "tool\nnoon\n" in said
 
 
 @pytest.mark.parametrize(
