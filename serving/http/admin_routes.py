@@ -4,12 +4,9 @@
 | POST /admin/load   | {"name": "small"}, or a new one: {"name": "big", "source": "1b"}    |
 | POST /admin/unload | {"name": "small"}; "drain": false cuts off                          |
 
-They are there behind a key of their own alone (`--admin-key-env`, `--admin-key-file`); the API key
-opens none of them. Their requests are trusted as the command line is: a source may be a path of
-this machine or a hub name.
-
-A load or unload is answered when it is done, and goes on when the client goes away. Errors: 404 no
-model, 400 wrong options, 503 no room, 507 it can not fit, 500 it did not
+They have a key of their own, and are trusted as the command line is: a source may be a path of this
+machine or a hub name. A load or unload is answered when it is done, and goes on when the client
+goes away. Errors: 404 no model, 400 wrong options, 503 no room, 507 it can not fit, 500 it did not
 load.
 """
 
@@ -24,7 +21,7 @@ import msgspec
 
 from models.errors import ModelError
 from models.machine import available_bytes
-from serving.errors import EngineState, LoadFailed, NoRoom, ServingError
+from serving.errors import LoadFailed, NoRoom, ServingError
 from serving.http.api_schemas import Wire
 from serving.http.errors import ApiError, as_answer, invalid, scrubbed, try_again
 from serving.http.http_request import Request
@@ -32,7 +29,7 @@ from serving.placement.placement_policy import NoPlacement
 from serving.registry.engine_config import prepare
 from serving.registry.loaded_model import Tenant, read_vocabulary
 from serving.registry.model_registry import Registry
-from serving.server_options import ModelOptions, model_options
+from serving.server_options import model_options
 from serving.supervisor.supervisor import Background
 
 # What one of these raises is in the model's state, in the log, and in the answer of whoever waited.
@@ -46,113 +43,56 @@ class UnloadRequest(Wire, kw_only=True, frozen=True):
     drain: bool = True
 
 
-class ModelMemory(msgspec.Struct, frozen=True):
-    """In bytes. `predicted_bytes`: what placement expects on `device`.
-
-    `measured_bytes`: RSS of the engine's processes; None while none runs. `loaded`: one runs.
-    """
-
-    device: str
-    predicted_bytes: int
-    measured_bytes: int | None
-    loaded: bool
-
-
-class LoadProgress(msgspec.Struct, frozen=True):
-    """`fraction` is 0 to 1, None where it is not known."""
-
-    what: str
-    fraction: float | None
-
-
-class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. `on_demand`: the next request loads it. `idle_seconds`: since its last request
-    began or ended; None: it had none."""
-
-    name: str
-    source: str
-    state: EngineState
-    reason: str | None
-    policy: str
-    engine: str
-    weight_format: str
-    standby: str | None
-    on_demand: bool
-    loading: LoadProgress | None
-    problem: str | None
-    memory: ModelMemory
-    in_flight: int
-    waiting: int
-    idle_seconds: float | None
-    idle_unload_seconds: float | None
-    restarts: int
-    fallbacks: int
-    loads: int
-    unloads: dict[str, int]
-    engine_pid: int | None
-
-    @classmethod
-    def of(cls, tenant: Tenant) -> ModelState:
-        supervisor, model = tenant.supervisor, tenant.prepared.model
-        metrics, progress = tenant.served_model.metrics, tenant.progress()
-        loaded = bool(supervisor.pids)
-        predicted = sum(attempt.need_bytes for attempt in tenant.attempts())
-        idle = None if tenant.used_unix is None else round(time.monotonic() - tenant.used_at, 3)
-        return cls(
-            name=tenant.name,
-            source=model.source,
-            state=tenant.state,
-            reason=scrubbed(supervisor.reason) if supervisor.reason else None,
-            policy=model.policy.value,
-            engine=supervisor.label,
-            weight_format=tenant.placement.weight_format,
-            standby=supervisor.standby,
-            on_demand=tenant.on_demand,
-            loading=None if progress is None else LoadProgress(*progress),
-            problem=scrubbed(tenant.problem) if tenant.problem else None,
-            memory=ModelMemory(
-                tenant.placement.device,
-                predicted or tenant.placement.need_bytes,
-                tenant.measured_bytes if loaded else None,
-                loaded,
-            ),
-            in_flight=supervisor.in_flight,
-            waiting=supervisor.waiting,
-            idle_seconds=idle,
-            idle_unload_seconds=model.idle_unload_seconds,
-            restarts=supervisor.restarts,
-            fallbacks=supervisor.fallbacks,
-            loads=metrics.loads["ready"],
-            unloads=dict(metrics.unloads),
-            engine_pid=supervisor.engine_pid,
-        )
-
-
-class RegistryState(msgspec.Struct, frozen=True):
-    """All models, and the memory they share. `available_bytes`: what a new process can take.
-    `memory_limit_bytes`, `max_loaded_models`: None: there is no limit."""
-
-    models: list[ModelState]
-    loaded_bytes: int
-    available_bytes: int
-    memory_limit_bytes: int | None
-    max_loaded_models: int | None
-
-
 CHOICE = msgspec.json.Decoder(dict[str, Any])
 UNLOAD = msgspec.json.Decoder(UnloadRequest)
 
 
 async def list_models(request: Request) -> None:
+    """All models, and the memory they share; a limit that is null does not hold."""
     registry = _registry(request)
-    states = [ModelState.of(tenant) for tenant in registry.tenants.values()]
-    memories = [one.memory for one in states if one.memory.loaded]
-    loaded = sum(one.measured_bytes or one.predicted_bytes for one in memories)
-    limits = registry.limits
-    known = RegistryState(
-        states, loaded, available_bytes(), limits.memory_bytes, limits.most_loaded
-    )
-    await request.answer(known)
+    states = [_state(tenant) for tenant in registry.tenants.values()]
+    memories = [one["memory"] for one in states if one["memory"]["loaded"]]
+    loaded = sum(one["measured_bytes"] or one["predicted_bytes"] for one in memories)
+    shared = {
+        "loaded_bytes": loaded,
+        "available_bytes": available_bytes(),  # what a new process can take
+        "memory_limit_bytes": registry.limits.memory_bytes,
+        "max_loaded_models": registry.limits.most_loaded,
+    }
+    await request.answer({"models": states} | shared)
+
+
+def _state(tenant: Tenant) -> dict[str, Any]:
+    """One model, and what its engines' processes take (RSS); what is not known is null."""
+    supervisor, model = tenant.supervisor, tenant.prepared.model
+    metrics, progress = tenant.served_model.metrics, tenant.progress()
+    is_loaded = bool(supervisor.pids)
+    predicted = sum(attempt.need_bytes for attempt in tenant.attempts())
+    idle = None if tenant.used_unix is None else round(time.monotonic() - tenant.used_at, 3)
+    return {
+        "name": tenant.name,
+        "source": model.source,
+        "state": tenant.state,
+        "reason": scrubbed(supervisor.reason or "") or None,
+        "policy": model.policy,
+        "engine": supervisor.label,
+        "weight_format": tenant.placement.weight_format,
+        "on_demand": tenant.on_demand,
+        "loading": progress and {"what": progress[0], "fraction": progress[1]},
+        "problem": scrubbed(tenant.problem or "") or None,
+        "memory": {
+            "device": tenant.placement.device,
+            "predicted_bytes": predicted or tenant.placement.need_bytes,
+            "measured_bytes": tenant.measured_bytes if is_loaded else None,
+            "loaded": is_loaded,
+        },
+        "in_flight": supervisor.in_flight,
+        "idle_seconds": idle,
+        "restarts": supervisor.restarts,
+        "fallbacks": supervisor.fallbacks,
+        "loads": metrics.loads["ready"],
+        "engine_pid": supervisor.engine_pid,
+    }
 
 
 async def load_model(request: Request) -> None:
@@ -195,35 +135,24 @@ async def _do(request: Request, name: str, work: Coroutine[Any, Any, Any]) -> No
     try:
         await asyncio.shield(_background.keep(work))
     except (ServingError, ModelError) as problem:
-        raise _as_answer(problem) from problem
-    await request.answer(ModelState.of(_registry(request).tenants[name]))
-
-
-def _as_answer(problem: ServingError | ModelError) -> ApiError:
-    text = str(problem)
-    answer = as_answer(problem) if isinstance(problem, ServingError) else None
-    if answer is not None:
-        return answer
-    match problem:
-        case NoRoom():
-            return try_again(503, text, "no_room", 5.0)
-        case NoPlacement():
-            return ApiError(507, text, code="does_not_fit")
-        case LoadFailed():
-            return ApiError(500, text, code="load_failed")
-        case _:
-            return invalid(text, code="wrong_model")
+        answer = as_answer(problem)
+        text = str(problem)
+        match problem:
+            case NoRoom():
+                answer = try_again(503, text, "no_room", 5.0)
+            case NoPlacement():
+                answer = ApiError(507, text, "does_not_fit")
+            case LoadFailed():
+                answer = ApiError(500, text, "load_failed")
+        raise answer or invalid(text, code="wrong_model") from problem
+    await request.answer(_state(_registry(request).tenants[name]))
 
 
 def _no_model(name: str, advice: str) -> ApiError:
-    text = f"there is no model {name[:200]!r}; {advice}"
-    return ApiError(404, text, code="model_not_found", param="name")
+    return ApiError(404, f"there is no model {name[:200]!r}; {advice}", "model_not_found", "name")
 
 
 def _registry(request: Request) -> Registry:
     keeper = request.endpoint.router.keeper
     assert isinstance(keeper, Registry), "admin routes are those of a registry"
     return keeper
-
-
-BODY = ModelOptions  # of /admin/load, where it adds a model; else its name alone

@@ -3,23 +3,20 @@
     request = decode(CHAT, body)          # ApiError 400 names the key that is wrong
 
 Unknown keys are refused. `temperature` 1.0 and `max_tokens` 16 (completions) are OpenAI's defaults
-where a key is left out. Every field of OpenAI's answers is there, null where it says nothing.
+where a key is left out.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from serving.errors import EngineState
-from serving.http.errors import ApiError, ErrorDetail, invalid
+from serving.http.errors import ApiError, invalid
 
 T = TypeVar("T")
-MOST_LOGPROBS = 20  # alternatives at one position
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM sends this number in its place
 _INT31 = 2**31 - 1
 _INT64 = 2**63
 
@@ -49,47 +46,24 @@ class JsonSchemaFormat(Wire, kw_only=True, frozen=True):
     description: str | None = None
 
 
-class TextFormat(Wire, kw_only=True, frozen=True, tag="text", tag_field="type"):
-    pass
-
-
-class JsonObjectFormat(Wire, kw_only=True, frozen=True, tag="json_object", tag_field="type"):
-    pass
-
-
-class JsonFormat(Wire, kw_only=True, frozen=True, tag="json_schema", tag_field="type"):
-    json_schema: JsonSchemaFormat
+class ResponseFormat(Wire, kw_only=True, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
 
 TokenId = Annotated[int, Meta(ge=0, le=_INT31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Repetition = Annotated[float, Meta(ge=0.01, le=100)]
-Alternatives = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Alternatives = Annotated[int, Meta(ge=0, le=20)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-MaxTokens = Annotated[
-    int,
-    _about("More than the context leaves is cut. -1: all that it leaves.", ge=-1, le=_INT31),
-]
+MaxTokens = Annotated[int, _about("At most what the context leaves; -1: that.", ge=-1, le=_INT31)]
+MinTokens = Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)]
+Deadline = Annotated[float, _about("From arrival; past it: an error.", ge=0.001, le=86400)]
 SpecialTokens = Annotated[bool, _about("Begin a text with the model's BOS token; default true.")]
-AssistantHead = Annotated[
-    bool, _about("End the prompt with the head of the assistant's turn; default true.")
-]
-ContinueFinal = Annotated[
-    bool,
-    _about(
-        "Go on with the last message, which is the assistant's. Left out: where it has text and "
-        "add_generation_prompt is left out too."
-    ),
-]
-TemplateVariables = Annotated[
-    dict[str, Any], _about("Variables of the model's chat template, such as enable_thinking.")
-]
-Effort = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
-    _about("Where the model's chat template knows reasoning_effort or enable_thinking."),
-]
+AssistantHead = Annotated[bool, _about("End the prompt with the assistant's head; default true.")]
+TemplateVariables = Annotated[dict[str, Any], _about("Such as enable_thinking.")]
 
 
 class Generation(Wire, kw_only=True, frozen=True):
@@ -98,9 +72,7 @@ class Generation(Wire, kw_only=True, frozen=True):
     model: Annotated[str, _about("Left out: the only model that is served.")] | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    min_tokens: Annotated[int, _about("No end before so many tokens.", ge=0, le=_INT31)] | None = (
-        None
-    )
+    min_tokens: MinTokens | None = None
     temperature: Annotated[float, _about("0 is greedy; left out: 1.0.", ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, _about("-1 or 0: all tokens.", ge=-1, le=_INT31)] | None = None
@@ -109,7 +81,6 @@ class Generation(Wire, kw_only=True, frozen=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
-    repeat_penalty: Annotated[Repetition, _about("llama.cpp's name of it.")] | None = None
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=1024)] | None = None
     n: Annotated[int, _about("Answers to each prompt.", ge=1, le=128)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
@@ -118,11 +89,9 @@ class Generation(Wire, kw_only=True, frozen=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonFormat | None = None
+    response_format: ResponseFormat | None = None
     grammar: Annotated[str, _about("GBNF, where the backend can.")] | None = None
-    deadline_seconds: (
-        Annotated[float, _about("From arrival; past it: an error.", ge=0.001, le=86400)] | None
-    ) = None
+    deadline_seconds: Deadline | None = None
     # Without effect: clients send them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -130,18 +99,13 @@ class Generation(Wire, kw_only=True, frozen=True):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    cache_prompt: bool | None = None
-    id_slot: int | None = None
 
 
 class CompletionRequest(Generation, kw_only=True, frozen=True):
     """POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
-    echo: (
-        Annotated[bool, _about("The prompt first; with `logprobs`, those of its tokens too.")]
-        | None
-    ) = None
+    echo: Literal[False] | None = None
     logprobs: Alternatives | None = None
     add_special_tokens: SpecialTokens | None = None
     best_of: Literal[1] | None = None  # as clients send it: without effect
@@ -159,13 +123,13 @@ class CalledFunction(Wire, kw_only=True, frozen=True):
     arguments: str
 
 
-class CallMade(Wire, kw_only=True, frozen=True):
-    """A call in an assistant's turn, as it came in an answer."""
+class ToolCall(Wire, kw_only=True, frozen=True):
+    """A call in an assistant's turn. `index`: in a chunk, which of the answer's calls this is."""
 
+    index: int | None | UnsetType = UNSET
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
 
 
 class Message(Wire, kw_only=True, frozen=True):
@@ -176,7 +140,7 @@ class Message(Wire, kw_only=True, frozen=True):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[CallMade] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
@@ -199,19 +163,8 @@ class Tool(Wire, kw_only=True, frozen=True):
     function: Function
 
 
-class FunctionName(Wire, kw_only=True, frozen=True):
-    name: str
-
-
-class NamedTool(Wire, kw_only=True, frozen=True):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 Tools = Annotated[list[Tool], Meta(max_length=128)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | Tool  # whose name alone counts
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
 
 
@@ -222,9 +175,7 @@ class ChatRequest(Generation, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     add_generation_prompt: AssistantHead | None = None
-    continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    reasoning_effort: Effort | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -239,24 +190,16 @@ class TokenizeRequest(Wire, kw_only=True, frozen=True):
     messages: Messages | None = None
     add_special_tokens: SpecialTokens | None = None
     add_generation_prompt: AssistantHead | None = None
-    continue_final_message: ContinueFinal | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    reasoning_effort: Effort | None = None
     tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
-
-
-ChatInput = ChatRequest | TokenizeRequest  # what a chat template is made to show
 
 
 class DetokenizeRequest(Wire, kw_only=True, frozen=True):
-    """POST /detokenize."""
+    """POST /detokenize. `skip_special_tokens` false: control tokens as their text."""
 
     model: str | None = None
     tokens: list[TokenId]
-    skip_special_tokens: (
-        Annotated[bool, _about("false: control tokens as their text; default true.")] | None
-    ) = None
+    skip_special_tokens: bool | None = None
 
 
 CHAT = msgspec.json.Decoder(ChatRequest)
@@ -279,8 +222,6 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise _explained(str(problem)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise invalid(f"the body is not JSON: {problem}", code="invalid_json") from None
-    except RecursionError:
-        raise invalid("the body is nested too deeply", code="nested_too_deeply") from None
 
 
 def _explained(message: str) -> ApiError:
@@ -307,11 +248,7 @@ def _explained(message: str) -> ApiError:
 # --- answers
 
 Finish = Literal["stop", "length", "tool_calls"]
-
-
-def finite(logprob: float) -> float:
-    """The log-probability as JSON can hold it."""
-    return max(logprob, LOWEST_LOGPROB)
+Choice = TypeVar("Choice")
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -327,161 +264,39 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds to a message, or a whole one. `content`: null in one of calls alone."""
 
-
-class TokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """OpenAI's older shape. `text_offset`: characters in the choice's text, echo included."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class FunctionCall(msgspec.Struct, frozen=True):
-    """`arguments`: JSON as text, as the model wrote it."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """`index`: in a chunk, which of the answer's calls this is. A call comes in one chunk."""
-
-    index: int | UnsetType = UNSET
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class AssistantMessage(msgspec.Struct, frozen=True):
-    """`content`: null where the answer consists of calls."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None = None
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | None | UnsetType = UNSET
+    refusal: None | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
+    """`message`: of a whole answer; `delta`: of a chunk."""
+
     index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish
-
-
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatDelta(msgspec.Struct, frozen=True):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
+    message: ChatDelta | UnsetType = UNSET
+    delta: ChatDelta | UnsetType = UNSET
+    logprobs: dict[str, Any] | None = None
     finish_reason: Finish | None = None
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str | None = None
-    choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-
-
-class CompletionChoice(msgspec.Struct, frozen=True):
+class TextChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: dict[str, Any] | None = None  # in OpenAI's older shape
     finish_reason: Finish | None = None
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer, and (with some of these left out) each chunk of a streamed one."""
+class Completion(msgspec.Struct, Generic[Choice], frozen=True):
+    """A whole answer, or a chunk of a streamed one."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: str
     created: int
     model: str
-    system_fingerprint: str | None
-    choices: list[CompletionChoice]
+    choices: list[Choice]
     usage: Usage | None | UnsetType = UNSET
-
-
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_model_len`: vLLM's name of the context. `state`: of the model's engine."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "crossover"
-    root: str
-    max_model_len: int | None
-    state: EngineState
-
-
-class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Tokenized(msgspec.Struct, frozen=True):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
-class Detokenized(msgspec.Struct, frozen=True):
-    prompt: str
-
-
-class Health(msgspec.Struct, frozen=True):
-    """The process is alive, whatever the engine is doing."""
-
-    status: Literal["ok"] = "ok"
-
-
-class Readiness(msgspec.Struct, frozen=True, kw_only=True):
-    """200 when `ready` (or `unloaded`: the next request loads it); 503 with an error otherwise.
-
-    `models`: the state of each, where there are several.
-    """
-
-    state: EngineState
-    model: str
-    backend: str
-    reason: str | None = None
-    error: ErrorDetail | UnsetType = UNSET
-    models: dict[str, EngineState] | UnsetType = UNSET

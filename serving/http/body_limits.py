@@ -1,7 +1,5 @@
 """The most of everything that a client can make large; what breaks a limit is a 4xx that names it.
 
-    body = await read_body(request.scope, receive, limits, slot_tokens)
-
 A server for the open internet stands behind a proxy, which bounds connections, heads and time.
 """
 
@@ -9,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 
 import msgspec
 from starlette.types import Receive, Scope
 
-from serving.http.errors import ApiError
+from serving.http.errors import ApiError, ClientGone
 
 BYTES_PER_TOKEN = 32  # of JSON: a text of escapes such as \u4e00 has up to 12
 HEADER_BYTES = 32 << 10
@@ -21,63 +20,48 @@ CLOSE = {"Connection": "close"}
 _JSON_TYPE = re.compile(rb"application/(?:[\w.+-]+\+)?json(?:\s*;.*)?", re.IGNORECASE)
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Of one request; `connections` and `waiting_for_load` of the process."""
 
-    body_bytes: int | None = None  # None: by `body_for`
+    body_bytes: int | None = None  # None: by the tokens of all slots' contexts together
     body_seconds: float = 30.0  # from the head of a request to the end of its body
     connections: int = 4096
     waiting_for_load: int = 256  # requests for models that are being loaded
     sequences: int = 128  # prompts * n of one request
     answer_logprobs: int = 200_000  # log-probabilities of an answer that is not streamed
-    echo_characters: int = 2 << 20  # of prompts, repeated in an answer that is not streamed
     deadline_seconds: float | None = None  # of every request; one may ask for a shorter deadline
 
-    def body_for(self, tokens: int) -> int:
-        """Most bytes of a body where all slots' contexts together have so many tokens."""
-        if self.body_bytes is not None:
-            return self.body_bytes
-        return min(4 << 20, (64 << 10) + BYTES_PER_TOKEN * tokens)
 
-
-class ClientGone(Exception):
-    """The client closed the connection: nobody is there to answer."""
-
-
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of this (lower-case) name."""
-    return next((value for found, value in scope["headers"] if found == name), None)
-
-
-def check_head(scope: Scope) -> None:
+def check_head(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
     """Raises ApiError for a head that is too large, or that asks for another protocol: what then
     follows in the connection is no request of HTTP/1.1."""
-    fields = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-    size = len(scope["raw_path"]) + len(scope["query_string"]) + fields
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size > HEADER_BYTES:
         text = f"the headers have {size} bytes; {HEADER_BYTES} are allowed"
-        raise ApiError(431, text, code="headers_too_large", headers=CLOSE)
-    if scope["method"] == "POST" and header(scope, b"upgrade") is not None:
+        raise ApiError(431, text, "headers_too_large", headers=CLOSE)
+    if scope["method"] == "POST" and b"upgrade" in headers:
         text = "Upgrade: this server speaks HTTP/1.1 alone; leave the header out"
-        raise ApiError(400, text, code="upgrade_refused", headers=CLOSE)
+        raise ApiError(400, text, "upgrade_refused", headers=CLOSE)
 
 
-async def read_body(scope: Scope, receive: Receive, limits: Limits, slot_tokens: int) -> bytes:
+async def read_body(
+    headers: Mapping[bytes, bytes], receive: Receive, limits: Limits, slot_tokens: int
+) -> bytes:
     """The body as it came. `slot_tokens`: of all slots' contexts together.
 
     Raises ApiError (408, 413, 415), ClientGone.
     """
-    kind, encoding = header(scope, b"content-type"), header(scope, b"content-encoding")
-    if kind is None or not _JSON_TYPE.fullmatch(kind.strip()):
-        shown = "no Content-Type"
-        if kind is not None:
-            shown = f"Content-Type {kind[:80].decode('latin-1')!r}"
-        raise ApiError(415, f"{shown}; send application/json", code="unsupported_media_type")
-    if encoding is not None and encoding.strip().lower() != b"identity":
+    kind = headers.get(b"content-type", b"")
+    if not _JSON_TYPE.fullmatch(kind.strip()):
+        text = f"Content-Type {kind[:80].decode('latin-1')!r}; send application/json"
+        raise ApiError(415, text, "unsupported_media_type")
+    encoding = headers.get(b"content-encoding", b"identity")
+    if encoding.strip().lower() != b"identity":
         text = f"Content-Encoding {encoding[:80].decode('latin-1')!r}; bodies are taken as they are"
-        raise ApiError(415, text, code="unsupported_content_encoding")
-    most = limits.body_for(slot_tokens)
-    length = header(scope, b"content-length") or b"0"
+        raise ApiError(415, text, "unsupported_content_encoding")
+    most = limits.body_bytes or min(4 << 20, (64 << 10) + BYTES_PER_TOKEN * slot_tokens)
+    length = headers.get(b"content-length", b"0")
     size = int(length) if length.isdigit() and int(length) > most else 0
     pieces: list[bytes] = []
     try:
@@ -92,8 +76,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits, slot_tokens:
                     return b"".join(pieces)
     except TimeoutError:
         text = f"the body did not arrive within {limits.body_seconds:g} s"
-        raise ApiError(408, text, code="body_too_slow", headers=CLOSE) from None
+        raise ApiError(408, text, "body_too_slow", headers=CLOSE) from None
     text = f"the body has {size} bytes or more; {most} are allowed"
     # The rest of a body is read and dropped, so that its sender gets to read the answer.
-    close = CLOSE if size > 4 * most else None
-    raise ApiError(413, text, code="body_too_large", headers=close)
+    raise ApiError(413, text, "body_too_large", headers=CLOSE if size > 4 * most else None)

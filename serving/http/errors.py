@@ -6,7 +6,6 @@ import math
 import re
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from serving.errors import (
     ContextOverflow,
@@ -18,16 +17,20 @@ from serving.errors import (
     UnknownModel,
 )
 
+_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's error object; the counts stand only in a context overflow."""
+    """OpenAI's error object."""
 
     message: str
     type: str
     param: str | None = None
     code: str | None = None
-    n_prompt_tokens: int | UnsetType = UNSET
-    n_ctx: int | UnsetType = UNSET
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -36,62 +39,44 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class ClientGone(Exception):
+    """The client closed the connection: nobody is there to answer."""
+
+
 class ApiError(ServingError):
-    """An answer other than 2xx. `counts`: prompt tokens and context of a context overflow."""
+    """An answer other than 2xx."""
 
     def __init__(
         self,
         status: int,
         message: str,
-        *,
         code: str | None = None,
         param: str | None = None,
         headers: dict[str, str] | None = None,
-        counts: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
         self.code = code
-        self.param = param
         self.headers = headers or {}
-        self.counts = counts
-
-    @property
-    def body(self) -> ErrorBody:
-        tokens, context = self.counts or (UNSET, UNSET)
-        kind = error_type(self.status)
-        return ErrorBody(ErrorDetail(self.message, kind, self.param, self.code, tokens, context))
-
-
-_TYPES = {
-    401: "authentication_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-}
-
-
-def error_type(status: int) -> str:
-    """The `type` that goes with a status in an OpenAI error body."""
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body = ErrorBody(ErrorDetail(message, kind, param, code))
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400: the request itself is wrong."""
-    return ApiError(400, message, code=code, param=param)
+    return ApiError(400, message, code, param)
 
 
 def try_again(status: int, message: str, code: str, retry_after_seconds: float) -> ApiError:
     """A 429 or 503 with Retry-After (whole seconds) and Retry-After-Ms (OpenAI's clients)."""
-    seconds = max(0.0, retry_after_seconds)
     headers = {
-        "Retry-After": str(max(1, math.ceil(seconds))),
-        "Retry-After-Ms": str(max(1, math.ceil(seconds * 1000))),
+        "Retry-After": str(max(1, math.ceil(retry_after_seconds))),
+        "Retry-After-Ms": str(max(1, math.ceil(retry_after_seconds * 1000))),
     }
-    return ApiError(status, message, code=code, headers=headers)
+    return ApiError(status, message, code, headers=headers)
 
 
-def as_answer(problem: ServingError) -> ApiError | None:
+def as_answer(problem: Exception) -> ApiError | None:
     """The answer to an error of the rooms below; None: a failure of the server itself, a 500."""
     text = scrubbed(str(problem))
     match problem:
@@ -102,15 +87,15 @@ def as_answer(problem: ServingError) -> ApiError | None:
         case Overloaded(kind=kind, retry_after_seconds=seconds):
             return try_again(429, text, kind, seconds)
         case UnknownModel():
-            return ApiError(404, str(problem), code="model_not_found", param="model")
+            return ApiError(404, str(problem), "model_not_found", "model")
         case ModelNotNamed():
             return invalid(str(problem), "model", "model_required")
-        case TextTooLong(parameter=parameter):
-            return invalid(text, parameter, "text_too_long")
-        case ContextOverflow():
-            counts = (problem.prompt_tokens, problem.context_tokens)
-            code = "context_length_exceeded"
-            return ApiError(400, text, code=code, param=problem.parameter, counts=counts)
+        case TextTooLong(parameter=param):
+            return invalid(text, param, "text_too_long")
+        case ContextOverflow(parameter=param):
+            return invalid(text, param, "context_length_exceeded")
+        case RecursionError():  # of a schema, of tools, of a template
+            return invalid("the body is nested too deeply", code="nested_too_deeply")
     return None
 
 

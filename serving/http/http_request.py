@@ -2,7 +2,7 @@
 
     body = await request.read(CHAT)
     model = await request.hold(body.model)     # loaded where it may be, until the answer has ended
-    await request.answer(value)                # or open_stream, write, close_stream
+    await request.answer(value)                # or write events, and close with the last ones
 
 Answers are written straight to the ASGI server's `send`.
 """
@@ -13,7 +13,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,14 +22,14 @@ from starlette.types import Receive, Scope, Send
 
 from serving.errors import EngineState, Overloaded
 from serving.http.api_schemas import decode, encode
-from serving.http.body_limits import ClientGone, Limits, header, read_body
-from serving.http.errors import ApiError
+from serving.http.body_limits import Limits, read_body
+from serving.http.errors import ApiError, ClientGone
 from serving.registry.loaded_model import ModelRouter, ServedModel
 
 T = TypeVar("T")
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
-_JSON = b"application/json"
+_EVENTS = b"text/event-stream; charset=utf-8"
 
 
 @dataclass(eq=False)
@@ -47,32 +47,34 @@ def event(value: Any) -> bytes:
 
 
 class Request:
-    """`started`: the head of the answer has left, so an error can only be an event."""
+    """`status` is known once the head of the answer has left: an error is an event then."""
 
     def __init__(self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         self.began = time.perf_counter()
         self.endpoint = endpoint
         self.scope = scope
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self._receive = receive
         self._send = send
         self.serial = secrets.token_hex(12)
-        given = header(scope, b"x-request-id")
-        is_harmless = given is not None and _REQUEST_ID.fullmatch(given)
-        self.id = given if given and is_harmless else b"req-" + self.serial.encode()
+        given = self.headers.get(b"x-request-id", b"")
+        self.id = given if _REQUEST_ID.fullmatch(given) else b"req-" + self.serial.encode()
         self.route = "other"  # as a label: never what a stranger typed
         self.parameter = ""  # of the path
-        self.trusted = False  # it has the key, or none is asked for
+        self.body_bytes = 0
         self.status: int | None = None
         self.error: str | None = None  # the code of the error that was answered
-        self.started = self.ended = self.gone = False
+        self.ended = self.gone = False
         self.model: ServedModel | None = None  # once it is known
         self.release: Callable[[], None] | None = None  # lets go of the model
-        self.choices: Sequence[Any] = ()  # its sequences, for the log
+        self.generated: Any = None  # its serving.http.sse_stream.Answer, where it has one
 
     async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
         """The body as its type. Raises ApiError (400, 408, 413, 415), ClientGone."""
         limits, tokens = self.endpoint.limits, self.endpoint.router.slot_tokens
-        return decode(decoder, await read_body(self.scope, self._receive, limits, tokens))
+        body = await read_body(self.headers, self._receive, limits, tokens)
+        self.body_bytes = len(body)
+        return decode(decoder, body)
 
     def look_at(self, name: str | None) -> ServedModel:
         """The model of a request that needs no engine. Raises UnknownModel, ModelNotNamed."""
@@ -118,48 +120,35 @@ class Request:
         """What answers: the engine of the request's model, or the first's."""
         router = self.endpoint.router
         model = self.model or (router.first if router.models else None)
-        label = "none" if model is None else model.supervisor.label
-        return "".join(c if " " < c < "\x7f" else "?" for c in label)
+        return "none" if model is None else model.supervisor.label
 
     async def _start(self, status: int, kind: bytes, *more: tuple[bytes, bytes]) -> None:
-        self.started = True
         self.status = status
-        headers = [
-            (b"content-type", kind),
-            (b"x-request-id", self.id),
-            (b"x-crossover-backend", self.backend.encode()),
-            *more,
-        ]
+        backend = self.backend.encode("ascii", "replace")
+        named = [(b"x-request-id", self.id), (b"x-crossover-backend", backend)]
+        headers = [(b"content-type", kind), *named, *more]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(
-        self, value: Any, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
-        """A whole JSON answer."""
-        await self.answer_bytes(encode(value), _JSON, status, headers)
-
-    async def answer_bytes(
         self,
-        body: bytes,
-        kind: bytes = _JSON,
+        value: Any,
         status: int = 200,
         headers: dict[str, str] | None = None,
+        kind: str = "application/json",
     ) -> None:
-        """A whole answer of any type."""
-        more = [
-            (name.lower().encode(), value.encode("latin-1", "replace"))
-            for name, value in (headers or {}).items()
-        ]
-        await self._start(status, kind, *more, (b"content-length", str(len(body)).encode()))
+        """A whole answer: bytes as they are, anything else as JSON."""
+        body = value if isinstance(value, bytes) else encode(value)
+        given = (headers or {}) | {"Content-Length": str(len(body))}
+        more = [(name.lower().encode(), text.encode()) for name, text in given.items()]
+        await self._start(status, kind.encode(), *more)
         await self.close_stream(body)
 
     async def write(self, data: bytes) -> None:
         """Some events of a streamed answer; waits while the client's side is full. The first ones
         come with the head."""
-        if not self.started:
+        if self.status is None:
             no_cache = (b"cache-control", b"no-cache")
-            unbuffered = (b"x-accel-buffering", b"no")
-            await self._start(200, b"text/event-stream; charset=utf-8", no_cache, unbuffered)
+            await self._start(200, _EVENTS, no_cache, (b"x-accel-buffering", b"no"))
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -173,7 +162,7 @@ class Request:
         self.error = problem.code or str(problem.status)
         if self.ended or self.gone:
             return
-        if self.started:
-            await self.close_stream(event(problem.body))
-        else:
+        if self.status is None:
             await self.answer(problem.body, problem.status, problem.headers)
+        else:
+            await self.close_stream(event(problem.body))

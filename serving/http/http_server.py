@@ -1,9 +1,7 @@
 """The HTTP server under the app: uvicorn's, with our signals; and its listening socket.
 
-server = HttpServer(app, Limits())
 async with server.serving(listen("127.0.0.1", 8000), holds, on_signal):
     await server.ended        # a signal came, or the server ended by itself
-    ...                       # drain what is in flight, while it listens
 """
 
 from __future__ import annotations
@@ -68,25 +66,19 @@ def room_for_connections(wanted: int) -> int:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Port 0 takes a free one. Raises CannotListen in one sentence."""
-    listener = None
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit this. Else the kernel keeps megabytes for a reader that stalls.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        listener.bind(address)
-        listener.listen(2048)
-        listener.set_inheritable(False)
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
+        listener = socket.create_server(
+            address, family=family, backlog=2048, dualstack_ipv6=family == socket.AF_INET6
+        )
     except (OSError, OverflowError, UnicodeError) as problem:
-        if listener is not None:
-            listener.close()
         taken = getattr(problem, "errno", None) == errno.EADDRINUSE
         advice = "; --port 0 takes a free one" if taken else ""
         why = getattr(problem, "strerror", None) or problem
         raise CannotListen(f"cannot listen on {host}:{port}: {why}{advice}") from problem
+    # Connections inherit this. Else the kernel keeps megabytes for a reader that stalls.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return listener
 
 

@@ -16,30 +16,26 @@ _JSON = "application/json"
 
 @dataclass(frozen=True)
 class Route:
-    """A handler, and what the document says of it. `answer`, `body`, `chunk`: types.
+    """A handler, and what the document says of it. `answer` and `body` are types.
 
-    `path` may end in /{name}, which is any text. `keyed`: the API key is asked for.
+    `path` may end in /{name}, which is any text. `keyed`: the API key is asked for. `streams`: the
+    answer may come as events.
     """
 
     method: str
     path: str
     handler: Callable[[Request], Awaitable[None]]
     summary: str
-    answer: Any  # a media type where it is not JSON
     body: Any = None
-    chunk: Any = None  # of a streamed answer
+    answer: Any = dict[str, Any]  # a media type where it is not JSON
+    streams: bool = False
     keyed: bool = True
 
 
 def document(routes: Sequence[Route], models: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a server with these routes."""
-    types = [
-        kind
-        for route in routes
-        for kind in (route.answer, route.body, route.chunk)
-        if kind is not None and not isinstance(kind, str)
-    ]
-    types = list(dict.fromkeys([*types, ErrorBody]))
+    named = [kind for route in routes for kind in (route.answer, route.body)]
+    types = [ErrorBody, *(kind for kind in named if kind is not None and not isinstance(kind, str))]
     template = "#/components/schemas/{name}"
     found, components = msgspec.json.schema_components(types, ref_template=template)
     schemas = dict(zip(types, found, strict=True))
@@ -62,10 +58,10 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {_JSON: {"schema": schemas.get(route.answer)}}
     if isinstance(route.answer, str):
         content = {route.answer: {"schema": {"type": "string"}}}
-    if route.chunk is not None:  # before version 3.2 the schema is that of one event's data
-        one = {"anyOf": [schemas[route.chunk], schemas[ErrorBody], {"const": "[DONE]"}]}
-        content["text/event-stream"] = {"schema": one}
     error = {"schema": schemas[ErrorBody]}
+    if route.streams:  # before version 3.2 the schema is that of one event's data
+        one = {"anyOf": [schemas[route.answer], schemas[ErrorBody], {"const": "[DONE]"}]}
+        content["text/event-stream"] = {"schema": one}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "responses": {
@@ -74,11 +70,10 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         },
         "security": [{"key": []}, {}] if route.keyed else [],
     }
+    text = {"type": "string"}
     if route.path.endswith("{name}"):
-        text = {"type": "string"}
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": text}]
     if route.path == "/v1/placement":
-        text = {"type": "string"}
         operation["parameters"] = [{"name": "model", "in": "query", "schema": text}]
     if route.body is not None:
         body = {_JSON: {"schema": schemas[route.body]}}

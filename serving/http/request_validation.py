@@ -1,7 +1,7 @@
 """From a decoded request to the GenerationRequest that the engine is sent.
 
     generation = validate(body, facts, limits)               # shared by its sequences
-    most = token_limit(body, len(ids), facts, COMPLETION_TOKENS)
+    most = token_limit(body, len(ids), facts)
 
 Pure functions. What a backend cannot do is a 400 that names the parameter.
 """
@@ -18,15 +18,12 @@ from serving.http.api_schemas import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    JsonFormat,
-    JsonObjectFormat,
     encode,
 )
 from serving.http.body_limits import Limits
 from serving.http.errors import invalid
-from serving.http.tool_calls import must_call, schema_of
 from serving.registry.loaded_model import Facts
-from serving.sampling.grammar import text_of
+from serving.sampling.grammar import check_size
 from serving.sampling.step_rows import GREEDY_BELOW, Sampling
 
 ALL_TOKENS = -1  # as max_tokens: all that the context leaves
@@ -35,8 +32,13 @@ _SMALLEST_TOP_P = 1e-6  # top_p 0 means "the best token only", and a nucleus mus
 _SEED_MASK = (1 << 63) - 1
 
 
-def validate(body: Generation, facts: Facts, limits: Limits) -> GenerationRequest:
-    """The request's sampling and stops, without a prompt. Raises ApiError 400."""
+def validate(
+    body: Generation, facts: Facts, limits: Limits, calls_schema: bytes | None = None
+) -> GenerationRequest:
+    """The request's sampling and stops, without a prompt. Raises ApiError 400.
+
+    `calls_schema`: of the calls that the answer must consist of.
+    """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only allowed together with stream: true", "stream_options")
     if body.stop_token_ids:
@@ -45,7 +47,7 @@ def validate(body: Generation, facts: Facts, limits: Limits) -> GenerationReques
     return GenerationRequest(
         prompt=[],
         max_tokens=0,
-        sampling=sampling_of(body, facts),
+        sampling=_sampling_of(body, facts, calls_schema),
         stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
         stop_token_ids=body.stop_token_ids or [],
         min_tokens=body.min_tokens or 0,
@@ -56,7 +58,7 @@ def validate(body: Generation, facts: Facts, limits: Limits) -> GenerationReques
     )
 
 
-def sampling_of(body: Generation, facts: Facts) -> Sampling:
+def _sampling_of(body: Generation, facts: Facts, calls_schema: bytes | None) -> Sampling:
     """How tokens are drawn. `temperature` left out: 1.0, or 0 where the backend is greedy only."""
     temperature = body.temperature
     if temperature is None:
@@ -74,11 +76,17 @@ def sampling_of(body: Generation, facts: Facts) -> Sampling:
         logprobs = min(logprobs, facts.vocabulary)
     if body.logit_bias:
         check_ids(list(body.logit_bias), facts, "logit_bias")
-    penalties = {body.repetition_penalty, body.repeat_penalty} - {None}
-    if len(penalties) > 1:
-        text = "repetition_penalty and repeat_penalty differ; send one of them"
-        raise invalid(text, "repeat_penalty")
-    schema = _schema_of(body)
+    schema = calls_schema
+    form = body.response_format
+    if form is not None and form.type == "json_object":
+        schema = b'{"type":"object"}'
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            key = "response_format.json_schema"
+            raise invalid(f"{key}: needed with this type", key)
+        schema = encode(form.json_schema.schema)
+    if body.grammar is not None and schema is not None:
+        raise invalid("grammar: not together with response_format", "grammar")
     sampling = Sampling(
         temperature=temperature,
         top_p=1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P),
@@ -87,14 +95,19 @@ def sampling_of(body: Generation, facts: Facts) -> Sampling:
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=next((one for one in penalties if one is not None), 1.0),
+        repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
-        prompt_logprobs=logprobs if getattr(body, "echo", None) else None,
         grammar=body.grammar,
-        json_schema=schema,
+        json_schema=None if schema is None else schema.decode(),
     )
-    constrained_by = "tool_choice" if body.response_format is None else "response_format"
+    schema_key = "response_format" if calls_schema is None else "tools"
+    if sampling.is_constrained:
+        try:
+            check_size(sampling)
+        except Unsupported as problem:
+            key = "grammar" if body.grammar is not None else schema_key
+            raise invalid(str(problem), key, "unsupported_parameter") from None
     drawn = temperature > 0  # greedy decoding is the same whatever the first five say
     needs = (
         ("temperature", "temperature", drawn),
@@ -107,54 +120,28 @@ def sampling_of(body: Generation, facts: Facts) -> Sampling:
         ("penalties", "repetition_penalty", sampling.repetition_penalty != 1),
         ("logit_bias", "logit_bias", bool(sampling.logit_bias)),
         ("grammar", "grammar", body.grammar is not None),
-        ("json_schema", constrained_by, schema is not None),
+        ("json_schema", schema_key, schema is not None),
         ("logprobs", "logprobs", logprobs is not None),
-        ("prompt_logprobs", "logprobs together with echo", sampling.prompt_logprobs is not None),
     )
     for capability, param, asked in needs:
         if asked and capability not in facts.capabilities:
             text = f"{param} is not supported by the {facts.backend} backend"
-            raise invalid(text, param.partition(" ")[0], "unsupported_parameter")
+            raise invalid(text, param, "unsupported_parameter")
     return sampling
-
-
-def _schema_of(body: Generation) -> str | None:
-    """The JSON schema that the output must follow; the engine reads it, or the grammar."""
-    schema: str | None = None
-    is_call = isinstance(body, ChatRequest) and must_call(body)
-    if isinstance(body, ChatRequest) and is_call:
-        schema = encode(schema_of(body)).decode()
-    match body.response_format:
-        case JsonObjectFormat():
-            schema = '{"type":"object"}'
-        case JsonFormat(json_schema=given):
-            schema = encode(given.schema).decode()
-    if body.grammar is not None and schema is not None:
-        raise invalid("grammar: not together with response_format", "grammar")
-    try:
-        text_of(Sampling(grammar=body.grammar, json_schema=schema))
-    except Unsupported as problem:
-        about = "tools" if is_call else problem.parameter
-        raise invalid(str(problem), about, "unsupported_parameter") from None
-    return schema
 
 
 def prompts_of(body: CompletionRequest, facts: Facts, limits: Limits) -> list[str | list[int]]:
     """The completion's prompts, each a text or token ids. Raises ApiError 400."""
     prompt = body.prompt
-    found: list[str | list[int]]
-    if isinstance(prompt, str):
-        found = [prompt]
-    elif prompt and isinstance(prompt[0], int) and len(prompt) > facts.context_tokens:
+    if not isinstance(prompt, str) and len(prompt) > facts.context_tokens + limits.sequences:
         # before a walk through a million ids
         raise ContextOverflow(len(prompt), None, facts.context_tokens, "prompt")
-    elif (kinds := set(map(type, prompt))) <= {int}:
-        found = [cast(list[int], prompt)]
-    else:
-        found = cast(list[str | list[int]], prompt)
-        if len(kinds) > 1:
-            text = "a list of texts, of token ids, or of lists of token ids; not a mixture"
-            raise invalid(f"prompt: {text}", "prompt")
+    if isinstance(prompt, str) or {type(item) for item in prompt} == {int}:
+        prompt = [cast("str | list[int]", prompt)]
+    if {type(item) for item in prompt} not in ({str}, {list}):
+        text = "prompt: texts, token ids or lists of token ids are needed, all of one kind"
+        raise invalid(text, "prompt")
+    found = cast("list[str | list[int]]", prompt)
     check_sequences(len(found), body.n or 1, limits)
     for ids in found:
         if isinstance(ids, list):
@@ -183,12 +170,13 @@ def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
             raise invalid(f"{param}: token id {token} is out of range; {range_}", param)
 
 
-def token_limit(body: Generation, prompt_tokens: int, facts: Facts, default: int) -> int:
+def token_limit(body: Generation, prompt_tokens: int, facts: Facts) -> int:
     """Most output tokens after a prompt: what is asked for, cut to what the context leaves.
 
     Raises ApiError 400 for an empty prompt, ContextOverflow.
     """
-    param = "messages" if isinstance(body, ChatRequest) else "prompt"
+    is_chat = isinstance(body, ChatRequest)
+    param = "messages" if is_chat else "prompt"
     asked, asked_by = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, asked_by = body.max_tokens, "max_tokens"
@@ -202,6 +190,7 @@ def token_limit(body: Generation, prompt_tokens: int, facts: Facts, default: int
     room = facts.context_tokens - prompt_tokens
     if room < 1:
         raise ContextOverflow(prompt_tokens, asked, facts.context_tokens, param)
+    default = ALL_TOKENS if is_chat else COMPLETION_TOKENS
     wanted = default if asked is None else asked
     limit = room if wanted == ALL_TOKENS else min(wanted, room)
     if (body.min_tokens or 0) > limit:

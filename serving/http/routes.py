@@ -8,39 +8,37 @@ Every answer, errors too, has X-Request-Id and X-Crossover-Backend; every error 
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import logging
+import re
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from serving.errors import ServingError
 from serving.http import admin_routes, status_routes
-from serving.http.api_key import check_host, check_key, has_key
+from serving.http.admin_routes import UnloadRequest
 from serving.http.api_schemas import (
-    ChatChunk,
-    ChatCompletion,
+    ChatChoice,
     ChatRequest,
     Completion,
     CompletionRequest,
-    Detokenized,
     DetokenizeRequest,
-    Health,
-    ModelCard,
-    ModelList,
-    Readiness,
-    Tokenized,
+    TextChoice,
     TokenizeRequest,
     encode,
 )
-from serving.http.body_limits import ClientGone, Limits, check_head
+from serving.http.body_limits import Limits, check_head
 from serving.http.chat_completions import chat_completions
 from serving.http.completions import completions
-from serving.http.errors import ApiError, as_answer
+from serving.http.errors import ApiError, ClientGone, as_answer
 from serving.http.http_request import Endpoint, Request
 from serving.http.openapi import Route, document
 from serving.registry.loaded_model import ModelRouter
+from serving.server_options import ModelOptions
 
 logger = logging.getLogger("crossover.http")
 CLIENT_GONE = 499  # nginx's number for an answer that nobody waited for; only in logs and metrics
@@ -51,47 +49,26 @@ async def openapi(request: Request) -> None:
     await request.answer(document(request.scope["app"].routes, names))
 
 
+_CHAT = ("POST", "/v1/chat/completions", chat_completions, "Answer a chat")
+_TEXT = ("POST", "/v1/completions", completions, "Continue a text")
 ROUTES = (
-    Route(
-        *("POST", "/v1/chat/completions", chat_completions, "Answer a chat"),
-        *(ChatCompletion, ChatRequest, ChatChunk),
-    ),
-    Route(
-        *("POST", "/v1/completions", completions, "Continue a text"),
-        *(Completion, CompletionRequest, Completion),
-    ),
-    Route("GET", "/health", status_routes.health, "The process lives", Health, keyed=False),
-    Route("GET", "/ready", status_routes.ready, "The engine serves", Readiness, keyed=False),
-    Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", "text/plain"),
-    Route("GET", "/v1/models", status_routes.models, "What is served", ModelList),
-    Route("GET", "/v1/models/{name}", status_routes.model_card, "One model", ModelCard),
-    Route(
-        *("POST", "/tokenize", status_routes.tokenize, "Text or chat to token ids"),
-        *(Tokenized, TokenizeRequest),
-    ),
-    Route(
-        *("POST", "/detokenize", status_routes.detokenize, "Token ids to text"),
-        *(Detokenized, DetokenizeRequest),
-    ),
-    Route(
-        *("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
-        status_routes.PlacementView,
-    ),
-    Route("GET", "/openapi.json", openapi, "This document", dict[str, Any]),
+    Route(*_CHAT, ChatRequest, Completion[ChatChoice], streams=True),
+    Route(*_TEXT, CompletionRequest, Completion[TextChoice], streams=True),
+    Route("GET", "/health", status_routes.health, "The process lives", keyed=False),
+    Route("GET", "/ready", status_routes.ready, "The engine serves", keyed=False),
+    Route("GET", "/metrics", status_routes.metrics, "Prometheus metrics", answer="text/plain"),
+    Route("GET", "/v1/models", status_routes.models, "What is served"),
+    Route("GET", "/v1/models/{name}", status_routes.model_card, "One model"),
+    Route("POST", "/tokenize", status_routes.tokenize, "To token ids", TokenizeRequest),
+    Route("POST", "/detokenize", status_routes.detokenize, "Ids to text", DetokenizeRequest),
+    Route("GET", "/v1/placement", status_routes.placement, "What runs where, and why"),
+    Route("GET", "/openapi.json", openapi, "This document"),
 )
 ADMIN_ROUTES = (
-    Route(
-        *("GET", "/admin/models", admin_routes.list_models, "State of every model"),
-        admin_routes.RegistryState,
-    ),
-    Route(
-        *("POST", "/admin/load", admin_routes.load_model, "Load a model, or add one"),
-        *(admin_routes.ModelState, admin_routes.BODY),
-    ),
-    Route(
-        *("POST", "/admin/unload", admin_routes.unload_model, "Unload a model"),
-        *(admin_routes.ModelState, admin_routes.UnloadRequest),
-    ),
+    Route("GET", "/admin/models", admin_routes.list_models, "State of every model"),
+    # the options where it adds a model, else its name alone
+    Route("POST", "/admin/load", admin_routes.load_model, "Load or add a model", ModelOptions),
+    Route("POST", "/admin/unload", admin_routes.unload_model, "Unload it", UnloadRequest),
 )
 
 
@@ -126,11 +103,7 @@ class App:
         metrics = self.endpoint.router.metrics
         metrics.open_requests.inc()
         try:
-            check_head(scope)
-            if self._local_names:
-                check_host(scope)
-            route = self._route(request)
-            await route.handler(request)
+            await self._route(request).handler(request)
         except ClientGone:
             request.gone = True
         except Exception as problem:
@@ -139,16 +112,19 @@ class App:
             metrics.open_requests.dec()
             if request.release is not None:
                 request.release()
-            gone = request.gone or request.status is None
-            code = CLIENT_GONE if gone or request.status is None else request.status
+            status = request.status
+            code = CLIENT_GONE if request.gone or status is None else status
             metrics.responses.labels(request.route, str(code)).inc()
             if logger.isEnabledFor(logging.INFO):
                 logger.info("%s", encode(_log_line(request, code)).decode())
 
     def _route(self, request: Request) -> Route:
-        """Raises ApiError 401 without the key, 404 and 405."""
-        scope, key = request.scope, self._api_key
-        method, path = scope["method"], scope["path"]
+        """Raises ApiError 400 and 431 for a head that cannot be, 401 without the key, 403 for a
+        foreign name of this server, 404 and 405."""
+        headers, method, path = request.headers, request.scope["method"], request.scope["path"]
+        check_head(request.scope, headers)
+        if self._local_names:
+            check_host(headers)
         routes = self._table.get(path)
         if routes is None:
             folder, _, name = path.partition("/models/")
@@ -156,35 +132,33 @@ class App:
                 request.parameter = name
                 routes = self._table["/v1/models/{name}"]
         route = None if routes is None else routes.get(method)
-        request.trusted = key is None or has_key(scope, key)
         if path.startswith("/admin/") and self._admin_key is not None:
-            check_key(scope, self._admin_key)
-        elif key is not None and (route is None or route.keyed):
-            check_key(scope, key)
+            check_key(headers, self._admin_key)
+        elif self._api_key is not None and (route is None or route.keyed):
+            check_key(headers, self._api_key)
         if routes is None:
             text = f"there is no {path[:200]} here; /openapi.json lists what there is"
-            raise ApiError(404, text, code="not_found")
+            raise ApiError(404, text, "not_found")
         if route is None:
             allowed = ", ".join(sorted(routes))
             text = f"{method} is not allowed on {path[:200]}; {allowed} is"
-            raise ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
+            raise ApiError(405, text, "method_not_allowed", headers={"Allow": allowed})
         request.route = route.path
         return route
 
     async def _fail(self, request: Request, problem: Exception) -> None:
         """The answer to whatever a handler has raised; what nobody foresaw is logged."""
-        answer = as_answer(problem) if isinstance(problem, ServingError) else None
+        answer = as_answer(problem)
         if answer is None:
             number = request.id.decode()
-            logger.error(
-                "request %s failed", number, exc_info=problem, extra={"request_id": number}
-            )
+            more = {"request_id": number}
+            logger.error("request %s failed", number, exc_info=problem, extra=more)
             text = "the server failed on this request; its log says why"
-            answer = ApiError(500, text, code="internal_error")
-        models = self.endpoint.router.models
-        model = request.model or (self.endpoint.router.first if len(models) == 1 else None)
+            answer = ApiError(500, text, "internal_error")
+        router = self.endpoint.router
+        model = request.model or (router.first if len(router.models) == 1 else None)
         name = "" if model is None else model.served_name
-        self.endpoint.router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
+        router.metrics.rejected.labels(name, answer.code or str(answer.status)).inc()
         await request.fail(answer)
 
 
@@ -199,17 +173,40 @@ def _log_line(request: Request, code: int) -> dict[str, Any]:
         "status": code,
         "seconds": round(time.perf_counter() - request.began, 6),
         "backend": request.backend,
+        "model": request.model and request.model.served_name,
+        "error": request.error,
     }
-    if request.model is not None:
-        line["model"] = request.model.served_name
-    if request.error is not None:
-        line["error"] = request.error
-    choices = request.choices
-    if choices:
-        line["prompt_tokens"] = sum(len(c.prompt.ids) for c in choices if c.first_of_prompt)
-        line["completion_tokens"] = sum(choice.tokens for choice in choices)
+    if request.generated is not None:
+        choices, usage = request.generated.choices, request.generated.usage()
+        line["prompt_tokens"] = usage.prompt_tokens
+        line["completion_tokens"] = usage.completion_tokens
         line["finish"] = sorted({c.ended_as for c in choices if c.ended_as is not None})
-        firsts = [choice.first for choice in choices if choice.first is not None]
-        if firsts:
-            line["ttft_seconds"] = round(min(firsts) - request.began, 6)
-    return line
+        firsts = [choice.first for choice in choices if choice.tokens]
+        line["ttft_seconds"] = round(min(firsts) - request.began, 6) if firsts else None
+    return {key: value for key, value in line.items() if value is not None}
+
+
+def check_key(headers: Mapping[bytes, bytes], key: str) -> None:
+    """Raises ApiError 401 for a request without the key, after a time that does not depend on
+    where they differ."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    is_same = hmac.compare_digest(given.strip(), key.encode())
+    if not is_same or scheme.lower() != b"bearer":
+        text = "an API key is needed: Authorization: Bearer <key>"
+        raise ApiError(401, text, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def check_host(headers: Mapping[bytes, bytes]) -> None:
+    """Raises ApiError 403 where the Host is a name of the DNS other than localhost.
+
+    A web page reaches a server on loopback under its own name where it has the DNS answer
+    127.0.0.1 (DNS rebinding). Addresses and names without a dot are nobody's.
+    """
+    host = headers.get(b"host", b"").decode("latin-1").strip().lower()
+    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if "." in name and not name.endswith(".localhost"):
+            text = f"Host {name[:80]!r}: without a key, local names only are served"
+            raise ApiError(403, text, "wrong_host") from None

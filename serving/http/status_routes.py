@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
-from serving.backends.backend_interface import GpuLoad, MemoryParts
 from serving.errors import ContextOverflow, EngineState
-from serving.http.api_schemas import (
-    DETOKENIZE,
-    TOKENIZE,
-    Detokenized,
-    Health,
-    ModelCard,
-    ModelList,
-    Readiness,
-    Tokenized,
-    encode,
-)
+from serving.http.api_schemas import DETOKENIZE, TOKENIZE
 from serving.http.chat_completions import chat_prompt
 from serving.http.errors import as_answer, invalid, scrubbed
 from serving.http.http_request import Request
 from serving.http.request_validation import check_ids
 from serving.metrics import CONTENT_TYPE
-from serving.registry.loaded_model import INLINE_CHARACTERS, TEXT_WORK, ServedModel
-
-PIECE = 4096  # values of a long list that are encoded at once
+from serving.registry.loaded_model import ServedModel
 
 # Of an EngineConfig: no paths of the server's machine.
 _SHOWN = (
@@ -39,98 +24,62 @@ _SHOWN = (
     *("prefix_reuse", "prefill_tokens", "step_seconds_target"),
 )
 _OF_ENGINE = ("weight_format", "slots", "context_tokens", "kv_tokens")  # as the engine has them
-
-
-class Memory(msgspec.Struct, frozen=True):
-    """In bytes; None where it is not known."""
-
-    predicted: MemoryParts | None
-    measured: MemoryParts | None
-    rss_bytes: int  # of the engine's process, right after the load
-    peak_rss_bytes: int
-    gpu: GpuLoad | None = None  # where the device's memory and the load's time went
-
-
-class Happening(msgspec.Struct, frozen=True):
-    """Something that befell the engines, and how long ago."""
-
-    seconds_ago: float
-    kind: str
-    engine: str
-    message: str
-    cause: str | None
-
-
-class PlacementView(msgspec.Struct, frozen=True, kw_only=True):
-    """`explanation`: the decision as it was made at the start; the rest is as it is now."""
-
-    model: str
-    state: EngineState
-    reason: str | None
-    engine: dict[str, Any]
-    device_name: str | None
-    load_seconds: float | None
-    memory: Memory | None
-    restarts: int
-    fallbacks: int
-    returns: int
-    events: list[Happening]
-    explanation: dict[str, Any] | None
-    details: dict[str, str]
-    models: dict[str, EngineState] | UnsetType = UNSET  # name -> state, where there are several
+_COUNTS = ("restarts", "fallbacks", "returns")
 
 
 async def health(request: Request) -> None:
-    await request.answer(Health())
+    await request.answer({"status": "ok"})
 
 
 async def ready(request: Request) -> None:
-    """200 where a request can be answered: an engine serves, or is loaded for the request."""
+    """200 where a request can be answered: an engine serves, or is loaded for the request; else a
+    503 with the reason."""
     router = request.endpoint.router
     states = router.states()
     by_state = {state: name for name, state in reversed(states.items())}
     name = by_state.get(EngineState.ready) or by_state.get(EngineState.unloaded)
     model = router.first if name is None else router.models[name]
     supervisor = model.supervisor
-    about = Readiness(
-        state=supervisor.state,
-        model=model.served_name,
-        backend=supervisor.label,
-        models=states if len(states) > 1 else UNSET,
-    )
+    about: dict[str, Any] = {
+        "state": supervisor.state,
+        "model": model.served_name,
+        "backend": supervisor.label,
+    }
+    if len(states) > 1:
+        about["models"] = states
     if name is not None:
         await request.answer(about)
         return
-    known = supervisor.reason if request.trusted else None
-    problem = as_answer(model.unavailable(known))
+    problem = as_answer(model.unavailable(supervisor.reason))
     assert problem is not None, "Unavailable is a 503"
-    reason = None if known is None else scrubbed(known)
-    about = msgspec.structs.replace(about, reason=reason, error=problem.body.error)
+    about |= {"reason": scrubbed(supervisor.reason or "") or None, "error": problem.body.error}
     await request.answer(about, problem.status, problem.headers)
 
 
 async def metrics(request: Request) -> None:
     text = await request.endpoint.router.metrics.exposition()
-    await request.answer_bytes(text, CONTENT_TYPE.encode())
+    await request.answer(text, kind=CONTENT_TYPE)
 
 
 async def models(request: Request) -> None:
     cards = [_card(model) for model in request.endpoint.router.models.values()]
-    await request.answer(ModelList(data=cards))
+    await request.answer({"object": "list", "data": cards})
 
 
 async def model_card(request: Request) -> None:
     await request.answer(_card(request.look_at(request.parameter)))
 
 
-def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(
-        id=model.served_name,
-        created=model.created,
-        root=model.served_name,
-        max_model_len=model.known_facts().context_tokens,
-        state=model.supervisor.state,
-    )
+def _card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.served_name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "crossover",
+        "root": model.served_name,
+        "max_model_len": model.known_facts().context_tokens,  # vLLM's name of the context
+        "state": model.supervisor.state,
+    }
 
 
 async def tokenize(request: Request) -> None:
@@ -139,22 +88,11 @@ async def tokenize(request: Request) -> None:
     most = model.known_facts().context_tokens
     if (body.prompt is None) == (body.messages is None):
         raise invalid("exactly one of prompt and messages is needed", "prompt")
-    if body.messages is not None:
-        ids = (await chat_prompt(model, body, body.messages, most)).ids
+    if body.prompt is None:
+        ids, _ = await chat_prompt(request, model, body, most)
     else:
-        bos = body.add_special_tokens is not False
-        ids = await model.tokens(body.prompt or "", "prompt", bos=bos)
-
-    def encoded() -> bytes:
-        """Piece by piece: a whole list would hold up the event loop, in a thread too."""
-        pieces = (encode(ids[at : at + PIECE])[1:-1] for at in range(0, len(ids), PIECE))
-        tokens = msgspec.Raw(b"[%s]" % b",".join(pieces))
-        return encode({"tokens": tokens, "count": len(ids), "max_model_len": most})
-
-    if len(ids) > INLINE_CHARACTERS:
-        await request.answer_bytes(await TEXT_WORK.run(len(ids), encoded))
-    else:
-        await request.answer(Tokenized(ids, len(ids), most))
+        ids = await model.tokens(body.prompt, "prompt", bos=body.add_special_tokens is not False)
+    await request.answer({"tokens": ids, "count": len(ids), "max_model_len": most})
 
 
 async def detokenize(request: Request) -> None:
@@ -166,63 +104,54 @@ async def detokenize(request: Request) -> None:
     if body.tokens:
         check_ids(body.tokens, facts, "tokens")
     skip = body.skip_special_tokens is not False
-    await request.answer(Detokenized(await model.text_of(body.tokens, skip)))
+    await request.answer({"prompt": await model.text_of(body.tokens, skip)})
 
 
 async def placement(request: Request) -> None:
+    """The decision as it was made at the start (`explanation`), and what runs now, without paths
+    and addresses. What is not known is null."""
     router = request.endpoint.router
-    asked = router.first.served_name
     query = request.scope["query_string"].decode("latin-1")
-    for key, value in parse_qsl(query, keep_blank_values=True):
-        if key != "model":
-            raise invalid(f"unknown query parameter {key[:80]!r}; model is known", key[:80])
-        asked = value
-    shown = view(request.look_at(asked))
+    asked = dict(parse_qsl(query, keep_blank_values=True))
+    for key in asked.keys() - {"model"}:
+        raise invalid(f"unknown query parameter {key[:80]!r}; model is known", key[:80])
+    model = request.look_at(asked.get("model", router.first.served_name))
+    served, explanation = model.supervisor, model.placement
+    found: dict[str, Any] = {
+        "model": model.served_name,
+        "state": served.state,
+        "reason": served.reason or None,
+        "engine": {key: getattr(served.config, key) for key in _SHOWN},
+        "device_name": None,
+        "load_seconds": None,
+        "memory": None,
+        "details": {},
+        **{key: getattr(served, key) for key in _COUNTS},
+        "events": [
+            {"seconds_ago": round(time.time() - event.unix_seconds, 3), "kind": event.kind}
+            | {"engine": event.engine, "message": event.message, "cause": event.cause}
+            for event in served.events
+        ],
+        "explanation": explanation() if callable(explanation) else explanation,
+    }
+    if served.ready is not None:
+        loaded, info = served.ready, served.ready.info
+        found["engine"] |= {key: getattr(info, key) for key in _OF_ENGINE}
+        if "kv_dtype" in info.details:
+            found["engine"]["kv_dtype"] = info.details["kv_dtype"]
+        found["engine"]["capabilities"] = sorted(info.capabilities)
+        found |= {"device_name": info.device_name, "load_seconds": loaded.load_seconds}
+        found["memory"] = {"predicted": info.predicted, "measured": info.measured, "gpu": info.gpu}
+        found["memory"] |= {"rss_bytes": loaded.rss_bytes, "peak_rss_bytes": loaded.peak_rss_bytes}
+        found["details"] = info.details
     if len(router.models) > 1:
-        shown = msgspec.structs.replace(shown, models=router.states())
-    await request.answer(shown)
-
-
-def view(model: ServedModel) -> PlacementView:
-    """The supervisor's state as a value to encode, without paths and addresses."""
-    served = model.supervisor
-    ready, explanation, now = served.ready, model.placement, time.time()
-    engine = {key: getattr(served.config, key) for key in _SHOWN}
-    memory: Memory | None = None
-    if ready is not None:
-        info = ready.info
-        engine |= {key: getattr(info, key) for key in _OF_ENGINE}
-        engine["kv_dtype"] = info.details.get("kv_dtype", engine["kv_dtype"])
-        engine["capabilities"] = sorted(info.capabilities)
-        resident = ready.rss_bytes, ready.peak_rss_bytes
-        memory = Memory(info.predicted, info.measured, *resident, info.gpu)
-    events = [
-        Happening(round(now - e.unix_seconds, 3), e.kind, e.engine, scrubbed(e.message), e.cause)
-        for e in served.events
-    ]
-    said = msgspec.to_builtins(explanation() if callable(explanation) else explanation)
-    return PlacementView(
-        model=model.served_name,
-        state=served.state,
-        reason=scrubbed(served.reason) if served.reason else None,
-        engine=engine,
-        device_name=ready.info.device_name if ready else None,
-        load_seconds=ready.load_seconds if ready else None,
-        memory=memory,
-        restarts=served.restarts,
-        fallbacks=served.fallbacks,
-        returns=served.returns,
-        events=events,
-        explanation=_clean(said),
-        details=_clean(ready.info.details) if ready else {},
-    )
+        found["models"] = router.states()
+    await request.answer(_clean(msgspec.to_builtins(found)))
 
 
 def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return scrubbed(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _clean(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
-    return value
+    return [_clean(item) for item in value] if isinstance(value, list | tuple) else value

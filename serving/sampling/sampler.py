@@ -10,39 +10,24 @@ repetition penalty prompt and generated ones. Log-probabilities are those of the
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 import numpy as np
 
 from serving.errors import NotNumbers, Unsupported
-from serving.sampling.seeded_draw import Ids, check_numbers, draw_tokens, top_ids
+from serving.sampling.seeded_draw import check_numbers, draw_tokens, top_ids
 from serving.sampling.step_rows import (
     GREEDY_BELOW,
     NO_TOKEN,
     Logits,
     Row,
     Sampled,
-    Sampling,
     TokenDetail,
 )
 
 
-@runtime_checkable
-class Constraint(Protocol):
-    """What may come next: Row.state of requests with a grammar (serving.sampling.grammar)."""
-
-    def mask(self, logits: Logits) -> None:
-        """Set the logits of all tokens that may not come next to -inf, in place; leaves one."""
-        ...
-
-    def accept(self, token: int) -> None: ...
-
-
 def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
     """One token per row of `logits`, which is not written; NO_TOKEN for a row of NaN. Raises
-    Unsupported where a row wants a grammar and its `state` is no Constraint."""
-    if len(rows) != len(logits):
-        raise ValueError(f"{len(logits)} rows of logits for {len(rows)} rows to sample")
+    Unsupported where a row wants a grammar and has no `state` (serving.sampling.grammar.Matcher).
+    """
     if not rows:
         return []
     try:
@@ -58,7 +43,11 @@ def sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
 
 def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
     """The same. Raises NotNumbers before any grammar has gone on."""
-    special = [index for index, row in enumerate(rows) if not _is_plain(row)]
+    special = [
+        index
+        for index, row in enumerate(rows)
+        if row.banned or row.target is not None or not row.sampling.is_plain_greedy
+    ]
     if not special:
         return [Sampled(token) for token in _argmax(logits)]
     out: list[Sampled] = [Sampled(-1)] * len(rows)
@@ -68,10 +57,10 @@ def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
             out[index] = Sampled(token)
     works = {index: _adjusted(logits[index], rows[index]) for index in special}
     tokens = {i: target for i in special if (target := rows[i].target) is not None}
-    random = [i for i in special if i not in tokens and not _is_greedy(rows[i].sampling)]
-    if random:
-        drawn = draw_tokens([works[i] for i in random], [rows[i] for i in random])
-        tokens.update(zip(random, drawn, strict=True))
+    drawn = [i for i in special if i not in tokens and rows[i].sampling.temperature >= GREEDY_BELOW]
+    if drawn:
+        found = draw_tokens([works[i] for i in drawn], [rows[i] for i in drawn])
+        tokens.update(zip(drawn, found, strict=True))
     for index in special:
         row = rows[index]
         token = tokens[index] if index in tokens else _argmax(works[index][None])[0]
@@ -82,14 +71,6 @@ def _sample(logits: Logits, rows: list[Row]) -> list[Sampled]:
         if rows[index].sampling.is_constrained and rows[index].target is None:
             rows[index].state.accept(out[index].token)
     return out
-
-
-def _is_plain(row: Row) -> bool:
-    return not row.banned and row.target is None and row.sampling.is_plain_greedy
-
-
-def _is_greedy(sampling: Sampling) -> bool:
-    return sampling.temperature < GREEDY_BELOW
 
 
 def _argmax(logits: Logits) -> list[int]:
@@ -106,14 +87,13 @@ def _adjusted(logits: Logits, row: Row) -> Logits:
         return logits
     work = logits.copy()
     if sampling.logit_bias:
-        ids = _within(list(sampling.logit_bias), len(work), "logit_bias")
-        work[ids] += np.fromiter(sampling.logit_bias.values(), np.float32)
+        work[list(sampling.logit_bias)] += np.fromiter(sampling.logit_bias.values(), np.float32)
     if sampling.has_penalties:
         _penalise(work, row)
     if row.banned:
-        work[_within(list(row.banned), len(work), "banned")] = -np.inf
+        work[list(row.banned)] = -np.inf
     if sampling.is_constrained:
-        if not isinstance(row.state, Constraint):
+        if row.state is None:
             raise Unsupported("this backend cannot follow a grammar or a JSON schema", "grammar")
         row.state.mask(work)
     return work
@@ -121,8 +101,7 @@ def _adjusted(logits: Logits, row: Row) -> Logits:
 
 def _penalise(work: Logits, row: Row) -> None:
     sampling = row.sampling
-    if row.history is None:
-        raise ValueError("a row with penalties came without its history")
+    assert row.history is not None, "the scheduler gives it"
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(row.history)
         values = work[seen]
@@ -132,17 +111,6 @@ def _penalise(work: Logits, row: Row) -> None:
         generated, times = np.unique(row.history[row.prompt_tokens :], return_counts=True)
         work[generated] -= np.float32(sampling.presence_penalty)
         work[generated] -= np.float32(sampling.frequency_penalty) * times.astype(np.float32)
-
-
-def _within(ids: list[int], vocabulary: int, parameter: str) -> Ids:
-    """The ids as an index. A negative one would hit another token silently."""
-    index = np.array(ids, np.int64)
-    if index.min() < 0 or index.max() >= vocabulary:
-        wrong = next(token for token in ids if not 0 <= token < vocabulary)
-        raise Unsupported(
-            f"{parameter} names token {wrong}, and the vocabulary has {vocabulary}", parameter
-        )
-    return index
 
 
 def _logprobs(logits: Logits, token: int, count: int) -> TokenDetail:

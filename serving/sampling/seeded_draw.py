@@ -18,14 +18,13 @@ top-p, each over what the one before left.
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from serving.errors import NotNumbers
-from serving.sampling.step_rows import Logits, Row, Sampling
+from serving.sampling.step_rows import Logits, Row
 
 Ids = npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
@@ -38,23 +37,19 @@ _WORD = 0xFFFF_FFFF_FFFF_FFFF
 class Uniforms:
     """Uniform numbers in [0, 1) as a function of (seed, position, lane). Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._bits: np.random.Philox | None = None
-
-    def prepare(self) -> np.random.Philox:
-        """The generator; its first use imports numpy.random, which takes some 10 ms."""
-        if self._bits is None:
-            self._bits = np.random.Philox(key=0)
-            self._random = np.random.Generator(self._bits).random
-            self._state = self._bits.state
-        return self._bits
+    def prepare(self) -> None:
+        """The first use imports numpy.random, which takes some 10 ms."""
+        self._bits = np.random.Philox(key=0)
+        self._random = np.random.Generator(self._bits).random
+        self._state = self._bits.state
 
     def __call__(self, seed: int, position: int, count: int, lane: int = 0) -> Doubles:
         """The first `count` numbers; lanes are independent sequences."""
-        bits = self._bits or self.prepare()
+        if not hasattr(self, "_bits"):
+            self.prepare()
         self._state["state"]["key"][:] = (seed & _WORD, position)
         self._state["state"]["counter"][:] = (0, 0, 0, lane)
-        bits.state = self._state
+        self._bits.state = self._state
         return self._random(count)
 
 
@@ -66,21 +61,11 @@ def proposal_numbers(seed: int, position: int, lane: int, count: int) -> Doubles
     return uniforms(seed, position, 3 * count, lane).reshape(3, count)
 
 
-class _Scratch(msgspec.Struct, frozen=True):
-    """Buffers of one vocabulary size: fresh ones would cost more in page faults than the work."""
-
-    weights: Logits
-    ones: Logits
-    mask: npt.NDArray[np.bool_]
-
-
 @lru_cache(maxsize=2)
-def _scratch(vocabulary: int) -> _Scratch:
-    return _Scratch(
-        weights=np.empty(vocabulary, np.float32),
-        ones=np.ones(vocabulary, np.float32),
-        mask=np.empty(vocabulary, np.bool_),
-    )
+def _scratch(vocabulary: int) -> tuple[Logits, Logits, npt.NDArray[np.bool_]]:
+    """Weights, ones and a mask of a row: fresh ones cost more in page faults than the work."""
+    ones = np.ones(vocabulary, np.float32)
+    return np.empty_like(ones), ones, np.empty(vocabulary, np.bool_)
 
 
 def check_numbers(best: npt.NDArray[np.float32] | np.float32) -> None:
@@ -173,11 +158,12 @@ class _Envelopes:
         with np.errstate(over="ignore", under="ignore"):
             self.weights = np.exp((maxima - self.best) * self.scale.astype(np.float32))
         self.sums = np.cumsum(self.weights.astype(np.float64), axis=1)
-        self.refused = [-math.inf] * len(rows)  # logits below are outside of the nucleus
+        self.least = [-math.inf] * len(rows)  # logits below are cut
 
     def propose(self, lines: list[int], lane: int, count: int) -> list[int]:
         """For each of `lines` the first proposal that is taken; -1 where none is."""
-        numbers = [self._numbers(line, lane, count) for line in lines]
+        rows = [self.rows[line] for line in lines]
+        numbers = [proposal_numbers(r.sampling.seed, r.position, lane, count) for r in rows]
         which, where, acceptance = np.stack(numbers, axis=1)
         wanted = which * self.sums[lines, -1:]
         places = [
@@ -198,57 +184,30 @@ class _Envelopes:
         taken = exists & (acceptance < share)
         return [self._first(line, token[at][taken[at]].tolist()) for at, line in enumerate(lines)]
 
-    def _numbers(self, line: int, lane: int, count: int) -> Doubles:
-        row = self.rows[line]
-        return proposal_numbers(row.sampling.seed, row.position, lane, count)
-
     def _first(self, line: int, tokens: list[int]) -> int:
-        """The first of the accepted proposals that the row's min-p and top-p keep."""
-        sampling = self.rows[line].sampling
-        if tokens and sampling.min_p <= 0 and sampling.top_p >= 1:
-            return tokens[0]
-        work = self.works[line]
-        nucleus = _Nucleus(work, sampling, float(self.best[line, 0]))
-        for token in tokens:
-            if work[token] >= self.refused[line]:
-                if nucleus.keeps(token):
-                    return token
-                self.refused[line] = float(work[token])
-        return -1
-
-
-class _Nucleus:
-    """Which tokens of one row min-p and top-p keep. Uses the shared scratch: one at a time."""
-
-    def __init__(self, work: Logits, sampling: Sampling, best: float) -> None:
-        self._work = work
-        self._sampling = sampling
-        self._best = best
-        self._scratch = _scratch(len(work))
-        self._floor = -math.inf
+        """The first of the accepted proposals that the row's min-p and top-p keep: the weight
+        above it is less than top-p of the whole."""
+        work, sampling = self.works[line], self.rows[line].sampling
+        best = float(self.best[line, 0])
         if sampling.min_p > 0:
-            self._floor = best + sampling.temperature * math.log(sampling.min_p)
-
-    def keeps(self, token: int) -> bool:
-        """Whether the token stays: the weight above it is less than top-p of the whole."""
-        work = self._work
-        if work[token] < self._floor:
-            return False
-        if self._sampling.top_p >= 1:
-            return True
-        weights, total = self._weights
-        at_least = np.flatnonzero(np.greater_equal(work, work[token], out=self._scratch.mask))
-        ahead = at_least[(work[at_least] > work[token]) | (at_least < token)]
-        above = float(weights[ahead].sum())
-        return bool(above < self._sampling.top_p * total)
-
-    @cached_property
-    def _weights(self) -> tuple[Logits, float]:
-        weights = self._scratch.weights
+            least = best + sampling.temperature * math.log(sampling.min_p)
+            self.least[line] = max(self.least[line], least)
+            tokens = [token for token in tokens if work[token] >= least]
+        if not tokens or sampling.top_p >= 1:
+            return tokens[0] if tokens else -1
+        weights, ones, mask = _scratch(self.vocabulary)
         with np.errstate(over="ignore", under="ignore"):
-            np.subtract(self._work, np.float32(self._best), out=weights)
-            np.multiply(weights, np.float32(1 / self._sampling.temperature), out=weights)
+            np.subtract(work, np.float32(best), out=weights)
+            np.multiply(weights, np.float32(1 / sampling.temperature), out=weights)
             np.exp(weights, out=weights)
-        if self._floor > -math.inf:
-            weights[self._work < self._floor] = 0
-        return weights, float(np.dot(weights, self._scratch.ones))
+        if sampling.min_p > 0:
+            weights[work < least] = 0
+        allowed = sampling.top_p * float(np.dot(weights, ones))
+        for token in tokens:
+            if work[token] >= self.least[line]:
+                at_least = np.flatnonzero(np.greater_equal(work, work[token], out=mask))
+                ahead = at_least[(work[at_least] > work[token]) | (at_least < token)]
+                if float(weights[ahead].sum()) < allowed:
+                    return token
+                self.least[line] = float(work[token])
+        return -1

@@ -190,11 +190,6 @@ class FakeSupervisor:
                 if place == 0
                 else {}
             )
-            if place == 0 and stream.request.sampling.prompt_logprobs is not None:
-                first["prompt_details"] = [
-                    TokenDetail(token, -0.25, [token], [-0.25])
-                    for token in stream.request.prompt[1:]
-                ]
             self.push(
                 stream.id, word, finish, details=_details(word, stream.request.sampling), **first
             )

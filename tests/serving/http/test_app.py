@@ -74,12 +74,6 @@ def test_routes_are_there_without_their_version_too(port: int, path: str) -> Non
     assert counted["http_responses_total", route, "200"] == 1
 
 
-def test_chunks_say_what_decides_the_numerics(port: int) -> None:
-    whole = chat(port).json["system_fingerprint"]
-    for answer in (chat(port, stream=True), complete(port, stream=True)):
-        assert {chunk["system_fingerprint"] for chunk in answer.events[:-1]} == {whole}
-
-
 def test_without_asking_there_is_no_usage_in_a_stream(port: int) -> None:
     assert all("usage" not in chunk for chunk in complete(port, stream=True).events[:-1])
 
@@ -171,49 +165,6 @@ def test_several_prompts_and_answers_are_numbered_and_counted(
     assert [submit.prompt for submit in supervisor.submitted] == [[1, 2, 3], [1, 2, 3], [4], [4]]
     seeds = [submit.sampling.seed for submit in supervisor.submitted]
     assert seeds[0] == seeds[2] == 5 and seeds[1] == seeds[3] != 5
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("prompt", ["hé", [*"hé".encode()]])
-def test_echo_puts_the_prompt_first(port: int, streamed: bool, prompt: Any) -> None:
-    answer = complete(port, prompt=prompt, echo=True, stream=streamed)
-    if streamed:
-        assert (
-            "".join(chunk["choices"][0]["text"] for chunk in answer.events[:-1]) == "héHello, world"
-        )
-    else:
-        assert answer.json["choices"][0]["text"] == "héHello, world"
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_an_echoed_prompts_log_probabilities_come_before_the_answers(
-    port: int, supervisor: FakeSupervisor, streamed: bool
-) -> None:
-    max_tokens = 2
-    answer = complete(
-        port, prompt="aéb", echo=True, logprobs=1, max_tokens=max_tokens, seed=2, stream=streamed
-    )
-    found: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for part in answer.events[:-1] if streamed else [answer.json]:
-        for key, values in (part["choices"][0]["logprobs"] or {}).items():
-            found[key] += values
-    assert found["tokens"][:4] == ["a", "bytes:\\xc3", "bytes:\\xa9", "b"]
-    assert found["token_logprobs"] == [None, -0.25, -0.25, -0.25, *[-0.5] * max_tokens]
-    assert found["top_logprobs"][0] is None and found["top_logprobs"][3] == {"b": -0.25}
-    assert found["text_offset"] == [0, 1, 1, 2, *[3, 4 if not streamed else 8][:max_tokens]]
-    assert len(found["tokens"]) == len(found["top_logprobs"]) == 4 + max_tokens
-    if not streamed:
-        text = "aéb" + "Hello, "[: 7 if max_tokens else 0]
-        assert (answer.json["choices"][0]["text"], answer.json["usage"]["completion_tokens"]) == (
-            text,
-            max_tokens,
-        )
-    assert supervisor.submitted[0].sampling.prompt_logprobs == 1
 
 
 def test_log_probabilities_in_both_shapes(port: int) -> None:

@@ -234,8 +234,7 @@ def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="m", prompt="x" * 4000)
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
-    body: Any = caught.value.body
-    assert body["n_ctx"] == CONTEXT and body["n_prompt_tokens"] > CONTEXT
+    assert f"is {CONTEXT} tokens" in str(caught.value)
     with pytest.raises(openai.BadRequestError, match="Hermes and Qwen format"):
         client.chat.completions.create(
             model="m", messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]

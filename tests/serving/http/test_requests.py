@@ -7,28 +7,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from serving.http.api_schemas import (
     CHAT,
     COMPLETION,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
     ChatRequest,
     decode,
-    encode,
 )
 from serving.http.errors import scrubbed, try_again
-from serving.http.http_request import event
-from serving.http.sse_stream import MARK, content_frame
 
-PATIENT = settings(
-    deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # the machine may be busy
 TURN = {"role": "user", "content": "hi"}
 
 
@@ -92,20 +80,6 @@ def test_retry_after_is_whole_seconds_and_milliseconds() -> None:
         "Retry-After-Ms": "2400",
     }
     assert try_again(503, "gone", "x", 0.0).headers["Retry-After"] == "1"
-
-
-@PATIENT
-@given(st.text())
-def test_a_content_frame_with_its_text_is_the_encoded_chunk(text: str) -> None:
-    def chunk(content: str) -> ChatChunk:
-        choice = ChatChunkChoice(0, ChatDelta(content=content))
-        return ChatChunk(id='a"\n', created=1, model="m\u2028", choices=[choice])
-
-    head, tail = content_frame(chunk(MARK))
-    data = head + encode(text) + tail
-    assert data == event(chunk(text))
-    assert data.startswith(b"data: ") and data.count(b"\n") == 2 and data.endswith(b"\n\n")
-    assert msgspec.json.decode(data[6:])["choices"][0]["delta"] == {"content": text}
 
 
 # What known clients send, as read in their sources: nothing of it may be refused.
