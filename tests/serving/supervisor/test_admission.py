@@ -37,7 +37,7 @@ def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
     assert (
         refusal is not None
         and refusal.kind == "queue_requests"
-        and "2 requests are waiting" in refusal.text
+        and "2 requests are waiting" in refusal.reason
     )
     ledger.finished(0)
     assert ledger.refusal(10, 10, 0.0) is None
@@ -69,7 +69,7 @@ def test_the_bound_by_wait_needs_evidence() -> None:
     assert (
         refusal is not None
         and refusal.kind == "queue_wait"
-        and "20.0 s is predicted" in refusal.text
+        and "20.0 s is predicted" in refusal.reason
     )
 
 
@@ -213,7 +213,7 @@ def test_a_prompt_that_can_never_come_in_time_is_let_in_when_it_is_alone() -> No
     assert ledger.refusal(500, 10, 0.0) is None
     ledger.admit(1, 10, 50)
     refusal = ledger.refusal(500, 10, 0.0)
-    assert refusal is not None and "5.1 s, 1 s are promised" in refusal.text
+    assert refusal is not None and "5.1 s, 1 s are promised" in refusal.reason
     ledger.progressed(1, 1)
     assert ledger.refusal(500, 10, 0.1) is None  # nobody else waits: no better time will come
 

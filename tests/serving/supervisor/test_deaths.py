@@ -178,26 +178,29 @@ def test_an_engine_that_computes_without_end_is_given_up_by_its_own_pace(
     run(scenario())
 
 
-def test_the_preferred_engine_comes_back_beside_the_one_that_serves(
+def test_the_preferred_engine_comes_back_once_it_has_looked_usable_for_a_while(
     config: Callable[..., EngineConfig], tmp_path: Path
 ) -> None:
+    """It loads beside the one that serves, which finishes what it has."""
+
     async def scenario() -> None:
         gpu = config(device="gpu", fail_cause="runtime_oom", fail_once_file=str(tmp_path / "once"))
-        asked = 0
+        limits = msgspec.structs.replace(QUICK, steady_seconds=0.3)
+        looks: list[float] = []
 
         async def usable() -> bool:
-            nonlocal asked
-            asked += 1
-            return asked >= 3
+            looks.append(time.monotonic())
+            return len(looks) != 3
 
-        async with running(gpu, config(), preferred_usable=usable) as supervisor:
+        async with running(gpu, config(), limits=limits, preferred_usable=usable) as supervisor:
             await collect(supervisor.submit(GenerationRequest([1], 1)))
             assert supervisor.label == "fake/cpu"
             cpu_pid = supervisor.engine_pid
-            old = supervisor.submit(GenerationRequest([1, 2], LONG, ignore_eos=True))
+            old = supervisor.submit(GenerationRequest([1, 2], 2 * LONG, ignore_eos=True))
             await anext(old)
+            await until(lambda: "returning" in kinds(supervisor))
+            assert looks[-1] - looks[3] >= 0.3, "a bad look begins the time again"
             await until(lambda: supervisor.label == "fake/gpu")
-            assert supervisor.state == "ready" and asked >= 3
             new = await collect(supervisor.submit(GenerationRequest([1, 3], 5, ignore_eos=True)))
             rest = await collect(old)
             assert new.finish == "length" and rest.finish == "length"

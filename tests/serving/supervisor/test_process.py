@@ -15,10 +15,11 @@ import pytest
 
 from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
-from serving.errors import Cause
+from serving.errors import Cause, EngineFailed
 from serving.supervisor.engine_process import EngineProcess
 from serving.supervisor.hang_detection import HangWatch
 from serving.supervisor.restart_policy import RecoveryLimits
+from serving.supervisor.supervisor import Supervisor
 
 GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HOLD = """
@@ -73,19 +74,19 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     """As one that is in the driver: here nobody hears of its end."""
     monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)  # no fork
     monkeypatch.setattr("serving.supervisor.engine_process.STUCK_AFTER_SECONDS", 0.2)
-    monkeypatch.setattr(EngineProcess, "_wait", lambda engine: None)
+    monkeypatch.setattr(EngineProcess, "_follow", lambda engine: None)
 
     async def scenario() -> None:
         ended = asyncio.Event()
         engine = EngineProcess(0, EngineConfig("fake", "", "m"), lambda line: None)
         await engine.start(lambda engine, message: None, lambda engine: ended.set())
-        engine.give_up("no step finished for 31.0 s")
+        engine.give_up(Cause.health_timeout, "no step finished for 31.0 s")
         await asyncio.wait_for(ended.wait(), 20)
         cause, text = engine.why()
         assert cause is Cause.health_timeout
         assert text.startswith("no step finished for 31.0 s; it is stuck in the driver")
         assert engine._process is not None
-        engine._process.wait()
+        engine._process.communicate()
 
     asyncio.run(scenario())
 
@@ -99,17 +100,27 @@ def test_a_silent_load_on_a_gpu_is_given_up_earlier() -> None:
     assert found[1] is None
 
 
-def test_no_process_can_be_started_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model must not wait for ever for an engine that never was."""
+@pytest.mark.parametrize("fails", ["socket.socketpair", "threading.Thread.start"])
+def test_an_engine_that_cannot_be_started_wedges_neither_the_model_nor_its_end(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """No descriptors are left, or no threads."""
 
-    def none_left() -> Any:
+    def none_left(*arguments: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     async def scenario() -> None:
-        ended = asyncio.Event()
-        engine = EngineProcess(0, EngineConfig("fake", "", "m"))
-        monkeypatch.setattr("serving.supervisor.engine_process.socket.socketpair", none_left)
-        await engine.start(lambda engine, message: None, lambda engine: ended.set())
-        assert ended.is_set() and "Too many open files" in engine.why()[1]
+        limits = RecoveryLimits(backoff_first_seconds=0.01)
+        supervisor = Supervisor([EngineConfig("fake", "", "m")], limits=limits)
+        monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)
+        monkeypatch.setattr(f"serving.supervisor.engine_process.{fails}", none_left)
+        await supervisor.start()
+        with pytest.raises(EngineFailed, match="Too many open files"):
+            await supervisor.wait_ready(20)
+        assert supervisor.pids == [] and await supervisor.unload("for a test") == 0
+        monkeypatch.undo()
+        await supervisor.start()
+        await asyncio.wait_for(supervisor.stop(drain=False), 20)
+        assert supervisor.state == "stopped"
 
     asyncio.run(scenario())

@@ -10,7 +10,6 @@ from serving.supervisor.restart_policy import (
     RecoveryLimits,
     after_death,
 )
-from serving.supervisor.return_to_gpu import return_at
 
 LIMITS = RecoveryLimits()
 
@@ -73,11 +72,6 @@ def test_failed_returns_between_do_not_reset_the_breaker_of_the_engine_that_serv
             ending(Cause.engine_died, 10.0 * n + 5, 1),
         ]
     assert after_death(endings, 2, LIMITS).engine is None
-
-
-def test_an_engine_that_lasted_starts_with_short_pauses_again() -> None:
-    died = [ending(Cause.runtime_oom, 50.0), ending(Cause.runtime_oom, 5000.0, ready=4000.0)]
-    assert return_at(died, 5000.0, [100.0, 900.0], LIMITS) == 5030.0
 
 
 @pytest.mark.parametrize(
