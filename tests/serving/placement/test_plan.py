@@ -78,7 +78,10 @@ def test_auto_without_a_gpu_chooses_the_cpu_and_says_so_in_words_and_numbers() -
     assert causes(placement) == [Cause.no_device]
     text = "\n".join(explain(placement))
     assert "no_device: this machine has no GPU" in text
-    assert "Test CPU, 4 cores usable" in text and formatting.size(placement.need_bytes) in text
+    assert (
+        "the CPU (Test CPU) serves with llama_cpp" in text
+        and formatting.size(placement.need_bytes) in text
+    )
 
 
 def test_auto_with_a_gpu_uses_it_and_keeps_the_cpu_to_fall_back_to() -> None:
