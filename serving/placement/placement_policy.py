@@ -222,9 +222,9 @@ class _Looks:
 
         Of several GPUs that a backend's build drives, the one with most free memory."""
         request = self.request
-        names = (request.backend or default_backend("gpu", request.weight_format),)
-        if request.backend is None and self.facts.gpus and request.weight_format is None:
-            names = DEFAULTS["gpu"]
+        names: tuple[str, ...] = DEFAULTS["gpu"]
+        if request.backend or request.weight_format or not self.facts.gpus:
+            names = (request.backend or default_backend("gpu", request.weight_format),)
         for name in names:
             trouble = self._gpu_trouble(name)
             if trouble is not None:

@@ -30,6 +30,8 @@ from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import spec_of
 from serving.engine.ipc_messages import (
+    CONFIG_VARIABLE,
+    SOCKET_VARIABLE,
     Died,
     Frames,
     FromEngine,
@@ -44,8 +46,6 @@ from serving.hardware.gpus import VULKAN
 from serving.supervisor.hang_detection import HangWatch
 from serving.supervisor.restart_policy import RecoveryLimits
 
-CONFIG_VARIABLE = "CROSSOVER_ENGINE"
-SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 # Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
@@ -249,9 +249,8 @@ class EngineProcess(asyncio.Protocol):
         about_memory = [line for line in told if _says_memory(line)]
         if last := (about_memory or told)[-1:]:
             how = f"{how}: {last[0]}"
-        before, now = self._memory_kills_before, _memory_kills()
-        is_killed = status == -signal.SIGKILL and before is not None and now is not None
-        if about_memory or (is_killed and now > before):
+        has_killed = status == -signal.SIGKILL and _memory_kills() > self._memory_kills_before
+        if about_memory or has_killed:
             return Cause.runtime_oom if self.ready is not None else Cause.load_oom, how
         is_death = self.ready is not None or status < 0
         return Cause.engine_died if is_death else Cause.load_failed, how
@@ -336,10 +335,10 @@ def _says_memory(line: str) -> bool:
     return any(word in line for word in words)
 
 
-def _memory_kills() -> int | None:
-    """The kernel's out-of-memory kills since boot; None: it does not count them."""
+def _memory_kills() -> int:
+    """The kernel's out-of-memory kills since boot; 0 where it does not count them."""
     with contextlib.suppress(OSError), open("/proc/vmstat") as file:
         for line in file:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    return None
+    return 0
