@@ -270,6 +270,7 @@ class EngineProcess(asyncio.Protocol):
                 self.ready_at = time.monotonic()
             elif isinstance(message, Died):
                 self._cause = message.cause, message.message
+                self._loop.call_later(STUCK_AFTER_SECONDS, self.kill)
             self._on_message(self, message)
 
     def connection_lost(self, exc: Exception | None) -> None:

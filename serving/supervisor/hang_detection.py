@@ -71,9 +71,8 @@ def is_hung(
     limits: RecoveryLimits,
     longest_seconds: float | None,
 ) -> bool:
-    """No step for long while it sleeps, or no step for very long.
+    """No step for long while it sleeps (`idle_seconds` without CPU use), or none for very long.
 
-    `step_age_seconds`: since the last step, or since work came. `idle_seconds`: without CPU use.
     `longest_seconds`: what its largest step takes at its pace so far; None: not known.
     """
     most = limits.step_timeout_seconds

@@ -119,7 +119,10 @@ class Supervisor:
         self._load_seconds: dict[int, float] = {}  # by place
         self._failed_before_stop = 0
         self._changed = asyncio.Event()
-        self._background = Background("the supervisor", on_failure=self._has_a_bug)
+        self._background = Background(
+            "the supervisor",
+            on_failure=lambda bug: self._become(EngineState.failed, f"a failure of ours: {bug}"),
+        )
 
     # What others may know.
 
@@ -135,8 +138,7 @@ class Supervisor:
     @property
     def ready(self) -> Ready | None:
         """What the serving engine said when it was loaded; None while none serves."""
-        current = self._engine(Role.current)
-        return current.ready if current is not None else None
+        return current.ready if (current := self._engine(Role.current)) else None
 
     @property
     def engine_pid(self) -> int | None:
@@ -249,18 +251,16 @@ class Supervisor:
         Returns how many sequences were cut off. A call with drain=False ends an earlier drain.
         """
         during, after = "the server is shutting down", "the server was stopped"
-        seconds = timeout_seconds if drain else None
-        return await self._end(EngineState.stopped, during, after, seconds)
+        return await self._end(EngineState.stopped, during, after, drain, timeout_seconds)
 
     async def unload(self, reason: str, drain: bool = True, timeout_seconds: float = 30.0) -> int:
         """As `stop`, but the state becomes unloaded, and `start` may be called again."""
         during = f"the model is being unloaded: {reason}"
         after = f"the model was unloaded: {reason}"
-        seconds = timeout_seconds if drain else None
-        return await self._end(EngineState.unloaded, during, after, seconds)
+        return await self._end(EngineState.unloaded, during, after, drain, timeout_seconds)
 
     async def _end(
-        self, state: EngineState, during: str, after: str, drain_seconds: float | None
+        self, state: EngineState, during: str, after: str, drain: bool, timeout_seconds: float
     ) -> int:
         if self.state == EngineState.unloaded and not self._engines:
             self._become(state, after)
@@ -268,23 +268,25 @@ class Supervisor:
         if self.state == EngineState.stopped:
             return self._requests.failed - self._failed_before_stop
         if self.state != EngineState.draining:
-            how = f"{len(self._requests)} sequences in flight"
-            self._tell(EventKind.draining, "stopping at once" if drain_seconds is None else how)
+            how = f"{len(self._requests)} sequences in flight" if drain else "stopping at once"
+            self._tell(EventKind.draining, how)
             self._failed_before_stop = self._requests.failed
             self._become(EngineState.draining, during)
         self._requests.fail(during, only_waiting=True)
         for engine in self._engines:
-            self._ask_to_end(engine, drain=drain_seconds is not None)
-        patience = self._limits.kill_after_seconds
-        if drain_seconds is not None and len(self._requests):
-            patience = drain_seconds
+            self._ask_to_end(engine, drain)
+        is_busy = drain and len(self._requests)
         try:
-            async with asyncio.timeout(patience):
-                await self._until_no_engine()
+            async with asyncio.timeout(
+                timeout_seconds if is_busy else self._limits.kill_after_seconds
+            ):
+                while self._engines:
+                    await self.wait_change()
         except TimeoutError:
             for engine in self._engines:
                 engine.kill()
-            await self._until_no_engine()
+            while self._engines:
+                await self.wait_change()
         self._requests.fail(f"{after} before this request had finished")
         cut_off = self._requests.failed - self._failed_before_stop
         await asyncio.gather(*self._background.cancel(), return_exceptions=True)
@@ -294,10 +296,6 @@ class Supervisor:
             self._tell(EventKind(state.value), said)
             self._become(state, after)
         return cut_off
-
-    async def _until_no_engine(self) -> None:
-        while self._engines:
-            await self.wait_change()
 
     # Engines begin and speak.
 
@@ -490,9 +488,6 @@ class Supervisor:
             return False
         at = return_at(self._endings, self._fell_back_at, self._returns, self._limits)
         return at is not None and time.monotonic() >= at
-
-    def _has_a_bug(self, problem: BaseException) -> None:
-        self._become(EngineState.failed, f"the supervisor failed: {problem}")
 
     def _become(self, state: EngineState, reason: str | None) -> None:
         self.state = state

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,26 +17,6 @@ from serving.supervisor.engine_process import EngineProcess
 from serving.supervisor.hang_detection import HangWatch
 from serving.supervisor.restart_policy import RecoveryLimits
 from serving.supervisor.supervisor import Supervisor
-
-GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HOLD = """
-held = bytearray(b"x") * (64 << 20)  # numpy would ask for huge pages by itself
-lines = open("/proc/self/smaps_rollup").read().splitlines()
-print(next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")))
-"""
-
-
-def huge_kib(environment: dict[str, str]) -> int:
-    plain = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-c", HOLD],
-        env=plain | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
-
 
 ABORTED = (
     "ggml_cuda_init: found 1 CUDA devices",
