@@ -36,7 +36,6 @@ from serving.placement.fastest_backend import (
     EngineChoice,
     EngineTimes,
     Question,
-    Work,
     choice_lines,
     fastest_backend,
 )
@@ -210,7 +209,8 @@ def question_of(cell: Cell, campaign: Campaign) -> Question:
     return Question(
         source=cell.model,
         request=_placement(campaign, spec, Policy.cpu_only),
-        work=Work(prompts, outputs, server.slots),
+        prompt_tokens=prompts,
+        output_tokens=outputs,
         threads=cell.hardware.threads or layout.engine_threads,
         cores=layout.engine,
         formats=cell.formats,

@@ -114,7 +114,7 @@ def _law(
     def tick(what: str, fraction: float | None) -> None:
         progress.tick(f"{name}: {what}", fraction=fraction)
 
-    times = known_times(question, engine, rung(name).spec, facts, progress.say, tick)
+    times = known_times(question, engine, facts, progress.say, tick)
     return None if times is None else law_of_times(times)
 
 

@@ -3,9 +3,7 @@
 Started as `python -m serving.engine.engine_loop` with an EngineConfig as JSON in CROSSOVER_ENGINE
 and the number of an inherited socket in CROSSOVER_ENGINE_FD. A process of its own, because a CUDA
 error or the kernel's OOM killer takes a whole process, and HTTP must not share a GIL with the step
-loop.
-
-Sends Loading while it loads, then Ready, then one Step a scheduler step. Ends with its parent.
+loop. Sends Loading while it loads, Ready, then one Step a scheduler step. Ends with its parent.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
@@ -30,6 +27,8 @@ from models.tokenization.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class
 from serving.engine.ipc_messages import (
+    CONFIG_VARIABLE,
+    SOCKET_VARIABLE,
     Cancel,
     Delta,
     Died,
@@ -60,8 +59,7 @@ COMPILER_NICE = 10
 # 5 ms to read and to queue, and several came at once between two tokens of everybody else.
 READ_SECONDS = 0.005
 READ_SHARE = 0.1
-CONFIG_VARIABLE = "CROSSOVER_ENGINE"
-SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
+COMPILER_LOOK_MS = 2  # between two looks at it, while nothing else is done
 _PR_SET_PDEATHSIG = 1
 
 
@@ -98,16 +96,14 @@ class ParentGone(Exception):
 
 
 class Link:
-    """The socket to the parent. `wake` may be called from any thread; the rest is the loop's."""
+    """The socket to the parent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._socket.setblocking(True)
         self._frames = Frames()
-        self._woken, self._waker = os.pipe()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
-        self._poll.register(self._woken, select.POLLIN)
 
     def send(self, message: FromEngine) -> None:
         try:
@@ -115,31 +111,18 @@ class Link:
         except OSError as problem:
             raise ParentGone from problem
 
-    def wake(self) -> None:
-        """Make a waiting `receive` return."""
-        os.write(self._waker, b"!")
-
-    def receive(self, wait: bool) -> list[bytes]:
-        """All messages there are, as they came; with `wait`, at least one, or none where it was
-        woken."""
+    def receive(self, wait_ms: int | None) -> list[bytes]:
+        """All messages there are, as they came, once there is one. `wait_ms`: None without end."""
         messages: list[bytes] = []
-        while ready := self._poll.poll(None if wait and not messages else 0):
-            files = [file for file, _ in ready]
-            if self._woken in files:
-                os.read(self._woken, 1 << 10)
-                wait = False
-            if self._socket.fileno() in files:
-                messages += self._read()
+        while self._poll.poll(0 if messages else wait_ms):
+            try:
+                data = self._socket.recv(1 << 20)
+            except OSError as problem:
+                raise ParentGone from problem
+            if not data:
+                raise ParentGone
+            messages += self._frames.feed(data)
         return messages
-
-    def _read(self) -> list[bytes]:
-        try:
-            data = self._socket.recv(1 << 20)
-        except OSError as problem:
-            raise ParentGone from problem
-        if not data:
-            raise ParentGone
-        return list(self._frames.feed(data))
 
 
 class Worker:
@@ -152,10 +135,10 @@ class Worker:
         self._stopping = False
         self._stepped_at: float | None = None  # the last step's end, where another follows
         self._unread: deque[bytes] = deque()  # messages that have come
-        self._compiling: dict[int, Submit] = {}
-        self._compiled: deque[tuple[Submit, Matcher | None | Unsupported]] = deque()
-        self._to_compile: SimpleQueue[Submit] = SimpleQueue()
-        self._compiler = threading.Thread(target=self._compile_all, daemon=True, name="grammars")
+        self._compiling: dict[int, tuple[Submit, Future[Matcher | None]]] = {}
+        # nice is the thread's own on Linux, elsewhere the whole process's
+        lower = (os.nice, (COMPILER_NICE,)) if sys.platform == "linux" else (None, ())
+        self._compiler = ThreadPoolExecutor(1, "grammars", *lower)
 
     def load(self) -> None:
         """Load backend and tokenizer, then send Ready."""
@@ -165,13 +148,12 @@ class Worker:
             self.config, lambda what, fraction: self.link.send(Loading(fraction, what))
         )
         info = self.backend.info
-        tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
-        table = tokenizer.token_bytes()
+        table, ends = self._vocabulary()
         table += [b""] * max(0, info.vocabulary - len(table))  # models pad their vocabulary
-        self._grammars = Grammars(table, tokenizer.eos_ids)
+        self._grammars = Grammars(table, ends)
         if not info.capabilities.isdisjoint(("grammar", "json_schema")):
             self._grammars.prepare()
-        self.scheduler = Scheduler(self.backend, table, tokenizer.eos_ids, self.config)
+        self.scheduler = Scheduler(self.backend, table, ends, self.config)
         seconds = time.perf_counter() - started
         self.link.send(Ready(info, seconds, resident_bytes() or 0, peak_resident_bytes()))
         self.ready = True
@@ -181,26 +163,35 @@ class Worker:
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
 
+    def _vocabulary(self) -> tuple[list[bytes], frozenset[int]]:
+        """Bytes of each token, and the end tokens: all that an engine keeps of a tokenizer."""
+        tokenizer = load_tokenizer(self.config.tokenizer_path or self.config.model_path)
+        return tokenizer.token_bytes(), tokenizer.eos_ids
+
     def run(self) -> None:
         """Handle messages and step until a Stop is carried out."""
-        while not self._stopping or self.scheduler.busy or self._compiling:
-            idle = not self.scheduler.busy and (not self._stopping or bool(self._compiling))
-            wait = idle and not self._compiled and not self._unread
-            self._unread += self.link.receive(wait)
-            self._take()
-            if self.scheduler.busy:
-                self.step()
+        try:
+            while not self._stopping or self.scheduler.busy or self._compiling:
+                wait_ms = COMPILER_LOOK_MS if self._compiling else None
+                is_idle = not self.scheduler.busy and not self._unread
+                self._unread += self.link.receive(wait_ms if is_idle else 0)
+                self._take()
+                if self.scheduler.busy:
+                    self.step()
+        finally:
+            self._compiler.shutdown(wait=False, cancel_futures=True)
         self.backend.close()
 
     def _take(self) -> None:
         """Carry out what has come, in its order; the rest after the next step where it is much."""
+        for number, (submit, found) in [*self._compiling.items()] if self._compiling else ():
+            if found.done():
+                del self._compiling[number]
+                self._take_compiled(submit, found)
         step_seconds = self.scheduler.stats().step_seconds
         until = time.perf_counter() + max(READ_SECONDS, READ_SHARE * step_seconds)
-        while self._compiled or self._unread:
-            if self._compiled:
-                self._take_compiled(*self._compiled.popleft())
-            else:
-                self.handle(decode_to_engine(self._unread.popleft()))
+        while self._unread:
+            self.handle(decode_to_engine(self._unread.popleft()))
             if time.perf_counter() > until:
                 break
 
@@ -208,14 +199,12 @@ class Worker:
         """Carry out one message of the parent."""
         match message:
             case Submit() if message.request.sampling.is_constrained:
-                self._compiling[message.id] = message
-                if not self._compiler.is_alive():
-                    self._compiler.start()
-                self._to_compile.put(message)
+                found = self._compiler.submit(self._grammars.open, message.request.sampling)
+                self._compiling[message.id] = message, found
             case Submit():
                 self._add(message)
             case Cancel(id=number) if number in self._compiling:
-                del self._compiling[number]
+                self._compiling.pop(number)[1].cancel()
                 self._tell(Delta(number, 0, "", FinishReason.CANCELLED))
             case Cancel(id=number):
                 self.scheduler.cancel(number)
@@ -235,32 +224,15 @@ class Worker:
         self._stepped_at = time.perf_counter() if self.scheduler.busy else None
         self.link.send(Step(deltas, stats))
 
-    def _compile_all(self) -> None:
-        """The compiler's thread: of each request the matcher, or why there is none."""
-        if sys.platform == "linux":  # elsewhere it is the whole process's
-            os.nice(COMPILER_NICE)
-        while True:
-            submit = self._to_compile.get()
-            if submit.id not in self._compiling:
-                continue  # cancelled meanwhile
-            found: Matcher | None | Unsupported
-            try:
-                found = self._grammars.open(submit.request.sampling)
-            except Unsupported as problem:
-                found = problem
-            except Exception as problem:
-                why = f"{type(problem).__name__}: {problem}"
-                found = Unsupported(f"the grammar cannot be used: {why}")
-            self._compiled.append((submit, found))
-            self.link.wake()
-
-    def _take_compiled(self, submit: Submit, found: Matcher | None | Unsupported) -> None:
-        if self._compiling.pop(submit.id, None) is None:
-            return  # cancelled meanwhile
-        if isinstance(found, Unsupported):
-            self._tell(failed_delta(submit.id, found))
-        else:
-            self._add(submit, found)
+    def _take_compiled(self, submit: Submit, found: Future[Matcher | None]) -> None:
+        problem = found.exception()
+        if problem is None:
+            self._add(submit, found.result())
+            return
+        if not isinstance(problem, Unsupported):
+            why = f"the grammar cannot be used: {type(problem).__name__}: {problem}"
+            problem = Unsupported(why)
+        self._tell(failed_delta(submit.id, problem))
 
     def _add(self, submit: Submit, matcher: Matcher | None = None) -> None:
         refused = self.scheduler.add(submit, matcher)

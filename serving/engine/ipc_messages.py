@@ -17,6 +17,8 @@ from serving.errors import Cause
 from serving.sampling.step_rows import Sampling
 from serving.sampling.step_rows import TokenDetail as TokenDetail
 
+CONFIG_VARIABLE = "CROSSOVER_ENGINE"  # an EngineConfig as JSON
+SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"  # the number of the engine's socket
 FRAME = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 
@@ -69,27 +71,22 @@ class FinishReason(StrEnum):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What one step added to one sequence: drawn tokens, and text that may lag behind them.
-
-    The first delta of a sequence has `cached_tokens` (prompt tokens whose KV was reused),
-    `queue_seconds` (arrival to first scheduled), `prefill_seconds` (first scheduled to first token)
-    and, where asked for, `prompt_details` (of the prompt's tokens from the second on, whose first
-    thousands may come before, without a token).
-    `reasoning_tokens`: output tokens up to the request's `thought_end`, once it is drawn.
-    """
+    """What one step added to one sequence: drawn tokens, and text that may lag behind them."""
 
     id: int
     tokens: int
     text: str
     finish: FinishReason | None = None
     details: list[TokenDetail] = []
+    # Of the first token, with the two times below: prompt tokens whose KV was reused.
     cached_tokens: int | None = None
     error: str | None = None
-    queue_seconds: float | None = None
-    prefill_seconds: float | None = None
+    queue_seconds: float | None = None  # arrival to first scheduled
+    prefill_seconds: float | None = None  # first scheduled to first token
+    # Where asked for, of the prompt's tokens from the second on; they may come before any token.
     prompt_details: list[TokenDetail] | None = None
     parameter: str | None = None  # of the request, that `error` is about
-    reasoning_tokens: int | None = None
+    reasoning_tokens: int | None = None  # up to the request's `thought_end`, once it is drawn
 
 
 class StepStats(msgspec.Struct, array_like=True):

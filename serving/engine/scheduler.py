@@ -294,8 +294,9 @@ class Scheduler:
             assert found.logprobs is not None
             sequence.scored += 1
             sequence.scores.append(found.logprobs)
-            if len(sequence.scores) >= SCORES_AT_ONCE:
-                deltas.append(scores_delta(sequence))
+            if len(sequence.scores) >= SCORES_AT_ONCE:  # ahead of the first token
+                deltas.append(Delta(sequence.id, 0, "", prompt_details=sequence.scores))
+                sequence.scores = []
             return
         problem: ServingError | None = getattr(row.state, "error", None)  # of its grammar
         if problem is None:
@@ -372,12 +373,13 @@ class Scheduler:
             return []
         deltas = []
         for sequence in list(self._by_id.values()):
-            late = sequence.deadline is not None and now > sequence.deadline
-            if sequence.id not in self._cancelled and not late:
+            if sequence.id in self._cancelled:
+                finish = FinishReason.CANCELLED
+            elif sequence.deadline is not None and now > sequence.deadline:
+                finish = FinishReason.DEADLINE
+            else:
                 continue
-            cancelled = sequence.id in self._cancelled
-            finish = FinishReason.CANCELLED if cancelled else FinishReason.DEADLINE
-            deltas.append(end_delta(sequence, finish))
+            deltas.append(Delta(sequence.id, 0, sequence.text.finish(), finish))
             if sequence.slot < 0:
                 self.waiting.remove(sequence)
             self._release(sequence)
@@ -409,13 +411,6 @@ def token_delta(sequence: Sequence, drawn: Sampled, now: float) -> Delta:
     return delta
 
 
-def scores_delta(sequence: Sequence) -> Delta:
-    """The scores of a piece of the prompt, ahead of the first token."""
-    scores = sequence.scores
-    sequence.scores = []
-    return Delta(sequence.id, 0, "", prompt_details=scores)
-
-
 def _text_and_finish(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
     if token in sequence.stop_ids and sequence.length > sequence.min_length:
         return sequence.text.finish(), FinishReason.STOP
@@ -425,11 +420,6 @@ def _text_and_finish(sequence: Sequence, token: int) -> tuple[str, FinishReason 
     if sequence.length >= sequence.limit:
         return text + sequence.text.finish(), FinishReason.LENGTH
     return text, None
-
-
-def end_delta(sequence: Sequence, finish: FinishReason) -> Delta:
-    """The last Delta of a sequence that ends without a token."""
-    return Delta(sequence.id, 0, sequence.text.finish(), finish)
 
 
 def failed_delta(number: int, problem: ServingError, text: str = "") -> Delta:

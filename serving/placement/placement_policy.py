@@ -11,8 +11,8 @@ the one with most free memory among those that a backend's build drives.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 
@@ -24,8 +24,11 @@ from serving.bounds import Count, check
 from serving.errors import Cause, ServingError, Unsupported
 from serving.hardware.gpus import VULKAN, GpuFacts
 from serving.hardware.machine_facts import HardwareFacts
-from serving.placement.memory_estimate import LEAST_CONTEXT, Sizes, default_context, forecast
+from serving.placement.memory_estimate import LEAST_CONTEXT, Sizes, forecast
 from serving.server_options import Policy
+
+HEADROOM = 0.95  # share of the free memory that may be planned with
+KV_SHARE = 0.25  # of the free memory, where nobody says how long a context may be
 
 
 class Reason(msgspec.Struct, frozen=True):
@@ -77,7 +80,7 @@ class Attempt(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes: int
     overhead_bytes: int
-    free_bytes: int | None  # None: the machine does not say
+    free_bytes: int | None  # that may be used; None: the machine does not say
     kv_dtype: str = ""  # as the backend stores it
     slots: int = 0  # 0: as many as were asked for
     device_id: str = ""  # the GPU's UUID; "": the only one, or the driver says none
@@ -97,41 +100,20 @@ class Attempt(msgspec.Struct, frozen=True):
         return self.free_bytes is None or self.need_bytes <= self.free_bytes
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """The decision: the first attempt's fields, and all attempts in the order they are tried."""
+class Placement(Attempt, frozen=True, kw_only=True):
+    """The decision: the first attempt, and all of them in the order they are tried."""
 
     model: str
     policy: Policy
-    device: str
-    backend: str
-    weight_format: str
-    slots: int
     context_tokens: int
     kv_tokens: int
-    kv_dtype: str  # as the backend stores it
-    weight_bytes: int
-    kv_bytes: int
-    overhead_bytes: int
-    free_bytes: int | None
     reasons: tuple[Reason, ...]
     attempts: tuple[Attempt, ...]
 
-    @property
-    def need_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
 
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A device and backend that was looked at: usable, or the reason why not (or both)."""
-
-    attempt: Attempt | None
-    reason: Reason | None = None
-
-
+# A device and backend that was looked at: usable, or the reason why not (or both).
+Looked = tuple[Attempt | None, Reason | None]
 NOTHING_KNOWN = Obstacles()
-
-
-HEADROOM = 0.95  # share of the free memory that may be planned with
 
 
 def plan(
@@ -146,17 +128,17 @@ def plan(
     if request.kv_dtype not in (AUTO, *KV_ELEMENT_BYTES):
         known = ", ".join((AUTO, *KV_ELEMENT_BYTES))
         raise NoPlacement(f"unknown KV dtype {request.kv_dtype!r}; known: {known}")
-    context = _context(request, facts, obstacles)
-    pool = request.kv_tokens if request.kv_tokens is not None else request.slots * context
-    if pool < context:
+    looks = _Looks(request, facts, obstacles)
+    context = looks.context()
+    sizes = looks.sizes(request.slots, context)
+    if sizes.kv_tokens < context:
         raise NoPlacement(
-            f"kv_tokens = {pool} hold no sequence of context_tokens = {context}; give more of the "
-            "one or fewer of the other"
+            f"kv_tokens = {sizes.kv_tokens} hold no sequence of context_tokens = {context}; give "
+            "more of the one or fewer of the other"
         )
-    sizes = _sizes(request, context, pool, facts)
-    found = list(candidates(request, sizes, facts, obstacles))
-    attempts = tuple(one.attempt for one in found if one.attempt is not None)
-    reasons = [one.reason for one in found if one.reason is not None]
+    found = list(looks.everywhere(sizes))
+    attempts = tuple(attempt for attempt, _ in found if attempt is not None)
+    reasons = [reason for _, reason in found if reason is not None]
     if asked is not None and context < asked:
         cut = f"context cut from {asked} to {context} tokens: {model.name} was made for no more"
         reasons.insert(0, Reason(None, cut))
@@ -166,196 +148,175 @@ def plan(
             where = "on no GPU here, and the policy is gpu-only"
         told = "; ".join(reason.text for reason in reasons)
         raise NoPlacement(f"{model.name} can run {where}: {told}", tuple(reasons))
-    reasons.append(Reason(None, _choice(attempts[0], facts)))
-    reasons += [
-        Reason(
-            None,
-            f"falls back to {other.backend} on the {other.device.upper()} "
-            f"({other.weight_format}, {size(other.need_bytes)})",
-        )
-        for other in attempts[1:]
-    ]
+    reasons.append(_choice(attempts[0]))
+    for other in attempts[1:]:
+        where, how = f"{other.backend} on the {other.device.upper()}", other.weight_format
+        reasons.append(Reason(None, f"falls back to {where} ({how}, {size(other.need_bytes)})"))
     return Placement(
         model=model.name,
         policy=request.policy,
-        slots=request.slots,
         context_tokens=context,
-        kv_tokens=pool,
+        kv_tokens=sizes.kv_tokens,
         reasons=tuple(reasons),
         attempts=attempts,
-        **_chosen(attempts[0]),
+        **msgspec.structs.asdict(attempts[0]),
     )
 
 
-def _sizes(request: PlacementRequest, context: int, pool: int, facts: HardwareFacts) -> Sizes:
-    held = (request.kv_dtype, request.weight_bytes, request.file, frozenset(facts.isa))
-    return Sizes(request.model, request.slots, context, pool, *held)
+class _Looks:
+    """Looks at devices and backends for one request on one machine."""
 
+    def __init__(
+        self, request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles
+    ) -> None:
+        self.request = request
+        self.facts = facts
+        self.obstacles = obstacles
 
-def _context(request: PlacementRequest, facts: HardwareFacts, obstacles: Obstacles) -> int:
-    """Most tokens of one sequence: as asked for, or the model's own as far as memory allows."""
-    most = request.model.context
-    if request.context_tokens is not None:
-        return min(request.context_tokens, most)
-    if request.kv_tokens is not None:
-        return min(LEAST_CONTEXT, most, request.kv_tokens)
+    def sizes(self, slots: int, context: int) -> Sizes:
+        request = self.request
+        pool = request.kv_tokens if request.kv_tokens is not None else slots * context
+        held = request.kv_dtype, request.weight_bytes, request.file, frozenset(self.facts.isa)
+        return Sizes(request.model, slots, context, pool, *held)
 
-    def kv_shares(context: int) -> dict[str, float]:
-        sizes = _sizes(request, context, request.slots * context, facts)
-        tried = [one.attempt for one in candidates(request, sizes, facts, obstacles)]
-        return {one.device: one.kv_bytes / (one.free_bytes or 1) for one in tried if one}
+    def context(self) -> int:
+        """Most tokens of one sequence: as asked for, else the model's own, halved until every
+        engine's KV cache takes at most KV_SHARE of its free memory."""
+        request, most = self.request, self.request.model.context
+        if request.context_tokens is not None:
+            return min(request.context_tokens, most)
+        if request.kv_tokens is not None:
+            return min(LEAST_CONTEXT, most, request.kv_tokens)
 
-    return default_context(most, kv_shares)
+        def kv_shares(context: int) -> dict[str, float]:
+            tried = [one for one, _ in self.everywhere(self.sizes(request.slots, context))]
+            return {one.device: one.kv_bytes / (one.free_bytes or 1) for one in tried if one}
 
+        usable = kv_shares(min(most, LEAST_CONTEXT)).keys()
+        while most > LEAST_CONTEXT:
+            shares = kv_shares(most)
+            if shares.keys() == usable and all(share <= KV_SHARE for share in shares.values()):
+                break
+            most = max(LEAST_CONTEXT, most // 2)
+        return most
 
-def candidates(
-    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
-) -> Iterator[Candidate]:
-    """Every device and backend that the policy leaves, in the order they are tried."""
-    can_use_gpu = False
-    if request.policy is Policy.cpu_only:
-        there = f" ({', '.join(gpu.name for gpu in facts.gpus)} is there)" if facts.gpus else ""
-        text = f"the policy cpu-only leaves GPUs aside{there}"
-        yield Candidate(None, Reason(Cause.forced, text))
-    else:
-        for candidate in _gpu_candidates(request, sizes, facts, obstacles):
-            can_use_gpu = can_use_gpu or candidate.attempt is not None
-            yield candidate
-    if request.policy is not Policy.gpu_only:
-        on_cpu = _cpu_candidate(request, sizes, facts, obstacles)
-        if can_use_gpu and on_cpu.attempt is None:
-            fewer = _with_fewer_slots(request, sizes, facts, obstacles)
-            on_cpu = on_cpu if fewer is None else fewer
-        yield on_cpu
-    elif can_use_gpu:
-        text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
-        yield Candidate(None, Reason(Cause.forced, text))
-
-
-def _gpu_candidates(
-    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
-) -> Iterator[Candidate]:
-    """The GPU with the first backend that can use it and fits; before it the others, and why."""
-    names = [request.backend or default_backend("gpu", request.weight_format)]
-    if request.backend is None and facts.gpus and request.weight_format is None:
-        names = list(DEFAULTS["gpu"])
-    for name in names:
-        trouble = _gpu_trouble(request, facts, name, obstacles)
-        if trouble is not None:
-            yield Candidate(None, trouble)
-            continue
-        gpu = max(gpus_for(name, facts, obstacles), key=lambda gpu: gpu.free_bytes or 0)
-        found = _fitted(request, sizes, name, gpu)
-        yield found
-        if found.attempt is not None:
-            return
-
-
-def gpus_for(backend: str, facts: HardwareFacts, obstacles: Obstacles) -> list[GpuFacts]:
-    """The GPUs that the backend's build drives; where that is not known, all that one may."""
-    vendor = obstacles.vendors.get(backend)
-    if vendor is None and VULKAN not in spec_of(backend).gpu_builds:
-        return [gpu for gpu in facts.gpus if gpu.vendor != VULKAN]
-    return [gpu for gpu in facts.gpus if vendor in (None, gpu.vendor)]
-
-
-def _with_fewer_slots(
-    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
-) -> Candidate | None:
-    """The CPU to fall back to, with as many slots as fit: better fewer than none. None: not one
-    fits, or the size of the pool is given."""
-    if request.kv_tokens is not None:
-        return None
-    low, high = 0, sizes.slots
-    found: Candidate | None = None
-    while low + 1 < high:
-        middle = (low + high) // 2
-        fewer = msgspec.structs.replace(
-            sizes, slots=middle, kv_tokens=middle * sizes.context_tokens
-        )
-        tried = _cpu_candidate(request, fewer, facts, obstacles)
-        if tried.attempt is None:
-            high = middle
+    def everywhere(self, sizes: Sizes) -> Iterator[Looked]:
+        """Every device and backend that the policy leaves, in the order they are tried."""
+        policy, can_use_gpu = self.request.policy, False
+        if policy is Policy.cpu_only:
+            gpus = ", ".join(gpu.name for gpu in self.facts.gpus)
+            there = f" ({gpus} is there)" if gpus else ""
+            yield None, Reason(Cause.forced, f"the policy cpu-only leaves GPUs aside{there}")
         else:
-            low, found = middle, tried
-    if found is None or found.attempt is None:
-        return None
-    attempt = msgspec.structs.replace(found.attempt, slots=low)
-    text = f"the CPU has room for {low} of the {sizes.slots} slots, should it be fallen back to"
-    return Candidate(attempt, Reason(None, text))
+            for looked in self._on_gpu(sizes):
+                can_use_gpu = can_use_gpu or looked[0] is not None
+                yield looked
+        if policy is not Policy.gpu_only:
+            yield self._on_cpu(sizes, to_fall_back_to=can_use_gpu)
+        elif can_use_gpu:
+            text = "the policy gpu-only leaves the CPU aside: there is nothing to fall back to"
+            yield None, Reason(Cause.forced, text)
 
+    def _on_gpu(self, sizes: Sizes) -> Iterator[Looked]:
+        """The GPU with the first backend that can use it and fits; before it the others, and why.
 
-def _cpu_candidate(
-    request: PlacementRequest, sizes: Sizes, facts: HardwareFacts, obstacles: Obstacles
-) -> Candidate:
-    name = request.backend or default_backend("cpu", request.weight_format)
-    if name in obstacles.missing:
-        text = f"backend {name!r} cannot run: {obstacles.missing[name]}"
-        return Candidate(None, Reason(Cause.backend_missing, text))
-    return _fitted(request, sizes, name, facts)
+        Of several GPUs that a backend's build drives, the one with most free memory."""
+        request = self.request
+        names: tuple[str, ...] = DEFAULTS["gpu"]
+        if request.backend or request.weight_format or not self.facts.gpus:
+            names = (request.backend or default_backend("gpu", request.weight_format),)
+        for name in names:
+            trouble = self._gpu_trouble(name)
+            if trouble is not None:
+                yield None, trouble
+                continue
+            gpu = max(self._gpus_for(name), key=lambda gpu: gpu.free_bytes or 0)
+            looked = self._fitted(sizes, name, gpu)
+            yield looked
+            if looked[0] is not None:
+                return
 
+    def _gpus_for(self, backend: str) -> list[GpuFacts]:
+        """The GPUs that the backend's build drives; where that is not known, all that one may."""
+        vendor = self.obstacles.vendors.get(backend)
+        if vendor is None and VULKAN not in spec_of(backend).gpu_builds:
+            return [gpu for gpu in self.facts.gpus if gpu.vendor != VULKAN]
+        return [gpu for gpu in self.facts.gpus if vendor in (None, gpu.vendor)]
 
-def _gpu_trouble(
-    request: PlacementRequest, facts: HardwareFacts, backend: str, obstacles: Obstacles
-) -> Reason | None:
-    """Why this backend cannot use a GPU here; None: nothing speaks against it."""
-    if not facts.gpus:
-        cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
-        return Reason(cause, facts.gpu_note or "no GPU found")
-    there = f"{facts.gpus[0].name} is there, but"
-    spec = spec_of(backend)
-    vendor = obstacles.vendors.get(backend)
-    if "gpu" not in spec.devices:
-        able = ", ".join(sorted(name for name, one in BACKENDS.items() if "gpu" in one.devices))
-        text = f"backend {backend!r} does not run on GPUs; those that do: {able}"
-        return Reason(Cause.backend_missing, text)
-    if backend in obstacles.missing:
-        text = f"{there} backend {backend!r} cannot run: {obstacles.missing[backend]}"
-        return Reason(Cause.backend_missing, text)
-    if backend in obstacles.gpu:
-        cause, why = obstacles.gpu[backend]
-        return Reason(cause, f"{there} {backend} cannot use it: {why}")
-    if not gpus_for(backend, facts, obstacles):
-        built_for = f"this build of {backend} is for GPUs of {vendor}"
-        text = f"{there} {built_for if vendor else f'{backend} does not use Vulkan'}"
-        return Reason(Cause.backend_missing, text)
-    return None
+    def _gpu_trouble(self, backend: str) -> Reason | None:
+        """Why this backend cannot use a GPU here; None: nothing speaks against it."""
+        facts, obstacles = self.facts, self.obstacles
+        if not facts.gpus:
+            cause = Cause(facts.gpu_cause) if facts.gpu_cause else Cause.no_device
+            return Reason(cause, facts.gpu_note or "no GPU found")
+        cause, there = Cause.backend_missing, f"{facts.gpus[0].name} is there, but"
+        if "gpu" not in spec_of(backend).devices:
+            able = ", ".join(sorted(name for name, one in BACKENDS.items() if "gpu" in one.devices))
+            text = f"backend {backend!r} does not run on GPUs; those that do: {able}"
+        elif backend in obstacles.missing:
+            text = f"{there} backend {backend!r} cannot run: {obstacles.missing[backend]}"
+        elif backend in obstacles.gpu:
+            cause, why = obstacles.gpu[backend]
+            text = f"{there} {backend} cannot use it: {why}"
+        elif not self._gpus_for(backend):
+            vendor = obstacles.vendors.get(backend)
+            built_for = f"this build of {backend} is for GPUs of {vendor}"
+            text = f"{there} {built_for if vendor else f'{backend} does not use Vulkan'}"
+        else:
+            return None
+        return Reason(cause, text)
 
+    def _on_cpu(self, sizes: Sizes, to_fall_back_to: bool) -> Looked:
+        """The CPU; to fall back to, with as many slots as fit: better fewer than none."""
+        request, missing = self.request, self.obstacles.missing
+        name = request.backend or default_backend("cpu", request.weight_format)
+        if name in missing:
+            text = f"backend {name!r} cannot run: {missing[name]}"
+            return None, Reason(Cause.backend_missing, text)
+        found = self._fitted(sizes, name, None)
+        if found[0] is not None or not to_fall_back_to or request.kv_tokens is not None:
+            return found
 
-def _fitted(
-    request: PlacementRequest, sizes: Sizes, backend: str, place: GpuFacts | HardwareFacts
-) -> Candidate:
-    """The attempt where it fits, else the shortage (or both: check_memory is off)."""
-    gpu = place if isinstance(place, GpuFacts) else None
-    device = "cpu" if gpu is None else "gpu"
-    weight_format = canonical_format(backend, request.weight_format)
-    need = forecast(sizes, backend, device, weight_format)
-    if request.kv_dtype not in (AUTO, need.kv_dtype):
-        text = f"{backend} on the {device.upper()} holds its KV cache in {need.kv_dtype}"
-        return Candidate(None, Reason(Cause.forced, f"{text}; {request.kv_dtype} was asked for"))
-    if isinstance(place, GpuFacts):
-        name, free_bytes = place.name, place.free_bytes
-    else:
-        name, free_bytes = place.cpu_model, place.usable_memory_bytes
-    attempt = Attempt(
-        device=device,
-        backend=backend,
-        weight_format=weight_format,
-        device_name=name,
-        weight_bytes=need.weight_bytes,
-        kv_bytes=need.kv_bytes,
-        overhead_bytes=need.overhead_bytes,
-        free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
-        kv_dtype=need.kv_dtype,
-        slots=sizes.slots,
-        device_id=(gpu.uuid or "") if gpu is not None else "",
-        vendor=gpu.vendor if gpu is not None else "",
-    )
-    if attempt.fits:
-        return Candidate(attempt)
-    cause = Cause.insufficient_vram if device == "gpu" else Cause.insufficient_memory
-    shortage = Reason(cause, _shortage(attempt, sizes))
-    return Candidate(None if request.check_memory else attempt, shortage)
+        def with_slots(slots: int) -> Attempt | None:
+            return self._fitted(self.sizes(slots, sizes.context_tokens), name, None)[0]
+
+        fitting = bisect_left(
+            range(1, sizes.slots), True, key=lambda slots: with_slots(slots) is None
+        )
+        attempt = with_slots(fitting) if fitting else None
+        if attempt is None:
+            return found
+        room = f"the CPU has room for {fitting} of the {sizes.slots} slots"
+        return attempt, Reason(None, f"{room}, should it be fallen back to")
+
+    def _fitted(self, sizes: Sizes, backend: str, gpu: GpuFacts | None) -> Looked:
+        """The attempt where it fits, else the shortage (or both: check_memory is off)."""
+        request, facts, device = self.request, self.facts, "cpu" if gpu is None else "gpu"
+        weight_format = canonical_format(backend, request.weight_format)
+        need = forecast(sizes, backend, device, weight_format)
+        if request.kv_dtype not in (AUTO, need.kv_dtype):
+            text = f"{backend} on the {device.upper()} holds its KV cache in {need.kv_dtype}"
+            return None, Reason(Cause.forced, f"{text}; {request.kv_dtype} was asked for")
+        free_bytes = facts.usable_memory_bytes if gpu is None else gpu.free_bytes
+        attempt = Attempt(
+            device=device,
+            backend=backend,
+            weight_format=weight_format,
+            slots=sizes.slots,
+            weight_bytes=need.weight_bytes,
+            kv_bytes=need.kv_bytes,
+            overhead_bytes=need.overhead_bytes,
+            free_bytes=None if free_bytes is None else int(free_bytes * HEADROOM),
+            kv_dtype=need.kv_dtype,
+            device_name=facts.cpu_model if gpu is None else gpu.name,
+            device_id=(gpu.uuid or "") if gpu is not None else "",
+            vendor=gpu.vendor if gpu is not None else "",
+        )
+        if attempt.fits:
+            return attempt, None
+        cause = Cause.insufficient_memory if gpu is None else Cause.insufficient_vram
+        shortage = Reason(cause, _shortage(attempt, sizes))
+        return None if request.check_memory else attempt, shortage
 
 
 def canonical_format(backend: str, weight_format: str | None) -> str:
@@ -383,20 +344,14 @@ def narrowed(
     placement: Placement, attempts: tuple[Attempt, ...], reason: Reason | None
 ) -> Placement:
     """The decision with these attempts only, the first one chosen, and one more reason."""
-    first = attempts[0]
-    reasons = placement.reasons
+    first, reasons = attempts[0], placement.reasons
     if first != placement.attempts[0]:
-        may = "" if first.free_bytes is None else f" of {size(first.free_bytes)} usable"
-        text = (
-            f"the {first.device.upper()} serves with {first.backend}: "
-            f"{size(first.need_bytes)} needed{may}"
-        )
-        reasons = (*(one for one in reasons if one.cause is not None), Reason(None, text))
+        reasons = (*(one for one in reasons if one.cause is not None), _choice(first))
     return msgspec.structs.replace(
         placement,
         reasons=reasons if reason is None else (*reasons, reason),
         attempts=attempts,
-        **_chosen(first),
+        **msgspec.structs.asdict(first),
     )
 
 
@@ -423,14 +378,6 @@ def explain(placement: Placement) -> list[str]:
     return lines
 
 
-def _chosen(attempt: Attempt) -> dict[str, Any]:
-    """The fields that a placement takes from its first attempt."""
-    fields = msgspec.structs.asdict(attempt)
-    for of_attempt in ("device_name", "slots", "device_id", "vendor"):
-        del fields[of_attempt]
-    return fields
-
-
 def _shortage(attempt: Attempt, sizes: Sizes) -> str:
     free = attempt.free_bytes or 0
     text = (
@@ -447,14 +394,7 @@ def _shortage(attempt: Attempt, sizes: Sizes) -> str:
     return f"{text}; {fitting} slots instead of {sizes.slots} would fit" if fitting else text
 
 
-def _choice(attempt: Attempt, facts: HardwareFacts) -> str:
-    need, free = size(attempt.need_bytes), attempt.free_bytes
-    if attempt.device == "gpu":
-        usable = "" if free is None else f" of {size(free)} usable"
-        name = attempt.device_name
-        return f"the GPU ({name}) serves with {attempt.backend}: {need} needed{usable} VRAM"
-    cores = f"{facts.usable_cores:g} core{'' if facts.usable_cores == 1 else 's'}"
-    return (
-        f"the CPU serves with {attempt.backend}: {facts.cpu_model}, {cores} usable, "
-        f"{need} needed of {size(free or 0)} usable RAM"
-    )
+def _choice(attempt: Attempt) -> Reason:
+    where, need = f"the {attempt.device.upper()} ({attempt.device_name})", size(attempt.need_bytes)
+    usable = "" if attempt.free_bytes is None else f" of {size(attempt.free_bytes)} usable"
+    return Reason(None, f"{where} serves with {attempt.backend}: {need} needed{usable}")

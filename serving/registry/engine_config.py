@@ -38,7 +38,6 @@ from serving.hardware.machine_facts import HardwareFacts, allowed_cores, hardwar
 from serving.placement.fastest_backend import (
     EngineChoice,
     Question,
-    Work,
     choice_lines,
     fastest_backend,
 )
@@ -227,7 +226,8 @@ def best_for(
     question = Question(
         source=model.source,
         request=_request(found),
-        work=Work(USUAL_PROMPT_TOKENS, USUAL_OUTPUT_TOKENS, model.slots),
+        prompt_tokens=USUAL_PROMPT_TOKENS,
+        output_tokens=USUAL_OUTPUT_TOKENS,
         threads=split.threads,
         cores=split.engine,
         formats=(model.weight_format,) if model.weight_format else (),

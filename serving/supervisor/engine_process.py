@@ -4,8 +4,8 @@
     await engine.start(on_message, on_exit)       # on_exit comes once, after the last message
     engine.send(Submit(...))
 
-Works on asyncio's loop and on uvloop. One thread waits for the process; another passes its output
-on and keeps the last lines, which are the reason when a library aborts.
+Works on asyncio's loop and on uvloop. A thread passes its output on, keeps the last lines (the
+reason when a library aborts) and waits for its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from enum import StrEnum
 
 import msgspec
 
@@ -29,6 +30,8 @@ from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import spec_of
 from serving.engine.ipc_messages import (
+    CONFIG_VARIABLE,
+    SOCKET_VARIABLE,
     Died,
     Frames,
     FromEngine,
@@ -43,8 +46,6 @@ from serving.hardware.gpus import VULKAN
 from serving.supervisor.hang_detection import HangWatch
 from serving.supervisor.restart_policy import RecoveryLimits
 
-CONFIG_VARIABLE = "CROSSOVER_ENGINE"
-SOCKET_VARIABLE = "CROSSOVER_ENGINE_FD"
 _TUNABLES = "GLIBC_TUNABLES"
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 # Of a thread of OpenMP that waits for one without a core, before it leaves its own to it; 300,000
@@ -104,7 +105,16 @@ KEPT_LINES = 20
 STUCK_AFTER_SECONDS = 10.0
 
 
-class EngineProcess:
+class Role(StrEnum):
+    """What an engine process is for."""
+
+    current = "current"  # it serves, or will
+    candidate = "candidate"  # the preferred engine, loading while another serves
+    standby = "standby"  # the next engine of the list, loaded to take over
+    retired = "retired"  # it finishes what it has
+
+
+class EngineProcess(asyncio.Protocol):
     """`place`: index of its configuration in the supervisor's list. Times are time.monotonic().
 
     `on_output` gets each line that the process prints, in a thread; None: standard error.
@@ -115,26 +125,23 @@ class EngineProcess:
     ) -> None:
         self.place = place
         self.config = config
+        self.role = Role.retired
         self.pid: int | None = None
         self.returncode: int | None = None
         self.ready: Ready | None = None
         self.ready_at: float | None = None
         self.asked_to_end = False
-        self.killed_for: str | None = None  # why it was given up as hung
-        self.is_stuck = False  # in the driver: SIGKILL has not ended it
         self.sequences: set[int] = set()
         self.started_at = time.monotonic()
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._watch = HangWatch()
-        self._died: Died | None = None  # its last word
-        self._broken: str | None = None  # what was wrong with a message
+        self.watch = HangWatch()
+        self._frames = Frames()
+        self._cause: tuple[Cause, str] | None = None  # of its end, where that is known already
         self._on_output = on_output
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._socket_closed = False
         self._exit_told = False
-        self._output_ended = threading.Event()
-        self._killed_by_us = False
         self._memory_kills_before = _memory_kills()
 
     async def start(
@@ -142,7 +149,10 @@ class EngineProcess:
         on_message: Callable[[EngineProcess, FromEngine], None],
         on_exit: Callable[[EngineProcess], None],
     ) -> None:
-        """Start `python -m serving.engine.engine_loop`. Both functions are called on the loop."""
+        """Start `python -m serving.engine.engine_loop`. Both functions are called on the loop.
+
+        Where that fails, `on_exit` is called before this returns.
+        """
         self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -150,26 +160,27 @@ class EngineProcess:
         try:
             ours, theirs = socket.socketpair()
             with theirs:
-                process = start_python(
+                self._process = start_python(
                     *("-m", "serving.engine.engine_loop"),
                     environment=environment(self.config, theirs.fileno()),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
                 )
-        except OSError as problem:  # no descriptors, no memory
-            if ours is not None:
+            ours.setblocking(False)
+            self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
+            name = f"engine-{self._process.pid}"
+            threading.Thread(target=self._follow, daemon=True, name=name).start()
+            self.pid = self._process.pid
+        except (OSError, RuntimeError) as problem:  # no descriptors, no memory, no thread
+            if ours is not None and self._transport is None:
                 ours.close()
-            self._died = Died(Cause.load_failed, f"no process can be started: {problem}")
-            on_exit(self)
+            if self._process is not None:
+                self._process.kill()
+                self._process.communicate()
+            self._cause = Cause.load_failed, f"no process can be started: {problem}"
+            self._tell_exit()
             return
-        self._process = process
-        self.pid = process.pid
-        ours.setblocking(False)
-        transport, _ = await self._loop.create_unix_connection(lambda: _Wire(self), sock=ours)
-        self._transport = transport
-        for work in (self._pass_output_on, self._wait):
-            threading.Thread(target=work, daemon=True, name=f"engine-{process.pid}").start()
         if self.asked_to_end:  # meanwhile
             self.kill()
 
@@ -189,7 +200,6 @@ class EngineProcess:
     def kill(self) -> None:
         """SIGKILL, to the process and whatever it started."""
         if self.alive and self.pid is not None:
-            self._killed_by_us = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -197,137 +207,96 @@ class EngineProcess:
 
     def _leave(self) -> None:
         """Count a process as ended that SIGKILL does not end; whoever waits goes on without it."""
-        if self.returncode is not None or self._exit_told:
-            return
-        self.is_stuck = True
-        self._exit_told = True
-        if self._transport is not None:
-            self._transport.close()
-        self._on_exit(self)
+        if self.returncode is None:
+            why = self._cause[1] if self._cause is not None else "it was to end"
+            text = f"{why}; it is stuck in the driver, and SIGKILL has not ended it"
+            self._cause = Cause.health_timeout, text
+            self._tell_exit()
 
     def took(self, sequence: int) -> None:
         """A sequence was given to it: from now on it has to step."""
         if not self.sequences:
-            self._watch.took_work()
+            self.watch.took_work()
         self.sequences.add(sequence)
 
-    def trouble(self, limits: RecoveryLimits) -> str | None:
-        """Why to give up a running process (serving.supervisor.hang_detection)."""
-        if self.killed_for is not None or not self.alive or self.pid is None:
-            return None
-        device, count = self.config.device, len(self.sequences)
-        return self._watch.trouble(self.pid, self.ready, count, limits, device)
+    def end_if_hung(self, limits: RecoveryLimits) -> None:
+        """Give up a running process that hangs (serving.supervisor.hang_detection)."""
+        if self._cause is None and self.alive and self.pid is not None:
+            device, count = self.config.device, len(self.sequences)
+            trouble = self.watch.trouble(self.pid, self.ready, count, limits, device)
+            if trouble is not None:
+                self.give_up(Cause.health_timeout, trouble)
 
-    def give_up(self, trouble: str) -> None:
-        self.killed_for = trouble
+    def give_up(self, cause: Cause, why: str) -> None:
+        """End a process that is of no use."""
+        self._cause = self._cause or (cause, why)
         self.kill()
 
     # Its end.
 
     def why(self) -> tuple[Cause, str]:
-        """The cause of an unasked-for end: hung, its last word, or its exit status."""
-        if self.is_stuck:
-            why = self.killed_for or "it was to end"
-            text = f"{why}; it is stuck in the driver, and SIGKILL has not ended it"
-            return Cause.health_timeout, text
-        if self.killed_for is not None:
-            return Cause.health_timeout, self.killed_for
-        if self._died is not None:
-            try:
-                return Cause(self._died.cause), self._died.message
-            except ValueError:
-                return Cause.engine_died, f"{self._died.cause}: {self._died.message}"
-        if self._broken is not None:
-            return Cause.engine_died, self._broken
-        return self._cause_of_exit(), self._exit_text()
-
-    def _cause_of_exit(self) -> Cause:
-        was_ready = self.ready is not None
-        if self._killed_for_memory() or _says_memory(self.last_lines):
-            return Cause.runtime_oom if was_ready else Cause.load_oom
-        by_signal = self.returncode is not None and self.returncode < 0
-        return Cause.engine_died if was_ready or by_signal else Cause.load_failed
-
-    def _killed_for_memory(self) -> bool:
-        """A SIGKILL that was not ours, while the kernel's count of out-of-memory kills rose."""
-        if self.returncode != -signal.SIGKILL or self._killed_by_us:
-            return False
-        before, now = self._memory_kills_before, _memory_kills()
-        return before is not None and now is not None and now > before
-
-    def _exit_text(self) -> str:
-        """How the process ended, with its last words where it left any."""
-        if self.returncode is None:
-            return "still running"
-        how = f"exit status {self.returncode}"
-        if self.returncode < 0:
-            how = f"ended by {_signal_name(-self.returncode)}"
+        """The cause of an unasked-for end: why it was given up, its last word, or its exit."""
+        if self._cause is not None:
+            return self._cause
+        status = self.returncode
+        if status is None:
+            return Cause.engine_died, "still running"
+        how = f"exit status {status}"
+        if status < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            how = f"ended by {names.get(-status, f'signal {-status}')}"
         told = [line.strip() for line in self.last_lines if not _is_trace(line)]
-        about_memory = [line for line in told if _says_memory([line])]
-        last = (about_memory or told)[-1:]
-        return f"{how}: {last[0]}" if last else how
+        about_memory = [line for line in told if _says_memory(line)]
+        if last := (about_memory or told)[-1:]:
+            how = f"{how}: {last[0]}"
+        has_killed = status == -signal.SIGKILL and _memory_kills() > self._memory_kills_before
+        if about_memory or has_killed:
+            return Cause.runtime_oom if self.ready is not None else Cause.load_oom, how
+        is_death = self.ready is not None or status < 0
+        return Cause.engine_died if is_death else Cause.load_failed, how
 
-    # The wire's side, on the loop.
+    # Its socket, on the loop.
 
-    def received(self, body: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         try:
-            message = decode_from_engine(body)
+            messages = [decode_from_engine(body) for body in self._frames.feed(data)]
         except (msgspec.DecodeError, ValueError) as problem:
-            self.broke(f"the engine sent what is no message: {problem}")
+            self.give_up(Cause.engine_died, f"the engine sent what is no message: {problem}")
             return
-        self._watch.heard()
-        match message:
-            case Step():
-                self._watch.stepped(message.stats)
-            case Ready():
+        for message in messages:
+            self.watch.heard(message.stats if isinstance(message, Step) else None)
+            if isinstance(message, Ready):
                 self.ready = message
                 self.ready_at = time.monotonic()
-            case Died():
-                self._died = message
-        self._on_message(self, message)
+            elif isinstance(message, Died):
+                self._cause = message.cause, message.message
+                self._loop.call_later(STUCK_AFTER_SECONDS, self.kill)
+            self._on_message(self, message)
 
-    def broke(self, why: str) -> None:
-        """What it sends makes no sense: end it."""
-        self._broken = why
-        self.kill()
-
-    def connection_lost(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._socket_closed = True
-        self._tell_exit()
-        if self.alive:  # a process that closes its socket and stays is of no use
+        if self.returncode is not None:
+            self._tell_exit()
+        else:  # a process that closes its socket and stays is of no use
             self._loop.call_later(1.0, self.kill)
 
     def _process_ended(self) -> None:
         assert self._process is not None
         self.returncode = self._process.wait()
-        # Data written before the death may still be in the socket: its EOF comes after them.
-        self._loop.call_later(1.0, self._tell_exit, True)
-        self._tell_exit()
+        if self._socket_closed:
+            self._tell_exit()
+        else:  # what it wrote before may still be there; EOF comes after that
+            self._loop.call_later(1.0, self._tell_exit)
 
-    def _tell_exit(self, anyway: bool = False) -> None:
-        if self._exit_told or self.returncode is None or not (self._socket_closed or anyway):
-            return
-        self._exit_told = True
-        if self._transport is not None:
-            self._transport.close()
-        self._on_exit(self)
+    def _tell_exit(self) -> None:
+        if not self._exit_told:
+            self._exit_told = True
+            if self._transport is not None:
+                self._transport.close()
+            self._on_exit(self)
 
-    # Threads.
-
-    def _wait(self) -> None:
-        assert self._process is not None
-        # It stays a zombie until the loop knows: nobody else gets its number, which `kill` kills.
-        try:
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # it is not ours to wait for
-            self._process.wait()
-        self._output_ended.wait(0.5)
-        try:
-            self._loop.call_soon_threadsafe(self._process_ended)
-        except RuntimeError:  # the loop is closed: nobody wants to know
-            self._process.wait()
-
-    def _pass_output_on(self) -> None:
+    def _follow(self) -> None:
+        """In a thread: passes its output on, then waits for its end."""
         assert self._process is not None and self._process.stdout is not None
         with self._process.stdout as output:
             for line in output:
@@ -338,25 +307,15 @@ class EngineProcess:
                         self._on_output(text)
                     else:
                         print(text, file=sys.stderr, flush=True)
-        self._output_ended.set()
-
-
-class _Wire(asyncio.Protocol):
-    """Bytes of the socket -> messages of the engine."""
-
-    def __init__(self, engine: EngineProcess) -> None:
-        self._engine = engine
-        self._frames = Frames()
-
-    def data_received(self, data: bytes) -> None:
+        # It stays a zombie until the loop knows: nobody else gets its number, which `kill` kills.
         try:
-            for body in self._frames.feed(data):
-                self._engine.received(body)
-        except ValueError as problem:
-            self._engine.broke(f"the engine broke the framing: {problem}")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._engine.connection_lost()
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # it is not ours to wait for
+            self._process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._process_ended)
+        except RuntimeError:  # the loop is closed: nobody wants to know
+            self._process.wait()
 
 
 def label(config: EngineConfig) -> str:
@@ -371,25 +330,16 @@ def _is_trace(line: str) -> bool:
     )
 
 
-def _says_memory(lines: Iterable[str]) -> bool:
+def _says_memory(line: str) -> bool:
     """Whether a library said before it ended the process that memory ran out."""
     words = ("out of memory", "cudaMalloc failed", "ErrorOutOfDeviceMemory", "bad_alloc")
-    return any(word in line for line in lines for word in words)
+    return any(word in line for word in words)
 
 
-def _memory_kills() -> int | None:
-    """The kernel's out-of-memory kills since boot; None: it does not count them."""
-    try:
-        with open("/proc/vmstat") as file:
-            return next(
-                (int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None
-            )
-    except OSError:
-        return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _memory_kills() -> int:
+    """The kernel's out-of-memory kills since boot; 0 where it does not count them."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

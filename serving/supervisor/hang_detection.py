@@ -1,9 +1,4 @@
-"""Tells an engine that hangs from one that is slow: by its messages, its steps and its CPU time.
-
-watch = HangWatch()
-watch.heard(); watch.stepped(stats); watch.took_work()
-watch.trouble(pid, ready, sequences=2, limits=limits, device="cpu")      # None: it is well
-"""
+"""Tells an engine that hangs from one that is slow: by its messages, its steps and its CPU time."""
 
 from __future__ import annotations
 
@@ -15,25 +10,24 @@ from serving.engine.ipc_messages import Ready, StepStats
 from serving.engine.prefill_budget import StepClock
 from serving.supervisor.restart_policy import RecoveryLimits
 
+LOOK_AFTER_SECONDS = 0.5  # without a step: only then is the process's CPU time read
 _BUSY_CPU_SHARE = 0.05  # of one core; below it the process counts as asleep
 
 
 class HangWatch:
-    """Of one engine process. Times are time.monotonic()."""
+    """Of one engine process. Times are time.monotonic(); `clock` learns what its steps cost."""
 
     def __init__(self) -> None:
+        self.clock = StepClock()
         self._heard_at = self._step_at = self._busy_at = time.monotonic()
-        self._clock = StepClock()
         self._cpu: tuple[float, float] | None = None  # CPU seconds used, and when that was read
 
-    def heard(self) -> None:
-        """Any message came."""
+    def heard(self, stats: StepStats | None) -> None:
+        """A message came; `stats`: of the step that it tells of."""
         self._heard_at = time.monotonic()
-
-    def stepped(self, stats: StepStats) -> None:
-        """A step has finished."""
-        self._step_at = time.monotonic()
-        self._clock.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
+        if stats is not None:
+            self._step_at = self._heard_at
+            self.clock.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
 
     def took_work(self) -> None:
         """An idle engine was given something: from now on it has to step."""
@@ -44,40 +38,41 @@ class HangWatch:
     ) -> str | None:
         """Why to give the process up: silent while loading, or hung. None: it is well."""
         now = time.monotonic()
-        self._look_at_cpu(pid, now)
         if ready is None:
             silent = now - self._heard_at
             is_gpu = device == "gpu"
             most = limits.gpu_load_timeout_seconds if is_gpu else limits.load_timeout_seconds
             return f"no word from the loading engine for {silent:.0f} s" if silent > most else None
-        pace = self._clock.prompt_tokens_per_second or self._clock.tokens_per_second
+        age = now - self._step_at
+        if not sequences or age < LOOK_AFTER_SECONDS:
+            return None
+        pace = self.clock.prompt_tokens_per_second or self.clock.tokens_per_second
         longest = None if pace is None else ready.info.step_tokens / pace
-        age, idle = now - self._step_at, now - self._busy_at
-        if sequences and is_hung(age, idle, limits, longest):
+        if is_hung(age, self._idle_seconds(pid, now), limits, longest):
             return f"no step finished for {age:.1f} s with {sequences} sequences in flight"
         return None
 
-    def _look_at_cpu(self, pid: int, now: float) -> None:
+    def _idle_seconds(self, pid: int, now: float) -> float:
+        """For how long the process has used no CPU, as far as was looked."""
         try:
             times = psutil.Process(pid).cpu_times()
         except psutil.Error:  # it is gone
-            return
+            return 0.0
         used = float(times.user + times.system)
         if self._cpu is None or used - self._cpu[0] > _BUSY_CPU_SHARE * (now - self._cpu[1]):
             self._busy_at = now
         self._cpu = (used, now)
+        return now - self._busy_at
 
 
 def is_hung(
     step_age_seconds: float,
     idle_seconds: float,
     limits: RecoveryLimits,
-    longest_seconds: float | None = None,
+    longest_seconds: float | None,
 ) -> bool:
-    """True when an engine with work is to be given up: no step for long while it sleeps, or no step
-    for very long.
+    """No step for long while it sleeps (`idle_seconds` without CPU use), or none for very long.
 
-    `step_age_seconds`: since the last step, or since work came. `idle_seconds`: without CPU use.
     `longest_seconds`: what its largest step takes at its pace so far; None: not known.
     """
     most = limits.step_timeout_seconds

@@ -31,7 +31,6 @@ from serving.engine.ipc_messages import (
     Step,
     Submit,
 )
-from serving.errors import Overloaded
 from serving.supervisor.admission import Ledger, QueueBounds
 from serving.supervisor.engine_process import EngineProcess
 
@@ -54,7 +53,8 @@ class Stream:
     ) -> None:
         self.id = number
         self.request = request
-        self.arrived = arrived  # the supervisor's clock
+        self.arrived = arrived  # by time.monotonic()
+        self.engine: EngineProcess | None = None  # that has it; None: it waits for one
         self.places: list[int] = []  # of the engines it was given to
         self.finished = False
         self.handed_over = False  # the reader has seen something: it cannot begin again
@@ -100,6 +100,13 @@ class Stream:
     def start_again(self) -> None:
         """Forget what has come so far; only while nothing has been handed over."""
         self._pieces = []
+        self.engine = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until its deadline; None: it has none."""
+        seconds = self.request.deadline_seconds
+        return None if seconds is None else seconds - (time.monotonic() - self.arrived)
 
     def _readable(self) -> bool:
         if self.finished or self.request.whole:
@@ -137,7 +144,6 @@ class InflightRequests:
         self.ledger = Ledger(bounds, slots)
         self.failed = 0  # ended with an error of ours, ever
         self._streams: dict[int, Stream] = {}
-        self._engines: dict[int, EngineProcess] = {}  # who has it; the others wait for an engine
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -147,7 +153,7 @@ class InflightRequests:
         """Raises Overloaded where a sequence of this size may not join now."""
         refusal = self.ledger.refusal(prompt_tokens, max_tokens, time.monotonic())
         if refusal is not None:
-            raise Overloaded(refusal.text, refusal.retry_after_seconds, refusal.kind)
+            raise refusal
 
     def admit(self, request: GenerationRequest) -> Stream:
         """A new sequence, not yet given to an engine. Raises Overloaded."""
@@ -164,15 +170,14 @@ class InflightRequests:
     def give(self, stream: Stream, engine: EngineProcess) -> None:
         """Send it to an engine; one that is given again has the rest of its deadline left."""
         request = stream.request
-        if request.deadline_seconds is not None and stream.places:
-            left = request.deadline_seconds - (time.monotonic() - stream.arrived)
+        if stream.places and (left := stream.seconds_left) is not None:
             if left <= 0:
                 self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
                 return
             request = msgspec.structs.replace(request, deadline_seconds=left)
-        engine.took(stream.id)
+        stream.engine = engine
         stream.places.append(engine.place)
-        self._engines[stream.id] = engine
+        engine.took(stream.id)
         engine.send(Submit(stream.id, request))
 
     def give_waiting(self, engine: EngineProcess) -> None:
@@ -182,22 +187,21 @@ class InflightRequests:
 
     def end_overdue(self) -> None:
         """End every sequence that waits for an engine and whose deadline is past."""
-        now = time.monotonic()
         for stream in self._waiting():
-            seconds = stream.request.deadline_seconds
-            if seconds is not None and now - stream.arrived >= seconds:
+            if (left := stream.seconds_left) is not None and left <= 0:
                 self._end(Delta(stream.id, 0, "", finish=FinishReason.DEADLINE))
 
     def hear(self, engine: EngineProcess, step: Step) -> None:
         """What one step of an engine added, to the sequences that it still has."""
         for delta in step.deltas:
-            if self._engines.get(delta.id) is not engine:
+            stream = self._streams.get(delta.id)
+            if stream is None or stream.engine is not engine:
                 continue
             steps = delta.tokens + len(delta.prompt_details or ())
             if steps:
                 self.ledger.progressed(delta.id, steps)
             if delta.finish is None:
-                self._streams[delta.id].push(delta)
+                stream.push(delta)
             else:
                 self._end(delta)
 
@@ -220,7 +224,6 @@ class InflightRequests:
                 self._fail(stream, f"the engine ended while this request was running: {message}")
                 continue
             engine.sequences.discard(sequence)
-            del self._engines[sequence]
             stream.start_again()
             self.ledger.restarted(sequence)
             if successor is not None:
@@ -228,24 +231,19 @@ class InflightRequests:
 
     def cancel(self, sequence: int) -> None:
         """The reader gives up. The engine says when it is over; without one it is over now."""
-        engine = self._engines.get(sequence)
-        if engine is not None:
-            engine.send(Cancel(sequence))
-        elif sequence in self._streams:
+        stream = self._streams.get(sequence)
+        if stream is not None and stream.engine is not None:
+            stream.engine.send(Cancel(sequence))
+        elif stream is not None:
             self._end(Delta(sequence, 0, "", finish=FinishReason.CANCELLED))
 
-    def fail_waiting(self, message: str) -> None:
-        """End every sequence that waits for an engine with an error."""
-        for stream in self._waiting():
-            self._fail(stream, message)
-
-    def fail_all(self, message: str) -> None:
-        """End everything with an error."""
-        for stream in list(self._streams.values()):
+    def fail(self, message: str, only_waiting: bool = False) -> None:
+        """End everything, or what waits for an engine, with an error."""
+        for stream in self._waiting() if only_waiting else list(self._streams.values()):
             self._fail(stream, message)
 
     def _waiting(self) -> list[Stream]:
-        return [stream for key, stream in self._streams.items() if key not in self._engines]
+        return [stream for stream in self._streams.values() if stream.engine is None]
 
     def _fail(self, stream: Stream, message: str) -> None:
         self.failed += 1
@@ -253,8 +251,7 @@ class InflightRequests:
 
     def _end(self, delta: Delta) -> None:
         stream = self._streams.pop(delta.id)
-        engine = self._engines.pop(delta.id, None)
-        if engine is not None:
-            engine.sequences.discard(delta.id)
+        if stream.engine is not None:
+            stream.engine.sequences.discard(delta.id)
         self.ledger.finished(delta.id, delta.finish in _NATURAL)
         stream.push(delta)

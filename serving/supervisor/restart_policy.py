@@ -16,6 +16,7 @@ With the next engine on standby, loaded, every cause falls back at once: quicker
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -95,30 +96,14 @@ def after_death(
         return Verdict(last.engine, limits.backoff_first_seconds, f"restarting once after {why}")
     if last.cause in PERMANENT:
         return Verdict(None, 0.0, why)
-    unready = _trailing_unready(same)
+    unready = len(list(takewhile(lambda one: one.ready_seconds is None, reversed(same))))
     if unready >= limits.load_attempts:
         text = f"the engine did not load in {unready} attempts; the last ended with {why}"
         return Verdict(None, 0.0, text)
     if len(recent) >= limits.deaths:
-        span = last.at_seconds - recent[0].at_seconds
-        text = (
-            f"the engine died {len(recent)} times in {span:.0f} s and is not started again; "
-            f"last {why}"
-        )
-        return Verdict(None, 0.0, text)
-    return Verdict(last.engine, backoff_seconds(len(recent) - 1, limits), f"restarting after {why}")
-
-
-def backoff_seconds(earlier_deaths: int, limits: RecoveryLimits) -> float:
-    """The pause before an engine is started again."""
-    pause = limits.backoff_first_seconds * 2.0**earlier_deaths
-    return min(limits.backoff_longest_seconds, pause)
-
-
-def _trailing_unready(endings: Sequence[Ending]) -> int:
-    count = 0
-    for ending in reversed(endings):
-        if ending.ready_seconds is not None:
-            break
-        count += 1
-    return count
+        died = f"died {len(recent)} times in {last.at_seconds - recent[0].at_seconds:.0f} s"
+        return Verdict(None, 0.0, f"the engine {died} and is not started again; last {why}")
+    pause = min(
+        limits.backoff_longest_seconds, limits.backoff_first_seconds * 2.0 ** (len(recent) - 1)
+    )
+    return Verdict(last.engine, pause, f"restarting after {why}")

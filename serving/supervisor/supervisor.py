@@ -8,12 +8,9 @@
     await supervisor.stop(drain=True, timeout_seconds=30)
 
 Everything happens on one event loop. States: loading -> ready <-> restarting -> failed; draining ->
-stopped, or draining -> unloaded, from where `start` begins again.
-
-Roles of engines: `current` serves or will; `candidate` is the preferred engine, loading while
-another serves (failback); `standby` is the next engine of the list, loaded to take over when the
-current one dies; the rest are retired and finish what they have. When an engine dies, sequences
-whose reader has seen nothing begin again on the next one; the others end with finish "error".
+stopped, or draining -> unloaded, from where `start` begins again. An engine process has a Role
+(serving.supervisor.engine_process). When one dies, sequences whose reader has seen nothing begin
+again on the next one; the others end with finish "error".
 """
 
 from __future__ import annotations
@@ -39,24 +36,16 @@ from serving.engine.ipc_messages import (
 )
 from serving.errors import Cause, EngineFailed, EngineState, ServingError, Unavailable
 from serving.supervisor.admission import QueueBounds
-from serving.supervisor.engine_process import EngineProcess, label
+from serving.supervisor.engine_process import EngineProcess, Role, label
 from serving.supervisor.inflight_requests import InflightRequests, Stream
-from serving.supervisor.restart_policy import (
-    Ending,
-    RecoveryLimits,
-    after_death,
-    backoff_seconds,
-)
-from serving.supervisor.return_to_gpu import Failback
+from serving.supervisor.restart_policy import Ending, RecoveryLimits, after_death
+from serving.supervisor.return_to_gpu import return_at
 
 T = TypeVar("T")
-KEPT_EVENTS = 200
-LAG_LOOK_SECONDS = 0.1
-_KEPT_ENDINGS = 100
-_SERVING = (EngineState.loading, EngineState.ready, EngineState.restarting)
-_BOUNDS = QueueBounds()
-_LIMITS = RecoveryLimits()
+LOOK_SECONDS = 0.1  # between two looks at engines, deadlines and this process's own lag
+_KEPT_EVENTS, _KEPT_ENDINGS, _KEPT_RETURNS = 200, 100, 100
 _NOT_SOON = (EngineState.failed, EngineState.stopped, EngineState.draining)
+_BOUNDS, _LIMITS = QueueBounds(), RecoveryLimits()
 
 
 class EventKind(StrEnum):
@@ -87,15 +76,6 @@ class Event(msgspec.Struct, frozen=True):
     model: str = ""
 
 
-class Role(StrEnum):
-    """What an engine process is for."""
-
-    current = "current"
-    candidate = "candidate"
-    standby = "standby"
-    retired = "retired"
-
-
 class Supervisor:
     """See the module's docstring.
 
@@ -116,36 +96,33 @@ class Supervisor:
         on_event: Callable[[Event], None] | None = None,
         on_output: Callable[[str], None] | None = None,
     ) -> None:
-        if not configs:
-            raise ValueError("a supervisor needs at least one engine configuration")
         self.configs = tuple(configs)
         self.state = EngineState.loading
         self.reason: str | None = "starting"
-        self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
-        self._on_event = on_event
-        self._changed = asyncio.Event()
-        self.limits = limits
         self.stats: StepStats | None = None
         self.loading: Loading | None = None
-        self.restarts = 0
-        self.fallbacks = 0
-        self.returns = 0
+        self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self.restarts = self.fallbacks = self.returns = 0
         self.deaths: Counter[str] = Counter()  # by cause
         self.on_step: Callable[[StepStats], None] | None = None  # after each step of the current
+        self._limits = limits
+        self._wants_standby = standby
+        self._usable = preferred_usable
+        self._on_event = on_event
         self._on_output = on_output
         self._requests = InflightRequests(bounds, self.configs[0].slots)
-        self._place = 0  # of the current engine's configuration
-        self._current: EngineProcess | None = None
-        self._candidate: EngineProcess | None = None
-        self._standby: EngineProcess | None = None
-        self._wants_standby = standby
-        self._standby_deaths = 0
-        self._engines: set[EngineProcess] = set()  # all that live, retired ones included
-        self._endings: list[Ending] = []
+        self._place = 0  # of the configuration in use
+        self._engines: set[EngineProcess] = set()  # all that live
+        self._endings: deque[Ending] = deque(maxlen=_KEPT_ENDINGS)
+        self._fell_back_at = 0.0
+        self._returns: deque[float] = deque(maxlen=_KEPT_RETURNS)  # when each was tried
         self._load_seconds: dict[int, float] = {}  # by place
-        self._failback = Failback(limits, preferred_usable, time.monotonic)
-        self._background = Background("the supervisor", on_failure=self._has_a_bug)
         self._failed_before_stop = 0
+        self._changed = asyncio.Event()
+        self._background = Background(
+            "the supervisor",
+            on_failure=lambda bug: self._become(EngineState.failed, f"a failure of ours: {bug}"),
+        )
 
     # What others may know.
 
@@ -155,17 +132,17 @@ class Supervisor:
         return self.configs[self._place]
 
     @property
-    def ready(self) -> Ready | None:
-        """What the serving engine said when it was loaded; None while none serves."""
-        return self._current.ready if self._current is not None else None
-
-    @property
     def label(self) -> str:
         return label(self.config)
 
     @property
+    def ready(self) -> Ready | None:
+        """What the serving engine said when it was loaded; None while none serves."""
+        return current.ready if (current := self._engine(Role.current)) else None
+
+    @property
     def engine_pid(self) -> int | None:
-        current = self._current
+        current = self._engine(Role.current)
         return current.pid if current is not None and current.alive else None
 
     @property
@@ -181,7 +158,8 @@ class Supervisor:
     @property
     def standby(self) -> str | None:
         """The label of the engine on standby, loaded; None where there is none."""
-        return self._standby.label if self._standby is not None and self._standby.ready else None
+        standby = self._engine(Role.standby)
+        return standby.label if standby is not None and standby.ready else None
 
     @property
     def pids(self) -> list[int]:
@@ -196,9 +174,8 @@ class Supervisor:
         """When to come back where no engine serves: the rest of the load, by the last one."""
         if self.state in _NOT_SOON:
             return 30.0
-        elapsed = 0.0
-        if self._current is not None:
-            elapsed = time.monotonic() - self._current.started_at
+        current = self._engine(Role.current)
+        elapsed = 0.0 if current is None else time.monotonic() - current.started_at
         usual = self._load_seconds.get(self._place)
         fraction = self.loading.fraction if self.loading is not None else None
         if usual is None and fraction is not None and fraction > 0.05:
@@ -215,16 +192,12 @@ class Supervisor:
         """
         if self._engines:
             raise ServingError(f"{self.label} cannot be started: it is {self.state}")
-        if configs:
-            self.configs = tuple(configs)
-        self._endings = []
-        self._standby = None
-        self._standby_deaths = 0
-        self._failback.forget()
+        self.configs = tuple(configs) or self.configs
+        self._endings.clear()
+        self._returns.clear()
         self._place = 0
         self._become(EngineState.loading, "starting")
-        self._background.keep(self._watch_health())
-        self._background.keep(self._watch_lag())
+        self._background.keep(self._look())
         if len(self.configs) > 1:
             self._background.keep(self._watch_failback())
         await self._spawn(0, Role.current)
@@ -251,16 +224,21 @@ class Supervisor:
         assert self.ready is not None
         return self.ready
 
+    async def wait_change(self) -> None:
+        """Wait until the state, or how far the load is, changes."""
+        await self._changed.wait()
+
     def submit(self, request: GenerationRequest) -> Stream:
         """Give the engine a new sequence. Raises Unavailable or Overloaded."""
-        if self.state != EngineState.ready or self._current is None:
+        current = self._engine(Role.current)
+        if self.state != EngineState.ready or current is None:
             raise Unavailable(
                 f"the model is not served at the moment ({self.state}): {self.reason}",
                 self.retry_after_seconds(),
                 self.state,
             )
         stream = self._requests.admit(request)
-        self._requests.give(stream, self._current)
+        self._requests.give(stream, current)
         return stream
 
     def check_room(self) -> None:
@@ -273,95 +251,88 @@ class Supervisor:
         Returns how many sequences were cut off. A call with drain=False ends an earlier drain.
         """
         during, after = "the server is shutting down", "the server was stopped"
-        return await self._end(
-            EngineState.stopped, (during, after), timeout_seconds if drain else None
-        )
+        return await self._end(EngineState.stopped, during, after, drain, timeout_seconds)
 
     async def unload(self, reason: str, drain: bool = True, timeout_seconds: float = 30.0) -> int:
         """As `stop`, but the state becomes unloaded, and `start` may be called again."""
         during = f"the model is being unloaded: {reason}"
         after = f"the model was unloaded: {reason}"
-        return await self._end(
-            EngineState.unloaded, (during, after), timeout_seconds if drain else None
-        )
+        return await self._end(EngineState.unloaded, during, after, drain, timeout_seconds)
 
     async def _end(
-        self, state: EngineState, reasons: tuple[str, str], drain_seconds: float | None
+        self, state: EngineState, during: str, after: str, drain: bool, timeout_seconds: float
     ) -> int:
-        during, after = reasons
         if self.state == EngineState.unloaded and not self._engines:
             self._become(state, after)
             return 0
         if self.state == EngineState.stopped:
             return self._requests.failed - self._failed_before_stop
         if self.state != EngineState.draining:
-            how = "stopping at once"
-            if drain_seconds is not None:
-                how = f"{len(self._requests)} sequences in flight"
+            how = f"{len(self._requests)} sequences in flight" if drain else "stopping at once"
             self._tell(EventKind.draining, how)
             self._failed_before_stop = self._requests.failed
             self._become(EngineState.draining, during)
-        self._requests.fail_waiting(during)
+        self._requests.fail(during, only_waiting=True)
         for engine in self._engines:
-            self._ask_to_end(engine, drain=drain_seconds is not None)
-        patience = self.limits.kill_after_seconds
-        if drain_seconds is not None and len(self._requests):
-            patience = drain_seconds
+            self._ask_to_end(engine, drain)
+        is_busy = drain and len(self._requests)
         try:
-            async with asyncio.timeout(patience):
-                await self._until_no_engine()
+            async with asyncio.timeout(
+                timeout_seconds if is_busy else self._limits.kill_after_seconds
+            ):
+                while self._engines:
+                    await self.wait_change()
         except TimeoutError:
             for engine in self._engines:
                 engine.kill()
-            await self._until_no_engine()
-        self._requests.fail_all(f"{after} before this request had finished")
+            while self._engines:
+                await self.wait_change()
+        self._requests.fail(f"{after} before this request had finished")
         cut_off = self._requests.failed - self._failed_before_stop
         await asyncio.gather(*self._background.cancel(), return_exceptions=True)
         # Of an unload and a stop at the same time, the stop has the last word.
         if self.state == EngineState.draining or state == EngineState.stopped:
-            self._current = None
-            self._candidate = None
-            self._standby = None
             said = f"{after}, {cut_off} sequences cut off" if cut_off else after
             self._tell(EventKind(state.value), said)
             self._become(state, after)
         return cut_off
 
-    async def _until_no_engine(self) -> None:
-        while self._engines:
-            await self.wait_change()
-
-    async def wait_change(self) -> None:
-        """Wait until the state, or how far the load is, changes."""
-        await self._changed.wait()
-
     # Engines begin and speak.
+
+    def _engine(self, role: Role) -> EngineProcess | None:
+        return next((one for one in self._engines if one.role is role), None)
 
     async def _spawn(self, place: int, role: Role) -> None:
         engine = EngineProcess(place, self.configs[place], self._on_output)
+        engine.role = role
         self._engines.add(engine)
-        kind, what = EventKind.started, "loading"
-        match role:
-            case Role.candidate:
-                self._candidate = engine
-                kind = EventKind.returning
-            case Role.standby:
-                self._standby = engine
-                what = "loading, to stand by,"
-            case _:
-                self._place = place
-                self._current = engine
-                self.loading = None
-        self._tell(kind, f"{what} {engine.config.model_name}", engine)
+        kind = EventKind.returning if role is Role.candidate else EventKind.started
+        to_stand_by = ", to stand by," if role is Role.standby else ""
+        if role is Role.current:
+            self._place = place
+            self.loading = None
+        self._tell(kind, f"loading{to_stand_by} {engine.config.model_name}", engine)
         await engine.start(self._hear, self._ended)
 
+    async def _spawn_later(self, place: int, role: Role, delay_seconds: float) -> None:
+        """Where it is still wanted then."""
+        await asyncio.sleep(delay_seconds)
+        is_wanted = self.state in (EngineState.loading, EngineState.restarting)
+        if role is Role.standby:
+            is_wanted = self.state == EngineState.ready and place == self._place + 1
+        if is_wanted and self._engine(role) is None:
+            await self._spawn(place, role)
+
     def _hear(self, engine: EngineProcess, message: FromEngine) -> None:
+        is_current = engine.role is Role.current
         match message:
             case Step():
-                if engine is self._current:
-                    self._account_for(message.stats)
+                if is_current:
+                    self.stats = message.stats
+                    if self.on_step is not None:
+                        self.on_step(message.stats)
                 self._requests.hear(engine, message)
-            case Loading() if engine is self._current:
+            case Loading() if is_current:
                 self.loading = message
                 if self.state == EngineState.loading:
                     self.reason = message.what
@@ -369,55 +340,39 @@ class Supervisor:
             case Ready():
                 self._became_ready(engine)
 
-    def _account_for(self, stats: StepStats) -> None:
-        self.stats = stats
-        if self.on_step is not None:
-            self.on_step(stats)
-        clock = self._requests.ledger.clock
-        clock.learn(stats.decode_rows, stats.prefill_tokens, stats.step_seconds)
-
     def _became_ready(self, engine: EngineProcess) -> None:
         assert engine.ready_at is not None
         self._load_seconds[engine.place] = engine.ready_at - engine.started_at
         took = f"loaded in {self._load_seconds[engine.place]:.1f} s"
-        match self._role_of(engine):
-            case Role.standby:
-                self._tell(EventKind.standby, f"{took}, ready to take over", engine)
-            case Role.candidate:
-                previous = self._current
-                self._candidate = None
-                self._failback.fell_back_at = None
-                self.returns += 1
-                self._tell(EventKind.returned, f"{engine.label} serves again", engine)
-                if previous is not None:
-                    self._retire(previous)
-                self._serve_with(engine)
-            case Role.current:
-                self._tell(EventKind.ready, took, engine)
-                self._serve_with(engine)
+        if engine.role is Role.standby:
+            self._tell(EventKind.standby, f"{took}, ready to take over", engine)
+        elif engine.role is Role.candidate:
+            self.returns += 1
+            self._tell(EventKind.returned, f"{engine.label} serves again", engine)
+            previous = self._engine(Role.current)
+            if previous is not None:  # it finishes what it has, then stands by or ends
+                stays = self._wants_standby and previous.ready is not None
+                previous.role = Role.standby if stays else Role.retired
+                if not stays:
+                    self._ask_to_end(previous, drain=True)
+            self._serve_with(engine)
+        else:
+            self._tell(EventKind.ready, took, engine)
+            self._serve_with(engine)
 
     def _serve_with(self, engine: EngineProcess) -> None:
         """This engine, which is ready, gets what waits and what comes."""
         assert engine.ready is not None
-        self._current = engine
+        engine.role = Role.current
         self._place = engine.place
         self.loading = None
         self.stats = None
-        self._requests.ledger.serve_with(engine.ready.info.slots)
+        self._requests.ledger.serve_with(engine.ready.info.slots, engine.watch.clock)
         if self.state != EngineState.draining:
             self._become(EngineState.ready, None)
         self._requests.give_waiting(engine)
-        self._want_standby()
-
-    def _retire(self, engine: EngineProcess) -> None:
-        """Another engine serves now; this one finishes what it has, then stands by or ends."""
-        if self._wants_standby and engine.ready is not None:
-            superfluous = self._standby
-            self._standby = engine
-            if superfluous is None:
-                return
-            engine = superfluous
-        self._ask_to_end(engine, drain=True)
+        if self._wants_standby and self._place + 1 < len(self.configs):
+            self._background.keep(self._spawn_later(self._place + 1, Role.standby, 0.0))
 
     def _ask_to_end(self, engine: EngineProcess, drain: bool) -> None:
         engine.asked_to_end = True
@@ -426,168 +381,113 @@ class Supervisor:
         else:
             engine.kill()
 
-    def _role_of(self, engine: EngineProcess) -> Role:
-        for role, holder in (
-            (Role.standby, self._standby),
-            (Role.candidate, self._candidate),
-            (Role.current, self._current),
-        ):
-            if engine is holder:
-                return role
-        return Role.retired
-
-    def _lacks_standby(self) -> bool:
-        has_next = self._place + 1 < len(self.configs)
-        free = self._wants_standby and self._standby is None
-        return free and has_next and self.state == EngineState.ready
-
-    def _want_standby(self) -> None:
-        if self._lacks_standby():
-            self._background.keep(self._load_standby())
-
-    async def _load_standby(self) -> None:
-        if self._standby_deaths:
-            await asyncio.sleep(backoff_seconds(self._standby_deaths, self.limits))
-        if self._lacks_standby():
-            await self._spawn(self._place + 1, Role.standby)
-
     # Engines end.
 
     def _ended(self, engine: EngineProcess) -> None:
         """The process is gone: find out why, move its sequences, decide what comes next."""
         self._engines.discard(engine)
-        role = self._role_of(engine)
         if engine.asked_to_end:
             self._move_requests(engine, "the engine was stopped")
-            if role is Role.current:
-                self._current = None
             self._notify()
             return
-        ending = self._ending_of(engine)
-        match role:
-            case Role.standby:
-                self._standby_died(engine, ending)
-            case Role.candidate:
-                self._candidate = None
-                self._remember(ending)
-            case Role.retired:
-                self._remember(ending)
-                self._move_requests(engine, ending.message)
-            case Role.current:
-                self._remember(ending)
-                self._current_died(engine, ending)
-
-    def _ending_of(self, engine: EngineProcess) -> Ending:
         cause, message = engine.why()
         now = time.monotonic()
         lived = None if engine.ready_at is None else now - engine.ready_at
+        ending = Ending(engine.place, cause, message, now, lived)
+        self._endings.append(ending)
         self.deaths[cause.value] += 1
         self._tell(EventKind.died, message, engine, cause)
-        return Ending(engine.place, cause, message, now, lived)
-
-    def _remember(self, ending: Ending) -> None:
-        self._endings = [*self._endings[-_KEPT_ENDINGS + 1 :], ending]
-
-    def _standby_died(self, engine: EngineProcess, ending: Ending) -> None:
-        """It serves nobody: load another, unless it keeps dying."""
-        self._standby = None
-        self._standby_deaths += 1
-        self._move_requests(engine, ending.message)  # one just retired may still have some
-        if self._standby_deaths < self.limits.deaths:
-            self._want_standby()
+        if engine.role is Role.current:
+            self._current_died(engine, ending)
+            return
+        self._move_requests(engine, message)  # one just retired may still have some
+        if engine.role is Role.standby:  # load another, unless it keeps dying
+            verdict = after_death(self._endings, engine.place + 1, self._limits)
+            if verdict.engine is not None:
+                later = self._spawn_later(engine.place, Role.standby, verdict.delay_seconds)
+                self._background.keep(later)
 
     def _current_died(self, engine: EngineProcess, ending: Ending) -> None:
-        standby = self._standby if self._standby is not None and self._standby.ready else None
-        engines = len(self.configs)
-        verdict = after_death(self._endings, engines, self.limits, standby is not None)
-        self._current = None
-        if verdict.engine is None:
-            self._fail(engine, ending, verdict.text)
+        standby, candidate = self._engine(Role.standby), self._engine(Role.candidate)
+        is_warm = standby is not None and standby.ready is not None
+        verdict = after_death(self._endings, len(self.configs), self._limits, is_warm)
+        place = verdict.engine
+        if place is None and candidate is not None:
+            place = candidate.place  # the last hope
+        if place is None:
+            self._move_requests(engine, ending.message)
+            self._tell(EventKind.failed, verdict.text, engine, ending.cause)
+            self._become(EngineState.failed, verdict.text)
+            self._requests.fail(verdict.text, only_waiting=True)
             return
-        if verdict.engine != engine.place:
+        if place != engine.place:
             self.fallbacks += 1
-            self._failback.fell_back_at = ending.at_seconds
-            warm = ", which stood by" if standby is not None else ""
-            to = f"to {label(self.configs[verdict.engine])}{warm}: {ending.message}"
+            self._fell_back_at = ending.at_seconds
+            warm = ", which stood by" if is_warm else ""
+            to = f"to {label(self.configs[place])}{warm}: {ending.message}"
             self._tell(EventKind.fell_back, to, engine, ending.cause)
         else:
             self.restarts += 1
             when = f"in {verdict.delay_seconds:.1f} s: {ending.message}"
             self._tell(EventKind.restarting, when, engine, ending.cause)
-        self._place = verdict.engine
-        if standby is not None and standby.place == verdict.engine:
-            self._standby = None
-            self._move_requests(engine, ending.message)
-            self._serve_with(standby)
-            return
-        was_up = engine.ready_at is not None or self.state == EngineState.restarting
-        self._become(EngineState.restarting if was_up else EngineState.loading, verdict.text)
+        self._place = place
+        # Who is loaded already, or on the way.
+        heir = next((one for one in (standby, candidate) if one and one.place == place), None)
+        if heir is None or heir.ready is None:
+            was_up = engine.ready_at is not None or self.state == EngineState.restarting
+            state = EngineState.restarting if was_up else EngineState.loading
+            self._become(state, verdict.text)
         self._move_requests(engine, ending.message)
-        if self._standby is not None and self._standby.place == verdict.engine:
-            self._current = self._standby  # on its way already
-            self._standby = None
+        if heir is None:
+            later = self._spawn_later(place, Role.current, verdict.delay_seconds)
+            self._background.keep(later)
+        elif heir.ready is not None:
+            self._serve_with(heir)
         else:
-            self._background.keep(self._restart(verdict.engine, verdict.delay_seconds))
-
-    def _fail(self, engine: EngineProcess, ending: Ending, text: str) -> None:
-        """Nothing is started any more; a preferred engine that is loading is the last hope."""
-        self._move_requests(engine, ending.message)
-        self._tell(EventKind.failed, text, engine, ending.cause)
-        if self._candidate is not None:
-            self._current = self._candidate
-            self._candidate = None
-            self._place = self._current.place
-            self._become(EngineState.restarting, text)
-            return
-        self._become(EngineState.failed, text)
-        self._requests.fail_waiting(text)
+            heir.role = Role.current
 
     def _move_requests(self, engine: EngineProcess, message: str) -> None:
-        successor = self._current if self._current is not engine and self.ready else None
-        place = self._place if self.state in _SERVING else None
-        self._requests.move(engine, message, successor, place)
-
-    async def _restart(self, place: int, delay_seconds: float) -> None:
-        await asyncio.sleep(delay_seconds)
-        if self.state in (EngineState.loading, EngineState.restarting) and self._current is None:
-            await self._spawn(place, Role.current)
+        successor = self._engine(Role.current) if self.ready else None
+        is_over = self.state in _NOT_SOON or self.state == EngineState.unloaded
+        self._requests.move(engine, message, successor, None if is_over else self._place)
 
     # What is looked at all the time.
 
-    async def _watch_health(self) -> None:
-        """Give up every engine that hangs; `_ended` does the rest."""
+    async def _look(self) -> None:
+        """Gives up engines that hang, ends what waits for one beyond its deadline, and measures how
+        late this process is: what waits in its sockets is not in the ledger yet."""
         while True:
-            await asyncio.sleep(min(0.5, self.limits.health_timeout_seconds / 5))
-            for engine in list(self._engines):
-                trouble = engine.trouble(self.limits)
-                if trouble is not None:
-                    engine.give_up(trouble)
-
-    async def _watch_lag(self) -> None:
-        """How late this process is: what waits in its sockets is not in the ledger yet.
-
-        An engine looks at the deadlines of what it has; here those of what waits for one.
-        """
-        while True:
-            due = time.monotonic() + LAG_LOOK_SECONDS
-            await asyncio.sleep(LAG_LOOK_SECONDS)
+            due = time.monotonic() + LOOK_SECONDS
+            await asyncio.sleep(LOOK_SECONDS)
             self._requests.ledger.lag_seconds = max(0.0, time.monotonic() - due)
             self._requests.end_overdue()
+            for engine in list(self._engines):
+                engine.end_if_hung(self._limits)
 
     async def _watch_failback(self) -> None:
-        """Load the preferred engine beside the current one whenever it can be had again."""
+        """Load the preferred engine beside the current one once that is due, and it has looked
+        usable for `steady_seconds` without a break."""
+        limits = self._limits
+        shorter = min(limits.return_first_seconds, limits.steady_seconds)
+        usable_since: float | None = None
         while True:
-            await asyncio.sleep(self._failback.pause_seconds)
-            if await self._failback.is_open(self._may_return):
-                self._failback.begin()
+            await asyncio.sleep(min(5.0, max(0.05, shorter / 6)))
+            if not self._may_return() or (self._usable is not None and not await self._usable()):
+                usable_since = None
+                continue
+            now = time.monotonic()
+            usable_since = usable_since or now
+            if now - usable_since >= limits.steady_seconds and self._may_return():
+                usable_since = None
+                self._returns.append(now)
                 await self._spawn(0, Role.candidate)
 
     def _may_return(self) -> bool:
-        free = self.state == EngineState.ready and self._place != 0 and self._candidate is None
-        return free and self._failback.is_due(self._endings)
-
-    def _has_a_bug(self, problem: BaseException) -> None:
-        self._become(EngineState.failed, f"the supervisor failed: {problem}")
+        is_other = self.state == EngineState.ready and self._place != 0
+        if not is_other or self._engine(Role.candidate) is not None:
+            return False
+        at = return_at(self._endings, self._fell_back_at, self._returns, self._limits)
+        return at is not None and time.monotonic() >= at
 
     def _become(self, state: EngineState, reason: str | None) -> None:
         self.state = state
@@ -608,17 +508,13 @@ class Supervisor:
         who = engine.label if engine is not None else self.label
         event = Event(time.time(), kind, who, message, cause, self.config.model_name)
         self.events.append(event)
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(event)
-        except Exception as problem:  # whoever listens must not keep an engine from its successor
-            context = {"message": "a listener to engines' events failed", "exception": problem}
-            asyncio.get_running_loop().call_exception_handler(context)
+        if self._on_event is not None:
+            # Not now: what goes wrong there must not keep an engine from its successor.
+            asyncio.get_running_loop().call_soon(self._on_event, event)
 
 
 class Background:
-    """`owner` is named where a task fails.
+    """Tasks beside the others, kept until they end. `owner` is named where one fails.
 
     `expected`: failures that are for whoever awaits the task, not for the log. `on_failure` is told
     of any other, which is a bug.

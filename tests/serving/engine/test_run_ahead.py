@@ -226,29 +226,6 @@ def test_a_sequence_that_is_ended_leaves_its_step_unread(by: str) -> None:
     assert text_of(run(scheduler)[2]) == expected_text([4] * 20, 3)
 
 
-def test_the_last_sequence_that_ends_leaves_nothing_under_way() -> None:
-    scheduler, backend = launching()
-    scheduler.add(request(1, [3] * 20, 100))
-    scheduler.step()
-    assert len(backend.unread) == 1
-    scheduler.cancel(1)
-    (ended,) = scheduler.step()
-    assert ended.finish == "cancelled" and not scheduler.busy and not backend.unread
-
-
-def test_logits_that_are_no_numbers_are_found_by_a_step_that_is_waited_for() -> None:
-    prompt = [3, 4, 5]
-    truth = continuation(prompt, 9, VOCABULARY)
-    scheduler, _ = launching(options={"fail_cause": "nan", "fail_token": truth[3]})
-    scheduler.add(request(1, prompt, 9))
-    scheduler.add(request(2, [9, 9], 9))
-    out = run(scheduler)
-    assert out[1][-1].finish == "error" and "NaN" in (out[1][-1].error or "")
-    assert sum(delta.tokens for delta in out[1]) == 4
-    if truth[3] not in continuation([9, 9], 9, VOCABULARY):
-        assert text_of(out[2]) == expected_text([9, 9], 9)
-
-
 def test_tokens_that_are_never_any_good_are_waited_for() -> None:
     """Each would take three steps: of top-p over a flat distribution, say."""
     scheduler, backend = launching(no_good=1)

@@ -1,5 +1,6 @@
 """The engine child as it runs in the product: a real process, a real socket, the fake backend."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,10 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from models.tokenization.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.engine_loop import CONFIG_VARIABLE, SOCKET_VARIABLE
 from serving.engine.ipc_messages import (
     Cancel,
+    Delta,
     Died,
     Frames,
     FromEngine,
@@ -28,6 +31,7 @@ from serving.engine.ipc_messages import (
     frame,
 )
 from serving.sampling.step_rows import Sampling
+from serving.supervisor.inflight_requests import merged
 from tests.fake_backend import continuation
 
 VOCABULARY = 8192
@@ -98,38 +102,33 @@ def start(shipped_tokenizer: str) -> Iterator[Callable[..., Child]]:
         child.close()
 
 
-def test_it_loads_serves_and_stops(start: Callable[..., Child]) -> None:
+def ended(child: Child) -> dict[int, Delta]:
+    """All of each sequence, until the child ends."""
+    found: dict[int, list[Delta]] = {}
+    with contextlib.suppress(EOFError):
+        while True:
+            for delta in child.until(Step).deltas:
+                found.setdefault(delta.id, []).append(delta)
+    return {number: merged(deltas) for number, deltas in found.items()}
+
+
+def test_it_loads_serves_and_finishes_what_is_in_flight(
+    start: Callable[..., Child], shipped_tokenizer: str
+) -> None:
     child = start(slots=4, options={"load_seconds": 0.1})
     assert isinstance(child.next(), Loading)
     ready: Ready = child.until(Ready)
     assert ready.info.slots == 4 and ready.load_seconds >= 0.1 and ready.rss_bytes > 1 << 20
     prompts = {number: [10 + number, 11, 12] for number in range(6)}
-    child.send(
-        *(Submit(number, GenerationRequest(prompt, 20)) for number, prompt in prompts.items())
-    )
-    counts = dict.fromkeys(prompts, 0)
-    finished = {}
-    while len(finished) < 6:
-        step: Step = child.until(Step)
-        assert step.stats.running <= 4
-        for delta in step.deltas:
-            counts[delta.id] += delta.tokens
-            if delta.finish:
-                finished[delta.id] = delta.finish
-    assert counts == dict.fromkeys(prompts, 20) and set(finished.values()) == {"length"}
-    child.send(Stop())
-    assert child.process.wait(10) == 0
-
-
-def test_stop_with_drain_finishes_what_is_in_flight(start: Callable[..., Child]) -> None:
-    child = start(options={"step_seconds": 0.005})
-    child.until(Ready)
-    child.send(Submit(1, GenerationRequest([5], 30)), Stop(drain=True))
-    finishes = []
-    with pytest.raises(EOFError):
-        while True:
-            finishes += [delta.finish for delta in child.until(Step).deltas if delta.finish]
-    assert finishes == ["length"]
+    child.send(*(Submit(number, GenerationRequest(one, 20)) for number, one in prompts.items()))
+    child.send(Stop(drain=True))
+    found = ended(child)
+    table = load_tokenizer(shipped_tokenizer).token_bytes()
+    table += [b""] * (VOCABULARY - len(table))
+    for number, prompt in prompts.items():
+        text = b"".join(table[token] for token in continuation(prompt, 20)).decode(errors="replace")
+        assert (found[number].tokens, found[number].finish) == (20, "length")
+        assert found[number].text == text
     assert child.process.wait(10) == 0
 
 
@@ -138,31 +137,22 @@ def test_cancel_reaches_a_running_sequence(start: Callable[..., Child]) -> None:
     child.until(Ready)
     child.send(Submit(1, GenerationRequest([5], 2000)))
     child.until(Step)
-    child.send(Cancel(1))
-    while not (finishes := [delta.finish for delta in child.until(Step).deltas if delta.finish]):
-        pass
-    assert finishes == ["cancelled"]
+    child.send(Cancel(1), Stop(drain=True))
+    assert ended(child)[1].finish == "cancelled"
 
 
 @pytest.mark.parametrize(
-    ("fail", "cause", "at_load"),
-    [
-        ("load_oom", "load_oom", True),
-        ("load_failed", "load_failed", True),
-        ("runtime_oom", "runtime_oom", False),
-        ("engine_died", "engine_died", False),
-    ],
+    ("fail", "at_load"), [("load_oom", True), ("load_failed", True), ("runtime_oom", False)]
 )
 def test_a_failure_is_said_before_the_end(
-    start: Callable[..., Child], fail: str, cause: str, at_load: bool
+    start: Callable[..., Child], fail: str, at_load: bool
 ) -> None:
     child = start(options={"fail_cause": fail, "fail_after_steps": 3})
     if not at_load:
         child.until(Ready)
         child.send(Submit(1, GenerationRequest([5], 50)))
     died: Died = child.until(Died)
-    assert died.cause == cause
-    assert "told to" in died.message
+    assert died.cause == fail and "told to" in died.message
     assert child.process.wait(10) == 2
 
 
@@ -178,14 +168,13 @@ def test_a_grammar_that_cannot_be_used_is_refused_and_harms_nobody(
     child.until(Ready)
     bad = Sampling(json_schema='{"type":"colour"}')
     child.send(Submit(1, GenerationRequest([5], 3, bad)), Submit(2, GenerationRequest([5], 30)))
-    finished: dict[int, tuple[str, str | None, str | None]] = {}
-    while len(finished) < 2:
-        for delta in child.until(Step).deltas:
-            if delta.finish is not None:
-                finished[delta.id] = (delta.finish, delta.error, delta.parameter)
-    assert finished[2] == ("length", None, None)
+    child.send(Submit(3, GenerationRequest([5], 3, bad)), Cancel(3), Stop(drain=True))
+    found = ended(child)
+    assert (found[2].finish, found[3].finish) == ("length", "cancelled")
     why = "the JSON schema cannot be used: Invalid type: colour"
-    assert finished[1] == ("refused", why, "response_format")
+    refused = found[1].finish, found[1].error, found[1].parameter
+    assert refused == ("refused", why, "response_format")
+    assert child.process.wait(10) == 0
 
 
 def test_it_ends_when_the_parent_is_gone(start: Callable[..., Child]) -> None:
@@ -193,22 +182,3 @@ def test_it_ends_when_the_parent_is_gone(start: Callable[..., Child]) -> None:
     child.until(Ready)
     child.socket.close()
     assert child.process.wait(10) == 1
-
-
-def test_the_fake_continuation_is_what_the_child_streams(
-    start: Callable[..., Child], shipped_tokenizer: str
-) -> None:
-    from models.tokenization.tokenizer import load_tokenizer
-
-    table = load_tokenizer(shipped_tokenizer).token_bytes()
-    table += [b""] * (VOCABULARY - len(table))
-    child = start()
-    child.until(Ready)
-    child.send(Submit(1, GenerationRequest([40, 50], 12)))
-    text, finished = "", False
-    while not finished:
-        for delta in child.until(Step).deltas:
-            text, finished = text + delta.text, delta.finish is not None
-    assert text == b"".join(table[token] for token in continuation([40, 50], 12)).decode(
-        "utf-8", "replace"
-    )

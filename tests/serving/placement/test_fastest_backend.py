@@ -1,6 +1,8 @@
-"""Which engines are looked at, and the table that spares a second measurement. No engine runs here:
-the table's rows are scripted.
+"""Which engines are looked at, which is chosen, and the table that spares a second measurement: its
+rows are scripted. Then real measurements.
 """
+
+from __future__ import annotations
 
 from pathlib import Path
 
@@ -8,25 +10,33 @@ import msgspec
 import pytest
 
 from models.ladder import rung
+from models.synthetic.write import write_gguf
+from serving.backends.backend_interface import BackendInfo, EngineConfig
+from serving.errors import ServingError
 from serving.hardware.machine_facts import hardware_facts
 from serving.placement.fastest_backend import (
-    EngineCandidate,
     EngineChoice,
     EngineTimes,
     Question,
-    Work,
     choice_lines,
     fastest_backend,
     keep,
-    known_times,
+    measure,
+    measured_times,
+    prompt_class,
     read_table,
+    requests_per_second,
     table_path,
 )
 from serving.placement.placement_policy import NoPlacement, PlacementRequest
+from serving.sampling.step_rows import Row, Sampled
+from tests.serving.backends.hf_folders import onnx_folder
+from tests.shapes import TINY_LLAMA3
 
 FACTS = msgspec.structs.replace(
     hardware_facts(), memory_available_bytes=64 << 30, cgroup_memory_bytes=None
 )
+PART_SECONDS = 0.05
 
 
 def row(
@@ -50,24 +60,29 @@ def row(
     )
 
 
-def asked(
+def chosen(
     cache: Path,
     model: str = "135m",
     formats: tuple[str, ...] = (),
-    slots: int = 8,
-) -> Question:
-    return Question(
+    memory_bytes: int = 64 << 30,
+    kv_dtype: str = "auto",
+    may_measure: bool = False,
+    output_tokens: float = 40,
+) -> EngineChoice:
+    request = PlacementRequest(
+        model=rung(model).spec, slots=8, context_tokens=512, kv_dtype=kv_dtype
+    )
+    question = Question(
         source=model,
-        request=PlacementRequest(model=rung(model).spec, slots=slots, context_tokens=512),
-        work=Work(prompt_tokens=40, output_tokens=40, streams=8),
+        request=request,
+        prompt_tokens=40,
+        output_tokens=output_tokens,
         threads=1,
         cores=(0,),
         formats=formats,
         cache=str(cache),
+        may_measure=may_measure,
     )
-
-
-def chosen(question: Question, memory_bytes: int = 64 << 30) -> EngineChoice:
     facts = msgspec.structs.replace(FACTS, memory_available_bytes=memory_bytes)
     return fastest_backend(question, facts, print, lambda what, fraction: None)
 
@@ -81,31 +96,50 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_request_takes_its_prefill_and_its_share_of_the_steps() -> None:
+    times = msgspec.structs.replace(
+        row("int8", 0.01), prompt_tokens_per_second=100.0, decode_slots_seconds=0.080
+    )
+    assert 1 / requests_per_second(times, 200, 11) == pytest.approx(200 / 100 + 10 * 0.080 / 8)
+
+
 def test_the_kept_table_is_used_and_nothing_is_measured_or_made(cache: Path) -> None:
-    choice = chosen(asked(cache))
+    choice = chosen(cache, may_measure=True)
     assert (choice.backend, choice.weight_format) == ("onnx", "int8")
-    assert "2.0 x that of llama_cpp Q4_0" in choice.reason
+    assert "prompts of 40 and answers of 40 tokens, 8 at once" in choice.reason
     assert [path.name for path in cache.iterdir()] == [table_path(cache).name]
     lines = choice_lines(choice)
     assert len(lines) == 3 and "prompts 50 tokens/s" in lines[1] and "cannot" not in lines[2]
 
 
-def test_times_of_another_kv_type_are_not_used(cache: Path) -> None:
-    question = msgspec.structs.replace(asked(cache), may_measure=False)
-    request = msgspec.structs.replace(question.request, kv_dtype="fp32")
-    engine = EngineCandidate(backend="llama_cpp", weight_format="Q4_0")
-    found = [
-        known_times(one, engine, request.model, FACTS, print, lambda what, fraction: None)
-        for one in (question, msgspec.structs.replace(question, request=request))
-    ]
-    assert found[0] is not None and found[1] is None
+def test_the_work_decides_between_the_same_two_engines(cache: Path) -> None:
+    slow_prompts = msgspec.structs.replace(row("int8", 0.01), prompt_tokens_per_second=20.0)
+    keep(cache, FACTS, slow_prompts)
+    assert chosen(cache, output_tokens=1).backend == "llama_cpp"
+    assert chosen(cache, output_tokens=2000).backend == "onnx"
+
+
+def test_a_row_is_replaced_by_a_newer_one(cache: Path) -> None:
+    keep(cache, FACTS, row("int8", 0.04))
+    assert len(read_table(cache, FACTS)) == 3
+    assert chosen(cache).backend == "llama_cpp"
+
+
+def test_what_is_not_known_is_not_measured_beside_requests_and_the_usual_order_holds(
+    cache: Path,
+) -> None:
+    choice = chosen(cache, kv_dtype="fp32")
+    assert choice.backend == "llama_cpp" and "none of which was measured" in choice.reason
+    keep(cache, FACTS, msgspec.structs.replace(row("int8", 0.01), kv_dtype="fp32"))
+    assert chosen(cache, kv_dtype="fp32").backend == "onnx", "what was measured wins"
 
 
 def test_a_big_model_whose_weights_are_not_made_is_judged_by_a_smaller_rung(cache: Path) -> None:
     for backend, name, seconds in (("llama_cpp", "Q4_0", 0.2), ("onnx", "int8", 0.1)):
         keep(cache, FACTS, row(name, seconds, backend, "1b"))
-    choice = chosen(asked(cache, "8b"))
-    assert choice.backend == "onnx" and "measured on llama-3.2-1b and scaled" in choice.reason
+    choice = chosen(cache, "8b", may_measure=True)
+    assert choice.backend == "onnx"
+    assert "measured on llama-3.2-1b, scaled" in choice_lines(choice)[2]
     mine, smaller = (rung(name).spec.matrix_parameters for name in ("8b", "1b"))
     times = choice.candidates[1].times
     assert times is not None and times.model == "llama-3.1-8b"
@@ -115,62 +149,93 @@ def test_a_big_model_whose_weights_are_not_made_is_judged_by_a_smaller_rung(cach
 
 def test_no_engine_of_1b_to_8b_is_left_out_on_24_gib(cache: Path) -> None:
     for model in ("1b", "3b", "8b"):
-        question = msgspec.structs.replace(asked(cache, model), may_measure=False)
-        assert [one.why_not for one in chosen(question, 22 << 30).candidates] == ["", ""]
+        found = chosen(cache, model, memory_bytes=22 << 30).candidates
+        assert [one.why_not for one in found] == ["", ""]
 
 
 def test_the_formats_asked_for_limit_the_engines(cache: Path) -> None:
-    choice = chosen(asked(cache, formats=("q4_0",)))
+    choice = chosen(cache, formats=("q4_0",))
     assert [one.name for one in choice.candidates] == ["llama_cpp Q4_0"]
-    assert chosen(asked(cache, formats=("Q4_0", "int4"))).weight_format == "int4"
+    assert chosen(cache, formats=("Q4_0", "int4")).weight_format == "int4"
     with pytest.raises(NoPlacement, match="no engine of the CPU has the format Q9"):
-        chosen(asked(cache, formats=("Q9",)))
+        chosen(cache, formats=("Q9",))
 
 
-def test_where_eight_bits_do_not_fit_four_serve(cache: Path) -> None:
-    choice = chosen(asked(cache, "3b"), 3 << 30)
+def test_where_eight_bits_do_not_fit_four_serve_and_where_nothing_fits_it_is_told(
+    cache: Path,
+) -> None:
+    choice = chosen(cache, "3b", memory_bytes=3 << 30)
     assert choice.weight_format == "Q4_0" and "the only engine" in choice.reason
     assert "int8 needs" in choice.candidates[1].why_not
-
-
-def test_where_nothing_fits_the_arithmetic_of_each_is_told(cache: Path) -> None:
     with pytest.raises(NoPlacement, match=r"llama_cpp Q4_0: .* needs .*; onnx int8: "):
-        chosen(asked(cache, "3b"), 1 << 30)
+        chosen(cache, "3b", memory_bytes=1 << 30)
 
 
-def test_a_row_is_replaced_by_a_newer_one(cache: Path) -> None:
-    keep(cache, FACTS, row("int8", 0.04))
-    rows, note = read_table(cache, FACTS)
-    assert len(rows) == 3 and note == ""
-    assert chosen(asked(cache)).backend == "llama_cpp"
+def test_a_table_of_another_machine_or_that_is_broken_is_void(cache: Path) -> None:
+    other = msgspec.structs.replace(FACTS, cpu_model="another")
+    assert read_table(cache, other) == ()
+    table_path(cache).write_text(table_path(cache).read_text()[:-20])
+    assert read_table(cache, FACTS) == ()
+    keep(cache, FACTS, row("Q4_0", 0.01, "llama_cpp"))
+    assert len(read_table(cache, FACTS)) == 1
 
 
-@pytest.mark.parametrize("change", ["machine", "version", "broken"])
-def test_a_table_of_another_machine_or_version_is_void_and_says_why(
-    cache: Path, change: str
-) -> None:
-    facts = FACTS
-    path = table_path(cache)
-    if change == "machine":
-        facts = msgspec.structs.replace(FACTS, cpu_model="another")
-        expected = f"CPU {FACTS.cpu_model} then, another now"
-    elif change == "version":
-        path.write_text(path.read_text().replace('"version": 2', '"version": 0'))
-        expected = "has version 0"
-    else:
-        path.write_text(path.read_text()[:-20])
-        expected = "cannot be read"
-    rows, note = read_table(cache, facts)
-    assert rows == ()
-    assert expected in note
-    keep(cache, facts, row("Q4_0", 0.01, "llama_cpp"))
-    assert len(read_table(cache, facts)[0]) == 1
+class Scripted:
+    """A backend on a clock of its own: a step takes 2 ms, 1 ms a decode row, 0.5 ms a prompt token;
+    every fifth step the machine does something else for 50 ms.
+    """
+
+    def __init__(self, slots: int, step_tokens: int = 512) -> None:
+        self.now, self.steps = 0.0, 0
+        self.held = [0] * slots
+        self.longest = 0
+        self.info = BackendInfo("", "cpu", "", slots, 1024, 1024 * slots, 300, "", step_tokens)
+
+    def step(self, rows: list[Row]) -> list[Sampled]:
+        self.now += 0.002 + (0.050 if self.steps % 5 == 4 else 0.0)
+        self.steps += 1
+        for row in rows:
+            assert row.start <= self.held[row.slot] and row.tokens.max() < self.info.vocabulary
+            self.held[row.slot] = row.position
+            count = len(row.tokens)
+            self.longest = max(self.longest, count)
+            self.now += 0.001 if count == 1 else 0.0005 * count
+        return [Sampled(7) for _ in rows]
 
 
-def test_beside_requests_nothing_is_measured_and_the_usual_order_holds(cache: Path) -> None:
-    known = asked(cache)
-    table_path(cache).unlink()
-    question = msgspec.structs.replace(known, may_measure=False)
-    choice = chosen(question)
-    assert choice.backend == "llama_cpp" and "none of which was measured" in choice.reason
-    assert not list(cache.iterdir())
+@pytest.mark.parametrize("slots", [1, 8])
+def test_the_times_are_those_of_the_script(slots: int) -> None:
+    backend = Scripted(slots)
+    found = measure(backend, 64, clock=lambda: backend.now)  # type: ignore[arg-type]
+    assert found == {
+        "prompt_tokens_per_second": pytest.approx(64 / (0.002 + 64 * 0.0005)),
+        "decode_seconds": pytest.approx(0.003),
+        "decode_slots_seconds": pytest.approx(0.002 + slots * 0.001),
+    }
+
+
+def test_a_slow_engine_is_measured_in_little_time_all_the_same() -> None:
+    backend = Scripted(16, step_tokens=32)
+    measure(backend, 256, 0.01, lambda: backend.now)  # type: ignore[arg-type]
+    assert backend.longest == 16 and max(backend.held[1:]) < 64
+
+
+def test_prompts_of_a_length_class_share_their_rows() -> None:
+    lengths = (0.5, 16, 17, 36, 100, 4000)
+    assert [prompt_class(length) for length in lengths] == [16, 16, 32, 64, 128, 256]
+
+
+def test_llama_cpp_and_onnx_are_measured_as_they_serve(tmp_path: Path) -> None:
+    gguf = tmp_path / "tiny.gguf"
+    write_gguf(TINY_LLAMA3, gguf, "Q4_0")
+    for backend, path in (("llama_cpp", gguf), ("onnx", onnx_folder("llama3-int8"))):
+        config = EngineConfig(backend, str(path), "tiny", slots=2, threads=1)
+        found = measured_times(config, TINY_LLAMA3, 16, PART_SECONDS)
+        assert found.prompt_tokens_per_second > 100
+        assert 0 < found.decode_seconds < 1 and 0 < found.decode_slots_seconds < 1
+
+
+def test_an_engine_that_cannot_load_says_why() -> None:
+    config = EngineConfig("fake", "", "m", options={"fail_cause": "load_oom"})
+    with pytest.raises(ServingError, match=r"fake.*told to fail with load_oom"):
+        measured_times(config, TINY_LLAMA3, 16, PART_SECONDS)

@@ -1,8 +1,9 @@
 """The queue's bounds, and whether predicted waits and Retry-After come true."""
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from serving.supervisor.admission import Ledger, QueueBounds
@@ -17,75 +18,60 @@ def paced(bounds: QueueBounds, slots: int, tokens_per_second: float = 100.0) -> 
     return ledger
 
 
+def refused(ledger: Ledger, prompt: int = 10, limit: int = 10, now: float = 0.0) -> Any:
+    """(kind, text) of the refusal; None: there is none."""
+    found = ledger.refusal(prompt, limit, now)
+    return None if found is None else (found.kind, found.reason)
+
+
 def test_no_refusal_while_a_slot_is_free_whatever_the_bounds() -> None:
     ledger = paced(QueueBounds(waiting_requests=0, waiting_tokens=1, wait_seconds=0.0), slots=2)
-    assert ledger.refusal(500, 500, 0.0) is None
-    ledger.admit(1, 500, 500)
-    assert ledger.refusal(500, 500, 0.0) is None
-    ledger.admit(2, 500, 500)
-    assert ledger.refusal(500, 500, 0.0) is not None
+    for number in range(2):
+        assert refused(ledger, 500, 500) is None
+        ledger.admit(number, 500, 500)
+    assert refused(ledger, 500, 500) is not None
 
 
 def test_the_bound_by_requests_counts_those_beyond_the_slots() -> None:
-    ledger = Ledger(
-        QueueBounds(waiting_requests=2, waiting_tokens=None, wait_seconds=None), slots=1
-    )
+    ledger = Ledger(msgspec.structs.replace(OPEN, waiting_requests=2), slots=1)
     for number in range(3):
-        assert ledger.refusal(10, 10, 0.0) is None
+        assert refused(ledger) is None
         ledger.admit(number, 10, 10)
-    refusal = ledger.refusal(10, 10, 0.0)
-    assert (
-        refusal is not None
-        and refusal.kind == "queue_requests"
-        and "2 requests are waiting" in refusal.text
-    )
+    kind, text = refused(ledger)
+    assert kind == "queue_requests" and "2 requests are waiting" in text
     ledger.finished(0)
-    assert ledger.refusal(10, 10, 0.0) is None
+    assert refused(ledger) is None
 
 
 def test_the_bound_by_tokens_lets_one_big_request_wait() -> None:
-    ledger = Ledger(
-        QueueBounds(waiting_requests=None, waiting_tokens=100, wait_seconds=None), slots=1
-    )
+    """Alone it can never fit; refusing it would be for ever."""
+    ledger = Ledger(msgspec.structs.replace(OPEN, waiting_tokens=100), slots=1)
     ledger.admit(0, 10, 10)
     ledger.progressed(0, 1)
-    assert (
-        ledger.refusal(5000, 100, 0.0) is None
-    )  # alone it can never fit; refusing it would be for ever
+    assert refused(ledger, 5000, 100) is None
     ledger.admit(1, 60, 30)
-    refusal = ledger.refusal(5, 10, 0.0)
-    assert refusal is not None and refusal.kind == "queue_tokens"
-    assert ledger.refusal(5, 5, 0.0) is None
+    assert refused(ledger, 5, 10)[0] == "queue_tokens"
+    assert refused(ledger, 5, 5) is None
 
 
 def test_the_bound_by_wait_needs_evidence() -> None:
-    ledger = Ledger(
-        QueueBounds(waiting_requests=None, waiting_tokens=None, wait_seconds=1.0), slots=1
-    )
+    ledger = Ledger(msgspec.structs.replace(OPEN, wait_seconds=1.0), slots=1)
     ledger.admit(0, 1000, 1000)
-    assert ledger.predicted_wait_seconds() is None and ledger.refusal(10, 10, 0.0) is None
+    assert ledger.predicted_wait_seconds() is None and refused(ledger) is None
     ledger.clock.learn(100, 0, 1.0)
-    refusal = ledger.refusal(10, 10, 0.0)
-    assert (
-        refusal is not None
-        and refusal.kind == "queue_wait"
-        and "20.0 s is predicted" in refusal.text
-    )
+    kind, text = refused(ledger)
+    assert kind == "queue_wait" and "20.0 s is predicted" in text
 
 
 def test_those_told_to_come_back_are_not_told_the_same_moment() -> None:
     ledger = paced(QueueBounds(waiting_requests=1, waiting_tokens=None, wait_seconds=None), slots=1)
     ledger.admit(0, 50, 50)
     ledger.admit(1, 50, 50)
-    times = [
-        refusal.retry_after_seconds for _ in range(5) if (refusal := ledger.refusal(50, 50, 0.0))
-    ]
-    gaps = [round(b - a, 3) for a, b in zip(times, times[1:], strict=False)]
+    found = [ledger.refusal(50, 50, 0.0) for _ in range(200)]
+    times = [one.retry_after_seconds for one in found if one is not None]
+    gaps = [round(b - a, 3) for a, b in zip(times, times[1:5], strict=False)]
     assert gaps == [1.1, 1.1, 1.1, 1.1]  # 100 tokens each at 100 tokens/s, and a little slack
-    many = [
-        refusal.retry_after_seconds for _ in range(200) if (refusal := ledger.refusal(50, 50, 0.0))
-    ]
-    assert max(many) == QueueBounds().retry_longest_seconds
+    assert max(times) == QueueBounds().retry_longest_seconds
 
 
 class Simulated(NamedTuple):
@@ -200,22 +186,20 @@ def test_an_slo_is_kept_for_those_let_in_and_the_engine_is_never_idle_for_it(
 
 
 def test_while_no_pace_is_known_nobody_waits_for_an_slo() -> None:
-    ledger = Ledger(QueueBounds(ttft_seconds=1.0), slots=2)
+    ledger = Ledger(msgspec.structs.replace(OPEN, ttft_seconds=1.0), slots=2)
     for number in range(2):
-        assert ledger.refusal(10, 10, 0.0) is None
+        assert refused(ledger) is None
         ledger.admit(number, 10, 10)
-    refusal = ledger.refusal(10, 10, 0.0)
-    assert refusal is not None and refusal.kind == "queue_ttft"
+    assert refused(ledger)[0] == "queue_ttft"
 
 
 def test_a_prompt_that_can_never_come_in_time_is_let_in_when_it_is_alone() -> None:
     ledger = paced(QueueBounds(ttft_seconds=1.0), slots=2)  # 100 tokens/s
-    assert ledger.refusal(500, 10, 0.0) is None
+    assert refused(ledger, 500) is None
     ledger.admit(1, 10, 50)
-    refusal = ledger.refusal(500, 10, 0.0)
-    assert refusal is not None and "5.1 s, 1 s are promised" in refusal.text
+    assert "5.1 s, 1 s are promised" in refused(ledger, 500)[1]
     ledger.progressed(1, 1)
-    assert ledger.refusal(500, 10, 0.1) is None  # nobody else waits: no better time will come
+    assert refused(ledger, 500, now=0.1) is None  # nobody else waits: no better time will come
 
 
 def test_what_the_http_side_is_behind_counts_twice() -> None:
@@ -226,21 +210,15 @@ def test_what_the_http_side_is_behind_counts_twice() -> None:
 
 
 def test_the_slot_that_a_new_sequence_finds_is_the_one_that_is_free_first() -> None:
-    """Slots: 10 and 40 tokens left; one waits for 30.
-
-    It takes the first; the new one the second, at 40, where the first has 0 left.
-    """
+    """Slots: 10 and 40 tokens left; one waits for 30. It takes the first; the new one the second,
+    at 40, where the first has 0 left."""
     ledger = paced(OPEN, slots=2)
     for number, limit in ((1, 10), (2, 40), (3, 30)):
         ledger.admit(number, 0, limit)
     ledger.progressed(1, 0)
     ledger.progressed(2, 0)
     assert ledger.predicted_wait_seconds() == pytest.approx((10 + 40 + 30) / 100)
-    ledger.admit(
-        4, 0, 100
-    )  # ends of the slots: 40 and 140; the next one begins at 40, all but 100 of the work done
+    ledger.admit(4, 0, 100)  # slots end at 40 and 140: the next one begins at 40
     assert ledger.predicted_wait_seconds() == pytest.approx((10 + 40 + 30) / 100)
-    ledger.progressed(1, 10)
-    assert ledger.predicted_wait_seconds() == pytest.approx(
-        (40 + 30 + 10) / 100
-    )  # the fourth does 10 before the second ends
+    ledger.progressed(1, 10)  # the fourth does 10 before the second ends
+    assert ledger.predicted_wait_seconds() == pytest.approx((40 + 30 + 10) / 100)

@@ -5,40 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from models.isolated import start_python
 from serving.backends.backend_interface import EngineConfig
-from serving.errors import Cause
+from serving.errors import Cause, EngineFailed
 from serving.supervisor.engine_process import EngineProcess
 from serving.supervisor.hang_detection import HangWatch
 from serving.supervisor.restart_policy import RecoveryLimits
-
-GRANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-HOLD = """
-held = bytearray(b"x") * (64 << 20)  # numpy would ask for huge pages by itself
-lines = open("/proc/self/smaps_rollup").read().splitlines()
-print(next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages")))
-"""
-
-
-def huge_kib(environment: dict[str, str]) -> int:
-    plain = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-c", HOLD],
-        env=plain | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
-
+from serving.supervisor.supervisor import Supervisor
 
 ABORTED = (
     "ggml_cuda_init: found 1 CUDA devices",
@@ -73,19 +51,19 @@ def test_an_engine_that_sigkill_does_not_end_is_left_behind(
     """As one that is in the driver: here nobody hears of its end."""
     monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)  # no fork
     monkeypatch.setattr("serving.supervisor.engine_process.STUCK_AFTER_SECONDS", 0.2)
-    monkeypatch.setattr(EngineProcess, "_wait", lambda engine: None)
+    monkeypatch.setattr(EngineProcess, "_follow", lambda engine: None)
 
     async def scenario() -> None:
         ended = asyncio.Event()
         engine = EngineProcess(0, EngineConfig("fake", "", "m"), lambda line: None)
         await engine.start(lambda engine, message: None, lambda engine: ended.set())
-        engine.give_up("no step finished for 31.0 s")
+        engine.give_up(Cause.health_timeout, "no step finished for 31.0 s")
         await asyncio.wait_for(ended.wait(), 20)
         cause, text = engine.why()
         assert cause is Cause.health_timeout
         assert text.startswith("no step finished for 31.0 s; it is stuck in the driver")
         assert engine._process is not None
-        engine._process.wait()
+        engine._process.communicate()
 
     asyncio.run(scenario())
 
@@ -99,17 +77,27 @@ def test_a_silent_load_on_a_gpu_is_given_up_earlier() -> None:
     assert found[1] is None
 
 
-def test_no_process_can_be_started_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model must not wait for ever for an engine that never was."""
+@pytest.mark.parametrize("fails", ["socket.socketpair", "threading.Thread.start"])
+def test_an_engine_that_cannot_be_started_wedges_neither_the_model_nor_its_end(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """No descriptors are left, or no threads."""
 
-    def none_left() -> Any:
+    def none_left(*arguments: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     async def scenario() -> None:
-        ended = asyncio.Event()
-        engine = EngineProcess(0, EngineConfig("fake", "", "m"))
-        monkeypatch.setattr("serving.supervisor.engine_process.socket.socketpair", none_left)
-        await engine.start(lambda engine, message: None, lambda engine: ended.set())
-        assert ended.is_set() and "Too many open files" in engine.why()[1]
+        limits = RecoveryLimits(backoff_first_seconds=0.01)
+        supervisor = Supervisor([EngineConfig("fake", "", "m")], limits=limits)
+        monkeypatch.setattr("serving.supervisor.engine_process.start_python", start_python)
+        monkeypatch.setattr(f"serving.supervisor.engine_process.{fails}", none_left)
+        await supervisor.start()
+        with pytest.raises(EngineFailed, match="Too many open files"):
+            await supervisor.wait_ready(20)
+        assert supervisor.pids == [] and await supervisor.unload("for a test") == 0
+        monkeypatch.undo()
+        await supervisor.start()
+        await asyncio.wait_for(supervisor.stop(drain=False), 20)
+        assert supervisor.state == "stopped"
 
     asyncio.run(scenario())

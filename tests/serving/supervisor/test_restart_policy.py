@@ -1,15 +1,11 @@
-"""Decisions after a death, on a clock that is a number."""
+"""Decisions after a death, and when to go back, on a clock that is a number."""
 
+import msgspec
 import pytest
 
 from serving.errors import Cause
 from serving.supervisor.hang_detection import is_hung
-from serving.supervisor.restart_policy import (
-    PERMANENT,
-    Ending,
-    RecoveryLimits,
-    after_death,
-)
+from serving.supervisor.restart_policy import PERMANENT, Ending, RecoveryLimits, after_death
 from serving.supervisor.return_to_gpu import return_at
 
 LIMITS = RecoveryLimits()
@@ -75,11 +71,6 @@ def test_failed_returns_between_do_not_reset_the_breaker_of_the_engine_that_serv
     assert after_death(endings, 2, LIMITS).engine is None
 
 
-def test_an_engine_that_lasted_starts_with_short_pauses_again() -> None:
-    died = [ending(Cause.runtime_oom, 50.0), ending(Cause.runtime_oom, 5000.0, ready=4000.0)]
-    assert return_at(died, 5000.0, [100.0, 900.0], LIMITS) == 5030.0
-
-
 @pytest.mark.parametrize(
     ("step_age", "idle", "longest", "hung"),
     [
@@ -99,3 +90,25 @@ def test_a_child_that_works_on_a_long_step_is_not_hung_and_one_that_sleeps_is(
 ) -> None:
     """Once its pace is known, it is held to ten times its largest step."""
     assert is_hung(step_age, idle, LIMITS, longest) is hung
+
+
+def test_attempts_that_fail_come_less_often_and_at_most_four_an_hour() -> None:
+    moments: list[float] = []
+    while (
+        at := return_at([ending(Cause.runtime_oom)], 0.0, moments, LIMITS)
+    ) is not None and at < 3 * 3600.0:
+        moments.append(at)
+    gaps = [second - first for first, second in zip(moments, moments[1:], strict=False)]
+    assert moments[0] == 30.0 and gaps[:3] == [60.0, 120.0, 240.0]
+    assert all(later - at >= 3600.0 for at, later in zip(moments, moments[4:], strict=False))
+
+
+def test_there_is_none_after_a_permanent_cause_or_where_none_is_wanted() -> None:
+    assert return_at([ending(Cause.no_driver)], 0.0, [], LIMITS) is None
+    never = msgspec.structs.replace(LIMITS, flips_per_hour=0)
+    assert return_at([ending(Cause.runtime_oom)], 0.0, [], never) is None
+
+
+def test_an_engine_that_lasted_starts_with_short_pauses_again() -> None:
+    died = [ending(Cause.runtime_oom, 50.0), ending(Cause.runtime_oom, 5000.0, ready=4000.0)]
+    assert return_at(died, 5000.0, [100.0, 900.0], LIMITS) == 5030.0

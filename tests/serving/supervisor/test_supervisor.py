@@ -62,23 +62,6 @@ def test_the_queue_has_an_end(config: Callable[..., EngineConfig]) -> None:
     run(scenario())
 
 
-def test_a_slow_reader_gets_everything_in_one_piece(
-    config: Callable[..., EngineConfig], tokenizer_path: str
-) -> None:
-    async def scenario() -> None:
-        async with running(config()) as supervisor:
-            slow = supervisor.submit(GenerationRequest([3, 4], 60, ignore_eos=True))
-            await collect(supervisor.submit(GenerationRequest([3, 5], 80, ignore_eos=True)))
-            deltas = [delta async for delta in slow]
-            assert len(deltas) == 1 and (deltas[0].tokens, deltas[0].finish) == (60, "length")
-            assert (
-                deltas[0].text == truth(tokenizer_path, [3, 4], 60)
-                and deltas[0].queue_seconds is not None
-            )
-
-    run(scenario())
-
-
 def test_cancelling_frees_the_slot_and_ends_the_stream(config: Callable[..., EngineConfig]) -> None:
     async def scenario() -> None:
         async with running(config(slots=1)) as supervisor:
