@@ -33,7 +33,7 @@ from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import divide_cores
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.load_plan import Ended, LoadPlan
-from loadtests.load_generator.locust_process import LoadGenerator, client_environment
+from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target, probe
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import read_records
@@ -129,9 +129,7 @@ class Bench:
         settings = json.dumps(msgspec.to_builtins(truth))
         command = [sys.executable, "-m", "loadtests.selftest.reference_server", settings]
         cores = self.server_cores
-        with Child(
-            command, cores=cores, log=log, environment=client_environment(), urgent=True
-        ) as child:
+        with Child(command, cores=cores, log=log, urgent=True) as child:
             until = time.monotonic() + 30
             while not (text := log.read_text()).endswith("\n"):
                 if child.poll() is not None or time.monotonic() > until:
