@@ -113,19 +113,19 @@ class RequestFactory:
 
     def _request(self, ask: Ask, due_seconds: float) -> Request:
         plan = self._plan
-        prompt = self._maker.make(ask)
+        text, tokens = self._maker.make(ask)
         session = None if ask.session is None else str(ask.session)
         if session is not None:
-            words = prompt.text.split(" ")[-(ask.prompt_tokens - ask.history_tokens) :]
+            words = text.split(" ")[-(ask.prompt_tokens - ask.history_tokens) :]
             self._said.setdefault(session, []).append(" ".join(words))
         record = RequestRecord(
             cell=plan.cell,
             level=plan.level,
             index=ask.index,
             due_seconds=due_seconds,
-            asked_prompt_tokens=prompt.tokens,
+            asked_prompt_tokens=tokens,
             asked_output_tokens=ask.output_tokens,
             session=session,
             turn=ask.turn,
         )
-        return Request(self._wire(prompt.text, ask.output_tokens), record, ask.think_seconds)
+        return Request(self._wire(text, ask.output_tokens), record, ask.think_seconds)
