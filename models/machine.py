@@ -45,7 +45,7 @@ def _cpuinfo(root: Path, keys: str) -> str | None:
 
 def cgroup_cores(root: Path = ROOT) -> float | None:
     """CPU quota in cores; None: no quota."""
-    groups = _groups(root)
+    groups = cgroup_folders(root)
     quotas = [read_text(folder / "cpu.max").split() for folder in groups.get("", [])]
     quotas += [
         [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
@@ -87,7 +87,7 @@ def disk_free_bytes(path: Path) -> int:
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Bytes of each limit, and how many of them are left."""
-    groups = _groups(root)
+    groups = cgroup_folders(root)
     for controller, limit_name, use_name in (
         ("", "memory.max", "memory.current"),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -101,10 +101,10 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
                 yield int(limit), max(0, int(limit) - max(0, used - reclaimable))
 
 
-def _groups(root: Path) -> dict[str, list[Path]]:
-    """Controller ("" for version 2) -> this process's folder and those above, innermost first."""
+def cgroup_folders(root: Path, pid: int | str = "self") -> dict[str, list[Path]]:
+    """Controller ("" for version 2) -> a process's folder and those above, innermost first."""
     found: dict[str, list[Path]] = {}
-    for line in read_text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / f"proc/{pid}/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         parts = [part for part in path.split("/") if part and part != ".."]

@@ -316,7 +316,7 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
 def _traffic(manifest: RunManifest, workload: Workload) -> Traffic | None:
     """What was asked, and when; a closed loop's and a trace's arrivals are Poisson."""
     arrivals = process_of(manifest.campaign.get("arrivals") or {"kind": "poisson"})
-    if arrivals is None or isinstance(arrivals, Trace):
+    if isinstance(arrivals, Trace):
         arrivals = Poisson()
     try:
         return Traffic(lengths_of(workload, QUICK_REQUESTS, seed=1), arrivals)

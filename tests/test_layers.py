@@ -24,7 +24,7 @@ def imports(path: Path) -> set[str]:
 
 
 def test_only_the_locust_side_imports_locust_since_that_patches_the_process() -> None:
-    allowed = {"inside_locust.py", "locustfile.py"}
+    allowed = {"locustfile.py"}
     wrong = [
         str(path.relative_to(ROOT))
         for package in ORDER

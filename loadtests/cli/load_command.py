@@ -183,14 +183,12 @@ def _send(options: CommandOptions) -> None:
         Progress() as progress,
         tempfile.TemporaryDirectory(prefix="crossover-load-") as nowhere,
         LoadGenerator(
-            log=Path(nowhere) / "log",
-            processes=options.workers or 1,
-            listen=listen,
-            expect_workers=options.expect_workers or 1,
+            log=Path(nowhere) / "log", processes=options.workers or 1, listen=listen
         ) as generator,
     ):
         out = options.out or Path(nowhere)
-        level, warnings, folder = measure(plan, slo, out, generator, progress, options.master)
+        workers = (options.expect_workers or 1) if options.master else 0
+        level, warnings, folder = measure(plan, slo, out, generator, progress, workers)
     show_level(level, slo, warnings)
     if options.out is not None:
         typer.echo(f"records: {folder}")
@@ -202,9 +200,10 @@ def measure(
     out: Path,
     generator: LoadGenerator,
     progress: Progress,
-    waits_for_workers: bool = False,
+    workers: int = 0,
 ) -> tuple[Level, tuple[NamedWarning, ...], Path]:
-    """One level on record in a new run folder below `out`. Raises LoadError.
+    """One level on record in a new run folder below `out`, from so many workers of other machines
+    (0: our own processes). Raises LoadError.
 
     On KeyboardInterrupt the records so far stay, and the level has not finished.
     """
@@ -232,8 +231,9 @@ def measure(
     progress.say(f"{target.url}: model {facts.model}")
     for note in facts.notes:
         progress.say(f"  note: {note}")
-    if waits_for_workers:
+    if workers:
         generator.wait_for_workers(
+            workers,
             JOIN_SECONDS,
             lambda names: progress.tick(f"{len(names)} workers are there: {', '.join(names)}"),
         )

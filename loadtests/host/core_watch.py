@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from loadtests.analysis.disturbance import busiest
 from loadtests.records.resource_sample import CoresSample, Stranger
+from models.machine import ROOT, cgroup_folders, read_text, sizes
 
 PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 MOST_SCAN_SHARE = 0.01  # of one core, that looking at all processes may take
 
@@ -96,15 +96,15 @@ class CoreWatch:
             self._scan_seconds = time.thread_time() - began
             self._scanned = at
         else:
-            seen = old | dict(processes(pids={*pids, *_below(self._runner, old)}))
+            seen = old | dict(processes({*pids, *_below(self._runner, old)}))
         return _Reading(
             at=at,
             cores=cores,
             subject=frozenset(pids),
             ours=_below(self._runner, seen) - set(pids),
-            threads=threads(PROC, pids),
+            threads=threads(pids),
             processes=seen,
-            counters=core_counters(PROC, cores),
+            counters=core_counters(cores),
             throttled=throttled_seconds(pids[0]),
         )
 
@@ -124,17 +124,22 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
         for pid in near - now.subject - now.ours
         if used[pid] > 0
     ]
-    rest = steal = None
+    rest = steal = throttled = None
     if before.counters is not None and now.counters is not None:
         pairs = [(before.counters[core], now.counters[core]) for core in now.counters]
         rest = round(sum(new[0] - old[0] for old, new in pairs) - own - ours, 4)
         steal = round(max(new[1] - old[1] for old, new in pairs), 4)
     seconds = now.at - before.at
-    throttled = None
     if before.throttled is not None and now.throttled is not None:
         # Counted for each core: together they cannot stop the engine for longer than there was.
         throttled = round(min(max(0.0, now.throttled - before.throttled), seconds), 4)
-    times = _thread_times(before, now)
+    times = []
+    for key, new in (now.threads or {}).items() if before.threads is not None else ():
+        was = before.threads.get(key, Thread(0.0, 0.0, 0))  # one that is new began after it
+        if any(value < earlier for value, earlier in zip(new, was, strict=True)):
+            was = Thread(0.0, 0.0, 0)  # another thread with the number of an ended one
+        ran, waited = new.ran_seconds - was.ran_seconds, new.waited_seconds - was.waited_seconds
+        times.append(Thread(ran, waited, new.turns - was.turns))
     return CoresSample(
         seconds=round(seconds, 4),
         busy_seconds=round(own, 4),
@@ -149,43 +154,22 @@ def _between(before: _Reading, now: _Reading) -> CoresSample:
     )
 
 
-def _thread_times(before: _Reading, now: _Reading) -> list[Thread]:
-    """Of each thread since the reading before; one that is new began after it; []: not told."""
-    if before.threads is None or now.threads is None:
-        return []
-    found = []
-    for key, new in now.threads.items():
-        old = before.threads.get(key, Thread(0.0, 0.0, 0))
-        if any(value < was for value, was in zip(new, old, strict=True)):
-            old = Thread(0.0, 0.0, 0)  # another thread with the number of an ended one
-        ran, waited = new.ran_seconds - old.ran_seconds, new.waited_seconds - old.waited_seconds
-        found.append(Thread(ran, waited, new.turns - old.turns))
-    return found
-
-
 def _below(top_pid: int, seen: dict[int, Process]) -> frozenset[int]:
     """A process and all that it started."""
     children: dict[int, list[int]] = {}
     for pid, one in seen.items():
         children.setdefault(one.parent, []).append(pid)
-    found: set[int] = set()
-    left = [top_pid]
-    while left:
-        pid = left.pop()
-        if pid not in found:
-            found.add(pid)
-            left.extend(children.get(pid, ()))
+    found = [top_pid]
+    for pid in found:  # grows while it is walked
+        found += children.get(pid, ())
     return frozenset(found)
 
 
-def processes(
-    proc: Path = PROC, pids: Iterable[int] | None = None
-) -> Iterator[tuple[int, Process]]:
+def processes(pids: Iterable[int] | None = None) -> Iterator[tuple[int, Process]]:
     """Processes that are there, by number; of `pids`, where given."""
-    names = [name for name in os.listdir(proc) if name.isdigit()] if pids is None else pids
-    for pid in names:
+    for pid in [name for name in os.listdir(PROC) if name.isdigit()] if pids is None else pids:
         try:
-            with open(f"{proc}/{pid}/stat", "rb", buffering=0) as file:
+            with open(f"{PROC}/{pid}/stat", "rb", buffering=0) as file:
                 yield int(pid), process_of(file.read(4096))
         except (OSError, ValueError, IndexError):  # it ended meanwhile
             continue
@@ -199,7 +183,7 @@ def process_of(line: bytes) -> Process:
     return Process(name, int(fields[1]), used / TICKS_PER_SECOND, int(fields[19]), int(fields[36]))
 
 
-def threads(proc: Path, pids: Iterable[int]) -> dict[tuple[int, int], Thread] | None:
+def threads(pids: Iterable[int], proc: Path = PROC) -> dict[tuple[int, int], Thread] | None:
     """Threads by (process, thread); None: this kernel does not tell."""
     if not os.path.exists(f"{proc}/self/schedstat"):
         return None
@@ -219,47 +203,27 @@ def threads(proc: Path, pids: Iterable[int]) -> dict[tuple[int, int], Thread] | 
     return found
 
 
-def core_counters(proc: Path, cores: Iterable[int]) -> dict[int, tuple[float, float]] | None:
+def core_counters(cores: Iterable[int], proc: Path = PROC) -> dict[int, tuple[float, float]] | None:
     """Core -> seconds in which processes ran, seconds stolen (/proc/stat); None: not told here."""
-    wanted = {f"cpu{core}": core for core in cores}
-    found = {}
     try:
-        for line in (proc / "stat").read_text().splitlines():
-            name, *numbers = line.split()
-            if name in wanted:
-                ticks = [int(number) for number in numbers]
-                ran = sum(ticks[:3])
-                found[wanted[name]] = (ran / TICKS_PER_SECOND, ticks[7] / TICKS_PER_SECOND)
-    except (OSError, ValueError, IndexError):
+        lines = dict(line.split(" ", 1) for line in read_text(proc / "stat").splitlines())
+        ticks = {core: [int(one) for one in lines[f"cpu{core}"].split()] for core in cores}
+        each = TICKS_PER_SECOND
+        return {core: (sum(one[:3]) / each, one[7] / each) for core, one in ticks.items()}
+    except (KeyError, IndexError, ValueError):
         return None
-    return found if len(found) == len(wanted) else None
 
 
-def throttled_seconds(pid: int, proc: Path = PROC, cgroup: Path = CGROUP) -> float | None:
+def throttled_seconds(pid: int, root: Path = ROOT) -> float | None:
     """Seconds that the CPU quota of a process's control groups has held cores back; None: not told.
 
     A limit may stand on any group above its own: the group that was held back most counts.
     """
-    try:
-        lines = [
-            line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()
-        ]
-    except OSError:
-        return None
-    found: list[float] = []
-    for number, kinds, path in lines:
-        if "cpu" in kinds.split(","):  # version 1: nanoseconds, in a hierarchy of its own
-            root, key, unit = cgroup / "cpu", "throttled_time", 1e-9
-        elif number == "0":  # version 2
-            root, key, unit = cgroup, "throttled_usec", 1e-6
-        else:
-            continue
-        folder = root / path.strip("/")
-        for one in (folder, *folder.parents):
-            if one == root or one.is_relative_to(root):
-                try:
-                    told = (one / "cpu.stat").read_text().splitlines()
-                    found.append(int(dict(line.split() for line in told)[key]) * unit)
-                except (OSError, ValueError, KeyError):
-                    continue
+    folders = cgroup_folders(root, pid)
+    found = [
+        told[key] * unit
+        for controller, key, unit in (("", "throttled_usec", 1e-6), ("cpu", "throttled_time", 1e-9))
+        for folder in folders.get(controller, [])
+        if key in (told := sizes(read_text(folder / "cpu.stat"), unit=1))
+    ]
     return max(found, default=None)

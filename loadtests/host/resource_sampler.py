@@ -27,6 +27,8 @@ import psutil
 from loadtests.errors import LoadError
 from loadtests.host.core_watch import CoreWatch, Pids
 from loadtests.records.resource_sample import CoresSample, ProcessSample, ResourceSample
+from models.machine import read_text
+from serving.hardware.gpus import memory_of, tell, uuid_of
 
 INTERVAL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # that a sample may take
@@ -61,17 +63,21 @@ class Sampler:
         self.cores: list[CoresSample] = []  # of the level: one of each sample, and one at its end
         self.latest: CoresSample | None = None  # of the last sample, level or not
         self.failure: Exception | None = None
+        self.missing: dict[str, str] = {}  # what cannot be read here, and why
+        self._cell = cell
         self._sink = sink
         self._interval_seconds = interval_seconds
-        groups: dict[str, Pids] = {"client": self._client_pids}
         subject: Pids = self._client_pids
+        self._groups = {"client": ProcessGroup(subject)}
+        if server is not None:
+            subject = (lambda: engine_pids(server)) if is_ours else lambda: family(server)[1:]
+            self._groups["engine"] = ProcessGroup(subject)
         if server is not None and is_ours:
-            groups["engine"] = subject = lambda: engine_pids(server)
-            groups["api"] = lambda: [pid for pid in family(server) if not _is_engine(pid)]
-        elif server is not None:
-            groups["engine"] = subject = lambda: family(server)[1:]
+            api: Pids = lambda: [pid for pid in family(server) if not _is_engine(pid)]  # noqa: E731
+            self._groups["api"] = ProcessGroup(api)
         self._watch = CoreWatch(subject, os.getpid())
-        self._readings = Readings(cell, groups, is_local=server is not None)
+        self._gpu, self._rapl = (None, None) if server is None else (Gpu(), Rapl())
+        self._level: str | None = None
         self._lock = threading.Lock()  # of a sample, or of a level's begin or end
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
@@ -86,13 +92,8 @@ class Sampler:
         self._thread.join(5)
 
     @property
-    def missing(self) -> dict[str, str]:
-        """What cannot be read here, and why."""
-        return self._readings.missing
-
-    @property
     def level(self) -> str | None:
-        return self._readings.level
+        return self._level
 
     @level.setter
     def level(self, name: str | None) -> None:
@@ -102,11 +103,11 @@ class Sampler:
         try:
             # the rest of the level that ends, or the mark that one which begins counts from
             rest = self._watch.read(scan=True)
-            if self._readings.level is not None and rest is not None:
+            if self._level is not None and rest is not None:
                 self.cores.append(rest)
             if name is not None:
                 self.cores = []
-            self._readings.level = name
+            self._level = name
         finally:
             self._lock.release()
 
@@ -117,10 +118,24 @@ class Sampler:
     def _sample(self) -> None:
         with self._lock:
             self.latest = self._watch.read()
-            sample = self._readings.sample(self.latest)
-            if sample.level is not None and self.latest is not None:
+            if self._level is not None and self.latest is not None:
                 self.cores.append(self.latest)
-            self._sink(sample)
+            found: dict[str, Any] = {name: one.sample() for name, one in self._groups.items()}
+            if self._gpu is not None and self._rapl is not None:
+                found |= self._gpu.read(self._groups["engine"].pids)
+                found["cpu_watts"] = self._rapl.read()
+                self.missing |= self._gpu.missing
+                self.missing |= {"cpu_watts": self._rapl.reason} if self._rapl.reason else {}
+            self._sink(
+                ResourceSample(
+                    cell=self._cell,
+                    level=self._level,
+                    unix_seconds=round(time.time(), 3),
+                    swap_used_bytes=psutil.swap_memory().used,
+                    cores=self.latest,
+                    **found,
+                )
+            )
 
     def _run(self) -> None:
         due = time.monotonic() + self._interval_seconds
@@ -132,45 +147,7 @@ class Sampler:
             self.failure = problem
 
 
-class Readings:
-    """Reads everything. `groups`: "engine", "api" and "client" -> process ids now."""
-
-    def __init__(
-        self, cell: str, groups: dict[str, Pids], *, is_local: bool, gpu: Gpu | None = None
-    ) -> None:
-        self.level: str | None = None
-        self.missing: dict[str, str] = {}
-        self._cell = cell
-        self._groups = {name: _Group(pids) for name, pids in groups.items()}
-        self._gpu = (gpu or Gpu()) if is_local else None
-        self._rapl = Rapl() if is_local else None
-
-    def sample(self, cores: CoresSample | None = None) -> ResourceSample:
-        """One sample, now."""
-        found: dict[str, Any] = {name: one.sample() for name, one in self._groups.items()}
-        gpu: dict[str, Any] = {}
-        if self._gpu is not None:
-            engine = self._groups["engine"].pids if "engine" in self._groups else ()
-            gpu = self._gpu.read(engine)
-            self.missing |= self._gpu.missing
-        cpu_watts = None
-        if self._rapl is not None:
-            cpu_watts = self._rapl.read()
-            if self._rapl.reason:
-                self.missing["cpu_watts"] = self._rapl.reason
-        return ResourceSample(
-            cell=self._cell,
-            level=self.level,
-            unix_seconds=round(time.time(), 3),
-            swap_used_bytes=psutil.swap_memory().used,
-            cpu_watts=cpu_watts,
-            cores=cores,
-            **found,
-            **gpu,
-        )
-
-
-class _Group:
+class ProcessGroup:
     """Some processes that are one to us. Their CPU share is known from the second sample on."""
 
     def __init__(self, pids: Pids) -> None:
@@ -187,14 +164,12 @@ class _Group:
         now, rss = time.monotonic(), 0
         cpu: dict[int, float] = {}
         for pid in self._now():
-            try:
+            with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 with process.oneshot():
                     times = process.cpu_times()
                     cpu[pid] = times.user + times.system
                     rss += process.memory_info().rss
-            except psutil.Error:
-                continue
         used = sum(total - self._cpu[pid] for pid, total in cpu.items() if pid in self._cpu)
         is_known = bool(cpu) and cpu.keys() <= self._cpu.keys() and now > self._at
         share = round(used / (now - self._at), 4) if is_known else None
@@ -234,78 +209,58 @@ class Gpu:
         """`nvml`: a module with pynvml's functions; None: pynvml itself."""
         self.missing: dict[str, str] = {}
         self._device: Any = None
-        self._engine: tuple[int, ...] = ()
+        self._engine: Sequence[int] = ()
         try:
-            if nvml is None:
-                nvml = importlib.import_module("pynvml")
-            nvml.nvmlInit()
-            self._all = [
-                nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())
-            ]
+            self._nvml = nvml or importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._all = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
             self._device = self._all[0]
         except Exception as problem:  # no package, no driver, no device
             self.missing["gpu"] = f"no NVIDIA GPU to be read: {problem}"
-        self._nvml = nvml
 
     def read(self, engine: Sequence[int] = ()) -> dict[str, Any]:
         """The gpu_* fields of a ResourceSample. `engine`: the engine's processes."""
         if self._device is None:
             return {}
-        nvml, ask = self._nvml, self._told
-        if tuple(engine) != self._engine:
-            self._engine = tuple(engine)
-            given = _given(engine)
-            named = [one for one in self._all if given and self._uuid(one) == given]
-            mine = [one for one in self._all if {p.pid for p in self._running(one)} & set(engine)]
-            self._device = [*named, *mine, self._device][0]
-        # Version 2 counts apart what driver and firmware keep back; drivers before 510 have it not.
-        memory = ask("nvmlDeviceGetMemoryInfo", getattr(nvml, "nvmlMemory_v2", 0))
-        memory = memory or ask("nvmlDeviceGetMemoryInfo")
-        rates, watts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
-        joules = ask("nvmlDeviceGetTotalEnergyConsumption")
-        bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if engine != self._engine:
+            self._engine = engine
+            self._device = self._engines_gpu()
+        nvml, one = self._nvml, self._device
+
+        def throttled() -> list[str]:
+            bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(one)
+            return [name for bit, name in THROTTLES.items() if bits & bit]
+
         found = {
-            "gpu_memory_bytes": None if memory is None else int(memory.used),
-            "gpu_utilisation": None if rates is None else rates.gpu / 100,
-            "gpu_watts": None if watts is None else watts / 1000,
-            "gpu_energy_joules": None if joules is None else joules / 1000,
-            "gpu_throttled": None
-            if bits is None
-            else [name for bit, name in THROTTLES.items() if bits & bit],
+            "gpu_memory_bytes": tell(lambda: int(memory_of(nvml, one).used)),
+            "gpu_utilisation": tell(lambda: nvml.nvmlDeviceGetUtilizationRates(one).gpu / 100),
+            "gpu_watts": tell(lambda: nvml.nvmlDeviceGetPowerUsage(one) / 1000),
+            "gpu_energy_joules": tell(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(one) / 1000),
+            "gpu_throttled": tell(throttled),
         }
         self.missing = {
             name: "this driver does not tell" for name, value in found.items() if value is None
         }
         return found
 
-    def _told(self, name: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self._nvml, name)(self._device, *arguments)
-        except Exception:  # of any driver: NVMLError, or no such function
-            return None
+    def _engines_gpu(self) -> Any:
+        """The one whose UUID an engine was given (a container hides who runs there), or runs on."""
+        given = [told for pid in self._engine if (told := _visible(pid)).startswith("GPU-")]
+        named = [one for one in self._all if uuid_of(self._nvml, one) in given]
 
-    def _uuid(self, device: Any) -> str:
-        try:
-            found = self._nvml.nvmlDeviceGetUUID(device)
-        except Exception:
-            return ""
-        return found.decode() if isinstance(found, bytes) else str(found)
+        def runs_here(device: Any) -> bool:
+            running = tell(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(device)) or []
+            return bool({process.pid for process in running} & set(self._engine))
 
-    def _running(self, device: Any) -> list[Any]:
-        try:
-            return list(self._nvml.nvmlDeviceGetComputeRunningProcesses(device))
-        except Exception:
-            return []
+        return [*named, *filter(runs_here, self._all), self._device][0]
 
 
-def _given(engine: Sequence[int]) -> str | None:
-    """The UUID of the GPU that an engine's process was given: a container hides who runs there."""
-    for pid in engine:
-        with contextlib.suppress(psutil.Error, OSError):
-            told = psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
-            if told.startswith("GPU-"):
-                return told
-    return None
+def _visible(pid: int) -> str:
+    try:
+        return psutil.Process(pid).environ().get("CUDA_VISIBLE_DEVICES", "")
+    except (psutil.Error, OSError):
+        return ""
 
 
 class Rapl:
@@ -317,14 +272,12 @@ class Rapl:
         self._packages = [
             path
             for path in sorted(root.glob("intel-rapl:*"))
-            if path.name.count(":") == 1 and not _reads(path / "name", "psys")
+            if path.name.count(":") == 1 and read_text(path / "name").strip() != "psys"
         ]
         self._before: tuple[float, list[int]] | None = None
-        self.reason = (
-            None
-            if self._packages
-            else f"{root} has no intel-rapl: a virtual machine, or a CPU without energy counters"
-        )
+        self.reason = ""
+        if not self._packages:
+            self.reason = f"{root} has no intel-rapl: a virtual machine, or a CPU without counters"
 
     def read(self) -> float | None:
         """Mean since the last call; None at the first, and where the counters do not say it."""
@@ -346,10 +299,3 @@ class Rapl:
         if any(one > limit / 2 for one, limit in used):
             return None  # a counter that was set back, or a gap of more than one wrap-around
         return round(sum(one for one, _ in used) / 1e6 / (self._before[0] - before[0]), 3)
-
-
-def _reads(file: Path, text: str) -> bool:
-    try:
-        return file.read_text().strip() == text
-    except OSError:
-        return False

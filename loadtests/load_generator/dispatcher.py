@@ -91,26 +91,22 @@ class Dispatcher:
             gevent.killall([watcher, *users], block=False)
             gc.set_threshold(700, 10, 10)
             gc.unfreeze()
-            self.close()
-        account = self._account
+            self._pool.close()
+            self._alarm.close()
+        account, wall_seconds = self._account, clock() - origin
         account.cpu_seconds = time.process_time() - cpu_seconds
-        account.wall_seconds = clock() - origin
-        if busy_seconds is not None and account.wall_seconds > 0:
-            busy = (_busy_seconds() or 0.0) - busy_seconds
-            account.busy_share = round(busy / account.wall_seconds, 4)
+        if busy_seconds is not None and wall_seconds > 0:
+            account.busy_share = round(((_busy_seconds() or 0.0) - busy_seconds) / wall_seconds, 4)
         return account
 
-    def close(self) -> None:
-        """In place of `run`, for a level that never begins, too."""
-        self._over.set()
-        self._pool.close()
-        self._alarm.close()
-
-    def stop(self, is_decided: bool = True) -> None:
-        """Send nothing more, from now on. A level that is decided does not wait for answers."""
-        if is_decided and self._account.stopped_seconds is None:
+    def stop(self) -> None:
+        """The level is decided: send nothing more, and wait for no answers."""
+        if self._account.stopped_seconds is None:
             self._account.stopped_seconds = max(0.0, clock() - self._origin)
-            self._decided.set()
+        self._decided.set()
+        self._send_no_more()
+
+    def _send_no_more(self) -> None:
         self._over.set()
         if self._alarm.fd >= 0:
             self._alarm.set(clock())
@@ -161,7 +157,7 @@ class Dispatcher:
         def answered() -> None:
             self._waiting.pop(index, None)
 
-        answer = Answer(answered, keep_text=session is not None)
+        answer = Answer(answered, None if session is None else [])
         wire = request.wire
         if turn:  # its prompt continues the answers before it
             seen = self._answers.get(session, {})
@@ -182,7 +178,7 @@ class Dispatcher:
         self._running.discard(me)
         self._counted.discard(index)
         if session is not None and record.error is None:
-            self._answers.setdefault(session, {})[turn or 0] = "".join(answer.text or ())
+            self._answers.setdefault(session, {})[turn] = "".join(answer.text or ())
         self._account.recorded += 1
         self._tell(Recorded(record))
         if not self._counted:
@@ -200,7 +196,7 @@ class Dispatcher:
         self._tell(Settled())
         left = max(0.0, until - clock())
         gevent.wait([self.others_settled, self._over], timeout=left, count=1)
-        self.stop(is_decided=False)
+        self._send_no_more()
 
     def _is_open(self) -> bool:
         """Whether a counted request on its way may still be good."""

@@ -17,7 +17,6 @@ import os
 import socket as names
 import ssl
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -35,7 +34,6 @@ clock = time.perf_counter  # CLOCK_MONOTONIC on Linux: one clock for all process
 CONNECT_SECONDS = 30.0
 IDLE_SECONDS = 2.0  # idle for longer: not used again, since servers close theirs after 5 s
 FRESH_SECONDS = 0.02  # idle for less: not checked for having been closed
-HEADERS = 256  # most of an answer, trailers included
 HEAD_BYTES = 65536  # most of an answer's status line and headers; more ends the connection
 WHOLE_BYTES = 64 << 20  # most of an answer that `fetch` keeps
 LATER = 16  # pieces put aside before they are parsed: parsing is cheapest by the dozen
@@ -64,13 +62,13 @@ class Reader(Protocol):
 class Connection:
     """One connection, kept between requests. Its parser's callbacks are its own `on_*` methods."""
 
-    def __init__(self, sock: Any, tls: Tls | None = None) -> None:
+    def __init__(self, sock: Any, tls: Tls | None) -> None:
         self.parked = 0.0  # when it last became idle
         self.is_unanswered = False  # the server closed it before the first byte of an answer
         self._sock = sock
         self._tls = tls
         self._parser = httptools.HttpResponseParser(self)
-        self._reader: Reader | None = None  # of the answer on its way; None: idle
+        self._reader: Any = None  # of the answer on its way; None: idle
         self._waiter: Any = None
         self._unread: list[tuple[float, bytes]] = []  # stamped pieces, to be parsed later
         self._received = 0.0  # when the bytes that are parsed now left the kernel
@@ -209,25 +207,18 @@ class Connection:
         if self._waiter is not None:
             self._waiter.switch(None)
 
-    # httptools calls these. What comes when no answer is awaited any more is left out.
+    # httptools calls these, while an answer is read.
 
     def on_message_begin(self) -> None:
-        if self._reader is None:
-            return
         if self._state == _WHOLE:
             raise ConnectionError("a second answer to one request")  # ends the connection
         self._state = max(self._state, _BEGUN)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reader is not None:
-            if len(self._headers) >= HEADERS:
-                raise ConnectionError(f"an answer with more than {HEADERS} headers")
-            self._headers.append((name, value))
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if self._reader is None:
-            return
         if status < 200:  # 100 Continue and the like: the answer is still to come
             self._headers = []
             return
@@ -238,12 +229,11 @@ class Connection:
         self._reader.head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
-        if self._reader is not None:
-            may_wait = self._reader.body(data, self._received)
-            self._state = _FLOWING if may_wait and self._is_chunked else _HEADED
+        may_wait = self._reader.body(data, self._received)
+        self._state = _FLOWING if may_wait and self._is_chunked else _HEADED
 
     def on_message_complete(self) -> None:
-        if self._reader is not None and self._state in (_HEADED, _FLOWING):
+        if self._state in (_HEADED, _FLOWING):
             self._state = _WHOLE
             self._is_reusable = self._parser.should_keep_alive()
 
@@ -251,30 +241,24 @@ class Connection:
 class Tls:
     """TLS over a socket that knows nothing of it: bytes in and out of memory."""
 
-    def __init__(self, context: ssl.SSLContext, host: str) -> None:
-        self._in = ssl.MemoryBIO()
-        self._out = ssl.MemoryBIO()
+    def __init__(self, context: ssl.SSLContext, host: str, sock: Any) -> None:
+        """Shakes hands. Raises OSError (ssl.SSLError is one)."""
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._in, self._out, server_hostname=host)
-
-    def shake_hands(self, sock: Any) -> None:
-        """Waits for it. Raises OSError (ssl.SSLError is one)."""
-        while True:
-            try:
+        is_done = False
+        while not is_done:
+            with contextlib.suppress(ssl.SSLWantReadError):
                 self._object.do_handshake()
-                done = True
-            except ssl.SSLWantReadError:
-                done = False
+                is_done = True
             data = self._out.read()
             while data:
                 gevent.socket.wait_write(sock.fileno(), CONNECT_SECONDS)
                 data = data[sock.send(data) :]
-            if done:
-                return
-            gevent.socket.wait_read(sock.fileno(), CONNECT_SECONDS)
-            received = sock.recv(65536)
-            if not received:
-                raise ConnectionResetError("the connection was closed within the TLS handshake")
-            self._in.write(received)
+            if not is_done:
+                gevent.socket.wait_read(sock.fileno(), CONNECT_SECONDS)
+                if not (received := sock.recv(65536)):
+                    raise ConnectionResetError("the connection was closed within the TLS handshake")
+                self._in.write(received)
 
     def sealed(self, data: bytes) -> bytes:
         self._object.write(data)
@@ -292,20 +276,36 @@ class Tls:
 class Pool:
     """Connections to one endpoint, with the headers and the path prefix of every request."""
 
-    def __init__(
-        self,
-        address: tuple[str, int],
-        host: str,
-        prefix: str,
-        headers: str,
-        context: ssl.SSLContext | None,
-    ) -> None:
-        self.host = host  # scheme, name and port, for messages
-        self.prefix = prefix
-        self.headers = headers
+    def __init__(self, url: str, *, api_key: str | None = None, verify_tls: bool = True) -> None:
+        """`url`: "http://host:8000", with or without /v1 at its end. Opens nothing yet.
+
+        Raises TargetUnusable for a URL that is none, or a key that a header cannot carry.
+        """
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as problem:
+            raise TargetUnusable(f"{url!r} has no good port: {problem}") from problem
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise TargetUnusable(
+                f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
+            )
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise TargetUnusable("the API key holds characters that a header cannot carry")
+        self._context: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._context = ssl.create_default_context()
+            if not verify_tls:
+                self._context.check_hostname = False
+                self._context.verify_mode = ssl.CERT_NONE
+        place = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        self.host = f"{parts.scheme}://{place}:{port}"  # for messages
+        self.prefix = parts.path.rstrip("/").removesuffix("/v1")
+        lines = [f"Host: {place}:{port}", "User-Agent: crossover", "Accept-Encoding: identity"]
+        lines += [] if api_key is None else [f"Authorization: Bearer {api_key}"]
+        self.headers = "".join(f"{line}\r\n" for line in lines)
         self.idle: list[Connection] = []  # the one used last is used next
-        self._address = address
-        self._context = context
+        self._address = parts.hostname, port
         self._found: list[Any] | None = None  # what the name was resolved to, once
 
     def exchange(self, wire: bytes, reader: Reader) -> None:
@@ -356,48 +356,17 @@ class Pool:
                     problem = sock.getsockopt(names.SOL_SOCKET, names.SO_ERROR)
                 if problem:
                     raise OSError(problem, os.strerror(problem))
-                tls = None
-                if self._context is not None:
-                    tls = Tls(self._context, self._address[0])
-                    tls.shake_hands(sock)
-                return Connection(sock, tls)
-            except OSError as problem_here:
+                context, host = self._context, self._address[0]
+                return Connection(sock, None if context is None else Tls(context, host, sock))
+            except BaseException as problem_here:
                 sock.close()
+                if not isinstance(problem_here, OSError):
+                    raise
                 failure = problem_here
-            except BaseException:
-                sock.close()
-                raise
         raise failure
 
 
-def connect(url: str, *, api_key: str | None = None, verify_tls: bool = True) -> Pool:
-    """A pool for `url` ("http://host:8000", with or without /v1 at its end); opens nothing yet.
-
-    Raises TargetUnusable for a URL that is none, or a key that a header cannot carry.
-    """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    try:
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError as problem:
-        raise TargetUnusable(f"{url!r} has no good port: {problem}") from problem
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise TargetUnusable(
-            f"{url!r} is no URL of an endpoint; it should look like http://127.0.0.1:8000"
-        )
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise TargetUnusable("the API key holds characters that a header cannot carry")
-    context = None
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        if not verify_tls:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    headers = f"Host: {host}:{port}\r\nUser-Agent: crossover\r\nAccept-Encoding: identity\r\n"
-    if api_key is not None:
-        headers += f"Authorization: Bearer {api_key}\r\n"
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
-    return Pool((parts.hostname, port), f"{parts.scheme}://{host}:{port}", prefix, headers, context)
+connect = Pool
 
 
 def post_bytes(pool: Pool, path: str, body: Any) -> bytes:
@@ -441,7 +410,8 @@ def fetch(
     """Status, headers (lower case) and body of a plain request. Raises TargetUnusable."""
     reader = _Whole()
     try:
-        within(timeout_seconds, lambda: pool.exchange(wire, reader))
+        with gevent.Timeout(timeout_seconds):
+            pool.exchange(wire, reader)
     except gevent.Timeout as problem:
         raise TargetUnusable(
             f"{pool.host} did not answer within {timeout_seconds:g} s"
@@ -449,13 +419,3 @@ def fetch(
     except OSError as problem:
         raise TargetUnusable(f"{pool.host} cannot be reached: {problem}") from problem
     return reader.status, reader.headers, bytes(reader.data)
-
-
-def within(seconds: float, what: Callable[[], None]) -> None:
-    """Calls `what`. Raises gevent.Timeout where it takes longer."""
-    timer = gevent.Timeout(seconds)
-    timer.start()
-    try:
-        what()
-    finally:
-        timer.close()

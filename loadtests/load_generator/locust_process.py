@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +31,7 @@ from loadtests.load_generator.load_plan import (
     Begin,
     Ended,
     Failed,
+    Late,
     LoadPlan,
     Order,
     Ready,
@@ -44,21 +45,29 @@ from loadtests.load_generator.load_plan import (
     Workers,
     total,
 )
-from models.isolated import PACKAGE_ROOT, python_variables
+from models.isolated import PACKAGE_ROOT
 
 TICK_SECONDS = 0.1
 LEAD_SECONDS = 0.05  # between "begin" and t0: the message must have reached every process
-START_SECONDS = 120.0  # that a load generator may take to make its requests
 PIPE_VARIABLE = "CROSSOVER_PIPE"  # the number of its file descriptor
 # Locust takes modules and a locust.conf from the folder it starts in: it starts in ours, and goes
 # to this one once it has read its options.
 FOLDER_VARIABLE = "CROSSOVER_FOLDER"
-LOCUST = (
-    *("-m", "locust", "-f", str(PACKAGE_ROOT / "loadtests" / "locustfile.py"), "--headless"),
-    *("--only-summary", "--loglevel", "WARNING"),
-)
 _READ_BYTES = 1 << 18
 Incoming = TypeVar("Incoming")
+
+
+def locust_child(*options: str, variables: Mapping[str, str], **settings: Any) -> Child:
+    """Locust with our locustfile. `settings`: of Child."""
+    command = [sys.executable, "-m", "locust", "-f", f"{PACKAGE_ROOT}/loadtests/locustfile.py"]
+    ours = {FOLDER_VARIABLE: os.getcwd(), "OPENBLAS_NUM_THREADS": "1"}
+    return Child(
+        [*command, "--headless", "--only-summary", "--loglevel", "WARNING", *options],
+        environment={**ours, **variables},
+        urgent=True,
+        folder=PACKAGE_ROOT,
+        **settings,
+    )
 
 
 class Pipe(Generic[Incoming]):
@@ -107,13 +116,13 @@ class Conductor:
     ) -> None:
         self._senders = senders
         self._tell = tell
-        self._answered: dict[type, dict[Hashable, Wire]] = {Ready: {}, Settled: {}, Ended: {}}
+        self._answered: dict[type, dict[Any, Any]] = {Ready: {}, Settled: {}, Ended: {}}
 
     def obey(self, order: Order) -> None:
         for number, send in enumerate(self._senders.values()):
             send(Share(order.plan, number, len(self._senders)) if type(order) is Share else order)
 
-    def take(self, who: Hashable, wire: Wire) -> None:
+    def take(self, who: Any, wire: Wire) -> None:
         """An answer of one of them."""
         answered = self._answered.get(type(wire))
         if answered is None:
@@ -122,21 +131,21 @@ class Conductor:
         answered[who] = wire
         if len(answered) < len(self._senders):
             return
-        if isinstance(wire, Ready):
-            versions = {one.versions for one in answered.values() if isinstance(one, Ready)}
-            if len(versions) > 1:
-                problem = f"load generators of different versions: {' and '.join(sorted(versions))}"
-                wire = Failed(problem)
-        elif isinstance(wire, Ended):
-            wire = total(one for one in answered.values() if isinstance(one, Ended))
+        if isinstance(wire, Settled):
+            self.obey(wire)
+            return
+        if isinstance(wire, Ended):
+            wire = total(list(answered.values()))
+        elif len(versions := sorted({one.versions for one in answered.values()})) > 1:
+            wire = Failed(f"load generators of different versions: {' and '.join(versions)}")
         self._tell(wire)
 
 
 class LoadGenerator:
     """Starts at once, and imports Locust while its parent goes on.
 
-    `listen`: (host, port) of a master for `expect_workers` workers from elsewhere. Raises LoadError
-    where nothing can listen there.
+    `listen`: (host, port) of a master for workers from elsewhere. Raises LoadError where nothing
+    can listen there.
     """
 
     def __init__(
@@ -146,16 +155,14 @@ class LoadGenerator:
         cores: tuple[int, ...] = (),
         processes: int = 1,
         listen: tuple[str, int] | None = None,
-        expect_workers: int = 1,
     ) -> None:
-        self._log = log
-        self._cores = cores
+        self._settings = {"log": log, "cores": cores}
         self._processes = processes
         self._listen = listen
-        self._expect_workers = expect_workers
         self._children: list[Child] = []
         self._pipes: dict[socket.socket, Pipe[Wire]] = {}
         self._conductor: Conductor | None = None  # of the level that runs
+        self._told: deque[Wire] = deque()
         self._start()
 
     @property
@@ -173,52 +180,36 @@ class LoadGenerator:
             self._end()
         if not self._children:
             self._start()
-        out: deque[Wire] = deque()
-        self._conductor = Conductor(
-            {end: pipe.send for end, pipe in self._pipes.items()}, out.append
-        )
-        recorded, ticked, until = 0, time.monotonic(), time.monotonic() + START_SECONDS
-        is_whole = False
+        self._conduct()
+        recorded, ticked = 0, time.monotonic()
         try:
             self._order(Share(plan))
-            while not is_whole:
-                self._hear(TICK_SECONDS)
-                while out:
-                    match out.popleft():
+            while self._conductor is not None:
+                for wire in self._heard():
+                    match wire:
                         case Ready():
-                            until = float("inf")
                             self._order(Begin(time.perf_counter() + LEAD_SECONDS))
                             yield Started(time.time() + LEAD_SECONDS)
-                        case Settled():
-                            self._order(Settled())
-                        case Failed(problem):
-                            raise LevelInterrupted(f"the load generator failed: {problem}")
                         case Recorded(record):
                             recorded += 1
                             yield record
-                        case Ended() as account:
-                            if not recorded == account.recorded == account.due:
+                        case Late():
+                            yield wire
+                        case Failed(problem):
+                            raise LevelInterrupted(f"the load generator failed: {problem}")
+                        case Ended():
+                            if not recorded == wire.recorded == wire.due:
                                 raise LevelInterrupted(
-                                    f"the load generator lost requests: {account.due} were due, "
-                                    f"{account.recorded} ended, {recorded} are on record"
+                                    f"the load generator lost requests: {wire.due} were due, "
+                                    f"{wire.recorded} ended, {recorded} are on record"
                                 )
-                            is_whole = True
-                            yield account
-                        case Workers():
-                            pass
-                        case late:
-                            yield late
-                now = time.monotonic()
-                if now > until:
-                    raise LevelInterrupted(
-                        f"the load generator did not start within {START_SECONDS:.0f} s"
-                    )
-                if now - ticked >= TICK_SECONDS and not is_whole:
-                    ticked = now
+                            self._conductor = None
+                            yield wire
+                if time.monotonic() - ticked >= TICK_SECONDS and self._conductor is not None:
+                    ticked = time.monotonic()
                     yield None
         finally:
-            self._conductor = None
-            if not is_whole:
+            if self._conductor is not None:
                 self._end()
 
     def stop(self) -> None:
@@ -226,28 +217,24 @@ class LoadGenerator:
         if self._conductor is not None:
             self._order(Stop())
 
-    def wait_for_workers(self, seconds: float, say: Callable[[list[str]], None]) -> None:
-        """Until all that are expected have joined; `say` hears their names. LoadError: too few."""
+    def wait_for_workers(
+        self, count: int, seconds: float, say: Callable[[list[str]], None]
+    ) -> None:
+        """Until so many have joined; `say` hears their names. Raises LoadError for too few."""
         names: list[str] = []
-        heard: deque[Wire] = deque()
-        self._conductor = Conductor(
-            {end: pipe.send for end, pipe in self._pipes.items()}, heard.append
-        )
         until = time.monotonic() + seconds
-        while len(names) < self._expect_workers:
-            self._hear(TICK_SECONDS)
-            while heard:
-                if isinstance(wire := heard.popleft(), Workers):
+        self._conduct()
+        while len(names) < count:
+            for wire in self._heard():
+                if isinstance(wire, Workers):
                     names = wire.names
                     say(names)
             if time.monotonic() > until:
-                raise LoadError(
-                    f"{len(names)} of {self._expect_workers} workers joined within {seconds:g} s"
-                )
+                raise LoadError(f"{len(names)} of {count} workers joined within {seconds:g} s")
         self._conductor = None
 
     def _start(self) -> None:
-        command = [sys.executable, *LOCUST, "-u", "1", "-r", "1"]
+        options: list[str] = []
         if self._listen is not None:
             host, port = self._listen
             try:  # tried first: Locust would say it in its log alone
@@ -257,33 +244,31 @@ class LoadGenerator:
                 reason = problem.strerror or str(problem)
                 raise LoadError(f"{host}:{port} cannot be listened on: {reason}") from problem
             place = f"[{host}]" if ":" in host else host
-            command += ["--master", "--master-bind-host", place, "--master-bind-port", str(port)]
-            command += ["--expect-workers", str(self._expect_workers)]
+            options = ["--master", "--master-bind-host", place, "--master-bind-port", str(port)]
         for _ in range(self._processes):
             ours, its = socket.socketpair()
-            variables = {PIPE_VARIABLE: str(its.fileno()), FOLDER_VARIABLE: os.getcwd()}
             with its:
-                child = Child(
-                    command,
-                    cores=self._cores,
-                    log=self._log,
-                    environment=client_environment() | variables,
-                    urgent=True,
-                    pass_fds=(its.fileno(),),
-                    folder=PACKAGE_ROOT,
+                variables, passed = {PIPE_VARIABLE: str(its.fileno())}, (its.fileno(),)
+                child = locust_child(
+                    *options, variables=variables, pass_fds=passed, **self._settings
                 )
             self._children.append(child)
             self._pipes[ours] = Pipe(ours, Wire)
 
+    def _conduct(self) -> None:
+        self._told.clear()
+        senders = {end: pipe.send for end, pipe in self._pipes.items()}
+        self._conductor = Conductor(senders, self._told.append)
+
     def _order(self, order: Order) -> None:
         assert self._conductor is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _hear says how it ended
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _heard says how it ended
             self._conductor.obey(order)
 
-    def _hear(self, seconds: float) -> None:
-        """What came within `seconds`. Raises LevelInterrupted where a process has ended."""
+    def _heard(self) -> Iterator[Wire]:
+        """What came within a tick. Raises LevelInterrupted where a process has ended."""
         assert self._conductor is not None
-        for end in select.select(list(self._pipes), [], [], seconds)[0]:
+        for end in select.select(list(self._pipes), [], [], TICK_SECONDS)[0]:
             try:
                 for wire in self._pipes[end].receive():
                     self._conductor.take(end, wire)
@@ -292,6 +277,8 @@ class LoadGenerator:
                 child.wait(5)
                 how = child.how_it_ended()
                 raise LevelInterrupted(f"the load generator ended early ({how})") from None
+        while self._told:
+            yield self._told.popleft()
 
     def _end(self, timeout_seconds: float = 0.0) -> None:
         """Its processes; within `timeout_seconds` they may quit by themselves."""
@@ -302,17 +289,10 @@ class LoadGenerator:
             child.stop(timeout_seconds)
         self._pipes.clear()
         self._children.clear()
+        self._conductor = None
 
     def __enter__(self) -> LoadGenerator:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end(10.0)
-
-
-def client_environment() -> dict[str, str]:
-    """For load generators: our packages first, and one thread for whatever numpy does."""
-    return python_variables() | {
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": os.environ.get("PYTHONUNBUFFERED", "1"),
-    }

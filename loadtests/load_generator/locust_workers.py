@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ import gevent
 import msgspec
 
 from loadtests.errors import LoadError
-from loadtests.host.child_processes import Child
 from loadtests.load_generator.http_connection import clock
 from loadtests.load_generator.load_plan import (
     Begin,
@@ -36,23 +34,14 @@ from loadtests.load_generator.load_plan import (
     Wire,
     Workers,
 )
-from loadtests.load_generator.locust_process import (
-    FOLDER_VARIABLE,
-    LEAD_SECONDS,
-    LOCUST,
-    Conductor,
-    client_environment,
-)
+from loadtests.load_generator.locust_process import LEAD_SECONDS, Conductor, locust_child
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.workload.arrivals import Trace
-from models.isolated import PACKAGE_ROOT
 
 PORT = 5557  # Locust's own
-OWN_TARGET_VARIABLE = "CROSSOVER_OWN_TARGET"  # of a worker that joined from elsewhere
+TARGET_VARIABLE = "CROSSOVER_TARGET"  # of a worker's own command
 WATCH_SECONDS = 1.0
 _encode = msgspec.json.Encoder().encode
-_decode_order = msgspec.json.Decoder(Order).decode
-_decode_wire = msgspec.json.Decoder(Wire).decode
 
 
 class MasterSide:
@@ -69,8 +58,7 @@ class MasterSide:
 
     def obey(self, order: Order) -> None:
         if isinstance(order, Share):
-            workers = self._present()
-            if not workers:
+            if not (workers := self._present()):
                 self._tell(Failed("no worker is there"))
                 return
             senders = {one: functools.partial(self._send, one) for one in workers}
@@ -98,7 +86,7 @@ class MasterSide:
 
     def _on_told(self, environment: Any, msg: Any, **_: Any) -> None:
         if self._conductor is not None:
-            self._conductor.take(msg.node_id, _decode_wire(msg.data))
+            self._conductor.take(msg.node_id, msgspec.json.decode(msg.data, type=Wire))
 
     def _watch(self) -> None:
         """Say who is there; fail the level for a worker that is lost, before or within it."""
@@ -119,40 +107,38 @@ class MasterSide:
 class WorkerSide:
     """Takes the master's orders, within its own command, and sends it the answers."""
 
-    obey: Callable[[Order], None]  # whoever carries them out
-
-    def __init__(self, runner: Any, own: Target | None) -> None:
+    def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._own = own
+        self._own = msgspec.json.decode(os.environ[TARGET_VARIABLE], type=Target)
 
-    def join(self) -> None:
-        self._runner.register_message("crossover_order", self._on_order)
+    def join(self, obey: Callable[[Order], None]) -> None:
+        """`obey` carries orders out."""
+
+        def on_order(environment: Any, msg: Any, **_: Any) -> None:
+            order = msgspec.json.decode(msg.data, type=Order)
+            if isinstance(order, Share):
+                try:
+                    order = msgspec.structs.replace(order, plan=allowed(order.plan, self._own))
+                except LoadError as problem:
+                    self.tell(Failed(f"{problem}"))
+                    return
+            elif isinstance(order, Begin):
+                order = Begin(clock() + LEAD_SECONDS)  # the master's moment is on another clock
+            obey(order)
+
+        self._runner.register_message("crossover_order", on_order)
         self._runner.send_message("crossover_joined", None)
 
     def tell(self, wire: Wire) -> None:
         self._runner.send_message("crossover_told", _encode(wire))
 
-    def _on_order(self, environment: Any, msg: Any, **_: Any) -> None:
-        order = _decode_order(msg.data)
-        if isinstance(order, Share):
-            try:
-                order = msgspec.structs.replace(order, plan=allowed(order.plan, self._own))
-            except LoadError as problem:
-                self.tell(Failed(f"{problem}"))
-                return
-        elif isinstance(order, Begin):
-            order = Begin(clock() + LEAD_SECONDS)  # the master's moment is on another clock
-        self.obey(order)
 
-
-def allowed(plan: LoadPlan, own: Target | None) -> LoadPlan:
-    """The plan as a worker with a target of its `own` carries it out; None: as it is.
+def allowed(plan: LoadPlan, own: Target) -> LoadPlan:
+    """The plan as a worker with a target of its own carries it out.
 
     Model, route and fields of the body are the master's. Raises LoadError for a plan that names
     files: they are the worker's, and nobody has said which.
     """
-    if own is None:
-        return plan
     workload = plan.workload
     if workload.file or workload.replay or isinstance(plan.arrivals, Trace):
         raise LoadError(
@@ -164,28 +150,13 @@ def allowed(plan: LoadPlan, own: Target | None) -> LoadPlan:
     return msgspec.structs.replace(plan, target=target)
 
 
-def own_target() -> Target | None:
-    """Of the worker that this process is; None: it was started by hand."""
-    text = os.environ.get(OWN_TARGET_VARIABLE)
-    return None if text is None else msgspec.json.decode(text, type=Target)
-
-
 def run_worker(host: str, port: int, target: Target) -> None:
     """Be a worker of the master there until it ends. Raises LoadError where this ends before."""
     place = f"[{host}]" if ":" in host else host
-    command = [sys.executable, *LOCUST, "--worker", "--master-host", place]
-    variables = {
-        OWN_TARGET_VARIABLE: msgspec.json.encode(target).decode(),
-        FOLDER_VARIABLE: os.getcwd(),
-    }
-    with Child(
-        [*command, "--master-port", str(port)],
-        environment=client_environment() | variables,
-        urgent=True,
-        folder=PACKAGE_ROOT,
-    ) as child:
-        status = None
-        while status is None:
-            status = child.wait(1.0)
-    if status != 0:
-        raise LoadError(f"the worker of {place}:{port} ended early ({child.how_it_ended()})")
+    options = ("--worker", "--master-host", place, "--master-port", str(port))
+    with locust_child(*options, variables={TARGET_VARIABLE: _encode(target).decode()}) as child:
+        while (status := child.wait(1.0)) is None:
+            pass
+        if status != 0:
+            how = child.how_it_ended()
+            raise LoadError(f"the worker of {place}:{port} ended early ({how})")

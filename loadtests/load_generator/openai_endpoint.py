@@ -31,6 +31,7 @@ from loadtests.load_generator.sse_timestamps import stream
 from loadtests.records.request_record import RequestRecord
 
 PROBE_TOKENS = 8
+PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
 # What names a secret, and how the secrets of well-known services begin.
 SECRET_NAME = re.compile(
     "api[_-]?key|(access|private|secret)[_-]?key|"
@@ -38,7 +39,6 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 SECRET_TEXT = re.compile(r"(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|bearer )\S{6}", re.IGNORECASE)
-_PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
 _KEPT = "and a run folder would keep it: put a key into an environment variable and name that"
 
 
@@ -107,25 +107,22 @@ def pool_for(target: Target) -> Pool:
     return connect(target.url, api_key=key, verify_tls=target.verify_tls)
 
 
-def path_of(target: Target) -> str:
-    return "/v1/completions" if target.api == "completions" else "/v1/chat/completions"
-
-
-def body_of(target: Target, facts: TargetFacts, prompt: Any, output_tokens: int) -> dict[str, Any]:
-    """A request for `output_tokens` greedy tokens.
-
-    `prompt` is a text, token ids (completions only) or messages (chat only).
-    """
+def request_bytes(
+    pool: Pool, target: Target, facts: TargetFacts, prompt: Any, output_tokens: int
+) -> bytes:
+    """A request for `output_tokens` greedy tokens. `prompt`: a text, or messages (chat only)."""
     body: dict[str, Any] = {
         "model": facts.model,
         "stream": True,
         "temperature": 0,
         "max_tokens": output_tokens,
     }
+    path = "/v1/completions"
     if target.api == "completions":
         body["prompt"] = prompt
     else:
-        is_text = not isinstance(prompt, list)
+        path = "/v1/chat/completions"
+        is_text = isinstance(prompt, str)
         body["messages"] = [{"role": "user", "content": prompt}] if is_text else prompt
     if facts.usage:
         body["stream_options"] = {"include_usage": True}
@@ -135,7 +132,7 @@ def body_of(target: Target, facts: TargetFacts, prompt: Any, output_tokens: int)
         body["ignore_eos"] = True
     if facts.min_tokens:
         body["min_tokens"] = output_tokens
-    return body | target.extra_body
+    return post_bytes(pool, path, body | target.extra_body)
 
 
 def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
@@ -150,37 +147,28 @@ def probe(target: Target, pool: Pool | None = None) -> TargetFacts:
     if models and model not in models:
         raise TargetUnusable(f"{target.url} has no model {model!r}; it has {', '.join(models)}")
     kinds: tuple[Literal["vllm", "llama.cpp"], ...] = ("vllm", "llama.cpp")
-    tokenizer = next((k for k in kinds if _try_tokenize(pool, model, k, _PROBE_TEXT)), None)
+    tokenizer = next((k for k in kinds if _tokenized(pool, model, k, PROBE_TEXT)), None)
     # From everything to nothing: the first set of extras that the endpoint accepts is used.
-    for usage, continuous, ignore_eos, min_tokens in (
+    for extras in (
         (True, True, True, True),
         (True, True, True, False),
         (True, False, True, False),
         (True, False, False, False),
         (False, False, False, False),
     ):
-        facts = TargetFacts(
-            model=model,
-            models=models,
-            usage=usage,
-            continuous_usage=continuous,
-            ignore_eos=ignore_eos,
-            min_tokens=min_tokens,
-            tokenizer=tokenizer,
-            server=server,
-        )
-        wire = post_bytes(pool, path_of(target), body_of(target, facts, _PROBE_TEXT, PROBE_TOKENS))
+        facts = TargetFacts(model, models, *extras, tokenizer, server=server)
+        wire = request_bytes(pool, target, facts, PROBE_TEXT, PROBE_TOKENS)
         asked = RequestRecord(cell="", level="", index=0, due_seconds=0.0)
         record = stream(pool, wire, asked, origin=clock(), timeout_seconds=target.timeout_seconds)
         if record.error is None:
             return _seen(facts, record, pool)
         if record.status not in (400, 404, 415, 422):
             break
-    status = record.status
-    is_refused = status is not None and 400 <= status < 500 and status not in (408, 425, 429)
+    status = record.status or 0
+    is_refused = 400 <= status < 500 and status not in (408, 425, 429)
     raise (EndpointRefuses if is_refused else TargetUnusable)(
-        f"{target.url}{path_of(target)} did not stream an answer of {PROBE_TOKENS} tokens "
-        f"from {model!r}: {record.error}: {record.error_message}"
+        f"{target.url} did not stream an answer of {PROBE_TOKENS} tokens by its route for "
+        f"{target.api} from {model!r}: {record.error}: {record.error_message}"
     )
 
 
@@ -203,7 +191,7 @@ def _seen(facts: TargetFacts, record: RequestRecord, pool: Pool) -> TargetFacts:
             "and known only from the usage that comes back"
         )
     elif record.prompt_tokens is not None:
-        overhead = max(0, record.prompt_tokens - count_tokens(pool, facts, _PROBE_TEXT))
+        overhead = max(0, record.prompt_tokens - count_tokens(pool, facts, PROBE_TEXT))
     return msgspec.structs.replace(
         facts,
         usage=usage,
@@ -217,24 +205,11 @@ def _seen(facts: TargetFacts, record: RequestRecord, pool: Pool) -> TargetFacts:
 
 def count_tokens(pool: Pool, facts: TargetFacts, text: str) -> int:
     """Tokens of `text` by the server's tokenizer, without special ones. Raises TargetUnusable."""
-    if facts.tokenizer is None:
-        raise TargetUnusable(f"{pool.host} has no /tokenize")
-    tokens = _try_tokenize(pool, facts.model, facts.tokenizer, text)
-    if tokens is None:
+    assert facts.tokenizer is not None
+    count = _tokenized(pool, facts.model, facts.tokenizer, text)
+    if count is None:
         raise TargetUnusable(f"{pool.host} did not tokenize a text of {len(text)} characters")
-    return len(tokens)
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    return count
 
 
 def _models(target: Target, pool: Pool) -> tuple[list[str], str | None]:
@@ -249,26 +224,23 @@ def _models(target: Target, pool: Pool) -> tuple[list[str], str | None]:
     if status == 404:
         return [], server
     if status != 200:
-        raise TargetUnusable(
-            f"{target.url}/v1/models answered {status}: {body[:200].decode(errors='replace')}"
-        )
+        said = body[:200].decode(errors="replace")
+        raise TargetUnusable(f"{target.url}/v1/models answered {status}: {said}")
     try:
-        found = msgspec.json.decode(body, type=_Models).data
-    except msgspec.MsgspecError as problem:
+        return [str(model["id"]) for model in msgspec.json.decode(body)["data"]], server
+    except (msgspec.MsgspecError, LookupError, TypeError) as problem:
         raise TargetUnusable(
-            f"{target.url}/v1/models is not what OpenAI's API returns: {problem}"
+            f"{target.url}/v1/models is not what OpenAI's API returns"
         ) from problem
-    return [model.id for model in found], server
 
 
-def _try_tokenize(pool: Pool, model: str, kind: str, text: str) -> list[int] | None:
+def _tokenized(pool: Pool, model: str, kind: str, text: str) -> int | None:
+    """How many tokens; None: the server does not say, or not in this way."""
     body: dict[str, Any] = {"content": text, "add_special": False}
     if kind == "vllm":
         body = {"model": model, "prompt": text, "add_special_tokens": False}
     status, _, answer = fetch(pool, post_bytes(pool, "/tokenize", body))
-    if status != 200:
-        return None
     try:
-        return msgspec.json.decode(answer, type=_Tokens).tokens
-    except msgspec.MsgspecError:
+        return len(msgspec.json.decode(answer)["tokens"]) if status == 200 else None
+    except (msgspec.MsgspecError, LookupError, TypeError):
         return None

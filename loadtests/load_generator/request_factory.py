@@ -5,20 +5,17 @@ Nothing is made while the clock runs: all requests of an open level are bytes be
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import gevent
 import msgspec
-import numpy as np
 
-from loadtests.errors import LoadError
-from loadtests.load_generator.http_connection import Pool, clock, post_bytes
+from loadtests.load_generator.http_connection import Pool, clock
 from loadtests.load_generator.load_plan import LoadPlan
-from loadtests.load_generator.openai_endpoint import TargetFacts, body_of, count_tokens, path_of
+from loadtests.load_generator.openai_endpoint import TargetFacts, count_tokens, request_bytes
 from loadtests.records.request_record import RequestRecord
-from loadtests.workload.arrivals import deal, due_times
+from loadtests.workload.arrivals import due_times
 from loadtests.workload.exact_prompts import PromptMaker
 from loadtests.workload.request_lengths import Ask, draw
 
@@ -60,22 +57,19 @@ class RequestFactory:
         """
         plan = self._plan
         if plan.asks is not None:
-            asks, due = list(plan.asks), np.array(plan.due)
+            asks, due = list(plan.asks), list(plan.due)
         else:
-            assert plan.rate is not None
             seconds = plan.duration_seconds + plan.follow_seconds
-            due = due_times(plan.arrivals, plan.rate, seconds, plan.seed)
-            asks = draw(plan.workload, len(due), plan.seed, due_seconds=due.tolist())
-        positions = deal(due, self._share, self._shares)[0].tolist()
-        if plan.asks is None and plan.workload.turns > 1:
-            positions = [at for at, ask in enumerate(asks) if self._is_mine(ask)]
+            due = due_times(plan.arrivals, plan.rate or 0.0, seconds, plan.seed).tolist()
+            asks = draw(plan.workload, len(due), plan.seed, due_seconds=due)
         made: list[Request] = []
         silent_since = clock()
-        for position in positions:
+        for ask, due_seconds in zip(asks, due, strict=True):
             if clock() - silent_since > SILENT_SECONDS:
                 gevent.sleep(0.001)  # a heartbeat may pass, or the master calls its worker lost
                 silent_since = clock()
-            made.append(self._request(asks[position], float(due[position])))
+            if self._is_mine(ask):
+                made.append(self._request(ask, due_seconds))
         return made
 
     def next_session(self) -> list[Request]:
@@ -93,30 +87,21 @@ class RequestFactory:
         """The bytes of a later turn with the server's real answers in place of filler.
 
         A chat's history is messages with roles, a completion's is one text.
-        Raises LoadError for a wrong number of answers.
         """
         record = request.record
-        said = self._said.get(record.session or "", [])[: (record.turn or 0) + 1]
-        if not record.turn or len(answers) != len(said) - 1:
-            raise LoadError(
-                f"turn {record.turn} of session {record.session} continues from "
-                f"{len(said) - 1} answers, got {len(answers)}"
-            )
-        prompt: Any
+        first, *later = self._said[record.session or ""][: (record.turn or 0) + 1]
+        pairs = list(zip(answers, later, strict=True))
+        prompt: Any = first + "".join(f"{answer} {words}" for answer, words in pairs)
         if self._plan.target.api == "chat":
-            prompt = [{"role": "user", "content": said[0]}]
-            for answer, words in zip(answers, said[1:], strict=True):
-                prompt.append({"role": "assistant", "content": answer})
-                prompt.append({"role": "user", "content": words})
-        else:
-            later = zip(answers, said[1:], strict=True)
-            prompt = said[0] + "".join(f"{answer} {words}" for answer, words in later)
+            said = [("user", first)]
+            for answer, words in pairs:
+                said += [("assistant", answer), ("user", words)]
+            prompt = [{"role": role, "content": content} for role, content in said]
         return self._wire(prompt, record.asked_output_tokens or 1)
 
     def _drawn_at(self, position: int) -> Ask:
         if position >= len(self._drawn):
-            count = max(256, 2 * position)
-            self._drawn = draw(self._plan.workload, count, self._plan.seed)
+            self._drawn = draw(self._plan.workload, max(256, 2 * position), self._plan.seed)
         return self._drawn[position]
 
     def _is_mine(self, ask: Ask) -> bool:
@@ -124,29 +109,23 @@ class RequestFactory:
         return number % self._shares == self._share
 
     def _wire(self, prompt: Any, output_tokens: int) -> bytes:
-        target = self._plan.target
-        body = body_of(target, self._facts, prompt, output_tokens)
-        return post_bytes(self._pool, path_of(target), body)
+        return request_bytes(self._pool, self._plan.target, self._facts, prompt, output_tokens)
 
     def _request(self, ask: Ask, due_seconds: float) -> Request:
         plan = self._plan
-        prompt = self._maker.make(ask)
+        text, tokens = self._maker.make(ask)
         session = None if ask.session is None else str(ask.session)
         if session is not None:
-            words = prompt.text.split(" ")[-(ask.prompt_tokens - ask.history_tokens) :]
+            words = text.split(" ")[-(ask.prompt_tokens - ask.history_tokens) :]
             self._said.setdefault(session, []).append(" ".join(words))
-        think = ask.think_seconds
-        if not think and plan.workload.think_seconds and plan.concurrency is not None:
-            mean = plan.workload.think_seconds
-            think = random.Random(f"{plan.seed}/think/{ask.index}").expovariate(1 / mean)
         record = RequestRecord(
             cell=plan.cell,
             level=plan.level,
             index=ask.index,
             due_seconds=due_seconds,
-            asked_prompt_tokens=prompt.tokens,
+            asked_prompt_tokens=tokens,
             asked_output_tokens=ask.output_tokens,
             session=session,
             turn=ask.turn,
         )
-        return Request(self._wire(prompt.text, ask.output_tokens), record, think)
+        return Request(self._wire(text, ask.output_tokens), record, ask.think_seconds)

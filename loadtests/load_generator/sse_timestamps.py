@@ -18,10 +18,10 @@ from collections.abc import Callable
 import gevent
 import msgspec
 
-from loadtests.load_generator.http_connection import Pool, clock, within
+from loadtests.load_generator.http_connection import Pool, clock
 from loadtests.records.request_record import RequestRecord
 
-_ERROR_BYTES = 500
+ERROR_BYTES = 500  # most of a refusal's words
 LINE_BYTES = 4 << 20  # most of one line of a stream
 CHUNKS = 1 << 20  # most content chunks of one answer
 
@@ -64,31 +64,24 @@ class _Chunk(msgspec.Struct, gc=False):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-class Answer:
-    """What has come back so far: the connection's Reader. `keep_text`: keep the words too."""
+class Answer(msgspec.Struct):
+    """What has come back so far: the connection's Reader. `text` []: keep the words too."""
 
-    __slots__ = (
-        *("backend", "contents", "counted", "done", "error", "error_message", "finish_reason"),
-        *("first_chunk_tokens", "on_first", "request_id", "status", "text", "usage"),
-        *("_received", "_rest"),
-    )
-
-    def __init__(self, on_first: Callable[[], None] | None = None, keep_text: bool = False) -> None:
-        self.status: int | None = None
-        self.contents: list[float] = []  # on `clock`
-        self.first_chunk_tokens: int | None = None
-        self.counted = 0
-        self.usage: _Usage | None = None
-        self.finish_reason: str | None = None
-        self.done = False
-        self.error: str | None = None
-        self.error_message: str | None = None
-        self.backend: str | None = None
-        self.request_id: str | None = None
-        self.on_first = on_first
-        self.text: list[str] | None = [] if keep_text else None
-        self._received = 0.0
-        self._rest = b""  # a line that is not whole yet, or the body of a refusal
+    on_first: Callable[[], None] | None = None  # called at the first content
+    text: list[str] | None = None
+    status: int | None = None
+    contents: list[float] = []  # stamps of content, on `clock`
+    first_chunk_tokens: int | None = None
+    counted: int = 0  # tokens, as the server counts beside chunks
+    usage: _Usage | None = None
+    finish_reason: str | None = None
+    is_done: bool = False
+    error: str | None = None
+    error_message: str | None = None
+    backend: str | None = None
+    request_id: str | None = None
+    received: float = 0.0  # when the last piece left the kernel
+    rest: bytes = b""  # a line that is not whole yet, or the body of a refusal
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -102,11 +95,11 @@ class Answer:
     def body(self, data: bytes, received: float) -> bool:
         """True once there is content: until then somebody waits for its first."""
         if self.status != 200:
-            self._rest += data[: _ERROR_BYTES - len(self._rest)]
+            self.rest += data[: ERROR_BYTES - len(self.rest)]
             return True
-        self._received = received
-        if self._rest:
-            data = self._rest + data
+        self.received = received
+        if self.rest:
+            data = self.rest + data
         elif (
             data.startswith(b"data: {")
             and data.find(b"\n") == len(data) - 2
@@ -115,8 +108,8 @@ class Answer:
             self._data(data[6:], received)  # nearly all there is: one whole event
             return bool(self.contents)
         lines = data.split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LINE_BYTES or len(self.contents) > CHUNKS:
+        self.rest = lines.pop()
+        if len(self.rest) > LINE_BYTES or len(self.contents) > CHUNKS:
             self.fail("stream_error", f"a line of > {LINE_BYTES} bytes, or > {CHUNKS} chunks")
             raise ConnectionError("an endless answer")
         for line in lines:
@@ -127,13 +120,12 @@ class Answer:
     def ended(self) -> None:
         """The answer is whole: what is left of it, and whether it may end so."""
         if self.status != 200:
-            message = self._rest.decode(errors="replace").strip() or None
             self.error = "refused" if self.status == 429 else f"http_{self.status}"
-            self.error_message = message
+            self.error_message = self.rest.decode(errors="replace").strip() or None
             return
-        if self._rest:
-            self._line(self._rest, self._received)
-        if not self.done and self.finish_reason is None:
+        if self.rest:
+            self._line(self.rest, self.received)
+        if not self.is_done and self.finish_reason is None:
             self.fail("cut_off", "the stream ended without [DONE] and without a finish reason")
 
     def fail(self, error: str, message: str) -> None:
@@ -146,7 +138,7 @@ class Answer:
         if line.startswith(b"data:"):
             data = line[5:].strip()
             if data == b"[DONE]":
-                self.done = True
+                self.is_done = True
             else:
                 self._data(data, received)
         elif line.startswith(b"event: error"):
@@ -160,7 +152,7 @@ class Answer:
             return
         if chunk.error is not None:
             self.error = None  # more telling than "event: error" before it
-            self.fail("stream_error", bytes(chunk.error).decode(errors="replace")[:_ERROR_BYTES])
+            self.fail("stream_error", bytes(chunk.error).decode(errors="replace")[:ERROR_BYTES])
             return
         usage = chunk.usage
         if usage is not None:
@@ -207,7 +199,8 @@ def stream(
     seen = answer or Answer()
     sent = clock()
     try:
-        within(timeout_seconds, lambda: pool.exchange(wire, seen))
+        with gevent.Timeout(timeout_seconds):
+            pool.exchange(wire, seen)
         seen.ended()
     except gevent.Timeout:
         seen.fail("timeout", f"no end within {timeout_seconds:g} s")
@@ -220,12 +213,10 @@ def stream(
     if not seen.contents:
         seen.fail("empty", "the stream ended well and held no content")
     contents = [round(moment - origin, 6) for moment in seen.contents]
-    usage = seen.usage or _NO_USAGE
+    usage = seen.usage or _Usage()
     details = usage.prompt_tokens_details
-    return RequestRecord(
-        cell=asked.cell,
-        level=asked.level,
-        index=asked.index,
+    return msgspec.structs.replace(
+        asked,
         due_seconds=round(asked.due_seconds, 6),
         sent_seconds=round(sent - origin, 6),
         first_content_seconds=contents[0] if contents else None,
@@ -233,8 +224,6 @@ def stream(
         ended_seconds=round(ended - origin, 6),
         content_seconds=contents,
         first_chunk_tokens=seen.first_chunk_tokens,
-        asked_prompt_tokens=asked.asked_prompt_tokens,
-        asked_output_tokens=asked.asked_output_tokens,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details is not None else None,
         output_tokens=usage.completion_tokens,
@@ -244,10 +233,4 @@ def stream(
         finish_reason=seen.finish_reason,
         backend=seen.backend,
         request_id=seen.request_id,
-        session=asked.session,
-        turn=asked.turn,
-        stand_in=asked.stand_in,
     )
-
-
-_NO_USAGE = _Usage()

@@ -10,21 +10,22 @@
     for level in levels_of(run): ...           # loadtests.analysis.level
 
 A line is written by one write() to a file opened with O_APPEND: a killed writer, or a full disk,
-leaves at most one cut-off line, and whoever writes next begins a new one. Readers leave out a line
-that is no record, and say so. Requests of a level without a level_finished event stay in the file
-and are not counted. Nobody else may read the folder: prompts and addresses are in it.
+leaves at most one cut-off line. Readers leave out a line that is no record, and say so. Requests of
+a level without a level_finished event stay in the file and are not counted. Nobody else may read
+the folder: prompts and addresses are in it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -49,7 +50,6 @@ REQUESTS = "requests.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 LOCK = ".lock"
-CHUNK_BYTES = 1 << 20
 
 _PASSWORD = re.compile(rb"://[^/@\s\"\\]+@")
 _CONTROL = re.compile(
@@ -125,12 +125,10 @@ class RunRecords:
     def _read(self, name: str, kind: Any) -> Iterator[Any]:
         """One record of `kind` a line; a missing file is empty. Raises BadRunFolder."""
         decode = msgspec.json.Decoder(kind).decode
-        path = self.folder / name
         broken: list[int] = []
         line = b"\n"
         try:
-            _check_plain(path)
-            with open(path, "rb") as file:
+            with _opened(self.folder / name) as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         break
@@ -143,31 +141,37 @@ class RunRecords:
         except FileNotFoundError:
             return
         except OSError as problem:
-            raise BadRunFolder(f"{path} cannot be read: {problem.strerror}") from problem
+            raise BadRunFolder(
+                f"{self.folder / name} cannot be read: {problem.strerror}"
+            ) from problem
         if not line.endswith(b"\n"):
             self.dropped_bytes[name] = len(line)
         if broken:
             self.broken_lines[name] = broken
 
 
-def read_records(folder: Path) -> RunRecords:
-    """A run folder. Raises BadRunFolder."""
-    return RunRecords(folder)
+read_records = RunRecords
 
 
 class RunFolder:
     """The folder of one run, open for writing by this process alone: a second writer is refused."""
 
     def __init__(self, folder: Path, manifest: RunManifest) -> None:
-        """Use `create` or `open_existing`."""
+        """Use `create` or `open_existing`. Raises BadRunFolder, OSError."""
         self.folder = folder
         self.manifest = manifest
         self.events: list[Event] = []  # the journal: what was read at first, and all since
-        _check_no_links(folder)
+        for path in (*folder.glob("*"), *folder.glob("logs/*")):
+            if path.is_symlink():  # a stranger's run would have ours written into any file
+                raise BadRunFolder(
+                    f"{path} is a link: a run is written into its own files alone; put the file in "
+                    "its place, or remove it"
+                )
         self._lock = _take_lock(folder)
         self._events: Appender[Event] = Appender(folder / EVENTS)
         self._samples: Appender[ResourceSample] = Appender(folder / SAMPLES)
         self._requests: Appender[RequestRecord] = Appender(folder / REQUESTS)
+        self.sample, self.request = self._samples.append, self._requests.append
 
     @classmethod
     def create(cls, folder: Path, manifest: RunManifest) -> RunFolder:
@@ -218,18 +222,9 @@ class RunFolder:
         self.event(level)
         self._events.sync()
 
-    def sample(self, sample: ResourceSample) -> None:
-        self._samples.append(sample)
-
-    def request(self, record: RequestRecord) -> None:
-        self._requests.append(record)
-
     def close(self) -> None:
-        for appender in (self._events, self._samples, self._requests):
-            appender.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        for one in (self._events, self._samples, self._requests, self._lock):
+            one.close()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -239,39 +234,33 @@ class RunFolder:
 
 
 class Appender(Generic[T]):
-    """Appends records to one file, each as one line in one write()."""
+    """Appends records to one file, each as one line in one write(). Raises BadRunFolder."""
 
     def __init__(self, path: Path) -> None:
-        self._encoder = msgspec.json.Encoder()
-        self._path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o600)
-        self._is_torn: bool | None = None  # the last line is cut off; None: to be looked at
+        self._encode = msgspec.json.Encoder().encode
+        self._file = open(path, "ab", buffering=0, opener=_private)
+        self._is_torn = False  # the last line is cut off
+        self.close = self._file.close
 
     def append(self, record: T) -> None:
-        """Raises BadRunFolder where the disk is full; the records before are whole."""
-        if self._is_torn is None:
-            size = os.fstat(self._file).st_size
-            self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-        line = b"\n" * self._is_torn + self._encoder.encode(record) + b"\n"
+        """Where the disk is full, the records before are whole."""
+        line = b"\n" * self._is_torn + self._encode(record) + b"\n"
         try:
-            self._is_torn = os.write(self._file, line) != len(line)
+            self._is_torn = self._file.write(line) != len(line)
         except OSError as problem:
-            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
+            raise self._unwritable(problem) from problem
         if self._is_torn:
-            raise BadRunFolder(f"{self._path}: a record was written in part: is the disk full?")
+            raise BadRunFolder(f"{self._file.name}: a record was written in part: full disk?")
 
     def sync(self) -> None:
-        """Returns when all is on disk. Raises BadRunFolder."""
+        """Returns when all is on disk."""
         try:
             os.fsync(self._file)
         except OSError as problem:
-            raise BadRunFolder(f"{self._path} cannot be written: {problem.strerror}") from problem
+            raise self._unwritable(problem) from problem
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+    def _unwritable(self, problem: OSError) -> BadRunFolder:
+        return BadRunFolder(f"{self._file.name} cannot be written: {problem.strerror}")
 
 
 def cleaned(text: bytes) -> bytes:
@@ -287,8 +276,8 @@ def read_manifest(folder: Path) -> RunManifest:
     """The manifest of a run. Raises BadRunFolder."""
     path = folder / MANIFEST
     try:
-        _check_plain(path)
-        text = cleaned(path.read_bytes())
+        with _opened(path) as file:
+            text = cleaned(file.read())
     except OSError as problem:
         raise BadRunFolder(
             f"{path.parent} holds no run: {path.name} cannot be read ({problem.strerror})"
@@ -310,54 +299,44 @@ class _Versioned(msgspec.Struct):
     format_version: int
 
 
-def _check_plain(path: Path) -> None:
-    """Raises BadRunFolder for a pipe or device, which may have no end."""
+def _opened(path: Path) -> BinaryIO:
+    """Raises BadRunFolder for a pipe or device, which may have no end, and OSError."""
     if path.exists() and not path.is_file():
         raise BadRunFolder(f"{path} is no plain file")
+    return open(path, "rb")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _cut_last_line(path: Path) -> int:
     """Takes a line without an end off a file; its bytes."""
-    if not path.exists():
+    size = path.stat().st_size
+    if not size:
         return 0
-    size = whole = path.stat().st_size
-    with open(path, "rb") as file:
-        while whole > 0:
-            start = max(0, whole - CHUNK_BYTES)
-            file.seek(start)
-            found = file.read(whole - start).rfind(b"\n")
-            whole = start + found + 1 if found >= 0 else start
-            if found >= 0:
-                break
-    if size > whole:
-        os.truncate(path, whole)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        whole = text.rfind(b"\n") + 1
+    os.truncate(path, whole)
     return size - whole
 
 
-def _check_no_links(folder: Path) -> None:
-    """A stranger's run could have the records and logs of this one written into any file."""
-    for path in (*folder.glob("*"), *folder.glob("logs/*")):
-        if path.is_symlink():
-            raise BadRunFolder(
-                f"{path} is a link: a run is written into its own files alone; put the file in its "
-                "place, or remove it"
-            )
-
-
-def _take_lock(folder: Path) -> int:
+def _take_lock(folder: Path) -> IO[str]:
     """A lock that ends with this process, however it ends."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = open(folder / LOCK, "a+", opener=_private)
     except OSError as problem:
         raise BadRunFolder(f"{folder} cannot be written to: {problem.strerror}") from problem
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        holder = os.pread(lock, 64, 0).decode(errors="replace").strip()
-        os.close(lock)
+        with lock:
+            lock.seek(0)
+            holder = lock.read(64).strip() or "unknown"
         raise BadRunFolder(
-            f"{folder} is in use by process {holder or 'unknown'}; wait for it, or end it"
+            f"{folder} is in use by process {holder}; wait for it, or end it"
         ) from None
-    os.truncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
     return lock

@@ -4,8 +4,8 @@
     python -m loadtests.selftest.reference_server '{"slots": 8, "law": {"base_seconds": 0.005}}'
 
 GET /truth returns for each request id when it arrived, when each content chunk was written, and
-its status, on CLOCK_MONOTONIC, which all processes share. One thread over epoll and a kernel
-timer: the truth is exact to some 20 us. It has no model and answers "ab".
+its status, on CLOCK_MONOTONIC, which all processes share. One thread and a kernel timer: the truth
+is exact to some 50 us. It has no model, answers "ab", and every answer is a stream.
 
 Without a law each answer has its own chunks at their times. With one, requests are batched as an
 engine does: steps whose length the law says, one token a step to each that decodes.
@@ -13,9 +13,8 @@ engine does: steps whose length the law says, one token a step to each that deco
 
 from __future__ import annotations
 
+import asyncio
 import heapq
-import select
-import socket
 import sys
 import time
 from collections import deque
@@ -45,8 +44,7 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail: str | None = None  # cut | error | garbage | no_content | status:NNN | hang | slam
     fail_every: int = 1  # one of so many requests fails
     fail_after: int = 0  # requests before the first that fails
-    usage: bool = True
-    continuous: bool = True
+    usage: bool = True  # token counts at the end of a stream, and beside every chunk
     done: bool = True
     slots: int = 1_000_000
     # requests that may wait for a slot; more are answered with 429. None: any number
@@ -54,10 +52,7 @@ class Truth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refuse: tuple[str, ...] = ()  # body fields that are answered with 400
     tokenizer: str | None = "vllm"
     key: str | None = None
-    # a request whose client has gone gives its slot back; else it is served to its end
-    cancels: bool = True
     case: str = ""  # nothing but a name: servers of different cases share no log
-    headers_first: bool = False  # send the headers at once, the first chunk at its time
     # request 7 is answered "w7 w7 ...", not "ab": shows which turn was sent back
     echo: bool = False
     law: StepLaw | None = None  # of continuous batching; None: ttft and gap
@@ -141,66 +136,40 @@ class Batch:
 
 
 class Server:
-    """The loop: sockets and moments in, bytes and stamps out."""
+    """Slots, a queue, moments, and the account of what happened."""
 
-    def __init__(self, truth: Truth, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, truth: Truth) -> None:
         self.truth = truth
         self.log: dict[str, dict[str, Any]] = {}
-        self.requests = 0
-        self.busy = 0
-        self.waiting: deque[Stream] = deque()
+        self._busy = 0
+        self._waiting: deque[Stream] = deque()
         self._batch = Batch(truth, clock()) if truth.law is not None else None
         self._moments: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._alarm = Alarm()
-        self._epoll = select.epoll()
-        self._listener = socket.create_server((host, port), backlog=4096)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
-        self._connections: dict[int, Connection] = {}
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
-        self._epoll.register(self._alarm.fd, select.EPOLLIN)
+
+    async def run(self) -> None:
+        """For ever."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._alarm.fd, self._ring)
+        listening = await loop.create_server(lambda: Connection(self), "127.0.0.1", 0, backlog=4096)
+        print(listening.sockets[0].getsockname()[1], flush=True)
+        await listening.serve_forever()
 
     def at(self, moment: float, what: Callable[[], None]) -> None:
         """Calls `what` at `moment` on `clock`."""
         self._order += 1
         heapq.heappush(self._moments, (moment, self._order, what))
+        if self._moments[0][1] == self._order:
+            self._alarm.set(moment)
 
-    def run(self) -> None:
-        """For ever."""
-        armed = 0.0
-        while True:
-            if self._moments and self._moments[0][0] != armed:
-                armed = self._moments[0][0]
-                self._alarm.set(armed)
-            for fd, event in self._epoll.poll():
-                if fd == self._alarm.fd:
-                    armed = 0.0
-                    self._alarm.stop()
-                    while self._moments and self._moments[0][0] <= clock():
-                        heapq.heappop(self._moments)[2]()
-                elif fd == self._listener.fileno():
-                    self._accept()
-                elif (connection := self._connections.get(fd)) is not None:
-                    connection.ready(event)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._connections[sock.fileno()] = Connection(self, sock)
-            self._epoll.register(sock.fileno(), select.EPOLLIN)
-
-    def want_writes(self, fd: int, wanted: bool) -> None:
-        self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
-
-    def forget(self, fd: int) -> None:
-        if self._connections.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+    def _ring(self) -> None:
+        while self._moments and self._moments[0][0] <= clock():
+            heapq.heappop(self._moments)[2]()
+        if self._moments:
+            self._alarm.set(self._moments[0][0])
+        else:
+            self._alarm.stop()
 
     def enter(self, stream: Stream) -> bool:
         """A slot, or a place in the queue. False: the queue is full."""
@@ -210,14 +179,14 @@ class Server:
                 batch.begin(clock())
                 self._await_step(batch)
             return True
-        if self.busy < self.truth.slots:
-            self.busy += 1
+        if self._busy < self.truth.slots:
+            self._busy += 1
             stream.begin()
             return True
-        self.waiting = deque(other for other in self.waiting if not other.is_over)
-        if self.truth.waiting is not None and len(self.waiting) >= self.truth.waiting:
+        self._waiting = deque(other for other in self._waiting if not other.is_over)
+        if self.truth.waiting is not None and len(self._waiting) >= self.truth.waiting:
             return False
-        self.waiting.append(stream)
+        self._waiting.append(stream)
         return True
 
     def _await_step(self, batch: Batch) -> None:
@@ -231,158 +200,99 @@ class Server:
 
     def leave(self) -> None:
         """A slot is free."""
-        self.busy -= 1
-        while self.waiting:
-            stream = self.waiting.popleft()
+        self._busy -= 1
+        while self._waiting:
+            stream = self._waiting.popleft()
             if not stream.is_over:
-                self.busy += 1
+                self._busy += 1
                 stream.begin()
                 return
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """One client's connection: requests in, answers out, one at a time."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
-        self.gone = False
+        self.transport: Any = None
         self.stream: Stream | None = None
-        self._sock = sock
-        self._fd = sock.fileno()
         self._in = bytearray()
-        self._out = bytearray()  # what the kernel did not take yet
-        self._last = False  # the client wants no further answer on this connection
 
-    def ready(self, event: int) -> None:
-        if event & select.EPOLLOUT:
-            self.send(b"")
-        if event & ~select.EPOLLOUT:
-            try:
-                data = self._sock.recv(1 << 18)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self.close()
-                return
-            self._in += data
-            self._take(clock())
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
 
-    def send(self, data: bytes) -> None:
-        """All of it, now or as the kernel takes it."""
-        if self.gone:
-            return
-        had = bool(self._out)
-        self._out += data
-        try:
-            sent = self._sock.send(self._out)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            self.close()
-            return
-        del self._out[:sent]
-        if bool(self._out) != had:
-            self.server.want_writes(self._fd, bool(self._out))
+    def connection_lost(self, problem: Exception | None) -> None:
+        if self.stream is not None:
+            self.stream.end(False)
 
-    def answer(self, status: int, body: Any, more: str = "") -> None:
-        data = json_bytes(body)
-        head = (
-            f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n"
-            f"{more}Content-Length: {len(data)}\r\n\r\n"
-        )
-        self.send(head.encode() + data)
+    def data_received(self, data: bytes) -> None:
+        self._in += data
+        self.take(clock())
 
-    def close(self) -> None:
-        if not self.gone:
-            self.gone = True
-            self.server.forget(self._fd)
-            self._sock.close()
-            if self.stream is not None and self.server.truth.cancels:
-                self.stream.end(False)
-
-    def ended(self) -> None:
-        """The answer that was on its way is whole."""
-        self.stream = None
-        if self._last:
-            self.close()
-        elif self._in:
-            self._take(clock())
-
-    def _take(self, arrived: float) -> None:
+    def take(self, arrived: float) -> None:
         """Acts on each request that is here in full."""
-        while self.stream is None and not self.gone:
-            end = self._in.find(b"\r\n\r\n")
-            if end < 0:
-                return
+        while self.stream is None and (end := self._in.find(b"\r\n\r\n")) >= 0:
             first, *lines = self._in[:end].decode("latin-1").split("\r\n")
-            headers = {
-                name.lower(): value.strip()
-                for name, _, value in (line.partition(":") for line in lines)
-            }
+            pairs = [line.partition(":") for line in lines]
+            headers = {name.lower(): value.strip() for name, _, value in pairs}
             whole = end + 4 + int(headers.get("content-length", 0))
             if len(self._in) < whole:
                 return
             body = bytes(self._in[end + 4 : whole])
             del self._in[:whole]
             method, path, _ = first.split(" ")
-            self._last = headers.get("connection", "").lower() == "close"
-            self._act(method, path.partition("?")[0], headers, body, arrived)
+            self._act(method, path, headers, body, arrived)
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json_bytes(body)
+        head = f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.transport.write(head.encode() + data)
 
     def _act(
         self, method: str, path: str, headers: dict[str, str], body: bytes, arrived: float
     ) -> None:
         truth = self.server.truth
         if truth.key and headers.get("authorization") != f"Bearer {truth.key}":
-            self.answer(401, {"error": {"message": "no"}})
+            self._answer(401, {"error": {"message": "no"}})
         elif path == "/truth":
-            self.answer(200, self.server.log)
-        elif path == "/metrics":
-            self.answer(404, {})
+            self._answer(200, self.server.log)
+        elif path == "/metrics" or (path == "/tokenize" and truth.tokenizer is None):
+            self._answer(404, {})
         elif method == "GET":
-            model = {"id": MODEL, "object": "model", "max_model_len": 4096}
-            self.answer(200, {"object": "list", "data": [model]})
-        elif path == "/tokenize" and truth.tokenizer is None:
-            self.answer(404, {})
+            self._answer(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
         elif path == "/tokenize":
             asked = msgspec.json.decode(body)
             words = asked.get("prompt" if truth.tokenizer == "vllm" else "content", "").split()
-            tokens = [sum(word.encode()) % 1000 for word in words]
-            self.answer(200, {"tokens": tokens, "count": len(words)})
+            self._answer(200, {"tokens": [len(word) for word in words], "count": len(words)})
         else:
             self._complete(path, msgspec.json.decode(body), arrived)
-        if self.stream is None and self._last:
-            self.close()
 
     def _complete(self, path: str, body: dict[str, Any], arrived: float) -> None:
         server = self.server
         truth = server.truth
         if "truth" in body:
             truth = msgspec.convert(msgspec.to_builtins(truth) | body["truth"], Truth)
-        server.requests += 1
-        number = server.requests
-        entry = {"arrived": arrived, "chunks": [], "status": 200}
-        server.log[f"request-{number}"] = entry
+        number = len(server.log) + 1
+        entry = server.log[f"request-{number}"] = {"arrived": arrived, "chunks": [], "status": 200}
         fields = body.keys() | (body.get("stream_options") or {}).keys()
-        refused = next((key for key in truth.refuse if key in fields), None)
         is_failing = number > truth.fail_after and number % truth.fail_every == 0
-        fail = truth.fail if is_failing else None
-        if refused:
-            entry["status"] = 400
-            self.answer(400, {"error": {"message": f"unknown field {refused}"}})
-        elif fail and fail.startswith("status:"):
-            entry["status"] = int(fail[7:])
-            self.answer(int(fail[7:]), {"error": {"message": "as told"}})
-        elif fail == "slam":
+        fail = (truth.fail or "") if is_failing else ""
+        stream = Stream(self, truth, path, body, fail, number, entry)
+        if fail == "slam":
             entry["status"] = 0
-            self.close()
+            self.transport.abort()
+            return
+        if fields & set(truth.refuse):
+            entry["status"] = 400
+        elif fail.startswith("status:"):
+            entry["status"] = int(fail[7:])
         else:
-            self.stream = Stream(self, truth, path, body, fail, number, entry)
-            if not server.enter(self.stream):
-                self.stream = None
-                entry["status"] = 429
-                self.answer(429, {"error": {"message": "the queue is full"}}, "Retry-After: 1\r\n")
+            self.stream = stream
+            if server.enter(stream):
+                return
+            self.stream = None
+            entry["status"] = 429
+        self._answer(entry["status"], {"error": {"message": "as told"}})
 
 
 class Stream:
@@ -394,7 +304,7 @@ class Stream:
         truth: Truth,
         path: str,
         body: dict[str, Any],
-        fail: str | None,
+        fail: str,
         number: int,
         entry: dict[str, Any],
     ) -> None:
@@ -408,17 +318,13 @@ class Stream:
         self._entry = entry
         self._is_chat = path.endswith("chat/completions")
         self.output_tokens = int(body.get("max_tokens") or body.get("max_completion_tokens") or 16)
-        self._streams = bool(body.get("stream"))
         prompt = body.get("prompt")
         if self._is_chat:
             prompt = " ".join(str(one.get("content")) for one in body["messages"])
         self.prompt_tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt or [])
-        options = body.get("stream_options") or {}
-        self._usage_each = truth.continuous and bool(options.get("continuous_usage_stats"))
-        self._usage_last = truth.usage and (bool(options.get("include_usage")) or not self._streams)
+        self._options = (body.get("stream_options") or {}) if truth.usage else {}
         self._sent = 0
         self._has_slot = False
-        self._started = False  # the headers have left
         self._first = 0.0  # when the first chunk is due
         self._stalled = 0.0
         entry["body"] = {key: value for key, value in body.items() if key != "prompt"}
@@ -428,13 +334,9 @@ class Stream:
     def begin(self) -> None:
         """It has a slot now, where there is no Batch."""
         self._has_slot = True
-        self._entry["began"] = now = clock()
-        if self._fail == "hang":
-            return
-        if self._truth.headers_first and self._streams:
-            self._client.send(self._head())
-        self._first = now + self._truth.ttft
-        self._client.server.at(self._first, self._step)
+        if self._fail != "hang":
+            self._first = clock() + self._truth.ttft
+            self._client.server.at(self._first, self._step)
 
     def _step(self) -> None:
         """Writes one chunk and says when the next is due."""
@@ -448,69 +350,54 @@ class Stream:
         due = self._first + written * truth.gap + self._stalled
         self._client.server.at(due, self._step)
 
-    def _head(self) -> bytes:
-        if self._started:
-            return b""
-        self._started = True
-        return (
-            "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
-            f"X-Request-Id: request-{self._number}\r\n\r\n"
-        ).encode()
-
     def write(self) -> None:
         """The next chunk, and the end of the answer behind the last."""
         if self.is_over or self._fail == "hang":
             return
         truth, chunks = self._truth, self._entry["chunks"]
         out = b""
-        if self._streams:
-            out = self._head()
-            if not chunks and self._is_chat:
-                out += _event(self._choice("", role=True))
-        if self._fail == "no_content":
-            self._last(out)
-            return
-        tokens = min(truth.chunk_tokens, self.output_tokens - self._sent)
-        self._sent += tokens
-        if self._streams:
-            out += _event(
-                self._choice(self._words(tokens), usage=self._usage() if self._usage_each else None)
-            )
-        failing = self._fail in ("cut", "error", "garbage") and self._sent >= self.output_tokens / 2
         if not chunks:
-            self._entry["first_tokens"] = tokens
-        self._entry["tokens"] = self._sent
-        chunks.append(clock())
-        if failing or self._sent >= self.output_tokens:
-            self._last(out)
-        elif self._streams:
-            self._client.send(out)
+            out = (
+                "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+                f"Transfer-Encoding: chunked\r\nX-Request-Id: request-{self._number}\r\n\r\n"
+            ).encode()
+            if self._is_chat:
+                out += self._event(self._choice("", role="assistant"))
+        if self._fail != "no_content":
+            tokens = min(truth.chunk_tokens, self.output_tokens - self._sent)
+            self._sent += tokens
+            counts = self._usage() if self._options.get("continuous_usage_stats") else {}
+            word = f"w{self._number} " if truth.echo else "ab "
+            out += self._event(self._choice(word * tokens) | counts)
+            if not chunks:
+                self._entry["first_tokens"] = tokens
+            self._entry["tokens"] = self._sent
+            chunks.append(clock())
+        breaks = self._fail in ("cut", "error", "garbage") and self._sent >= self.output_tokens / 2
+        if not (breaks or self._fail == "no_content" or self._sent >= self.output_tokens):
+            self._client.transport.write(out)
+            return
+        is_cut = self._fail == "cut"
+        self._client.transport.write(out if is_cut else out + self._last())
+        self.end(not is_cut)
+        if is_cut:
+            self._client.transport.close()
 
-    def _last(self, out: bytes) -> None:
-        """The end of the answer, as it was told to be; `out` goes before it."""
-        done = self._truth.done and self._fail != "error"
-        if self._fail == "cut":
-            self._client.send(out)
-            self.end(False)
-            self._client.close()
-            return
-        if not self._streams:
-            body = self._choice(self._words(self._sent), finish="length", usage=self._usage())
-            self._client.answer(200, body)
-            self.end(True)
-            return
+    def _last(self) -> bytes:
+        """The end of the answer, as it was told to be."""
+        out = b""
         if self._fail == "error":
-            out += _event({"error": {"message": "as told"}})
+            out += self._event({"error": {"message": "as told"}})
         elif self._fail == "garbage":
-            out += _chunk(b"data: {nonsense\n\n")
-        if done:
-            out += _event(self._choice("", finish="length"))
-        if self._usage_last:
-            out += _event({"model": MODEL, "choices": [], "usage": self._usage()})
-        if done:
-            out += _chunk(b"data: [DONE]\n\n")
-        self._client.send(out + b"0\r\n\r\n")
-        self.end(True)
+            out += self._chunk(b"data: {nonsense\n\n")
+        is_done = self._truth.done and self._fail != "error"
+        if is_done:
+            out += self._event(self._choice("", finish="length"))
+        if self._options.get("include_usage"):
+            out += self._event({"model": MODEL, "choices": []} | self._usage())
+        if is_done:
+            out += self._chunk(b"data: [DONE]\n\n")
+        return out + b"0\r\n\r\n"
 
     def end(self, whole: bool) -> None:
         """It is over: whole, cut off, or its client has gone."""
@@ -519,52 +406,34 @@ class Stream:
             self._entry["whole"] = whole
             if self._has_slot:
                 self._client.server.leave()
-            if whole and not self._client.gone:
-                self._client.ended()
+            if whole:
+                self._client.stream = None
+                self._client.take(clock())
 
-    def _usage(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self._sent,
-            "total_tokens": self.prompt_tokens + self._sent,
-        }
-
-    def _words(self, tokens: int) -> str:
-        return (f"w{self._number} " if self._truth.echo else "ab ") * tokens
+    def _usage(self) -> dict[str, Any]:
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self._sent}
+        return {"usage": counts | {"total_tokens": self.prompt_tokens + self._sent}}
 
     def _choice(
-        self,
-        text: str,
-        role: bool = False,
-        finish: str | None = None,
-        usage: dict[str, int] | None = None,
+        self, text: str, role: str | None = None, finish: str | None = None
     ) -> dict[str, Any]:
         said: dict[str, Any] = {"text": text}
-        if self._is_chat and self._streams:
-            said = {"delta": {"role": "assistant", "content": text} if role else {"content": text}}
-        elif self._is_chat:
-            said = {"message": {"role": "assistant", "content": text}}
-        body: dict[str, Any] = {"id": f"request-{self._number}", "created": 0, "model": MODEL}
-        body["choices"] = [{"index": 0, "finish_reason": finish} | said]
-        if usage is not None:
-            body["usage"] = usage
-        return body
+        if self._is_chat:
+            said = {"delta": ({"role": role} if role else {}) | {"content": text}}
+        choice = {"index": 0, "finish_reason": finish} | said
+        return {"id": f"request-{self._number}", "model": MODEL, "choices": [choice]}
 
+    def _event(self, body: dict[str, Any]) -> bytes:
+        return self._chunk(b"data: " + json_bytes(body) + b"\n\n")
 
-def _event(body: dict[str, Any]) -> bytes:
-    return _chunk(b"data: " + json_bytes(body) + b"\n\n")
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%s\r\n" % (len(data), data)
+    def _chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 def main() -> None:
     truth = msgspec.json.decode(sys.argv[1], type=Truth) if len(sys.argv) > 1 else Truth()
-    server = Server(truth)
-    print(server.port, flush=True)
     try:
-        server.run()
+        asyncio.run(Server(truth).run())
     except KeyboardInterrupt:
         pass
 

@@ -33,7 +33,7 @@ from loadtests.host.child_processes import Child, last_line
 from loadtests.host.cpu_pinning import divide_cores
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
 from loadtests.load_generator.load_plan import Ended, LoadPlan
-from loadtests.load_generator.locust_process import LoadGenerator, client_environment
+from loadtests.load_generator.locust_process import LoadGenerator
 from loadtests.load_generator.openai_endpoint import Target, probe
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_folder import read_records
@@ -56,39 +56,35 @@ from loadtests.workload.request_lengths import Workload
 from serving.hardware.machine_facts import allowed_cores
 
 TOKENS, GAP_SECONDS, STALL_SECONDS = 48, 0.008, 2.0
-ARRIVAL_RATE, ARRIVAL_SECONDS = 300.0, 6.0
+ARRIVAL_RATE, ARRIVAL_SECONDS = 600.0, 3.0
 SUSTAINED_RATE = 1000.0
-# An engine some ten times as fast as a small model's on a CPU, so that a short level sees enough.
+# An engine some 20 times as fast as a small model's on a CPU, so that a short level sees enough.
 LAW = StepLaw(
-    base_seconds=0.005,
-    row_seconds=0.0008,
-    prompt_token_seconds=0.0001,
-    context_token_seconds=5e-7,
-    pass_seconds=0.001,
+    base_seconds=0.0025,
+    row_seconds=0.0004,
+    prompt_token_seconds=0.00005,
+    context_token_seconds=2.5e-7,
+    pass_seconds=0.0005,
 )
-SLOTS, SCALE, MOST_PROMPT, MOST_OUTPUT = 8, 0.15, 256, 64
-SLO = Slo("selftest", ttft_seconds=0.3, tpot_seconds=0.02, target=0.9)
-FAST_SECONDS, SLOW = 7.0, 1.25  # each of the two speeds lasts so long; factor of the second
-PAUSE_EVERY, PAUSE = 2.0, 0.1
+SLOTS = 8
+LENGTHS = {"preset": "sharegpt", "scale": 0.15, "max_prompt_tokens": 256, "max_output_tokens": 64}
+SLO = Slo("selftest", ttft_seconds=0.15, tpot_seconds=0.01, target=0.9)
+FAST_SECONDS, SLOW = 3.5, 1.25  # each of the two speeds lasts so long; factor of the second
+PAUSE_EVERY, PAUSE = 1.0, 0.05
 CAMPAIGN_SECONDS = 240.0  # after which one is given up
 
 CAMPAIGN = f"""
 name = "selftest"
-budget_seconds = 90
-[target]
-url = "{{url}}"
-[workload]
-preset = "sharegpt"
-scale = {SCALE}
-max_prompt_tokens = {MOST_PROMPT}
-max_output_tokens = {MOST_OUTPUT}
+budget_seconds = 45
+target = {{ url = "URL" }}
+workload = {{ {", ".join(f"{name} = {json.dumps(value)}" for name, value in LENGTHS.items())} }}
 [slo]
 ttft_seconds = {SLO.ttft_seconds}
 tpot_seconds = {SLO.tpot_seconds}
 target = {SLO.target}
 [search]
-level_seconds = 20
-single_stream_seconds = 4
+level_seconds = 10
+single_stream_seconds = 2
 """
 
 
@@ -129,9 +125,7 @@ class Bench:
         settings = json.dumps(msgspec.to_builtins(truth))
         command = [sys.executable, "-m", "loadtests.selftest.reference_server", settings]
         cores = self.server_cores
-        with Child(
-            command, cores=cores, log=log, environment=client_environment(), urgent=True
-        ) as child:
+        with Child(command, cores=cores, log=log, urgent=True) as child:
             until = time.monotonic() + 30
             while not (text := log.read_text()).endswith("\n"):
                 if child.poll() is not None or time.monotonic() > until:
@@ -250,12 +244,7 @@ def lateness(bench: Bench) -> list[Row]:
 
 def worlds(bench: Bench) -> list[Row]:
     """Campaigns on four servers that batch by one law, all at once: they mostly wait."""
-    workload = Workload(
-        preset="sharegpt",
-        scale=SCALE,
-        max_prompt_tokens=MOST_PROMPT,
-        max_output_tokens=MOST_OUTPUT,
-    )
+    workload = msgspec.convert(LENGTHS, Workload)
 
     def true(factor: float = 1.0, whole_prompts: bool = False) -> float:
         policy = SchedulingPolicy(slots=SLOTS, whole_prompts=whole_prompts)
@@ -283,7 +272,7 @@ def worlds(bench: Bench) -> list[Row]:
         for world, (truth, *_) in settings.items():
             url = stack.enter_context(bench.server(law=LAW, slots=SLOTS, **truth))
             file = bench.file("campaign.toml")
-            file.write_text(CAMPAIGN.format(url=url))
+            file.write_text(CAMPAIGN.replace("URL", url))
             out, log = bench.file("runs"), bench.file("campaign.log")
             run = ("campaign", "run", str(file), "--out", str(out), "--beside-others")
             child = Child([sys.executable, "-m", "crossover", *run], log=log)

@@ -3,8 +3,8 @@
     >>> times = due_times(Poisson(), rate=20.0, duration_seconds=60.0, seed=1)
 
 Every process has the asked mean rate (requests per second, over whole cycles where it has cycles);
-its other settings give the shape. One sequence is drawn for the whole level and dealt to the load
-generator's processes round-robin (`deal`), so the union over any number of processes is the same.
+its other settings give the shape. One sequence is drawn for the whole level, and each of the load
+generator's processes sends its share of it.
 
 In a campaign file: `arrivals = { kind = "gamma", cv = 2.0 }`. Azure's conversation trace is Poisson
 with a moving rate, its code trace on/off; gamma renewal fits neither, and is here because it is
@@ -14,7 +14,7 @@ asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -84,19 +84,11 @@ class Trace(_Process, frozen=True, tag="trace"):
 Arrivals = Constant | Poisson | Gamma | OnOff | Piecewise | Trace
 
 
-def due_times(
-    arrivals: Arrivals,
-    rate: float,
-    duration_seconds: float,
-    seed: int,
-    *,
-    stamps: Sequence[float] | None = None,
-) -> Times:
+def due_times(arrivals: Arrivals, rate: float, duration_seconds: float, seed: int) -> Times:
     """Ascending times in [0, duration_seconds) at which requests are due: float64 [n], seconds.
 
-    `rate`: mean, requests per second. `stamps`: a trace's times in seconds (else read from its
-    path). A longer duration only adds times at the end. Raises LoadError for a rate or duration
-    that is not above 0, and for a trace with fewer than two stamps.
+    `rate`: mean, requests per second. A longer duration only adds times at the end. Raises
+    LoadError for a rate or duration that is not above 0, and for a trace that cannot be replayed.
     """
     for name, value in (("rate", rate), ("duration_seconds", duration_seconds)):
         if not (math.isfinite(value) and value > 0):
@@ -114,15 +106,12 @@ def due_times(
         case Piecewise():
             times = _piecewise(rng, arrivals, rate, duration_seconds)
         case Trace():
-            recorded = load_trace(arrivals.path).seconds if stamps is None else np.asarray(stamps)
-            times = _replay(rng, recorded, arrivals, rate, duration_seconds)
+            times = _replay(rng, arrivals, rate, duration_seconds)
     return times[times < duration_seconds]
 
 
-def process_of(detail: Mapping[str, Any]) -> Arrivals | None:
-    """The process of a level's journal entry; None: closed loop. LoadError: not a process."""
-    if detail.get("kind") == "closed":
-        return None
+def process_of(detail: Mapping[str, Any]) -> Arrivals:
+    """The process of a journal's entry. LoadError: not a process."""
     try:
         found: Arrivals = msgspec.convert(detail, Arrivals)
         return found
@@ -130,30 +119,22 @@ def process_of(detail: Mapping[str, Any]) -> Arrivals | None:
         raise LoadError(f"arrivals on record cannot be read: {problem}") from problem
 
 
-def deal(times: Times, share: int, shares: int) -> tuple[npt.NDArray[np.int64], Times]:
-    """One of `shares` processes' part: indices within the level, and their due times."""
-    indices = np.arange(share, len(times), shares, dtype=np.int64)
-    return indices, times[indices]
-
-
 def generator(seed: int, *stream: int) -> np.random.Generator:
     """A random generator (Philox) of its own for (seed, stream)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed % 2**64, *stream])))
 
 
-def _summed(draw: Callable[[int], Times], first: Sequence[float], until: float) -> Times:
-    """Running sums of drawn gaps, from the last of `first`, till they pass `until`."""
-    parts = [np.array(first)]
-    last = float(parts[0][-1]) if len(first) else 0.0
-    while last < until:
-        parts.append(last + np.cumsum(draw(1024)))
-        last = float(parts[-1][-1])
+def _summed(draw: Callable[[int], Times], first: float, until: float) -> Times:
+    """`first`, then the running sums of drawn gaps, till they pass `until`."""
+    parts = [np.array([first])]
+    while parts[-1][-1] < until:
+        parts.append(parts[-1][-1] + np.cumsum(draw(1024)))
     return np.concatenate(parts)
 
 
 def _unit_poisson(rng: np.random.Generator, until: float) -> Times:
     """Arrival times of a unit-rate Poisson process in [0, until)."""
-    times = _summed(rng.standard_exponential, (), until)
+    times = _summed(rng.standard_exponential, 0.0, until)[1:]
     return times[times < until]
 
 
@@ -162,7 +143,7 @@ def _renewal(rng: np.random.Generator, cv: float, rate: float, duration_seconds:
     # In equilibrium the first gap is met in proportion to its length, and a uniform part is left.
     first = float(rng.random() * rng.gamma(shape + 1.0)) / (shape * rate)
     scale = 1.0 / (shape * rate)
-    return _summed(lambda n: rng.gamma(shape, scale, n), (first,), duration_seconds)
+    return _summed(lambda n: rng.gamma(shape, scale, n), first, duration_seconds)
 
 
 def _on_off(
@@ -209,15 +190,13 @@ def _piecewise(
     return times
 
 
-def _replay(
-    rng: np.random.Generator, stamps: Times, trace: Trace, rate: float, duration_seconds: float
-) -> Times:
-    if len(stamps) < 2 or np.ptp(stamps) <= 0:
+def _replay(rng: np.random.Generator, trace: Trace, rate: float, duration_seconds: float) -> Times:
+    stamps = load_trace(trace.path).seconds
+    if len(stamps) < 2 or stamps[-1] <= 0:
         raise LoadError(
             f"trace {trace.path}: {len(stamps)} stamps are too few to replay: "
             "at least two different ones are needed"
         )
-    stamps = np.sort(stamps) - np.min(stamps)
     step = trace.dither_seconds
     if step is None:  # the step that stamps were rounded to, where half coincide with another
         gaps = np.diff(stamps)

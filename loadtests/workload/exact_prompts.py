@@ -1,7 +1,7 @@
 """Prompt text of an exact token count, as the server counts (its /tokenize).
 
     maker = PromptMaker(count_tokens, seed=1)  # count_tokens(text) -> int, template included
-    maker.make(ask).text                       # English words; counts ask.prompt_tokens
+    text, tokens = maker.make(ask)             # English words; counts ask.prompt_tokens
 
 Words of one token each are found with a few calls; a prompt is that many words, checked with one
 call and corrected at its tail. After `TRUST` prompts in a row without correction, later ones are
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-
-import msgspec
 
 from loadtests.errors import LoadError
 from loadtests.workload.request_lengths import Ask
@@ -53,13 +51,6 @@ WORDS: tuple[str, ...] = tuple(
 )
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """A prompt as made."""
-
-    text: str
-    tokens: int  # more than asked only where that is shorter than a prompt can be
-
-
 class PromptMaker:
     """`seed` is the level's; prefix groups, which levels share, have one of their own.
 
@@ -72,30 +63,25 @@ class PromptMaker:
         self._exact_in_a_row = 0
         self._words = WORDS
         self._fixed_tokens = 0  # BOS, chat template, and what the first word costs as the first
-        self.calls = 0
         if count_tokens is not None:
-            self._calibrate()
+            self._calibrate(count_tokens)
 
-    @property
-    def minimum_tokens(self) -> int:
-        """The shortest prompt that can be made: what the server adds, and one word."""
-        return self._fixed_tokens + 1
+    def make(self, ask: Ask) -> tuple[str, int]:
+        """The prompt of an ask, the same for the same settings, and how many tokens it has.
 
-    def make(self, ask: Ask) -> Prompt:
-        """The prompt of an ask, the same for the same settings. LoadError: count not met."""
-        wanted = max(ask.prompt_tokens, self.minimum_tokens)
+        It has more than asked only where that is shorter than a prompt can be. Raises LoadError
+        where the count cannot be met.
+        """
+        wanted = max(ask.prompt_tokens, self._fixed_tokens + 1)
         words = self._stream(ask, wanted - self._fixed_tokens)
         if self._count is None or self._exact_in_a_row >= TRUST:
-            return Prompt(" ".join(words), wanted)
-        return self._put_right(ask, words, wanted)
-
-    def _put_right(self, ask: Ask, words: list[str], wanted: int) -> Prompt:
+            return " ".join(words), wanted
         for attempt in range(TRIES):
             text = " ".join(words)
-            counted = self._ask_count(text)
+            counted = self._count(text)
             if counted == wanted:
                 self._exact_in_a_row = self._exact_in_a_row + 1 if attempt == 0 else 0
-                return Prompt(text, counted)
+                return text, wanted
             if counted < wanted:
                 words = [*words, *self._stream(ask, len(words) + wanted - counted)[len(words) :]]
             elif len(words) - (counted - wanted) >= 1:
@@ -131,17 +117,17 @@ class PromptMaker:
         known, count = self._words, len(self._words)
         return [known[number % count] for number in drawn]
 
-    def _calibrate(self) -> None:
+    def _calibrate(self, count: Callable[[str], int]) -> None:
         """Find the words that add one token each: one call where all do, else by halves."""
         base = " ".join(WORDS[:8])
-        base_count = self._ask_count(base)
+        base_count = count(base)
         found: list[str] = []
         todo: list[tuple[str, ...]] = [WORDS[8:]]
         calls_left = CALIBRATION_CALLS
         while todo and calls_left:
             part = todo.pop()
             calls_left -= 1
-            if self._ask_count(base + " " + " ".join(part)) - base_count == len(part):
+            if count(base + " " + " ".join(part)) - base_count == len(part):
                 found += part
             elif len(part) > 1:
                 todo += [part[: len(part) // 2], part[len(part) // 2 :]]
@@ -152,9 +138,4 @@ class PromptMaker:
             )
         self._words = tuple(sorted(found))
         few = self._words[:LEAST_WORDS]
-        self._fixed_tokens = max(0, self._ask_count(" ".join(few)) - len(few))
-
-    def _ask_count(self, text: str) -> int:
-        assert self._count is not None
-        self.calls += 1
-        return self._count(text)
+        self._fixed_tokens = max(0, count(" ".join(few)) - len(few))

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -180,19 +180,7 @@ def draw(
     stay the process that was asked. Without due times the turns of a session follow each other.
     Raises LoadError where lengths cannot be had.
     """
-    if workload.replay is not None:
-        rows = load_trace(workload.replay)
-        keep = np.arange(len(rows))
-        if workload.cap == "redraw":
-            keep = np.flatnonzero(_fits(workload, rows.pairs))
-        if len(keep) == 0:
-            raise LoadError(
-                f"replay {workload.replay}: no row fits max_prompt_tokens and max_output_tokens"
-            )
-        taken = keep[np.arange(n) % len(keep)]  # from the start again when they end
-        pairs = _capped(workload, rows.pairs[taken])
-    else:
-        pairs = _drawn(workload, n, generator(seed, _LENGTHS))
+    pairs = _drawn(workload, n, generator(seed, _LENGTHS))
     groups: list[int | None] = [None] * n
     if workload.shared_prefix_tokens:
         groups = generator(seed, _GROUPS).integers(workload.prefix_groups, size=n).tolist()
@@ -207,15 +195,6 @@ def draw(
         for i, (prompt, output) in enumerate(pairs.tolist())
     ]
     return _as_sessions(workload, asks, seed, due_seconds) if workload.turns > 1 else asks
-
-
-def source(workload: Workload) -> str:
-    """Where the lengths come from, for people."""
-    if workload.preset is not None:
-        return f"{workload.preset}: {preset_table(workload.preset).source}"
-    if workload.prompt_tokens is not None:
-        return f"fixed: {workload.prompt_tokens} prompt and {workload.output_tokens} output tokens"
-    return f"file {workload.file}" if workload.file is not None else f"replay of {workload.replay}"
 
 
 def in_words(workload: Workload) -> str:
@@ -240,56 +219,47 @@ def in_words(workload: Workload) -> str:
 
 
 def _drawn(workload: Workload, n: int, rng: np.random.Generator) -> Pairs:
-    """n pairs within the caps, by cutting off or by drawing again."""
+    """n pairs, scaled and within the caps, by cutting off or by drawing again."""
     sample: Callable[[int], Pairs]
     if workload.preset is not None:
         table = preset_table(workload.preset)
         sample = lambda count: table.sample(rng.random((count, 2)))  # noqa: E731
-    elif workload.file is not None:
-        rows = load_trace(workload.file).pairs
+    elif (path := workload.file or workload.replay) is not None:
+        rows = load_trace(path).pairs
         sample = lambda count: rows[rng.integers(len(rows), size=count)]  # noqa: E731
     else:
         both = np.array([workload.prompt_tokens, workload.output_tokens], dtype=np.int64)
         sample = lambda count: np.tile(both, (count, 1))  # noqa: E731
+
+    def scaled(pairs: Pairs) -> Pairs:
+        return np.maximum(1, np.rint(pairs * workload.scale)).astype(np.int64)
+
+    def fitting(pairs: Pairs) -> Pairs:
+        if workload.cap == "truncate":
+            return np.minimum(pairs, workload.limits).astype(np.int64)
+        return pairs[np.all(pairs <= workload.limits, axis=1)]
+
+    if workload.replay is not None:
+        kept = fitting(scaled(rows))
+        if len(kept) == 0:
+            raise LoadError(
+                f"replay {workload.replay}: no row fits max_prompt_tokens and max_output_tokens"
+            )
+        return kept[np.arange(n) % len(kept)]  # from the start again when they end
     if workload.cap == "truncate":
-        return _capped(workload, sample(n))
+        return fitting(scaled(sample(n)))
     parts = [np.empty((0, 2), dtype=np.int64)]
     found = tried = 0
     while found < n:
-        pairs = sample(_DRAWN_AT_ONCE)
-        parts.append(pairs[_fits(workload, pairs)])
+        parts.append(fitting(scaled(sample(_DRAWN_AT_ONCE))))
         found += len(parts[-1])
-        tried += len(pairs)
+        tried += _DRAWN_AT_ONCE
         if tried >= 16_384 and found < 0.001 * tried:
             raise LoadError(
-                f"cap = 'redraw': fewer than 1 in 1,000 of {source(workload)} fit "
-                f"max_prompt_tokens = {workload.max_prompt_tokens} and "
-                f"max_output_tokens = {workload.max_output_tokens}; "
-                "raise them, lower scale, or use cap = 'truncate'"
+                f"cap = 'redraw': fewer than 1 in 1,000 fit of {in_words(workload)}; "
+                "raise the caps, lower scale, or use cap = 'truncate'"
             )
-    return _capped(workload, np.concatenate(parts)[:n])
-
-
-def _scaled(workload: Workload, pairs: npt.NDArray[Any]) -> Pairs:
-    return np.maximum(1, np.rint(pairs * workload.scale)).astype(np.int64)
-
-
-def _fits(workload: Workload, pairs: Pairs) -> npt.NDArray[np.bool_]:
-    fits: npt.NDArray[np.bool_] = np.all(_scaled(workload, pairs) <= workload.limits, axis=1)
-    return fits
-
-
-def _capped(workload: Workload, pairs: npt.NDArray[Any]) -> Pairs:
-    return np.minimum(_scaled(workload, pairs), workload.limits).astype(np.int64)
-
-
-class _Waiting(msgspec.Struct, frozen=True):
-    """A session between two turns."""
-
-    ready_seconds: float
-    last: Ask
-    pause_seconds: float
-    turns_left: int
+    return np.concatenate(parts)[:n]
 
 
 def _as_sessions(
@@ -300,8 +270,8 @@ def _as_sessions(
     A session ends early where its next prompt would pass max_prompt_tokens.
     """
     rng = generator(seed, _SESSIONS)
-    limit = workload.limits[0]
-    waiting: list[_Waiting] = []  # in order of `ready_seconds`
+    # Sessions between two turns: ready at, last turn, its pause, turns left.
+    waiting: list[tuple[float, Ask, float, int]] = []
     done: list[Ask] = []
     sessions = 0
     for i, ask in enumerate(asks):
@@ -310,26 +280,24 @@ def _as_sessions(
         now = 0.0 if due_seconds is None else float(due_seconds[i])
         turn = msgspec.structs.replace(ask, session=sessions, turn=0)
         # The one that has waited longest; those that this turn would make too long end.
-        while waiting and (due_seconds is None or waiting[0].ready_seconds <= now):
-            before = waiting.pop(0)
-            last = before.last
+        while waiting and (due_seconds is None or waiting[0][0] <= now):
+            _, last, think_seconds, turns_left = waiting.pop(0)
             history = last.prompt_tokens + last.output_tokens
-            if history + ask.prompt_tokens <= limit:
+            if history + ask.prompt_tokens <= workload.limits[0]:
                 turn = msgspec.structs.replace(
-                    ask,
+                    last,
+                    index=ask.index,
                     prompt_tokens=history + ask.prompt_tokens,
+                    output_tokens=ask.output_tokens,
                     history_tokens=history,
-                    prefix=last.prefix,
-                    prefix_tokens=last.prefix_tokens,
-                    session=last.session,
                     turn=(last.turn or 0) + 1,
-                    think_seconds=before.pause_seconds,
+                    think_seconds=think_seconds,
                 )
-                left = before.turns_left - 1
+                left = turns_left - 1
                 break
         sessions += not turn.turn
         done.append(turn)
         if left > 0:
-            waiting.append(_Waiting(now + pause, turn, pause, left))
-            waiting.sort(key=lambda entry: entry.ready_seconds)
+            waiting.append((now + pause, turn, pause, left))
+            waiting.sort(key=lambda one: one[0])
     return done

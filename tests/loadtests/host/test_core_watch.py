@@ -17,7 +17,6 @@ from loadtests.host.core_watch import (
     CoreWatch,
     core_counters,
     process_of,
-    processes,
     threads,
     throttled_seconds,
 )
@@ -109,14 +108,13 @@ def write(file: Path, text: str) -> None:
 
 def test_what_the_kernel_does_not_tell_is_none(tmp_path: Path) -> None:
     (tmp_path / "5/task/5").mkdir(parents=True)
-    assert threads(tmp_path, [5]) is None, "a kernel without schedstat"
-    assert core_counters(tmp_path, [0]) is None
+    assert threads([5], tmp_path) is None, "a kernel without schedstat"
+    assert core_counters([0], tmp_path) is None
     write(tmp_path / "stat", "cpu 1 2 3\ncpu0 100 10 50 800 0 1 1 20 0 0\n")
     ticks = os.sysconf("SC_CLK_TCK")
-    assert core_counters(tmp_path, [0]) == {0: (160 / ticks, 20 / ticks)}
-    assert core_counters(tmp_path, [0, 1]) is None, "a core that is not listed"
-    assert throttled_seconds(5, tmp_path, tmp_path / "cgroup") is None
-    assert dict(processes(tmp_path)) == {}
+    assert core_counters([0], tmp_path) == {0: (160 / ticks, 20 / ticks)}
+    assert core_counters([0, 1], tmp_path) is None, "a core that is not listed"
+    assert throttled_seconds(5, tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -140,6 +138,6 @@ def test_the_quota_of_both_versions_of_control_groups(
 ) -> None:
     write(tmp_path / "proc/5/cgroup", groups)
     for folder, text in files.items():
-        write(tmp_path / "cgroup" / folder / "cpu.stat", text)
-    found = throttled_seconds(5, tmp_path / "proc", tmp_path / "cgroup")
+        write(tmp_path / "sys/fs/cgroup" / folder / "cpu.stat", text)
+    found = throttled_seconds(5, tmp_path)
     assert found == (None if seconds is None else pytest.approx(seconds))

@@ -12,14 +12,9 @@ from typing import Any
 import pytest
 
 from loadtests.errors import LoadError
-from loadtests.host.core_watch import Pids
-from loadtests.host.resource_sampler import Gpu, Rapl, Readings, Sampler
+from loadtests.host.resource_sampler import Gpu, ProcessGroup, Rapl, Sampler
 from loadtests.records.resource_sample import ProcessSample, ResourceSample
 from tests.tools.waiting import wait_for
-
-
-def readings_of(groups: dict[str, Pids], gpu: Gpu | None = None) -> Readings:
-    return Readings("c", groups, is_local=True, gpu=gpu)
 
 
 def test_samples_carry_the_level_that_runs() -> None:
@@ -99,14 +94,14 @@ def test_an_engine_that_is_replaced_has_no_share_across_two_processes() -> None:
     first, second = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
     now = [first.pid]
     try:
-        readings = readings_of({"engine": lambda: now})
-        readings.sample()
-        assert (readings.sample().engine or ProcessSample()).cpu_share is not None
+        group = ProcessGroup(lambda: now)
+        group.sample()
+        assert (group.sample() or ProcessSample()).cpu_share is not None
         now[0] = second.pid
-        engine = readings.sample().engine
+        engine = group.sample()
         assert engine is not None and engine.rss_bytes and engine.cpu_share is None
         now.clear()
-        assert readings.sample().engine is None
+        assert group.sample() is None
     finally:
         for process in (first, second):
             process.kill()
@@ -160,19 +155,11 @@ class FakeNvml:
 
 
 def test_a_gpu_is_read_in_our_units() -> None:
-    engine = subprocess.Popen(["sleep", "60"])
-    try:
-        nvml = FakeNvml(engine.pid)
-        readings = readings_of({"engine": lambda: [engine.pid]}, Gpu(nvml))
-        sample = readings.sample()
-    finally:
-        engine.kill()
-        engine.wait()
-    assert sample.gpu_memory_bytes == 20 << 30
-    assert (sample.gpu_utilisation, sample.gpu_watts) == (0.87, 412.5)
-    assert (
-        sample.gpu_throttled == ["power cap", "hardware thermal"] and "gpu" not in readings.missing
-    )
+    gpu = Gpu(FakeNvml(7))
+    found = gpu.read([7])
+    assert found["gpu_memory_bytes"] == 20 << 30
+    assert (found["gpu_utilisation"], found["gpu_watts"]) == (0.87, 412.5)
+    assert found["gpu_throttled"] == ["power cap", "hardware thermal"] and "gpu" not in gpu.missing
 
 
 def test_what_a_gpu_does_not_tell_is_none() -> None:
@@ -203,10 +190,9 @@ def test_a_driver_that_fails_while_we_look_ends_nothing() -> None:
                 raise RuntimeError("GPU is lost")  # no error of NVML's own
             return object.__getattribute__(self, name)
 
-    readings = readings_of({}, Gpu(Lost(1)))
-    sample = readings.sample()
-    assert sample.gpu_memory_bytes is None
-    assert readings.missing["gpu_watts"] == "this driver does not tell"
+    gpu = Gpu(Lost(1))
+    assert set(gpu.read([1]).values()) == {None}
+    assert gpu.missing["gpu_watts"] == "this driver does not tell"
 
 
 def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
@@ -220,7 +206,7 @@ def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
     assert rapl.read() is None
     (package / "energy_uj").write_text("100000")  # it wrapped around: 0.2 J
     watts = rapl.read()
-    assert watts == pytest.approx(2.0, rel=0.01) and rapl.reason is None
+    assert watts == pytest.approx(2.0, rel=0.01) and not rapl.reason
     whole = tmp_path / "intel-rapl:1"
     whole.mkdir()
     (whole / "name").write_text("psys\n")  # the platform: it holds the package once more
@@ -234,5 +220,5 @@ def test_watts_come_from_the_energy_counters(tmp_path: Path) -> None:
     (package / "energy_uj").write_text("20000")
     assert again.read() is None, "set back, or wrapped around more than once: nobody knows"
     (package / "energy_uj").write_text("nonsense")
-    assert rapl.read() is None and "intel-rapl:0 cannot be read" in (rapl.reason or "")
+    assert rapl.read() is None and "intel-rapl:0 cannot be read" in rapl.reason
     assert Rapl(tmp_path / "nothing").read() is None

@@ -15,8 +15,10 @@ import pytest
 from loadtests.errors import LevelInterrupted, LoadError
 from loadtests.host.child_processes import Child
 from loadtests.load_generator.http_connection import connect, fetch, get_bytes
+from loadtests.load_generator.load_options import parse_arrivals
 from loadtests.load_generator.load_plan import Ended, LoadPlan
 from loadtests.load_generator.locust_process import LoadGenerator
+from loadtests.load_generator.locust_workers import allowed
 from loadtests.load_generator.openai_endpoint import Target
 from loadtests.records.request_record import RequestRecord
 from loadtests.workload.arrivals import Poisson, due_times
@@ -32,13 +34,13 @@ def fleet(url: str, count: int, folder: Path) -> Iterator[tuple[LoadGenerator, l
         place = free.getsockname()[:2]
     joined: list[Child] = []
     with ExitStack() as stack:
-        with LoadGenerator(log=folder / "log", listen=place, expect_workers=count) as master:
+        with LoadGenerator(log=folder / "log", listen=place) as master:
             for number in range(count):
                 words = ("load", url, "--join", f"{place[0]}:{place[1]}")
                 command = [sys.executable, "-m", "crossover", *words]
                 joined.append(stack.enter_context(Child(command, log=folder / f"{number}.log")))
             names: list[list[str]] = []
-            master.wait_for_workers(60.0, names.append)
+            master.wait_for_workers(count, 60.0, names.append)
             assert len(names[-1]) == count
             yield master, joined
         for one in joined:
@@ -61,7 +63,7 @@ def test_workers_send_one_arrival_process_to_the_url_of_their_own_command(
         for _ in range(2):  # one level after the other
             told = list(master.run(plan))
             records = [one for one in told if isinstance(one, RequestRecord)]
-            assert isinstance(told[-1], Ended) and told[-1].processes == 2
+            assert isinstance(told[-1], Ended)
             due = due_times(Poisson(), 40.0, 4.0, 5)
             counted = [record for record in records if record.due_seconds < 2.0]
             assert sorted(r.index for r in counted) == list(range(int((due < 2.0).sum())))
@@ -77,6 +79,22 @@ def test_workers_send_one_arrival_process_to_the_url_of_their_own_command(
             return len(json.loads(fetch(pool, get_bytes(pool, "/truth"))[2]))
 
     assert asked(url) >= 2 * len(records) - 20 and asked(elsewhere) == 0
+
+
+def test_a_worker_that_joined_obeys_within_its_own_command() -> None:
+    """A stranger's plan: neither its URL nor its key nor its files are ours."""
+    plan = LoadPlan(
+        target=Target(url="http://evil", model="m", api_key_env="HOME", verify_tls=False),
+        rate=1.0,
+    )
+    own = Target(url="http://mine", api_key_env="KEY")
+    found = allowed(plan, own)
+    assert found.target == Target(url="http://mine", model="m", api_key_env="KEY")
+    trace = LoadPlan(target=own, rate=1.0, arrivals=parse_arrivals("trace:path=/etc/passwd"))
+    rows = LoadPlan(target=own, rate=1.0, workload=Workload(file="/etc/passwd"))
+    for files in (trace, rows):
+        with pytest.raises(LoadError, match="reads no trace on its machine"):
+            allowed(files, own)
 
 
 def test_a_lost_worker_fails_the_level(truth_server: Start, tmp_path: Path) -> None:
@@ -99,4 +117,4 @@ def test_a_master_says_where_it_cannot_listen_and_who_did_not_come(tmp_path: Pat
         LoadGenerator(log=tmp_path / "log", listen=("127.0.0.1", port)) as master,
         pytest.raises(LoadError, match="0 of 1 workers joined within 3 s"),
     ):
-        master.wait_for_workers(3.0, lambda names: None)
+        master.wait_for_workers(1, 3.0, lambda names: None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loadtests.errors import LoadError
 from loadtests.workload.arrivals import Poisson, due_times
 from loadtests.workload.exact_prompts import PromptMaker
-from loadtests.workload.request_lengths import PRESETS, Workload, draw, in_words, source
+from loadtests.workload.request_lengths import PRESETS, Workload, draw, in_words
 
 
 def lengths(asks):
@@ -51,14 +51,8 @@ def test_truncating_keeps_every_request_and_redrawing_keeps_the_shape_below():
     assert redrawn.max(axis=0) == pytest.approx((512, 200), abs=2)
     assert redrawn.mean(axis=0) == pytest.approx(fitting.mean(axis=0), rel=0.03)
     assert np.mean(redrawn[:, 0] == 512) < 0.01 < np.mean(cut[:, 0] == 512)
-    with pytest.raises(LoadError, match="fewer than 1 in 1,000 of code"):
+    with pytest.raises(LoadError, match="fewer than 1 in 1,000 fit of code"):
         draw(Workload(preset="code", max_prompt_tokens=2, cap="redraw"), 10, 1)
-
-
-def test_scale_multiplies_before_the_caps():
-    whole = lengths(draw(Workload(preset="chat"), 1000, 1))
-    quarter = lengths(draw(Workload(preset="chat", scale=0.25, max_prompt_tokens=100), 1000, 1))
-    assert np.array_equal(quarter, np.minimum(np.maximum(1, np.rint(whole * 0.25)), (100, 10**9)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -80,18 +74,6 @@ def test_scaled_lengths_keep_their_shape(scale, preset, seed):
     assert np.abs(scaled - np.maximum(1, whole * scale)).max() <= 0.5 + 1e-9
     floor = np.maximum(1, whole * scale).mean(axis=0)
     assert scaled.mean(axis=0) == pytest.approx(floor, abs=0.5), "rounding"
-
-
-def test_a_tenth_of_chat_is_still_chat_and_chat_cut_to_a_tenth_is_not():
-    from scipy.stats import spearmanr
-
-    whole, tenth, cut = (
-        lengths(draw(Workload(preset="chat", **how), 5000, 1))
-        for how in ({}, {"scale": 0.1}, {"max_prompt_tokens": 40, "max_output_tokens": 16})
-    )
-    assert tenth.mean(axis=0) == pytest.approx(0.1 * whole.mean(axis=0), rel=0.02)
-    assert spearmanr(whole[:, 0], tenth[:, 0]).statistic > 0.999
-    assert len(np.unique(tenth[:, 0])) > 100 and np.mean(cut[:, 0] == 40) > 0.95
 
 
 @pytest.mark.parametrize(
@@ -116,12 +98,9 @@ def test_lengths_are_said_in_words(workload, words):
     assert in_words(workload) == words
 
 
-def test_fixed_lengths_and_where_lengths_come_from():
+def test_fixed_lengths():
     fixed = Workload(prompt_tokens=256, output_tokens=64)
     assert {(a.prompt_tokens, a.output_tokens) for a in draw(fixed, 10, 1)} == {(256, 64)}
-    assert source(fixed) == "fixed: 256 prompt and 64 output tokens"
-    assert "Azure" in source(Workload(preset="chat"))
-    assert source(Workload(file="f")) == "file f" and source(Workload(replay="r")) == "replay of r"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +174,7 @@ def test_prefix_groups_share_text_and_nothing_else_does():
     workload = Workload(prompt_tokens=50, output_tokens=5, shared_prefix_tokens=30, prefix_groups=3)
     asks = draw(workload, 60, 1)
     maker = PromptMaker(None, seed=1)
-    texts = [maker.make(ask).text.split() for ask in asks]
+    texts = [maker.make(ask)[0].split() for ask in asks]
     for (a, words), (b, others) in itertools.combinations(zip(asks, texts, strict=True), 2):
         common = sum(
             1
