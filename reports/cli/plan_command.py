@@ -69,7 +69,6 @@ def _plan(options: PlanOptions) -> None:
         return
     folder = options.file.parent if options.file is not None else Path()
     with Console(stderr=True).status("simulating") as status:
-
         asked = asked_of(_tables(options, folder), folder)
         candidates = candidates_of(asked, lambda what: status.update(f"simulating: {what}"))
         status.update("what would change the choice")

@@ -60,6 +60,16 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
     arrivals: Arrivals = Poisson()
 
     @property
+    def mean_prompt(self) -> float:
+        """Tokens."""
+        return float(np.mean(self.lengths.prompt))
+
+    @property
+    def mean_output(self) -> float:
+        """Tokens."""
+        return float(np.mean(self.lengths.output))
+
+    @property
     def longest(self) -> float:
         """Tokens of the longest request."""
         return float((self.lengths.prompt + self.lengths.output).max())

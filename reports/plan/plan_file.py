@@ -157,7 +157,8 @@ def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
             forecast=_forecast(keys.forecast),
             slo=slo_of(keys.slo or "chat"),
             traffic=Traffic(lengths, keys.forecast.arrivals),
-            lengths=lengths_in_words(workload),
+            lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
+            f"in, {lengths.output.mean():.0f} out",
             folder=folder,
         )
     except (CrossoverError, LoadError) as problem:
