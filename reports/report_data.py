@@ -111,8 +111,7 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def counts(self) -> bool:
         """It has a part in the capacity: valid, and undisturbed."""
         said = self.level.finished
-        taken = None if said is None else said.disturbance
-        return said is not None and said.is_valid and not (taken and taken.is_set_aside)
+        return said is not None and said.is_valid and not self.level.is_set_aside
 
     def quantile(self, name: str, q: float) -> float | None:
         """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.

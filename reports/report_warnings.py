@@ -85,7 +85,7 @@ def _of_cells(data: ReportData) -> Iterator[NamedWarning]:
 
 def _of_run(data: ReportData) -> Iterator[NamedWarning]:
     lost = of_kind(data.events, LevelAbandoned)
-    if lost or of_kind(data.events, Interrupted):
+    if of_kind(data.events, Interrupted) or lost:
         reasons = list(dict.fromkeys(event.reason for event in lost))[:3]
         why = f": {formatting.listing(reasons)}" if reasons else ""
         text = f"The run was interrupted; {len(lost)} levels were begun and do not count{why}."

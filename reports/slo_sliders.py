@@ -32,7 +32,7 @@ REQUESTS = 1_200
 GPUS = 2  # the cheapest that a model fits on, whose low ends are told too
 
 Array = npt.NDArray[Any]
-Grid = Sequence[tuple[float, float, float]]  # (TTFT, TPOT, target), the last quickest
+Grid = Sequence[tuple[float, ...]]  # (TTFT, TPOT, target), the last quickest
 
 
 class Lattice(msgspec.Struct, frozen=True, kw_only=True):
