@@ -135,17 +135,24 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
     return found
 
 
-def rate_axis(low: float, high: float, title: str = "requests") -> alt.X:
+def rate_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Requests/s that are round in the unit people read them in, with room for their labels."""
+    per = ((3600, 0.0, 0.166), (60, 0.166, 0.999), (1, 0.999, math.inf))
+    found: list[float] = []
+    for times, least, below in per:
+        for tick in ticks(low * times, high * times, 99):
+            rate = tick / times
+            apart = math.log(high / low) / most
+            if least <= rate < below and (not found or math.log(rate / found[-1]) >= apart):
+                found.append(rate)
+    return found
+
+
+def rate_axis(low: float, high: float, title: str = "request rate") -> alt.X:
     """Rates on a log scale; labels are per second, minute or hour."""
-    per = [(60, 0.166, 0.999), (3600, 0.0, 0.166), (1, 0.999, math.inf)]
-    values = [
-        tick / times
-        for times, least, below in per
-        for tick in ticks(low * times, high * times, 99)
-        if least <= tick / times < below
-    ]
-    values = values if len(values) <= 7 else values[:: math.ceil(len(values) / 7)]
-    axis = alt.Axis(title=title, labelExpr=RATE_LABEL, values=sorted(values))
+    axis = alt.Axis(
+        title=title, labelExpr=RATE_LABEL, values=rate_ticks(low, high, 6), labelOverlap=False
+    )
     return alt.X("rate:Q", scale=alt.Scale(type="log", domain=[low, high], nice=False), axis=axis)
 
 

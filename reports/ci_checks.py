@@ -35,17 +35,13 @@ class Checked(msgspec.Struct, frozen=True):
     text: str
 
 
+def _alone(one: Answer, name: str) -> float | None:
+    return None if one.cell.alone is None else getattr(one.cell.alone, name)
+
+
 def _capacity(one: Answer) -> float | None:
     found = one.cell.capacity
     return one.cell.held if found is None or one.cell.held else found.low
-
-
-def _ttft(one: Answer) -> float | None:
-    return None if one.cell.alone is None else one.cell.alone.ttft_seconds
-
-
-def _tpot(one: Answer) -> float | None:
-    return None if one.cell.alone is None else one.cell.alone.tpot_seconds
 
 
 def _memory(one: Answer) -> float | None:
@@ -58,8 +54,8 @@ QUANTITIES: dict[str, tuple[str, Callable[[Answer], float | None]]] = {
     "held": ("the confirmed rate, requests/s", lambda one: one.cell.held),
     "limit": ("the estimated limit, requests/s", lambda one: one.cell.limit),
     "capacity": ("the confirmed rate, else the low end of the estimate, requests/s", _capacity),
-    "ttft": ("median TTFT of one user alone, s", _ttft),
-    "tpot": ("median TPOT of one user alone, s", _tpot),
+    "ttft": ("median TTFT of one user alone, s", lambda one: _alone(one, "ttft_seconds")),
+    "tpot": ("median TPOT of one user alone, s", lambda one: _alone(one, "tpot_seconds")),
     "memory": ("measured peak memory, GiB", _memory),
 }
 

@@ -1,16 +1,15 @@
-"""Where a GPU takes over, and which: the one rule that page, map, sentence and plan follow.
+"""Where a GPU takes over, and which: the one rule that page, map and sentence follow.
 
-    takes_over(cell, data.slo)         # TakeOver(device="NVIDIA T4", rate=..., dollars=...)
+    takes_over(cell, data.slo)         # TakeOver(rate=..., gpu=DeviceCapacity(...))
 
 **The rule: the cheapest in the catalogue whose low end (90 %, one-sided) holds the rate.** The rate
 is what a CPU's limit asks for: a little more than it holds; where a model is not even good alone,
-the smallest rate that anybody would ask for.
+the smallest rate that anybody would ask for. A plan chooses by the same rule (plan_options.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 
@@ -26,7 +25,7 @@ from reports.devices.device_capacity import (
     machine_of,
     slow_server,
 )
-from reports.devices.device_catalog import Device, priced_gpus
+from reports.devices.device_catalog import priced_gpus
 from reports.errors import ReportError
 from reports.report_data import CellData, ReportData
 
@@ -43,38 +42,34 @@ class TakeOver(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def cheapest(
-    spec: ModelSpec,
-    weight_format: str,
-    traffic: Traffic,
-    slo: Slo,
-    rate: float,
-    devices: Sequence[Device] | None = None,
-) -> tuple[Machine, int] | None:
-    """The cheapest whose low end holds the rate, alone or 2, 4, 8 that share each step; None: none.
-
-    `devices` None: all GPUs of the catalogue that have a price.
-    """
+def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
+    """For one cell on a CPU; None where its shape, its requests or its limit is not known, and
+    where a GPU serves it already."""
+    spec, traffic = cell.spec, cell.traffic
+    if spec is None or traffic is None or cell.limit is None or cell.device == "gpu":
+        return None
+    asked = max(cell.limit * ABOVE, LEAST_RATE)
     offers = [
         ((one.dollars_per_hour or math.inf) * count, count, one)
-        for one in (priced_gpus() if devices is None else devices)
+        for one in priced_gpus()
         for count in TOGETHER
     ]
     for _, count, device in sorted(offers, key=lambda offer: offer[:2]):
         machine = machine_of(device)
         try:
-            if holds(machine, spec, weight_format, traffic, slo, rate, count) == "yes":
-                return machine, count
+            suffices = holds(machine, spec, GPU_FORMAT, traffic, slo, asked, count) == "yes"
         except ReportError:  # its memory does not suffice, or its peak is not known
             continue
-    return None
+        if suffices:
+            gpu = capacity_of(machine, spec, GPU_FORMAT, traffic, slo, count)
+            return TakeOver(rate=asked, gpu=gpu)
+    return TakeOver(rate=asked, gpu=None, reason="no GPU of the catalogue surely holds it")
 
 
 def fitting(spec: ModelSpec, weight_format: str, traffic: Traffic, most: int) -> list[Machine]:
     """The cheapest GPUs that the model fits on, whatever they hold."""
-    found = []
-    for device in priced_gpus():
-        machine = machine_of(device)
+    found: list[Machine] = []
+    for machine in map(machine_of, priced_gpus()):
         try:
             slow_server(machine, spec, weight_format, traffic)
         except ReportError:
@@ -85,29 +80,14 @@ def fitting(spec: ModelSpec, weight_format: str, traffic: Traffic, most: int) ->
     return found
 
 
-def takes_over(cell: CellData, slo: Slo) -> TakeOver | None:
-    """For one cell on a CPU; None where its shape, its requests or its limit is not known, and
-    where a GPU serves it already."""
-    if cell.spec is None or cell.traffic is None or cell.limit is None or cell.device == "gpu":
-        return None
-    asked = max(cell.limit * ABOVE, LEAST_RATE)
-    found = cheapest(cell.spec, GPU_FORMAT, cell.traffic, slo, asked)
-    if found is None:
-        return TakeOver(rate=asked, gpu=None, reason="no GPU of the catalogue surely holds it")
-    machine, count = found
-    gpu = capacity_of(machine, cell.spec, GPU_FORMAT, cell.traffic, slo, count)
-    return TakeOver(rate=asked, gpu=gpu)
-
-
 def best_cells(data: ReportData) -> list[CellData]:
     """One cell a model, smallest first: the one with the highest confirmed rate, then limit."""
     best: dict[str, CellData] = {}
     for cell in data.cells:
         now = best.get(cell.model)
-        if now is None or _worth(cell) > _worth(now):
+        if now is None or (cell.held or 0.0, cell.limit or 0.0) > (
+            now.held or 0.0,
+            now.limit or 0.0,
+        ):
             best[cell.model] = cell
     return list(best.values())
-
-
-def _worth(cell: CellData) -> tuple[float, float]:
-    return cell.held or 0.0, cell.limit or 0.0

@@ -10,7 +10,7 @@ processes, the campaign's own text) is left out. `crossover report shared` makes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,42 +30,23 @@ from models.ladder import is_rung
 from models.manifest import write_atomically
 from reports.errors import ReportError
 
-# Words that a kept text may be: what our own code writes. Numbers and booleans are always kept.
-TEXT_KEYS = frozenset(
-    (
-        *("kind", "cell", "level", "purpose", "state", "method", "verdict", "cause", "backend"),
-        *("weight_format", "device", "model", "name", "preset", "policy", "kv_dtype", "error"),
-        *("finish_reason", "arrivals", "key", "workload", "standby", "by"),
-    )
+# Keys whose texts are kept, since our own code writes them, and keys of which nothing but a number
+# is. Numbers and booleans under any other key are kept, texts are not.
+KEPT = frozenset(
+    "kind cell level purpose state method verdict cause backend weight_format device model name "
+    "preset policy kv_dtype error finish_reason arrivals key workload standby by".split()
 )
-DROPPED_KEYS = frozenset(
-    (
-        *(
-            "command",
-            "campaign_text",
-            "url",
-            "target",
-            "placement",
-            "layout",
-            "sampling",
-            "hostname",
-        ),
-        *("error_message", "request_id", "session", "strangers", "engines", "options", "cache"),
-        *("details", "reason", "reasons", "cut_short", "file", "replay", "path"),
-        *("cpu_name", "api_key_env", "gpu_note", "uuid", "endpoint_notes", "device_name"),
-    )
+LEFT_OUT = frozenset(
+    "command campaign_text url target placement layout sampling hostname error_message request_id "
+    "session strangers engines options cache details reason reasons cut_short file replay path "
+    "cpu_name api_key_env gpu_note uuid endpoint_notes device_name".split()
 )
-FACTS = ("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores")
-MORE_FACTS = ("memory_total_bytes", "virtualisation", "system")
+FACTS = (
+    *("cpu_model", "architecture", "isa", "logical_cores", "physical_cores", "allowed_cores"),
+    *("memory_total_bytes", "virtualisation", "system"),
+)
+MANIFEST_KEYS = ("format_version", "created", "crossover_version", "seed", "versions")
 MOST_TEXT = 80
-SAY_WHY = (
-    "interrupted",
-    "level_abandoned",
-    "cell_skipped",
-    "waited",
-    "never_quiet",
-    "engine_chosen",
-)
 
 
 def export_run(folder: Path, out: Path) -> list[str]:
@@ -81,12 +62,9 @@ def export_run(folder: Path, out: Path) -> list[str]:
     manifest = _manifest(run, own)
     digest = hashlib.sha256(b"".join(map(msgspec.json.encode, requests))).hexdigest()[:10]
     manifest["run_id"] = f"{run.manifest.created[:10]}-{digest}"
-    files = {
-        MANIFEST: msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n",
-        EVENTS: _lines(events),
-        REQUESTS: _lines(requests),
-        SAMPLES: _lines(samples),
-    }
+    files = {MANIFEST: msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"}
+    for name, records in ((EVENTS, events), (REQUESTS, requests), (SAMPLES, samples)):
+        files[name] = b"".join(msgspec.json.encode(one) + b"\n" for one in records)
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -94,9 +72,7 @@ def export_run(folder: Path, out: Path) -> list[str]:
     except OSError as problem:
         raise ReportError(f"{out} cannot be written: {problem.strerror}") from problem
     size = formatting.size(sum(map(len, files.values())))
-    texts = sorted(
-        {text for one in (manifest, *events, *requests, *samples) for text in _texts(one)}
-    )
+    texts = sorted({*_texts([manifest, events, requests, samples])})
     return [
         f"{out}: {len(requests)} requests (times and token counts), {len(samples)} samples, {size}",
         "left out: hosts, users, paths, addresses, commands, error texts, reasons, the campaign",
@@ -104,21 +80,18 @@ def export_run(folder: Path, out: Path) -> list[str]:
     ]
 
 
-def _manifest(run: RunRecords, own: list[str]) -> dict[str, Any]:
+def _manifest(run: RunRecords, own: Sequence[str]) -> dict[str, Any]:
     whole = msgspec.to_builtins(run.manifest)
-    facts = {k: whole["server_facts"].get(k) for k in (*FACTS, *MORE_FACTS)}
+    facts = {key: whole["server_facts"].get(key) for key in FACTS}
     facts["gpus"] = [
         {"name": gpu.get("name"), "memory_bytes": gpu.get("memory_bytes")}
         for gpu in whole["server_facts"].get("gpus") or []
     ]
-    campaign = _kept(whole["campaign"], own)
-    campaign["name"] = "shared"
     return {
-        **{key: whole[key] for key in ("format_version", "created", "crossover_version", "seed")},
-        "versions": whole["versions"],
+        **{key: whole[key] for key in MANIFEST_KEYS},
         "git_commit": None,
         "command": ["crossover", "campaign", "run"],
-        "campaign": campaign,
+        "campaign": _kept(whole["campaign"], own) | {"name": "shared"},
         "campaign_text": "",
         "cells": [_kept(cell, own) for cell in whole["cells"]],
         "server_facts": {k: v for k, v in facts.items() if v not in (None, [])},
@@ -126,10 +99,10 @@ def _manifest(run: RunRecords, own: list[str]) -> dict[str, Any]:
     }
 
 
-def _event(event: Event, own: list[str]) -> dict[str, Any]:
-    """Its numbers and known words; texts that must be there say that they are left out."""
+def _event(event: Event, own: Sequence[str]) -> dict[str, Any]:
+    """Its numbers and known words; a reason that must be there says that it is left out."""
     kept: dict[str, Any] = _kept(msgspec.to_builtins(event), own)
-    if event.kind in SAY_WHY:
+    if isinstance(getattr(event, "reason", None), str):
         kept["reason"] = "(left out)"
     if isinstance(event, EngineChosen):
         kept["engines"] = [_kept(msgspec.to_builtins(one), own) for one in event.engines]
@@ -141,27 +114,26 @@ def _event(event: Event, own: list[str]) -> dict[str, Any]:
     return kept
 
 
-def _kept(value: Any, own: list[str]) -> Any:
+def _kept(value: Any, own: Sequence[str]) -> Any:
     """Numbers, and texts of known keys; a model that is no rung is called `model N`."""
     if isinstance(value, Mapping):
         found = {}
         for key, item in value.items():
-            if key in DROPPED_KEYS and not isinstance(item, float):  # slo.target is a number
+            if key in LEFT_OUT and not isinstance(item, float):  # slo.target is a number
                 continue
-            if isinstance(item, str):
-                if key in TEXT_KEYS and len(item) <= MOST_TEXT and "/" not in item:
+            if not isinstance(item, str):
+                found[key] = _kept(item, own)
+            elif key in KEPT:
+                is_plain = len(item) <= MOST_TEXT and "/" not in item
+                if is_plain or any(name in item for name in own):
                     found[key] = _renamed(item, own)
-                elif key in TEXT_KEYS and any(name in item for name in own):
-                    found[key] = _renamed(item, own)
-                continue
-            found[key] = _kept(item, own)
         return found
     if isinstance(value, list | tuple):
         return [_kept(item, own) for item in value if not isinstance(item, str)]
     return value
 
 
-def _renamed(text: str, own: list[str]) -> str:
+def _renamed(text: str, own: Sequence[str]) -> str:
     for number, name in enumerate(own, 1):
         text = text.replace(name, f"model {number}")
     return text
@@ -174,10 +146,6 @@ def _texts(value: Any) -> Iterator[str]:
         for key, item in value.items():
             if key not in ("cell", "level", "key", "kind"):
                 yield from _texts(item)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
-
-
-def _lines(records: list[dict[str, Any]]) -> bytes:
-    return b"".join(msgspec.json.encode(one) + b"\n" for one in records)

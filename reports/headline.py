@@ -1,7 +1,7 @@
 """The answer: one sentence of at most 30 words, and one line of what it rests on.
 
-headline(answers, data)     # "On 2 cores of an AMD EPYC this CPU serves chat up to ..."
-basis(data)                 # machine, workload in tokens, SLO in words, date
+headline(answers, data)     # "2 cores of an AMD EPYC serve up to ..."
+basis(data)                 # workload in tokens, SLO in words, date
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from loadtests.analysis.slo import Slo
 from models import formatting
@@ -31,6 +30,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return model_title(self.cell.model)
 
     @property
+    def gpu(self) -> DeviceCapacity | None:
+        return None if self.over is None else self.over.gpu
+
+    @property
     def is_served(self) -> bool:
         """Some rate is confirmed or estimated."""
         return bool(self.cell.held or self.cell.limit)
@@ -46,44 +49,36 @@ def headline(answers: Sequence[Answer], data: ReportData) -> str:
     told = [one for one in answers if one.cell.capacity is not None]
     if not told:
         return "Nothing was measured to its end in this run."
-    served = [one for one in told if one.is_served]
     machine = machine_words(data)
-    if not served:
-        return f"{machine} serves none of these models within the SLO{_gpu(told[0])}."
-    top, beyond = served[-1], _beyond(told)
+    last = max((place for place, one in enumerate(told) if one.is_served), default=-1)
+    if last < 0:
+        return f"{machine} serves none of these models within the SLO{_needs_gpu(told[0])}."
+    top, found = told[last], told[last].cell.capacity
+    said = f"{formatting.requests(top.cell.held, rounded='down')}, confirmed"
+    if not top.cell.held and found is not None:
+        ends = formatting.rate_with_interval(found.limit, found.low, found.high)
+        said = f"about {ends}, estimated"
     verb = "serves" if data.facts.get("url") else "serve"
-    said = f"{machine} {verb} up to {top.title}: {_rate(top)}"
-    if beyond is not None:
-        return f"{said}{_gpu(beyond)}."
-    if top.over is not None and top.over.gpu is not None:
-        return f"{said}; above that a {_priced(top.over.gpu)} takes over."
+    said = f"{machine} {verb} up to {top.title}: {said}"
+    if told[last + 1 :]:
+        return f"{said}{_needs_gpu(told[last + 1])}."
+    if top.gpu is not None:
+        return f"{said}; above that {_article(top.gpu.name)} {_priced(top.gpu)} takes over."
     return f"{said}."
 
 
-def _rate(top: Answer) -> str:
-    """`49 requests a minute, confirmed`, or the estimate with its interval."""
-    found = top.cell.capacity
-    if top.cell.held or found is None:
-        return f"{formatting.requests(top.cell.held, rounded='down')}, confirmed"
-    said = formatting.rate_with_interval(found.limit, found.low, found.high)
-    return f"about {said}, estimated"
+def _needs_gpu(answer: Answer) -> str:
+    """`; Llama-3.1-8B needs a GPU: NVIDIA L4 ($0.80/h)`."""
+    which = "" if answer.gpu is None else f": {_priced(answer.gpu)}"
+    return f"; {answer.title} needs a GPU{which}"
 
 
 def _priced(gpu: DeviceCapacity) -> str:
     return f"{gpu.name} ({formatting.dollars_per_hour(gpu.dollars_per_hour)})"
 
 
-def _beyond(told: Sequence[Answer]) -> Answer | None:
-    """The smallest model above all that are served."""
-    sizes = [one.is_served for one in told]
-    last = max((index for index, served in enumerate(sizes) if served), default=-1)
-    return told[last + 1] if last + 1 < len(told) else None
-
-
-def _gpu(answer: Answer) -> str:
-    """`; Llama-3.1-8B needs a GPU: NVIDIA L4 ($0.80/h)`."""
-    gpu = answer.over.gpu if answer.over is not None else None
-    return f"; {answer.title} needs a GPU{'' if gpu is None else ': ' + _priced(gpu)}"
+def _article(name: str) -> str:
+    return "an" if name[:1].upper() in "AEIOU" or name.startswith("NVIDIA") else "a"
 
 
 def machine_words(data: ReportData) -> str:
@@ -98,8 +93,7 @@ def machine_words(data: ReportData) -> str:
     allowed = facts.get("allowed_cores")
     cores = len(allowed) if isinstance(allowed, list | tuple) else allowed
     cores = cores or facts.get("logical_cores")
-    article = "an" if name[:1].upper() in "AEIOU" else "a"
-    return f"{cores} cores of {article} {name}" if cores else f"{article} {name}"
+    return f"{f'{cores} cores of ' if cores else ''}{_article(name)} {name}"
 
 
 def slo_words(slo: Slo) -> str:
@@ -112,18 +106,13 @@ def slo_words(slo: Slo) -> str:
     return f"{', '.join(parts) or 'no limit'}, for {formatting.share(slo.target)} of requests"
 
 
-def workload_words(data: ReportData) -> str:
-    """`requests of 126 + 112 tokens (prompt + answer, means)`."""
-    known = [cell.traffic for cell in data.cells if cell.traffic is not None]
-    if not known:
-        return "requests of unknown length"
-    lengths = known[0].lengths
-    prompt, output = float(np.mean(lengths.prompt)), float(np.mean(lengths.output))
-    several = " (the first of several workloads)" if len(data.workloads) > 1 else ""
-    return f"requests of {prompt:.0f} + {output:.0f} tokens (prompt + answer, means){several}"
-
-
 def basis(data: ReportData) -> str:
     """What the answer rests on, in a line."""
-    said = f"{workload_words(data)}; SLO: {slo_words(data.slo)}; {data.manifest.created[:10]}"
-    return f"{said[0].upper()}{said[1:]}"
+    known = [cell.traffic for cell in data.cells if cell.traffic is not None]
+    asked = "Requests of unknown length"
+    if known:
+        prompt, output = known[0].mean_prompt, known[0].mean_output
+        asked = f"Requests of {prompt:.0f} + {output:.0f} tokens (prompt + answer, means)"
+        if len(data.workloads) > 1:
+            asked += " (the first of several workloads)"
+    return f"{asked}; SLO: {slo_words(data.slo)}; {data.manifest.created[:10]}"

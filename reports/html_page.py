@@ -1,6 +1,6 @@
 """The page: one offline HTML file with its charts drawn in.
 
-html = page(data)               # str, up to 1.2 MB
+html = page(data, answers, sections_of(data, answers))               # str, up to 1.2 MB
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from markupsafe import Markup
 from models import formatting
 from reports.chart_style import dark_rules, svg
 from reports.headline import Answer, basis, headline, machine_words
-from reports.report_data import CellData, ReportData
+from reports.report_data import ReportData
 from reports.report_warnings import alerts_of, warnings_of
 from reports.sections.all_sections import SECTIONS
 from reports.sections.crossover_map import crossover_map
@@ -51,8 +51,9 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    featured = featured_cell(told)
-    curves = latency_curves(featured, data.slo) if featured is not None else ()
+    featured, the_map = _featured(told), crossover_map(told)
+    curves = () if featured is None else latency_curves(featured.cell, data.slo)
+    runs = " ".join(data.folders)
     view: dict[str, Any] = {
         "run": ", ".join(data.run_ids),
         "headline": headline(told, data),
@@ -60,39 +61,42 @@ def page(data: ReportData, told: Sequence[Answer], sections: Sequence[Section]) 
         "alerts": alerts_of(data),
         "heads": HEADS,
         "names": KEYS,
-        "rows": [answer_row(one, data.slo) for one in told],
-        "map": _drawn(crossover_map(told)),
+        "rows": [answer_row(one) for one in told],
+        "map": None if the_map is None else _drawn(the_map),
         "curves": [_drawn(chart) for chart in curves],
-        "featured": "" if featured is None else _title(featured, told),
+        "featured": "" if featured is None else featured.title,
         "sliders": lattice is not None,
         "levels": levels_table(data),
         "counts": f"{formatting.count(data.requests)} requests counted",
         "warnings": warnings_of(data),
         "machine": machine_words(data),
-        "facts": facts_of(data),
+        "facts": _facts(data),
         "folder": ", ".join(data.folders),
-        "commands": commands_of(data),
+        "commands": f"{' '.join(data.manifest.command)}\ncrossover report {runs}",
         "campaign": data.manifest.campaign_text,
         "confidence": formatting.share(data.slo.confidence),
     }
     return environment.from_string(_asset("report.html")).render(
         page=view,
-        sections=[_with_drawings(section) for section in sections],
+        sections=[
+            {**msgspec.structs.asdict(one), "charts": [_drawn(chart) for chart in one.charts]}
+            for one in sections
+        ],
         css=Markup(_asset("report.css") + dark_rules()),  # nosec: the project's own assets
         js=Markup(_asset("report.js")),  # nosec
         lattice=Markup(_json(lattice)),  # nosec: `<` is escaped
     )
 
 
-def featured_cell(answers: Sequence[Answer]) -> CellData | None:
-    """The largest model that the CPU serves, else the first that was measured."""
-    served = [one.cell for one in answers if one.is_served and one.cell.loaded]
-    served = served or [one.cell for one in answers if one.is_served]
-    measured = [one.cell for one in answers if one.cell.loaded]
-    return served[-1] if served else next(iter(measured), None)
+def _featured(answers: Sequence[Answer]) -> Answer | None:
+    """The largest model that the CPU serves, one with levels first; else one that was measured."""
+    served = [one for one in answers if one.is_served]
+    loaded = [one for one in answers if one.cell.loaded]
+    both = [one for one in served if one in loaded]
+    return both[-1] if both else served[-1] if served else next(iter(loaded), None)
 
 
-def facts_of(data: ReportData) -> list[tuple[str, str]]:
+def _facts(data: ReportData) -> list[tuple[str, str]]:
     """Of the machine and the software, in words."""
     found = []
     for key, name in FACTS.items():
@@ -105,40 +109,18 @@ def facts_of(data: ReportData) -> list[tuple[str, str]]:
             value = [one.get("name") for one in value]
         said = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         found.append((name, said))
-    found += [(name, version) for name, version in data.manifest.versions.items()]
     commit = data.manifest.git_commit or "not known"
-    return [*found, ("crossover", f"{data.manifest.crossover_version}, commit {commit}")]
+    version = f"{data.manifest.crossover_version}, commit {commit}"
+    return [*found, *data.manifest.versions.items(), ("crossover", version)]
 
 
-def commands_of(data: ReportData) -> str:
-    """What makes such a run, and this page of it."""
-    runs = " ".join(data.folders)
-    return f"{' '.join(data.manifest.command)}\ncrossover report {runs}"
-
-
-def _title(cell: CellData, answers: Sequence[Answer]) -> str:
-    return next(one.title for one in answers if one.cell is cell)
-
-
-class _Drawn(msgspec.Struct, frozen=True):
+def _drawn(chart: Chart) -> dict[str, Any]:
     """A chart with its SVG."""
-
-    label: str
-    half: bool
-    drawn: Markup
-
-
-def _drawn(chart: Chart | None) -> _Drawn | None:
-    if chart is None:
-        return None
-    text = chart.svg or svg(chart.spec or {}, HALF if chart.half else WIDE)
-    body = f'<div id="{chart.slug}">{text}</div>' if chart.svg else text
-    return _Drawn(chart.label, chart.half, Markup(body))  # nosec: drawn by us, names escaped
-
-
-def _with_drawings(section: Section) -> dict[str, Any]:
-    charts = [_drawn(chart) for chart in section.charts]
-    return {**msgspec.structs.asdict(section), "charts": charts}
+    if chart.spec is None:
+        body = f'<div id="{chart.slug}">{chart.svg}</div>'
+    else:
+        body = svg(chart.spec, HALF if chart.half else WIDE)
+    return {"label": chart.label, "half": chart.half, "drawn": Markup(body)}  # nosec: drawn by us
 
 
 def _asset(name: str) -> str:

@@ -19,7 +19,7 @@ def markdown(data: ReportData, answers: Sequence[Answer], sections: Sequence[Sec
     lines += [f"> {text}" for text in alerts_of(data)]
     lines += ["", _row(HEADS), _row(["---"] * len(HEADS))]
     for one in answers:
-        cells = answer_row(one, data.slo)
+        cells = answer_row(one)
         grades = [f" *({cell.grade})*" if cell.grade else "" for cell in cells]
         lines.append(_row([f"{c.text}{g}" for c, g in zip(cells, grades, strict=True)]))
     lines += [

@@ -45,8 +45,8 @@ from loadtests.simulation.simulated_capacity import LOADED, QUICK_REQUESTS, leng
 from loadtests.simulation.step_law import StepLaw
 from loadtests.workload.arrivals import Poisson, Trace, process_of
 from loadtests.workload.request_lengths import Workload
-from models.errors import UnknownModel
-from models.ladder import rung
+from models import formatting
+from models.ladder import is_rung, rung
 from models.spec import ModelSpec
 from reports.devices.device_capacity import Traffic
 from reports.errors import BadRun, NotComparable
@@ -66,10 +66,23 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     gpu_bytes: int | None = None  # measured: the most of the GPU in use, by whomever
 
     @property
+    def parts(self) -> tuple[int | None, int | None, int | None]:
+        """Predicted: weights, KV cache, overhead."""
+        return self.weight_bytes, self.kv_bytes, self.overhead_bytes
+
+    @property
     def predicted_bytes(self) -> int | None:
-        parts = (self.weight_bytes, self.kv_bytes, self.overhead_bytes)
-        known = [one for one in parts if one is not None]
-        return sum(known) if len(known) == len(parts) else None
+        known = [one for one in self.parts if one is not None]
+        return sum(known) if len(known) == len(self.parts) else None
+
+    @property
+    def measured_bytes(self) -> int | None:
+        return self.peak_bytes if self.gpu_bytes is None else self.gpu_bytes
+
+    @property
+    def most_bytes(self) -> int | None:
+        """As measured, else as predicted."""
+        return self.predicted_bytes if self.measured_bytes is None else self.measured_bytes
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,11 +103,15 @@ class LevelData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     warnings: tuple[NamedWarning, ...] = ()
 
     @property
+    def load(self) -> str:
+        """In words: `1.8/s`, `8 users`, `alone`."""
+        return formatting.load(self.level.rate, self.level.started.concurrency)
+
+    @property
     def counts(self) -> bool:
         """It has a part in the capacity: valid, and undisturbed."""
         said = self.level.finished
-        taken = None if said is None else said.disturbance
-        return said is not None and said.is_valid and not (taken and taken.is_set_aside)
+        return said is not None and said.is_valid and not self.level.is_set_aside
 
     def quantile(self, name: str, q: float) -> float | None:
         """Of `ttft`, `tpot`, `e2e` or `send_lag` of the counted requests; None: there is none.
@@ -118,12 +135,10 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     weight_format: str
     backend: str
     device: str | None  # cpu or gpu, what served; None: not known
-    url: str | None  # an endpoint that the campaign did not start
     engine: str = ""  # of others: its name
     hardware: str = ""  # the name of its hardware budget
     workload: str = ""  # its name, where the campaign has several
     slots: int | None = None
-    context_tokens: int | None = None
     state: CellState = "not_started"
     reason: str = ""  # why it was skipped or not finished; "": it was measured
     levels: tuple[LevelData, ...] = ()  # single streams and loads, in the order measured
@@ -151,6 +166,11 @@ class CellData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if found.limit is None and found.method == "law" and not found.holds:
             return 0.0  # by its step times requests one at a time miss the SLO
         return self.held if found.limit is None else found.limit
+
+    @property
+    def engine_words(self) -> str:
+        """`onnx int8`."""
+        return " ".join(filter(None, (self.engine or self.backend, self.weight_format)))
 
     @property
     def parameters(self) -> int | None:
@@ -194,7 +214,6 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     slo: Slo
     cells: tuple[CellData, ...]
     requests: int  # due in the window of a finished level
-    measured_seconds: float | None
     events: tuple[Event, ...] = ()  # of all runs, in order
     damage: tuple[str, ...] = ()  # what is left out of the files
 
@@ -218,13 +237,12 @@ def read_report(folders: Sequence[Path], slo: Slo | None = None) -> ReportData:
     first = runs[0]
     for other in runs[1:]:
         _check_comparable(first.manifest, other.manifest, slo)
-    asked = slo or slo_of(first.manifest)
+    asked = slo or _converted(first.manifest, "slo", Slo)
     cells: dict[str, CellData] = {}
     for run in runs:  # a cell that is in several runs is told by the last one that measured it
         for cell in _cells_of(run, asked):
             if cell.key not in cells or cell.levels:
                 cells[cell.key] = cell
-    spans = [[event.unix_seconds for event in run.events] for run in runs]
     return ReportData(
         manifest=first.manifest,
         folders=tuple(str(run.folder) for run in runs),
@@ -232,15 +250,9 @@ def read_report(folders: Sequence[Path], slo: Slo | None = None) -> ReportData:
         slo=asked,
         cells=tuple(sorted(cells.values(), key=_order)),
         requests=sum(one.judged.due for cell in cells.values() for one in cell.levels),
-        measured_seconds=sum(max(one) - min(one) for one in spans),
         events=tuple(event for run in runs for event in run.events),
         damage=tuple(text for run in runs for text in run.damage()),
     )
-
-
-def slo_of(manifest: RunManifest) -> Slo:
-    """The campaign's first SLO. Raises BadRun."""
-    return _converted(manifest, "slo", Slo)
 
 
 def _read(folder: Path) -> RunRecords:
@@ -251,6 +263,11 @@ def _read(folder: Path) -> RunRecords:
     if not run.events:
         raise BadRun(f"in run {folder} nothing was begun: {folder / EVENTS} is empty or missing")
     return run
+
+
+def run_slo(folder: Path) -> Slo:
+    """That of a run's campaign. Raises BadRun."""
+    return _converted(_read(folder).manifest, "slo", Slo)
 
 
 def _converted(manifest: RunManifest, key: str, kind: type[T]) -> T:
@@ -308,7 +325,13 @@ def _cells_of(run: RunRecords, slo: Slo) -> list[CellData]:
         levels.setdefault(level.cell, []).append(level)
     traffic = {name: _traffic(run.manifest, one) for name, one in _workloads(run.manifest).items()}
     return [
-        _cell_of(run, said, levels.get(str(said.get("key")), []), traffic, slo)
+        _cell_of(
+            run,
+            said,
+            levels.get(str(said.get("key")), []),
+            traffic.get(str(said.get("workload") or "")),
+            slo,
+        )
         for said in run.manifest.cells
     ]
 
@@ -328,7 +351,7 @@ def _cell_of(
     run: RunRecords,
     said: Mapping[str, Any],
     levels: Sequence[Level],
-    traffic: Mapping[str, Traffic | None],
+    traffic: Traffic | None,
     slo: Slo,
 ) -> CellData:
     """A cell as it served where it was ready, else as it was asked."""
@@ -346,18 +369,17 @@ def _cell_of(
     if calibrated is not None and calibrated.law is not None and calibrated.policy is not None:
         law = msgspec.convert(calibrated.law, StepLaw)
         policy = msgspec.convert(calibrated.policy, SchedulingPolicy)
-    workload = str(said.get("workload") or "")
-    asked = traffic.get(workload)
-    found = None if finished is None else finished.capacities.get(slo.name)
+    found = None
+    if finished is not None and slo == _converted(run.manifest, "slo", Slo):
+        found = finished.capacities.get(slo.name)
     if found is None and levels:
-        lengths = None if asked is None else asked.lengths
         found = estimate(
             levels,
             slo,
             law=law,
             policy=policy,
-            workload=lengths,
-            arrivals=None if asked is None else asked.arrivals,
+            workload=None if traffic is None else traffic.lengths,
+            arrivals=None if traffic is None else traffic.arrivals,
         )
     factor = found.factor if found is not None and found.factor else LOADED
     model = str(said.get("model", "unknown"))
@@ -367,16 +389,14 @@ def _cell_of(
         key=key,
         run_id=run.manifest.run_id,
         model=model,
-        spec=_spec(model),
+        spec=rung(model).spec if is_rung(model) else None,
         weight_format="" if weight_format == "none" else weight_format,
         backend=backend,
         device=info.device or said.get("device"),
-        url=said.get("url"),
         engine=str(said.get("engine") or ""),
         hardware=str((said.get("hardware") or {}).get("name") or ""),
-        workload=workload,
+        workload=str(said.get("workload") or ""),
         slots=info.slots or said.get("slots"),
-        context_tokens=info.context_tokens or said.get("context_tokens"),
         state=state,
         reason=reason,
         levels=tuple(
@@ -387,12 +407,10 @@ def _cell_of(
         capacity=found,
         law=None if law is None else law.slower(factor),
         policy=policy,
-        traffic=asked,
+        traffic=traffic,
         memory=_memory(info.predicted or {}, samples),
         ready=ready,
-        loads=tuple(
-            one.load_seconds for one in of_kind(events, CellReady) if one.load_seconds is not None
-        ),
+        loads=tuple(t for one in of_kind(events, CellReady) if (t := one.load_seconds) is not None),
         choice=choice,
         busy=never_quiet.reason if never_quiet is not None else "",
     )
@@ -417,13 +435,6 @@ def _state(events: Sequence[Event], levels: Sequence[Level]) -> tuple[CellState,
     told = [one.reason for one in events if isinstance(one, Interrupted | LevelAbandoned)]
     why = told[-1] if told else "the run ended, or was interrupted, within it"
     return ("measured" if levels else "unfinished"), why
-
-
-def _spec(model: str) -> ModelSpec | None:
-    try:
-        return rung(model).spec
-    except UnknownModel:
-        return None
 
 
 def _level_of(level: Level, slo: Slo, samples: Sequence[ResourceSample]) -> LevelData:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from models.manifest import write_atomically
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, basis, headline
 from reports.markdown import markdown
-from reports.report_data import ReportData
+from reports.report_data import CellData, LevelData, ReportData
 from reports.report_warnings import warnings_of
-from reports.sections.section import Section
 
 FORMATS = ("html", "md", "csv", "json", "png")
 
@@ -31,7 +31,7 @@ def numbers(data: ReportData, answers: Sequence[Answer]) -> dict[str, Any]:
         "basis": basis(data),
         "slo": data.slo,
         "machine": {k: v for k, v in data.facts.items() if k != "hostname"},
-        "cells": cells_records(data),
+        "cells": [_cell_record(cell) for cell in data.cells],
         "takes_over": [
             {"model": one.cell.model, "cell": one.cell.key, "over": one.over} for one in answers
         ],
@@ -43,62 +43,55 @@ def numbers(data: ReportData, answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def cells_records(data: ReportData) -> list[dict[str, Any]]:
-    """A record for each cell."""
-    return [
-        {
-            "cell": cell.key,
-            "run": cell.run_id,
-            "model": cell.model,
-            "parameters": cell.parameters,
-            "backend": cell.engine or cell.backend,
-            "weight_format": cell.weight_format,
-            "device": cell.device,
-            "workload": cell.workload or None,
-            "slots": cell.slots,
-            "state": cell.state,
-            "reason": cell.reason or None,
-            "alone": cell.alone,
-            "capacity": cell.capacity,
-            "law": cell.law,
-            "memory": cell.memory,
-            "load_seconds": list(cell.loads),
-        }
-        for cell in data.cells
-    ]
+def _cell_record(cell: CellData) -> dict[str, Any]:
+    return {
+        "cell": cell.key,
+        "run": cell.run_id,
+        "model": cell.model,
+        "parameters": cell.parameters,
+        "backend": cell.engine or cell.backend,
+        "weight_format": cell.weight_format,
+        "device": cell.device,
+        "workload": cell.workload or None,
+        "slots": cell.slots,
+        "state": cell.state,
+        "reason": cell.reason or None,
+        "alone": cell.alone,
+        "capacity": cell.capacity,
+        "law": cell.law,
+        "memory": cell.memory,
+        "load_seconds": list(cell.loads),
+    }
 
 
 def levels_records(data: ReportData) -> list[dict[str, Any]]:
     """A flat record for each level."""
-    records = []
-    for cell in data.cells:
-        for one in cell.levels:
-            level, judged = one.level, one.judged
-            record: dict[str, Any] = {
-                "run": cell.run_id,
-                "cell": cell.key,
-                "model": cell.model,
-                "level": level.name,
-                "purpose": level.started.purpose,
-                "rate_per_second": level.rate,
-                "concurrency": level.started.concurrency,
-                "window_seconds": level.window_seconds,
-                "due": judged.due,
-                "good": judged.good,
-                "failed": judged.failed,
-                "share": judged.share,
-                "verdict": judged.verdict,
-                "steady": judged.steady,
-                "counts": one.counts,
-                "output_tokens_per_second": level.output_tokens_per_second,
-            }
-            for name in ("ttft", "tpot", "e2e", "send_lag"):
-                for q in (0.5, 0.9, 0.99):
-                    value = one.quantile(name, q)
-                    never = value is not None and value == float("inf")
-                    record[f"{name}_p{q * 100:.0f}_seconds"] = None if never else value
-            records.append(record)
-    return records
+    return [_level_record(cell, one) for cell in data.cells for one in cell.levels]
+
+
+def _level_record(cell: CellData, one: LevelData) -> dict[str, Any]:
+    level, judged = one.level, one.judged
+    times = {
+        f"{name}_p{q * 100:.0f}_seconds": one.quantile(name, q)
+        for name in ("ttft", "tpot", "e2e", "send_lag")
+        for q in (0.5, 0.9, 0.99)
+    }
+    return {
+        "run": cell.run_id,
+        "cell": cell.key,
+        "model": cell.model,
+        "level": level.name,
+        "purpose": level.started.purpose,
+        "rate_per_second": level.rate,
+        "concurrency": level.started.concurrency,
+        "window_seconds": level.window_seconds,
+        **{key: getattr(judged, key) for key in ("due", "good", "failed", "share")},
+        "verdict": judged.verdict,
+        "steady": judged.steady,
+        "counts": one.counts,
+        "output_tokens_per_second": level.output_tokens_per_second,
+        **{key: None if value == math.inf else value for key, value in times.items()},  # inf: never
+    }
 
 
 def as_json(data: ReportData, answers: Sequence[Answer]) -> bytes:
@@ -116,34 +109,30 @@ def as_csv(records: Sequence[dict[str, Any]]) -> bytes:
     return out.getvalue().encode()
 
 
-def _sections(data: ReportData, answers: Sequence[Answer], optional: bool) -> list[Section]:
-    """Every topic, charts and all; none where what draws is not installed and they are optional."""
-    try:
-        from reports.html_page import sections_of  # altair takes half a second
-    except MissingPackage:
-        if optional:
-            return []
-        raise
-    return sections_of(data, answers)
-
-
 def write_files(
     data: ReportData, answers: Sequence[Answer], folder: Path, formats: Sequence[str]
 ) -> list[Path]:
-    """The files written, the page first. Raises ReportError, MissingPackage."""
+    """The files written, the page first. Raises ReportError, MissingPackage.
+
+    Without what draws charts Markdown has no topics.
+    """
     made: dict[str, bytes] = {}
+    sections = []
     if {"html", "md", "png"} & set(formats):
-        sections = _sections(data, answers, optional=set(formats) <= {"md", "csv", "json"})
-        if "html" in formats:
-            from reports import html_page
+        try:
+            from reports.first_screen_png import picture  # altair takes half a second
+            from reports.html_page import page, sections_of
 
-            made["index.html"] = html_page.page(data, answers, sections).encode()
-        if "md" in formats:
-            made["report.md"] = markdown(data, answers, sections).encode()
-        if "png" in formats:
-            from reports.first_screen import picture
-
-            made["report.png"] = picture(data, answers)
+            sections = sections_of(data, answers)
+        except MissingPackage:
+            if {"html", "png"} & set(formats):
+                raise
+    if "html" in formats:
+        made["index.html"] = page(data, answers, sections).encode()
+    if "md" in formats:
+        made["report.md"] = markdown(data, answers, sections).encode()
+    if "png" in formats:
+        made["report.png"] = picture(data, answers)
     if "csv" in formats:
         made["levels.csv"] = as_csv(levels_records(data))
     if "json" in formats:

@@ -7,6 +7,8 @@ confirmed is judged anew from the measured levels. One simulation a rate serves 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -30,10 +32,11 @@ REQUESTS = 1_200
 GPUS = 2  # the cheapest that a model fits on, whose low ends are told too
 
 Array = npt.NDArray[Any]
+Grid = Sequence[tuple[float, ...]]  # (TTFT, TPOT, target), the last quickest
 
 
 class Lattice(msgspec.Struct, frozen=True, kw_only=True):
-    """The axes, where the run's SLO is on them, and the answers of each model."""
+    """The axes, where the run's SLO is on them, and the answers of each model at every point."""
 
     ttft: tuple[float, ...]
     tpot: tuple[float, ...]
@@ -46,45 +49,37 @@ def lattice_of(answers: Sequence[Answer], slo: Slo) -> Lattice | None:
     """None where no model has a law, or the SLO has not both limits."""
     if slo.ttft_seconds is None or slo.tpot_seconds is None:
         return None
-    axes = (
-        tuple(sorted({*TTFT, slo.ttft_seconds})),
-        tuple(sorted({*TPOT, slo.tpot_seconds})),
-        tuple(sorted({*TARGET, slo.target})),
-    )
-    models = tuple(_model(one, axes, slo) for one in answers)
+    own = (slo.ttft_seconds, slo.tpot_seconds, slo.target)
+    ttft, tpot, target = axes = [
+        tuple(sorted({*usual, value}))
+        for usual, value in zip((TTFT, TPOT, TARGET), own, strict=True)
+    ]
+    grid = list(product(*axes))
+    models = tuple(_model(one, grid, grid.index(own), slo) for one in answers)
     if not any(models):
         return None
-    ttft, tpot, target = axes
-    run = {
-        "ttft": ttft.index(slo.ttft_seconds),
-        "tpot": tpot.index(slo.tpot_seconds),
-        "target": target.index(slo.target),
-    }
+    places = (axis.index(value) for axis, value in zip(axes, own, strict=True))
+    run = dict(zip(("ttft", "tpot", "target"), places, strict=True))
     return Lattice(ttft=ttft, tpot=tpot, target=target, run=run, models=models)
 
 
-Axes = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
-
-
-def _model(answer: Answer, axes: Axes, slo: Slo) -> dict[str, Any] | None:
+def _model(answer: Answer, grid: Grid, own: int, slo: Slo) -> dict[str, Any] | None:
     cell = answer.cell
     if cell.law is None or cell.policy is None or cell.traffic is None:
         return None
-    server = Server(
-        cell.law, cell.policy, cell.traffic.lengths, cell.traffic.arrivals, count=REQUESTS
-    )
-    alone, limits = _limits(server, axes)
-    limits *= _to_the_table(cell, limits, axes, slo)
-    held = np.where(alone, _held(cell, axes, slo), 0.0)
+    lengths, arrivals = cell.traffic.lengths, cell.traffic.arrivals
+    alone, limits = _limits(Server(cell.law, cell.policy, lengths, arrivals, count=REQUESTS), grid)
+    if cell.limit and limits[own] > 0:  # so that it says what the table says under the run's SLO
+        limits *= cell.limit / limits[own]
+    held = np.where(alone, _held(cell, grid, slo), 0.0)
     limits = np.maximum(limits, held)
     gpus: list[dict[str, str]] = []
-    over = np.full(limits.shape, -1)
+    over = np.full(len(grid), -1)
     if cell.spec is not None and cell.device != "gpu":
         wanted = np.maximum(limits * ABOVE, LEAST_RATE)
         for machine in fitting(cell.spec, GPU_FORMAT, cell.traffic, GPUS):
             slow = slow_server(machine, cell.spec, GPU_FORMAT, cell.traffic)
-            suffices = _limits(slow, axes)[1] >= wanted
-            over = np.where((over < 0) & suffices, len(gpus), over)
+            over = np.where((over < 0) & (_limits(slow, grid)[1] >= wanted), len(gpus), over)
             price = formatting.dollars_per_hour(machine.dollars_per_hour)
             gpus.append({"name": machine.name, "price": price})
     measured = cell.alone
@@ -96,79 +91,57 @@ def _model(answer: Answer, axes: Axes, slo: Slo) -> dict[str, Any] | None:
         "alone": f"{formatting.seconds(ttft)}{each}",
         "gpus": gpus,
         "answers": {
-            "alone": alone.ravel().tolist(),
-            "limit": [_short(one) for one in limits.ravel()],
-            "held": [_short(one) for one in held.ravel()],
-            "gpu": over.ravel().tolist(),
+            "alone": alone.tolist(),
+            "limit": [float(f"{one:.3g}") for one in limits],
+            "held": [float(f"{one:.3g}") for one in held],
+            "gpu": over.tolist(),
         },
     }
 
 
-def _to_the_table(cell: CellData, limits: Array, axes: Axes, slo: Slo) -> float:
-    """By what the lattice is scaled, so that it says what the table says under the run's SLO."""
-    assert slo.ttft_seconds is not None and slo.tpot_seconds is not None
-    own = (
-        axes[0].index(slo.ttft_seconds),
-        axes[1].index(slo.tpot_seconds),
-        axes[2].index(slo.target),
-    )
-    return cell.limit / float(limits[own]) if cell.limit and limits[own] > 0 else 1.0
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.3g}")
-
-
-def _limits(server: Server, axes: Axes) -> tuple[Array, Array]:
-    """Whether one at a time is good, and the capacity, both [ttft, tpot, target]."""
+def _limits(server: Server, grid: Grid) -> tuple[Array, Array]:
+    """Whether one at a time is good, and the capacity, at every point."""
     rates = server.saturated_rate() * np.geomspace(0.03, OVERLOAD, RATES)
     played = [server.play(float(rate)) for rate in rates]
-    alone = server.alone()
-    shape = tuple(len(axis) for axis in axes)
-    is_good, found = np.zeros(shape, dtype=bool), np.zeros(shape)
-    for i, ttft in enumerate(axes[0]):
-        for j, tpot in enumerate(axes[1]):
-            shares = np.array([one.good(ttft, tpot).mean() for one in played])
-            single = float(alone.good(ttft, tpot).mean())
-            for k, target in enumerate(axes[2]):
-                is_good[i, j, k] = single >= target
-                if is_good[i, j, k]:
-                    found[i, j, k] = _crossing(rates, shares, target)
-    return is_good, found
+    single = server.alone()
+
+    @cache
+    def shares(ttft: float, tpot: float) -> tuple[float, Array]:
+        each = np.array([one.good(ttft, tpot).mean() for one in played])
+        return float(single.good(ttft, tpot).mean()), each
+
+    alone = np.array([shares(ttft, tpot)[0] >= target for ttft, tpot, target in grid])
+    found = [_crossing(rates, shares(ttft, tpot)[1], target) for ttft, tpot, target in grid]
+    return alone, np.where(alone, found, 0.0)
 
 
 def _crossing(rates: Array, shares: Array, target: float) -> float:
     """Straight in ln(rate) between the last rate that reaches the target and the next; at most the
     rate that saturates the server."""
-    good = shares >= target
-    if not good.any():
+    good = np.flatnonzero(shares >= target)
+    if not len(good):
         return 0.0
-    last = int(np.flatnonzero(good).max())
-    saturated = float(rates[-1]) / OVERLOAD
+    last, saturated = int(good.max()), float(rates[-1]) / OVERLOAD
     if last + 1 == len(rates):
         return saturated
     part = (shares[last] - target) / max(shares[last] - shares[last + 1], 1e-9)
     return min(saturated, float(rates[last] * (rates[last + 1] / rates[last]) ** min(part, 1.0)))
 
 
-def _held(cell: CellData, axes: Axes, slo: Slo) -> Array:
-    """The highest rate whose level holds: [ttft, tpot, target]; 0.0: none."""
-    found = np.zeros(tuple(len(axis) for axis in axes))
-    levels = [one for one in cell.loaded if one.counts and not _is_cut(one.level.finished)]
-    for i, ttft in enumerate(axes[0]):
-        for j, tpot in enumerate(axes[1]):
-            for k, target in enumerate(axes[2]):
-                asked = msgspec.structs.replace(
-                    slo, ttft_seconds=ttft, tpot_seconds=tpot, target=target
-                )
-                rates = [
-                    min(one.level.rate or 0.0, one.level.offered_rate)  # as a capacity: what came
-                    for one in levels
-                    if one.level.judge(asked).verdict == "holds"
-                ]
-                found[i, j, k] = max(rates, default=0.0)
+def _held(cell: CellData, grid: Grid, slo: Slo) -> list[float]:
+    """The highest rate whose level holds, at every point; 0.0: none."""
+    found = []
+    whole = [
+        one.level
+        for one in cell.loaded
+        if one.counts and one.level.finished and one.level.finished.cut_short is None
+    ]
+    for ttft, tpot, target in grid:
+        asked = msgspec.structs.replace(slo, ttft_seconds=ttft, tpot_seconds=tpot, target=target)
+        rates = [
+            min(level.rate or 0.0, level.offered_rate)  # as a capacity: what came
+            for level in whole
+            if level.judge(asked).verdict == "holds"
+        ]
+        found.append(max(rates, default=0.0))
     return found
-
-
-def _is_cut(finished: Any) -> bool:
-    return finished is None or finished.cut_short is not None

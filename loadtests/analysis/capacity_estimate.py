@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -59,10 +59,11 @@ LEAST_BAD = 5  # ... or so many bad ones: at 99 % one slow one of five proves no
 
 
 class Counted(NamedTuple):
-    """A level that counts for an SLO."""
+    """A level that counts for an SLO. `rate` is 0.0 where it was not at a rate."""
 
     level: Level
     judged: Judged
+    rate: float
 
 
 def estimate(
@@ -82,21 +83,26 @@ def estimate(
     `factors`: by level name, where they are known already. `least_seconds`: of the shortest level
     that confirms.
     """
-    seen = counted(levels, slo)
+    seen = _counted(levels, slo)
     if (found := _not_even_alone(seen, slo)) is not None:
         return found
+    loaded = [one for one in seen if one.rate and one.judged.due]
+    failed = min((one.rate for one in loaded if one.judged.verdict == "fails"), default=math.inf)
     found = Capacity(state="no_rate_confirmed")
     if law is not None and policy is not None and workload is not None and law.fits:
-        simulate = functools.partial(_simulated, policy, workload, slo, arrivals=arrivals)
-        known = {} if factors is None else factors
+        known = factors or {}
         told = [
-            (one.level.rate or 0.0, factor)
-            for one in loaded(seen)
-            if not _is_set_aside(one.level)
+            (one.rate, factor)
+            for one in loaded
+            if not one.level.is_set_aside
             if (factor := known.get(one.level.name) or level_factor(law, one.level, policy))
         ]
-        found = _by_law(law, simulate, told)
-    return _confirmed(_below_failed(found, seen), seen, slo, least_seconds)
+
+        def simulate(factor: float) -> SimulatedCapacity:
+            return _simulated(policy, workload, slo, law.slower(factor), arrivals)
+
+        found = _by_law(simulate, told)
+    return _confirmed(_below(found, failed), seen, loaded, failed, slo, least_seconds)
 
 
 @functools.lru_cache(maxsize=64)  # a cell is asked for again after each level, a report once more
@@ -110,7 +116,7 @@ def _simulated(
     return capacity(law, policy, workload, slo, arrivals=arrivals)
 
 
-def counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
+def _counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
     """The levels that count, judged: finished, valid, whole and undisturbed.
 
     A disturbed one of which little was taken counts where it holds all the same.
@@ -120,23 +126,11 @@ def counted(levels: Sequence[Level], slo: Slo) -> list[Counted]:
         end = level.finished
         if end is None or not end.is_valid or not level.is_whole:
             continue
-        one = Counted(level, level.judge(slo))
-        taken = end.disturbance
-        holds = taken is not None and is_slight(taken) and one.judged.verdict == "holds"
-        if holds or not _is_set_aside(level):
-            found.append(one)
+        judged, taken = level.judge(slo), end.disturbance
+        holds = taken is not None and is_slight(taken) and judged.verdict == "holds"
+        if holds or not level.is_set_aside:
+            found.append(Counted(level, judged, level.rate or 0.0))
     return found
-
-
-def _is_set_aside(level: Level) -> bool:
-    """Disturbed: neither its steps nor its failures are the server's."""
-    taken = level.finished and level.finished.disturbance
-    return bool(taken and taken.is_set_aside)
-
-
-def loaded(seen: Sequence[Counted]) -> list[Counted]:
-    """Those at a rate that saw a request."""
-    return [one for one in seen if one.level.rate is not None and one.judged.due]
 
 
 def confirming_seconds(
@@ -165,13 +159,6 @@ def confirming_seconds(
     )
 
 
-def alone_seconds(seen: Sequence[Counted]) -> float | None:
-    """Mean E2E of single-stream requests; None where none ended."""
-    means = [one.level.mean(one.level.e2e) for one in seen if one.level.is_single_stream]
-    known = [seconds for seconds in means if seconds is not None]
-    return sum(known) / len(known) if known else None
-
-
 def _least_seconds(slo: Slo, alone: float | None, least_seconds: float) -> float:
     """The shortest window that confirms, whatever it shows."""
     return max(least_seconds, TTFT_LIMITS * (slo.ttft_seconds or 0.0), ANSWERS * (alone or 0.0))
@@ -182,7 +169,7 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
     were asked. Load makes no request better: what holds under load holds alone.
     """
     starts: dict[object, tuple[int, int]] = {}
-    for level, judged in seen:
+    for level, judged, _ in seen:
         if level.is_single_stream:
             start = level.name if level.started.start is None else level.started.start
             good, due = starts.get(start, (0, 0))
@@ -191,7 +178,7 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
         is_enough = due >= LEAST_ALONE or due - good >= LEAST_BAD or (not good and due >= 2)
         if not is_enough or wilson(good, due, slo.confidence)[1] >= slo.target:
             return None
-    if not starts or any(one.judged.verdict == "holds" for one in loaded(seen)):
+    if not starts or any(one.rate and one.judged.verdict == "holds" for one in seen):
         return None
     good, due = (sum(counts) for counts in zip(*starts.values(), strict=True))
     where = "one start" if len(starts) == 1 else f"{len(starts)} starts"
@@ -206,30 +193,26 @@ def _not_even_alone(seen: Sequence[Counted], slo: Slo) -> Capacity | None:
 
 
 def _by_law(
-    law: StepLaw,
-    simulate: functools.partial[SimulatedCapacity],
-    told: Sequence[tuple[float, float]],
+    simulate: Callable[[float], SimulatedCapacity], told: Sequence[tuple[float, float]]
 ) -> Capacity:
     """The simulated limit with one factor from the levels near it; `told`: (rate, factor)."""
-    found, factor, sd = simulate(law=law.slower(LOADED)), LOADED, SD_CALIBRATED
-    near: list[float] = []
+    factor, near = LOADED, list[float]()
+    found = simulate(factor)
     for _ in range(3):
-        rate = found.rate
-        now = [one for at, one in told if LEAST_TELLING * rate <= at <= MOST_TELLING * rate]
+        ends = LEAST_TELLING * found.rate, MOST_TELLING * found.rate
+        now = [one for at, one in told if ends[0] <= at <= ends[1]]
         if not now or now == near:
             break
-        near, sd = now, SD_LEVEL
+        near = now
         factor = math.exp(sum(map(math.log, near)) / len(near))
-        found = simulate(law=law.slower(factor))
+        found = simulate(factor)
     if found.rate <= 0:
         return Capacity(
             state="no_rate_confirmed",
             method="law",
             reason=f"by the law {found.alone_share:.0%} of requests are good one at a time",
         )
-    if not near:
-        sd = SD_CALIBRATED
-    reach = math.exp(Z_90 * sd * found.steepness)
+    reach = math.exp(Z_90 * (SD_LEVEL if near else SD_CALIBRATED) * found.steepness)
     # Both speeds of a machine that changed: steps that take longer lower the limit so much more.
     slowest, fastest = max(near, default=factor), min(near, default=factor)
     if near and not 1 / (1 + MOVED) <= factor / LOADED <= 1 + MOVED:  # it was calibrated at another
@@ -249,16 +232,9 @@ def _by_law(
     )
 
 
-def lowest_failed(seen: Sequence[Counted]) -> float | None:
-    """The lowest rate that clearly failed, requests/s: the limit is below it."""
-    failed = [one.level.rate for one in loaded(seen) if one.judged.verdict == "fails"]
-    return min((rate for rate in failed if rate is not None), default=None)
-
-
-def _below_failed(found: Capacity, seen: Sequence[Counted]) -> Capacity:
-    """A level that clearly failed bounds the limit from above."""
-    failed = lowest_failed(seen)
-    if failed is None or (found.high is not None and found.high <= failed):
+def _below(found: Capacity, failed: float) -> Capacity:
+    """A rate that clearly failed bounds the limit from above; inf: none did."""
+    if failed == math.inf or (found.high is not None and found.high <= failed):
         return found
     low, limit = found.low, found.limit
     if limit is not None and low is not None:
@@ -268,22 +244,28 @@ def _below_failed(found: Capacity, seen: Sequence[Counted]) -> Capacity:
 
 
 def _confirmed(
-    found: Capacity, seen: Sequence[Counted], slo: Slo, least_seconds: float
+    found: Capacity,
+    seen: Sequence[Counted],
+    loaded: Sequence[Counted],
+    failed: float,
+    slo: Slo,
+    least_seconds: float,
 ) -> Capacity:
     """With the highest rate that is confirmed, not above what all levels together say."""
-    alone = alone_seconds(seen)
+    e2e = [one.level.mean(one.level.e2e) for one in seen if one.level.is_single_stream]
+    known = [seconds for seconds in e2e if seconds is not None]
+    alone = sum(known) / len(known) if known else None
     least = ROUNDING * _least_seconds(slo, alone, least_seconds)
-    failed = lowest_failed(seen) or math.inf
     is_law = found.limit is not None  # else the levels alone say
-    fit = [one for one in loaded(seen) if _may_confirm(one, least)]
-    for rate in sorted({one.level.rate or 0.0 for one in fit}, reverse=True):
-        own = [one for one in fit if one.level.rate == rate]
-        below = [one for one in loaded(seen) if (one.level.rate or 0.0) <= rate]
+    fit = [one for one in loaded if _may_confirm(one, least)]
+    for rate in sorted({one.rate for one in fit}, reverse=True):
+        own = [one for one in fit if one.rate == rate]
+        below = [one.judged for one in loaded if one.rate <= rate]
         if rate >= failed or (found.limit is not None and rate > found.limit):
             continue
-        if not _is_proven(own, rate, seen, slo, LEAST_AS_ONE if is_law else AS_ONE_BY_LEVELS):
+        if not _is_proven(own, rate, loaded, slo, LEAST_AS_ONE if is_law else AS_ONE_BY_LEVELS):
             continue
-        if sum(b.judged.good for b in below) < slo.target * sum(b.judged.due for b in below):
+        if sum(one.good for one in below) < slo.target * sum(one.due for one in below):
             continue
         seconds = sum(one.level.window_seconds for one in own)
         due = sum(one.judged.due for one in own)
@@ -306,23 +288,26 @@ def _confirmed(
     if found.limit:
         rate = CONFIRMING_SHARE * found.limit
         needed = confirming_seconds(slo, rate, alone, least_seconds=least_seconds)
+    why = "no level of open load was measured"
+    if fit:
+        due = sum(one.judged.due for one in fit)
+        many = "1 level" if len(fit) == 1 else f"{len(fit)} levels"
+        why = f"{many}, {due} requests: too few were good, or too few were asked, to prove a rate"
+    elif loaded:
+        why = "no level was steady and long enough"
     return msgspec.structs.replace(
-        found,
-        starts=_starts(seen),
-        confirm_seconds=needed,
-        reason=found.reason or _why_not_confirmed(seen, fit),
+        found, starts=_starts(seen), confirm_seconds=needed, reason=found.reason or why
     )
 
 
 def _may_confirm(one: Counted, least_seconds: float) -> bool:
     """Long and steady enough, and not cut short."""
-    level, judged = one
-    is_whole = level.finished is not None and level.finished.cut_short is None
-    return is_whole and level.window_seconds >= least_seconds and bool(judged.steady)
+    is_whole = one.level.finished is not None and one.level.finished.cut_short is None
+    return is_whole and one.level.window_seconds >= least_seconds and bool(one.judged.steady)
 
 
 def _is_proven(
-    own: Sequence[Counted], rate: float, seen: Sequence[Counted], slo: Slo, as_one: float
+    own: Sequence[Counted], rate: float, loaded: Sequence[Counted], slo: Slo, as_one: float
 ) -> bool:
     """Whether the levels at a rate hold together, on effective numbers.
 
@@ -330,11 +315,13 @@ def _is_proven(
     share the confidence.
     """
     tries = 1 + sum(
-        1 / NEAR <= (one.level.rate or 0.0) / rate <= NEAR and one.judged.verdict != "holds"
-        for one in loaded(seen)
-        if one.level.rate != rate
+        1 / NEAR <= one.rate / rate <= NEAR and one.judged.verdict != "holds"
+        for one in loaded
+        if one.rate != rate
     )
-    counts = [(min(j.effective, j.due / as_one), j.share or 0.0) for _, j in own]
+    counts = [
+        (min(one.judged.effective, one.judged.due / as_one), one.judged.share or 0.0) for one in own
+    ]
     total = sum(count for count, _ in counts)
     good = sum(count * share for count, share in counts)
     return wilson(good, total, 1 - (1 - slo.confidence) / tries)[0] >= slo.target
@@ -343,13 +330,3 @@ def _is_proven(
 def _starts(seen: Sequence[Counted]) -> int:
     """Starts of the server that levels ran on; where that is not on record, one."""
     return len({one.level.started.start for one in seen})
-
-
-def _why_not_confirmed(seen: Sequence[Counted], fit: Sequence[Counted]) -> str:
-    if not loaded(seen):
-        return "no level of open load was measured"
-    if not fit:
-        return "no level was steady and long enough"
-    due = sum(one.judged.due for one in fit)
-    many = "1 level" if len(fit) == 1 else f"{len(fit)} levels"
-    return f"{many}, {due} requests: too few were good, or too few were asked, to prove a rate"

@@ -4,8 +4,6 @@
     >>> found = Capacity(state="holds", held=2.1, limit=2.42, low=2.04, high=2.87, method="law")
     >>> in_words(found)
     'holds 2.1/s, limit about 2.4/s (2.0–2.9)'
-    >>> in_words(Capacity(state="no_rate_confirmed", limit=0.57, low=0.5, high=0.66, method="law"))
-    'no rate confirmed, limit about 34 a minute (30–40)'
 
 "Holds" is said of `held` alone: a rate that ran, long enough, and met the SLO.
 """
@@ -18,9 +16,7 @@ from models import formatting
 
 def in_words(found: Capacity | None) -> str:
     """The state and the limit; None: not measured."""
-    if found is None:
-        return formatting.NOT_MEASURED
-    if found.state == "not_even_alone":
+    if found is None or found.state == "not_even_alone":
         return state_words(found)
     return f"{state_words(found)}, {limit_words(found)}"
 
@@ -42,9 +38,8 @@ def limit_words(found: Capacity) -> str:
     if found.state == "not_even_alone":
         return "no limit"
     if found.method == "law" and found.limit is not None:
-        return "limit about " + formatting.rate_with_interval(
-            found.limit, low, high, found.held
-        ).replace(" requests", "")
+        said = formatting.rate_with_interval(found.limit, low, high, found.held)
+        return f"limit about {said.replace(' requests', '')}"
     if low is None and high is None:
         return "limit not known"
     ends = formatting.rate_interval(low, high)
@@ -55,14 +50,11 @@ def held_words(found: Capacity) -> str:
     """What the confirmed rate rests on: `90 s, 214 requests, 98 % good, 2 starts`."""
     if not found.holds:
         return found.reason
-    parts = [
-        formatting.seconds(found.held_seconds),
-        f"{formatting.count(found.held_requests)} requests",
-        f"{formatting.share(found.held_share)} good",
-    ]
-    if found.starts > 1:
-        parts.append(f"{found.starts} starts")
-    return ", ".join(parts)
+    said = (
+        f"{formatting.seconds(found.held_seconds)}, {formatting.count(found.held_requests)} "
+        f"requests, {formatting.share(found.held_share)} good"
+    )
+    return said + (f", {found.starts} starts" if found.starts > 1 else "")
 
 
 def speed_words(found: Capacity) -> str:

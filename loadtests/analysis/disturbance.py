@@ -27,6 +27,7 @@ be told under load, as nothing is stolen from an idle core.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -63,8 +64,7 @@ def disturbance_of(parts: Sequence[CoresSample], *, counts: bool = False) -> Dis
     if total.stalled_seconds is not None and strangers is not None:
         by_strangers = min(total.stalled_seconds * strangers / others, strangers) if others else 0.0
     if total.steal_seconds is not None and busy is not None:
-        every = busy + others
-        steal = total.steal_seconds * busy / every if every else 0.0
+        steal = total.steal_seconds * busy / (busy + others) if busy + others else 0.0
     taken = _sum((by_strangers, steal, total.throttled_seconds))
     if taken is not None and total.work_seconds is not None:
         share = taken / (total.work_seconds + taken) if taken else 0.0
@@ -127,11 +127,11 @@ def is_steady_steal(parts: Sequence[CoresSample]) -> bool:
 def in_words(found: Disturbance) -> str:
     """What makes a level disturbed: "`name` (pid 123, 0.9 cores) took 34 % of ..."."""
     share = (found.share or 0.0) - (found.steady_steal_share or 0.0)
-    return f"{who(found)} took {share:.0%} of the CPU time that the engine wanted"
+    return f"{_who(found)} took {share:.0%} of the CPU time that the engine wanted"
 
 
-def who(found: Disturbance) -> str:
-    """Who took most of the CPU time, for people: "`name` (pid 123, 0.9 cores)"."""
+def _who(found: Disturbance) -> str:
+    """Who took most of it."""
     strangers, quota = found.by_strangers_seconds or 0.0, found.total.throttled_seconds or 0.0
     steal = found.steal_seconds or 0.0
     if found.steady_steal_share is not None:  # of the machine, not a disturbance
@@ -179,21 +179,23 @@ def _is_too_much(found: Disturbance, most_share: float, quiet_seconds: float = 0
     )
 
 
+SUMS = (
+    *("busy_seconds", "work_seconds", "stalled_seconds", "turns", "ours_seconds"),
+    *("strangers_seconds", "steal_seconds", "throttled_seconds"),
+)
+
+
 def _total(parts: Sequence[CoresSample]) -> CoresSample:
     """The sums of what was read."""
-    strangers = _sum(part.strangers_seconds for part in parts)
-    turns = _sum(part.turns for part in parts)
+    sums: dict[str, Any] = {name: _sum(getattr(part, name) for part in parts) for name in SUMS}
+    if sums["turns"] is not None:
+        sums["turns"] = round(sums["turns"])
+    if sums["strangers_seconds"] is not None:
+        sums["strangers_seconds"] = max(0.0, sums["strangers_seconds"])
     return CoresSample(
         seconds=round(sum(part.seconds for part in parts), 3),
-        busy_seconds=_sum(part.busy_seconds for part in parts),
-        work_seconds=_sum(part.work_seconds for part in parts),
-        stalled_seconds=_sum(part.stalled_seconds for part in parts),
-        turns=None if turns is None else round(turns),
-        ours_seconds=_sum(part.ours_seconds for part in parts),
-        strangers_seconds=None if strangers is None else max(0.0, strangers),
-        steal_seconds=_sum(part.steal_seconds for part in parts),
-        throttled_seconds=_sum(part.throttled_seconds for part in parts),
         strangers=busiest(stranger for part in parts for stranger in part.strangers),
+        **sums,
     )
 
 

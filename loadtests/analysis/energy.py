@@ -3,9 +3,9 @@
     energy_of(samples, start_unix_seconds, end_unix_seconds)     # Energy, or None
 
 CPU watts are means since the sample before, by RAPL's counters, so their sum is exact whatever the
-gaps. So is what a GPU's energy counter says (NVML's total energy). Where it
-has none, its watts are readings of the moment: each stands for the time since the sample before,
-and a gap of more than `LONGEST_GAP` intervals is left out.
+gaps. So is what a GPU's energy counter says (NVML's total energy). Where it has none, its watts are
+readings of the moment: each stands for the time since the sample before, and a gap of more than
+`LONGEST_GAP` intervals is left out.
 """
 
 from __future__ import annotations
@@ -31,15 +31,10 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
     @property
-    def joules(self) -> float | None:
-        """Of CPU and GPU together, as far as measured; None where neither is."""
-        known = [one for one in (self.cpu_joules, self.gpu_joules) if one is not None]
-        return sum(known) if known else None
-
-    @property
     def watts(self) -> float | None:
-        """Mean of `joules` over the time."""
-        return None if self.joules is None else self.joules / self.seconds
+        """Mean over the time of CPU and GPU together, as far as measured."""
+        known = [one for one in (self.cpu_joules, self.gpu_joules) if one is not None]
+        return sum(known) / self.seconds if known else None
 
 
 def energy_of(
@@ -47,15 +42,14 @@ def energy_of(
 ) -> Energy | None:
     """Between two moments; None where less than 90 % of the time was sampled for either device."""
     seconds = end_unix_seconds - start_unix_seconds
-    ordered = sorted(samples, key=lambda one: one.unix_seconds)
-    steps = [b.unix_seconds - a.unix_seconds for a, b in pairwise(ordered)]
-    if seconds <= 0 or not steps:
+    pairs = list(pairwise(sorted(samples, key=lambda one: one.unix_seconds)))
+    if seconds <= 0 or not pairs:
         return None
-    gap = LONGEST_GAP * float(np.median(steps))
+    usual = float(np.median([after.unix_seconds - before.unix_seconds for before, after in pairs]))
 
-    def joules(watts: Watts, longest: float) -> float | None:
+    def joules(watts: Watts, longest: float = seconds) -> float | None:
         used = covered = 0.0
-        for before, after in pairwise(ordered):
+        for before, after in pairs:
             power = watts(before, after)
             begin = max(before.unix_seconds, start_unix_seconds)
             lasted = min(after.unix_seconds, end_unix_seconds) - begin
@@ -65,13 +59,13 @@ def energy_of(
                 covered += lasted
         return used * seconds / covered if covered >= LEAST_COVERED * seconds else None
 
-    counted = joules(_counted_watts, seconds)
-    found = Energy(
-        cpu_joules=joules(lambda _, after: after.cpu_watts, seconds),
-        gpu_joules=joules(lambda _, after: after.gpu_watts, gap) if counted is None else counted,
-        seconds=seconds,
-    )
-    return None if found.joules is None else found
+    gpu = joules(_counted_watts)
+    if gpu is None:
+        gpu = joules(lambda _, after: after.gpu_watts, LONGEST_GAP * usual)
+    cpu = joules(lambda _, after: after.cpu_watts)
+    if cpu is None and gpu is None:
+        return None
+    return Energy(cpu_joules=cpu, gpu_joules=gpu, seconds=seconds)
 
 
 def _counted_watts(before: ResourceSample, after: ResourceSample) -> float | None:

@@ -32,21 +32,18 @@ from loadtests.records.run_journal import LevelFinished, LevelStarted
 
 Floats = npt.NDArray[np.float64]
 
-_NUMBERS = (
-    ("due", "due_seconds"),
-    ("sent", "sent_seconds"),
-    ("first", "first_content_seconds"),
-    ("last", "last_content_seconds"),
-    ("ended", "ended_seconds"),
-    ("prompt_tokens", "prompt_tokens"),
-    ("cached_tokens", "cached_tokens"),
-    ("output_tokens", "output_tokens"),
-    ("first_chunk_tokens", "first_chunk_tokens"),
-    ("asked_prompt_tokens", "asked_prompt_tokens"),
-    ("asked_output_tokens", "asked_output_tokens"),
-    ("turn", "turn"),
-    ("stand_in", "stand_in"),
+_SAME = (
+    *("prompt_tokens", "cached_tokens", "output_tokens", "first_chunk_tokens"),
+    *("asked_prompt_tokens", "asked_output_tokens", "turn", "stand_in"),
 )
+_NUMBERS = {  # column -> field of a record
+    "due": "due_seconds",
+    "sent": "sent_seconds",
+    "first": "first_content_seconds",
+    "last": "last_content_seconds",
+    "ended": "ended_seconds",
+    **{name: name for name in _SAME},
+}
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +118,12 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def is_single_stream(self) -> bool:
         return self.rate is None and self.started.concurrency == 1
+
+    @property
+    def is_set_aside(self) -> bool:
+        """Disturbed: neither its steps nor its failures are the server's."""
+        taken = self.finished and self.finished.disturbance
+        return bool(taken and taken.is_set_aside)
 
     @property
     def window_seconds(self) -> float:
@@ -202,32 +205,31 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     def judge(self, slo: Slo) -> Judged:
         """Whether the level meets the SLO. Requests one at a time count fully."""
         good = self.good(slo)[self.counted]
-        due, count = len(good), int(good.sum())
+        total, count = len(good), int(good.sum())
         together = 1.0 if self.is_single_stream else counted_as_one(good)
-        low, high = wilson(count / together, due / together, slo.confidence)
-        steady = None if self.rate is None else self._is_steady(slo)
+        low, high = wilson(count / together, total / together, slo.confidence)
+        steady: bool | None = None
+        if self.rate is not None and grows(*self.in_flight_at_ends):
+            steady = False
+        elif self.rate is not None:
+            due, ttft = self.due[self.counted], self.ttft[self.counted]
+            steady = is_steady(due, ttft, *self.window, slo.ttft_seconds)
         verdict: Verdict = "unresolved"
         if high < slo.target:
             verdict = "fails"
         elif low >= slo.target and steady is not False:
             verdict = "holds"
         return Judged(
-            due=due,
+            due=total,
             good=count,
             failed=int(self.failed[self.counted].sum()),
-            share=count / due if due else None,
+            share=count / total if total else None,
             low=low,
             high=high,
-            effective=due / together,
+            effective=total / together,
             steady=steady,
             verdict=verdict,
         )
-
-    def _is_steady(self, slo: Slo) -> bool | None:
-        if grows(*self.in_flight_at_ends):
-            return False
-        inside = self.counted
-        return is_steady(self.due[inside], self.ttft[inside], *self.window, slo.ttft_seconds)
 
     @cached_property
     def in_flight_at_ends(self) -> tuple[float, float]:
@@ -249,14 +251,16 @@ class Level(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True):
     @property
     def failures(self) -> dict[str, int]:
         """Counted requests that are not ok: why -> how many."""
-        whys = (why for why, inside in zip(self.failure, self.counted, strict=True) if inside)
-        return dict(sorted(Counter(why for why in whys if why is not None).items()))
+        return self._tally(self.failure)
 
     @property
     def backends(self) -> dict[str, int]:
         """Counted requests by the backend that answered."""
-        names = (name for name, inside in zip(self.backend, self.counted, strict=True) if inside)
-        return dict(sorted(Counter(name for name in names if name is not None).items()))
+        return self._tally(self.backend)
+
+    def _tally(self, words: tuple[str | None, ...]) -> dict[str, int]:
+        inside = zip(words, self.counted.tolist(), strict=True)
+        return dict(sorted(Counter(word for word, counts in inside if counts and word).items()))
 
     @cached_property
     def output_tokens_per_second(self) -> float | None:
@@ -297,14 +301,14 @@ class LevelRows:
     """Columns that grow by a record: a level while it runs."""
 
     def __init__(self) -> None:
-        self._numbers = {name: array("d") for name, _ in _NUMBERS}
+        self._numbers = {name: array("d") for name in _NUMBERS}
         self._chunks = array("d")
         self._offsets = array("q", [0])
         self._failure: list[str | None] = []
         self._backend: list[str | None] = []
 
     def add(self, record: RequestRecord) -> None:
-        for name, attribute in _NUMBERS:
+        for name, attribute in _NUMBERS.items():
             value = getattr(record, attribute)
             self._numbers[name].append(np.nan if value is None else value)
         self._chunks.extend(record.content_seconds)

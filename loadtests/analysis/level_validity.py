@@ -1,15 +1,13 @@
-"""Reasons to read a level with care: a table of rules. A serious one leaves the level out.
+"""Reasons to read a level with care. A serious one leaves the level out.
 
-    for warning in level_warnings(level, slo, run.samples_of(level.name)):
-        warning.code, warning.seriousness, warning.text, warning.advice
-
-Each rule is a function of what is known of the level; it returns what was seen, in words, or None.
+for warning in level_warnings(level, slo, run.samples_of(level.name)):
+    warning.code, warning.seriousness, warning.text, warning.advice
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -32,6 +30,22 @@ SHORT_SHARE = 0.01
 PROMPTS_OFF_SHARE = 0.02
 
 DISTURBED = "Disturbed"
+ADVICE = {
+    "TooFewSamples": "measure longer",
+    "GeneratorBusy": "give it more processes or cores, or a machine of its own",
+    "LateSends": "give the load generator a core of its own",
+    "Swapping": "use a smaller model or format, fewer slots, or free memory",
+    "Unsteady": "measure longer, or at a lower rate",
+    "FellBack": "see the server's placement",
+    "TokensUnknown": "ask the endpoint for stream_options.include_usage",
+    "ShortAnswers": "the endpoint ignores ignore_eos or min_tokens, or has its own limit",
+    "StandIns": "less of the prompt is reused; raise think_seconds",
+    "PromptsOff": "the tokenizer is not the server's, or its chat template adds tokens",
+    "CpuStolen": "use a quieter host, or a machine of one's own",
+    "Throttled": "raise the quota, the power cap or the cooling",
+    DISTURBED: 'measure on a quiet machine, or take this one as it is with disturbance = "ignore"',
+    "SteadySteal": "use a host that is not shared",
+}
 
 
 class Seriousness(StrEnum):
@@ -64,28 +78,22 @@ class NamedWarning(msgspec.Struct, frozen=True):
         return self.seriousness is SERIOUS
 
 
-class _Seen(msgspec.Struct, frozen=True):
-    """What the rules read."""
-
-    level: Level
-    slo: Slo
-    judged: Judged
-    samples: Sequence[ResourceSample]  # taken in the window
+Found = Iterator[tuple[str, Seriousness, str]]  # code, weight, what was seen
 
 
 def level_warnings(
     level: Level, slo: Slo, samples: Iterable[ResourceSample] = ()
 ) -> tuple[NamedWarning, ...]:
-    """All warnings about one level, in the order of RULES. `samples` are of the whole level."""
+    """All warnings about one level. `samples` are of the whole level."""
     start, end = (level.started.started_unix_seconds + at for at in level.window)
     inside = [sample for sample in samples if start <= sample.unix_seconds < end]
-    seen = _Seen(level, slo, level.judge(slo), inside)
-    found = []
-    for code, seriousness, rule, advice in RULES:
-        if (text := rule(seen)) is not None:
-            weight = seriousness if isinstance(seriousness, Seriousness) else seriousness(seen)
-            found.append(NamedWarning(code, weight, text, advice))
-    return tuple(found)
+    judged = level.judge(slo)
+    found = (
+        *_of_load(level, slo, judged, inside),
+        *_of_answers(level),
+        *_of_machine(level, judged, inside),
+    )
+    return tuple(NamedWarning(code, weight, text, ADVICE[code]) for code, weight, text in found)
 
 
 def is_valid(warnings: Iterable[NamedWarning]) -> bool:
@@ -100,218 +108,124 @@ def send_lag_p99(level: Level) -> float | None:
     return float(lags[math.ceil(0.99 * len(lags)) - 1]) if len(lags) else None
 
 
-Rule = Callable[[_Seen], str | None]
-RULES: list[tuple[str, Seriousness | Callable[[_Seen], Seriousness], Rule, str]] = []
-
-
-def _rule(
-    code: str, seriousness: Seriousness | Callable[[_Seen], Seriousness], advice: str
-) -> Callable[[Rule], Rule]:
-    """The function below is a rule of this name; the advice says what to do."""
-
-    def added(rule: Rule) -> Rule:
-        RULES.append((code, seriousness, rule, advice))
-        return rule
-
-    return added
-
-
-def _late_sends_decide(seen: _Seen) -> Seriousness:
-    """Serious only above 1 % of the TTFT limit: below, a late send decides no request."""
-    limit = seen.slo.ttft_seconds
-    lag = send_lag_p99(seen.level) or 0.0
-    return SERIOUS if limit is None or lag > LATE_SHARE * limit else WARNING
-
-
-def _how_disturbed(seen: _Seen) -> Seriousness:
-    """Serious, unless the level holds all the same, or the campaign takes the machine as it is."""
-    found = seen.level.finished and seen.level.finished.disturbance
-    is_kept = found and (found.counts or (seen.judged.verdict == "holds" and is_slight(found)))
-    return WARNING if is_kept else SERIOUS
-
-
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-@_rule("TooFewSamples", NOTE, "measure longer")
-def _too_few_samples(seen: _Seen) -> str | None:
-    judged = seen.judged
-    if judged.verdict != "unresolved" or judged.steady is False:
-        return None
-    return (
-        f"{judged.good} of {judged.due} requests were good: too few to say whether "
-        f"{seen.slo.target:.4g} of them are; {requests_to_hold(seen.slo)} are the least, all good"
-    )
-
-
-@_rule("GeneratorBusy", SERIOUS, "give it more processes or cores, or a machine of its own")
-def _generator_busy(seen: _Seen) -> str | None:
-    finished = seen.level.finished
-    share = None if finished is None else finished.generator_busy_share
-    if share is None:
-        shares = [s.client.cpu_share for s in seen.samples if s.client is not None]
-        share = _mean(shares)
-    if share is None or share <= CLIENT_BUSY_SHARE:
-        return None
-    return (
-        f"the load generator was at work or waited for a core {share:.0%} of the time: "
-        f"more than {CLIENT_BUSY_SHARE:.0%}"
-    )
-
-
-@_rule("LateSends", _late_sends_decide, "give the load generator a core of its own")
-def _late_sends(seen: _Seen) -> str | None:
-    lag = send_lag_p99(seen.level)
-    median = distribution(seen.level.ttft[seen.level.counted]).median_or_mean
-    if lag is None or median is None or lag <= max(LATE_SHARE * median, LATE_FLOOR_SECONDS):
-        return None
-    return (
-        f"requests left {formatting.seconds(lag, 3)} after they were due (p99), more than "
-        f"{LATE_SHARE:.0%} of the median TTFT, {formatting.seconds(median, 3)}"
-    )
-
-
-@_rule("Swapping", WARNING, "use a smaller model or format, fewer slots, or free memory")
-def _swapping(seen: _Seen) -> str | None:
-    used = [s.swap_used_bytes for s in seen.samples if s.swap_used_bytes is not None]
-    if len(used) < 2 or max(used) - used[0] < SWAP_GROWTH_BYTES:
-        return None
-    return f"swap in use grew by {formatting.size(max(used) - used[0])} during the level"
-
-
-@_rule("Unsteady", WARNING, "measure longer, or at a lower rate")
-def _unsteady(seen: _Seen) -> str | None:
-    first, last = seen.level.in_flight_at_ends
+def _of_load(level: Level, slo: Slo, judged: Judged, samples: Sequence[ResourceSample]) -> Found:
+    """What was asked, and how evenly it was answered."""
+    if judged.verdict == "unresolved" and judged.steady is not False:
+        yield (
+            "TooFewSamples",
+            NOTE,
+            f"{judged.good} of {judged.due} requests were good: too few to say whether "
+            f"{slo.target:.4g} of them are; {requests_to_hold(slo)} are the least, all good",
+        )
+    busy = level.finished and level.finished.generator_busy_share
+    if busy is None:
+        busy = _mean(one.client.cpu_share for one in samples if one.client is not None)
+    if busy is not None and busy > CLIENT_BUSY_SHARE:
+        yield (
+            "GeneratorBusy",
+            SERIOUS,
+            f"the load generator was at work or waited for a core {busy:.0%} of the time: "
+            f"more than {CLIENT_BUSY_SHARE:.0%}",
+        )
+    lag = send_lag_p99(level)
+    median = distribution(level.ttft[level.counted]).median_or_mean
+    if lag and median is not None and lag > max(LATE_SHARE * median, LATE_FLOOR_SECONDS):
+        # below 1 % of the TTFT limit a late send decides no request
+        decides = slo.ttft_seconds is None or lag > LATE_SHARE * slo.ttft_seconds
+        yield (
+            "LateSends",
+            SERIOUS if decides else WARNING,
+            f"requests left {formatting.seconds(lag, 3)} after they were due (p99), more than "
+            f"{LATE_SHARE:.0%} of the median TTFT, {formatting.seconds(median, 3)}",
+        )
+    first, last = level.in_flight_at_ends
     if grows(first, last):
-        return (
-            f"requests in flight rose from {first:.1f} to {last:.1f} over the level: "
-            "the server does not keep up"
+        text = f"requests in flight rose from {first:.1f} to {last:.1f} over the level"
+        yield "Unsteady", WARNING, f"{text}: the server does not keep up"
+    elif judged.steady is False:
+        yield "Unsteady", WARNING, "TTFT grew over the level: the server does not keep up"
+
+
+def _of_answers(level: Level) -> Found:
+    """What came back, against what was asked."""
+    if len(level.backends) > 1:
+        named = ", ".join(f"{name} ({count})" for name, count in level.backends.items())
+        yield "FellBack", SERIOUS, f"answers came from more than one backend: {named}"
+    ok = level.counted & ~level.failed
+    unknown = int(np.isnan(level.output_tokens[ok]).sum())
+    if unknown:
+        yield (
+            "TokensUnknown",
+            WARNING,
+            f"{unknown} of {int(ok.sum())} answers came without a token count: "
+            "chunks stand for tokens in their TPOT",
         )
-    if seen.judged.steady is False:
-        return "TTFT grew over the level: the server does not keep up"
-    return None
-
-
-@_rule("FellBack", SERIOUS, "see the server's placement")
-def _fell_back(seen: _Seen) -> str | None:
-    backends = seen.level.backends
-    if len(backends) < 2:
-        return None
-    named = ", ".join(f"{name} ({count})" for name, count in backends.items())
-    return f"answers came from more than one backend: {named}"
-
-
-@_rule("TokensUnknown", WARNING, "ask the endpoint for stream_options.include_usage")
-def _tokens_unknown(seen: _Seen) -> str | None:
-    ok = seen.level.counted & ~seen.level.failed
-    unknown = int(np.isnan(seen.level.output_tokens[ok]).sum())
-    if not unknown:
-        return None
-    return (
-        f"{unknown} of {int(ok.sum())} answers came without a token count: "
-        "chunks stand for tokens in their TPOT"
-    )
-
-
-@_rule(
-    "ShortAnswers",
-    WARNING,
-    "the endpoint ignores ignore_eos or min_tokens, or has its own limit",
-)
-def _short_answers(seen: _Seen) -> str | None:
-    level = seen.level
-    ok = level.counted & ~level.failed & np.isfinite(level.output_tokens)
-    ok &= np.isfinite(level.asked_output_tokens)
-    short = int((level.output_tokens[ok] < level.asked_output_tokens[ok]).sum())
-    if short <= SHORT_SHARE * ok.sum():
-        return None
-    return (
-        f"{short} of {int(ok.sum())} answers were shorter than asked: "
-        "the load is lighter than the workload says"
-    )
-
-
-@_rule("StandIns", WARNING, "less of the prompt is reused; raise think_seconds")
-def _stand_ins(seen: _Seen) -> str | None:
-    later = seen.level.counted & (seen.level.turn > 0)
-    count = int(seen.level.stand_in[later].sum())
-    if not count:
-        return None
-    return (
-        f"{count} of {int(later.sum())} later turns were due before the answer that they continue: "
-        "filler of the same length was sent in its place"
-    )
-
-
-@_rule("PromptsOff", WARNING, "the tokenizer is not the server's, or its chat template adds tokens")
-def _prompts_off(seen: _Seen) -> str | None:
-    level = seen.level
+    told = ok & np.isfinite(level.output_tokens) & np.isfinite(level.asked_output_tokens)
+    short = int((level.output_tokens[told] < level.asked_output_tokens[told]).sum())
+    if short > SHORT_SHARE * told.sum():
+        yield (
+            "ShortAnswers",
+            WARNING,
+            f"{short} of {int(told.sum())} answers were shorter than asked: "
+            "the load is lighter than the workload says",
+        )
+    later = level.counted & (level.turn > 0)
+    if fillers := int(level.stand_in[later].sum()):
+        yield (
+            "StandIns",
+            WARNING,
+            f"{fillers} of {int(later.sum())} later turns were due before the answer that they "
+            "continue: filler of the same length was sent in its place",
+        )
     both = level.counted & np.isfinite(level.prompt_tokens) & (level.asked_prompt_tokens > 0)
-    if not both.any():
-        return None
-    counted = float(level.prompt_tokens[both].mean())
-    asked = float(level.asked_prompt_tokens[both].mean())
-    if abs(counted - asked) <= PROMPTS_OFF_SHARE * asked:
-        return None
-    return f"the server counted {counted:.0f} tokens per prompt, {asked:.0f} were asked"
+    if both.any():
+        counted = float(level.prompt_tokens[both].mean())
+        asked = float(level.asked_prompt_tokens[both].mean())
+        if abs(counted - asked) > PROMPTS_OFF_SHARE * asked:
+            text = f"the server counted {counted:.0f} tokens per prompt, {asked:.0f} were asked"
+            yield "PromptsOff", WARNING, text
 
 
-def _share_of_time(seen: _Seen, name: str) -> float:
-    """Of seconds that were taken from the cores that are watched."""
-    parts = [sample.cores for sample in seen.samples if sample.cores is not None]
-    taken = sum(getattr(part, name) or 0.0 for part in parts)
-    return float(taken / max(sum(part.seconds for part in parts), 1e-9))
-
-
-@_rule("CpuStolen", WARNING, "use a quieter host, or a machine of one's own")
-def _cpu_stolen(seen: _Seen) -> str | None:
-    """Of a level whose cores were not watched; else Disturbed says it of the engine's cores."""
-    mean = _share_of_time(seen, "steal_seconds")
-    is_watched = seen.level.finished and seen.level.finished.disturbance
-    if is_watched or mean <= HELD_BACK_SHARE:
-        return None
-    return f"the hypervisor gave {mean:.1%} of a core's time to others during the level"
-
-
-@_rule("Throttled", WARNING, "raise the quota, the power cap or the cooling")
-def _throttled(seen: _Seen) -> str | None:
-    mean = _share_of_time(seen, "throttled_seconds")
-    held = [s for s in seen.samples if s.gpu_throttled]
+def _of_machine(level: Level, judged: Judged, samples: Sequence[ResourceSample]) -> Found:
+    """What became of its memory, cores and clocks."""
+    swap = [one.swap_used_bytes for one in samples if one.swap_used_bytes is not None]
+    if len(swap) > 1 and (grown := max(swap) - swap[0]) >= SWAP_GROWTH_BYTES:
+        yield "Swapping", WARNING, f"swap in use grew by {formatting.size(grown)} during the level"
+    cores = [one.cores for one in samples if one.cores is not None]
+    seconds = max(sum(one.seconds for one in cores), 1e-9)
+    stolen = sum(one.steal_seconds or 0.0 for one in cores) / seconds
+    quota = sum(one.throttled_seconds or 0.0 for one in cores) / seconds
+    found = level.finished and level.finished.disturbance
+    if not found and stolen > HELD_BACK_SHARE:  # else Disturbed says it of the engine's cores
+        text = f"the hypervisor gave {stolen:.1%} of a core's time to others during the level"
+        yield "CpuStolen", WARNING, text
     parts = []
-    if mean > HELD_BACK_SHARE:
-        parts.append(
-            f"the control group's CPU quota held processes back for {mean:.1%} of the time"
-        )
-    if len(held) > HELD_BACK_SHARE * len(seen.samples):
-        why = ", ".join(sorted({reason for s in held for reason in s.gpu_throttled or ()}))
-        told = sum(s.gpu_throttled is not None for s in seen.samples)
-        watts = _mean(s.gpu_watts for s in held)
-        at = f" at {watts:.0f} W" if watts is not None else ""
+    if quota > HELD_BACK_SHARE:
+        text = f"the control group's CPU quota held processes back for {quota:.1%} of the time"
+        parts.append(text)
+    held = [one for one in samples if one.gpu_throttled]
+    if len(held) > HELD_BACK_SHARE * len(samples):
+        why = ", ".join(sorted({reason for one in held for reason in one.gpu_throttled or ()}))
+        told = sum(one.gpu_throttled is not None for one in samples)
+        watts = _mean(one.gpu_watts for one in held)
+        at = "" if watts is None else f" at {watts:.0f} W"
         parts.append(f"the GPU's clock was held down in {len(held)} of {told} samples{at} ({why})")
-    return " and ".join(parts) or None
-
-
-@_rule(
-    DISTURBED,
-    _how_disturbed,
-    'measure on a quiet machine, or take this one as it is with disturbance = "ignore"',
-)
-def _disturbed(seen: _Seen) -> str | None:
-    found = seen.level.finished and seen.level.finished.disturbance
-    if not found or not found.is_disturbed:
-        return None
-    is_kept = _how_disturbed(seen) is WARNING and not found.counts
-    return in_words(found) + ("; the level holds all the same, so it counts" if is_kept else "")
-
-
-@_rule("SteadySteal", WARNING, "use a host that is not shared")
-def _steady_steal(seen: _Seen) -> str | None:
-    found = seen.level.finished and seen.level.finished.disturbance
-    if not found or found.is_disturbed or found.steady_steal_share is None:
-        return None
-    return (
-        f"the host takes {found.steady_steal_share:.0%} of this machine's time steadily; "
-        "the capacity is of this machine with that"
-    )
+    if parts:
+        yield "Throttled", WARNING, " and ".join(parts)
+    if found and found.is_disturbed:
+        holds = judged.verdict == "holds" and is_slight(found)
+        kept = "; the level holds all the same, so it counts" if holds and not found.counts else ""
+        weight = WARNING if found.counts or holds else SERIOUS
+        yield DISTURBED, weight, in_words(found) + kept
+    elif found and found.steady_steal_share is not None:
+        yield (
+            "SteadySteal",
+            WARNING,
+            f"the host takes {found.steady_steal_share:.0%} of this machine's time steadily; "
+            "the capacity is of this machine with that",
+        )

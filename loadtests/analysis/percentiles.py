@@ -8,12 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PERCENTILES: tuple[tuple[str, float], ...] = (
-    ("p50", 0.50),
-    ("p90", 0.90),
-    ("p95", 0.95),
-    ("p99", 0.99),
-)
+PERCENTILES = (("p50", 0.50), ("p90", 0.90), ("p95", 0.95), ("p99", 0.99))
 BEYOND = 3  # observations that must lie beyond a percentile for it to be given
 
 
@@ -44,20 +39,12 @@ def distribution(values: npt.NDArray[np.float64]) -> Distribution:
     """Of [observations]: inf never came, nan is not defined and left out."""
     known = np.sort(values[~np.isnan(values)])
     finite = known[np.isfinite(known)]
-    found: dict[str, float] = {}
-    never: list[str] = []
-    for name, share in PERCENTILES:
-        if len(known) * (1 - share) < BEYOND - 1e-9:
-            continue
-        rank = math.ceil(share * len(known) - 1e-9) - 1
-        if rank < len(finite):
-            found[name] = float(finite[rank])
-        else:
-            never.append(name)
+    given = [(n, q) for n, q in PERCENTILES if len(known) * (1 - q) >= BEYOND - 1e-9]
+    ranks = {name: math.ceil(q * len(known) - 1e-9) - 1 for name, q in given}
     return Distribution(
         count=len(known),
         late=len(known) - len(finite),
         mean=float(finite.mean()) if len(finite) else None,
-        never=tuple(never),
-        **found,
+        never=tuple(name for name, rank in ranks.items() if rank >= len(finite)),
+        **{name: float(finite[rank]) for name, rank in ranks.items() if rank < len(finite)},
     )

@@ -24,9 +24,7 @@ from models.spec import ModelSpec
 from serving.bounds import Count, Positive, Seconds
 from serving.hardware.machine_facts import HardwareFacts
 
-VERSION: Literal[2] = (
-    2  # 1: a grid of step times measured in process, with bandwidth and matrix rates
-)
+VERSION: Literal[2] = 2
 
 MOST_CHARACTERS = 200
 Text = Annotated[str, Meta(max_length=MOST_CHARACTERS)]
@@ -73,9 +71,7 @@ class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: Text
     hardware: Hardware
     models: Annotated[tuple[ModelSteps, ...], Meta(min_length=1)]
-    taken_share: Part | None = (
-        None  # of the CPU time that the engine wanted, by others; None: not seen
-    )
+    taken_share: Part | None = None  # of the CPU time that the engine wanted, by others
     watts: Positive | None = None  # under load, as its owner says
     dollars_per_hour: Seconds | None = None
 
@@ -94,8 +90,6 @@ def read_machine_file(path: Path) -> MachineFile:
             f"{path} is no machine file of version {VERSION}: version is {version!r}; "
             "`crossover calibrate` writes one anew on that machine"
         )
-    for old in ("price_source", "price_date", "owned"):
-        raw.pop(old, None)
     try:
         return converted(raw, MachineFile, BadMachineFile)
     except BadMachineFile as problem:
@@ -109,14 +103,5 @@ def write_machine_file(path: Path, found: MachineFile) -> None:
 
 def hardware_of(facts: HardwareFacts, memory_bytes: int) -> Hardware:
     """What a file may say of this machine: no name of a host, and nothing of its kernel."""
-    return Hardware(
-        cpu_model=facts.cpu_model,
-        architecture=facts.architecture,
-        isa=facts.isa,
-        logical_cores=facts.logical_cores,
-        physical_cores=facts.physical_cores,
-        usable_cores=facts.usable_cores,
-        memory_bytes=memory_bytes,
-        virtualisation=facts.virtualisation,
-        system=facts.system,
-    )
+    names = [name for name in Hardware.__struct_fields__ if name != "memory_bytes"]
+    return Hardware(memory_bytes=memory_bytes, **{name: getattr(facts, name) for name in names})

@@ -21,21 +21,9 @@ import numpy.typing as npt
 from loadtests.analysis.level import Level
 from loadtests.analysis.slo import Slo
 from loadtests.errors import LoadError
-from loadtests.simulation.batching_simulator import (
-    Array,
-    SchedulingPolicy,
-    Simulated,
-    simulate,
-)
+from loadtests.simulation.batching_simulator import Array, SchedulingPolicy, Simulated, simulate
 from loadtests.simulation.step_law import StepLaw
-from loadtests.workload.arrivals import (
-    Arrivals,
-    OnOff,
-    Piecewise,
-    Poisson,
-    due_times,
-    generator,
-)
+from loadtests.workload.arrivals import Arrivals, OnOff, Piecewise, Poisson, due_times, generator
 from loadtests.workload.request_lengths import Workload, draw
 
 # Chosen on 10 cells of recorded runs, checked on 9 others (`python -m tests.bench.law_constants`,
@@ -77,7 +65,7 @@ class SimulatedCapacity(msgspec.Struct, frozen=True, kw_only=True):
     alone_share: float  # of good requests with one at a time
 
 
-class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+class CurvePoint(msgspec.Struct, frozen=True):
     """Latency at one rate, seconds. None: no answer has more than one token."""
 
     rate: float
@@ -109,13 +97,13 @@ def measured_reuse(workload: Workload, levels: Sequence[Level]) -> float:
     """
     asks = draw(workload, QUICK_REQUESTS, 1)
     known = sum(max(ask.history_tokens, ask.prefix_tokens) for ask in asks)
-    told = [~np.isnan(level.cached_tokens) & ~np.isnan(level.prompt_tokens) for level in levels]
-    found = list(zip(levels, told, strict=True))
-    prompts = sum(float(level.prompt_tokens[which].sum()) for level, which in found)
-    if not known or not prompts:
-        return 0.0
-    cached = sum(float(level.cached_tokens[which].sum()) for level, which in found) / prompts
-    return min(1.0, cached / (known / sum(ask.prompt_tokens for ask in asks)))
+    known_share = known / sum(ask.prompt_tokens for ask in asks)
+    cached = prompts = 0.0
+    for level in levels:
+        told = ~np.isnan(level.cached_tokens) & ~np.isnan(level.prompt_tokens)
+        cached += float(level.cached_tokens[told].sum())
+        prompts += float(level.prompt_tokens[told].sum())
+    return min(1.0, cached / prompts / known_share) if known and prompts else 0.0
 
 
 def capacity(
@@ -166,15 +154,7 @@ def latency_curve(
         ttft = np.quantile(played.ttft, (0.5, 0.9))
         tpot = played.tpot[~np.isnan(played.tpot)]
         known = np.quantile(tpot, (0.5, 0.9)).tolist() if len(tpot) else (None, None)
-        points.append(
-            CurvePoint(
-                rate=rate,
-                ttft_p50=float(ttft[0]),
-                ttft_p90=float(ttft[1]),
-                tpot_p50=known[0],
-                tpot_p90=known[1],
-            )
-        )
+        points.append(CurvePoint(rate, *ttft.tolist(), *known))
     return points
 
 
@@ -268,14 +248,8 @@ class Server:
     def _simulated(self, due: Array) -> Simulated:
         lengths = self.lengths
         at = np.arange(len(due)) % len(lengths.prompt)
-        return simulate(
-            self.law,
-            self.policy,
-            due,
-            lengths.prompt[at],
-            lengths.output[at],
-            lengths.cached[at],
-        )
+        columns = (lengths.prompt[at], lengths.output[at], lengths.cached[at])
+        return simulate(self.law, self.policy, due, *columns)
 
 
 def _cycle_seconds(arrivals: Arrivals) -> float:

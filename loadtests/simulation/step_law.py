@@ -79,14 +79,12 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def of(self, seen: StepObservation) -> float:
         """What it says of steps that were seen."""
-        return self.seconds(
-            seen.rows, seen.prompt_tokens, seen.context_tokens, seen.passes, seen.steps
-        )
+        counts = (seen.prompt_tokens, seen.context_tokens, seen.passes, seen.steps)
+        return self.seconds(seen.rows, *counts)
 
     def slower(self, factor: float) -> StepLaw:
         """The law of a machine whose steps all take `factor` times as long."""
-        changed = {name: getattr(self, name) * factor for name in NUMBERS}
-        return msgspec.structs.replace(self, **changed)
+        return msgspec.structs.replace(self, **{n: getattr(self, n) * factor for n in NUMBERS})
 
     @property
     def fits(self) -> bool:
@@ -94,13 +92,7 @@ class StepLaw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.error is None or self.error <= FITS
 
 
-NUMBERS = (
-    "base_seconds",
-    "row_seconds",
-    "prompt_token_seconds",
-    "context_token_seconds",
-    "pass_seconds",
-)
+NUMBERS = tuple(f"{name}_seconds" for name in "base row prompt_token context_token pass".split())
 
 
 def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = True) -> StepLaw:
@@ -116,17 +108,11 @@ def fit_law(observations: Sequence[StepObservation], *, knows_context: bool = Tr
             f"at least {LEAST_OBSERVATIONS} are needed"
         )
     features = np.array(
-        [
-            (
-                o.steps,
-                o.rows,
-                o.prompt_tokens,
-                o.context_tokens if knows_context else 0.0,
-                o.passes - o.steps,
-            )
-            for o in observations
-        ]
+        [(o.steps, o.rows, o.prompt_tokens, o.context_tokens, o.passes) for o in observations]
     )
+    features[:, 4] -= features[:, 0]
+    if not knows_context:
+        features[:, 3] = 0.0
     seconds = np.array([o.seconds for o in observations])
     if not (seconds > 0).all():
         raise LoadError(f"an observation of {seconds.min():g} s: steps take longer than 0 s")

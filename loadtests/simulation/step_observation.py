@@ -98,17 +98,8 @@ def observed_steps(level: Level, slots: int) -> tuple[list[StepObservation], flo
     )
     sums = np.column_stack([np.bincount(run, column) for column in columns])
     kept = (np.bincount(run, ~is_whole) == 0) & (sums[:, 0] > 0)
-    found = [
-        StepObservation(
-            seconds=row[0],
-            rows=row[1],
-            prompt_tokens=row[2],
-            context_tokens=row[3],
-            passes=row[4],
-            steps=row[5],
-        )
-        for row in sums[kept].tolist()
-    ]
+    names = StepObservation.__struct_fields__
+    found = [StepObservation(**dict(zip(names, row, strict=True))) for row in sums[kept].tolist()]
     return found, float(sums[kept, 0].sum()) / max(_busy_seconds(level, sent), 1e-9)
 
 
@@ -175,14 +166,8 @@ def _factor_by_tpot(law: StepLaw, level: Level, policy: SchedulingPolicy) -> flo
     low, high = map(math.log, FACTORS)
     for _ in range(10):
         middle = (low + high) / 2
-        played = simulate(
-            law.slower(math.exp(middle)),
-            policy,
-            level.due[known],
-            prompt[known],
-            output[known],
-            level.cached_tokens[known],
-        )
+        columns = (level.due[known], prompt[known], output[known], level.cached_tokens[known])
+        played = simulate(law.slower(math.exp(middle)), policy, *columns)
         tpot = played.tpot[counted[known]]
         if np.isnan(tpot).all():
             return None
@@ -198,9 +183,8 @@ def merged_steps(seen: Sequence[StepObservation]) -> list[StepObservation]:
     most = min(MERGED, sum(one.steps for one in seen) / LEAST_OBSERVED)
     alike = None
     for one in seen:
-        decodes = (
-            one.rows / one.steps if not one.prompt_tokens and one.passes == one.steps else None
-        )
+        only_decodes = not one.prompt_tokens and one.passes == one.steps
+        decodes = one.rows / one.steps if only_decodes else None
         if decodes is not None and decodes == alike and found[-1].steps + one.steps <= most:
             last = found.pop()
             one = StepObservation(

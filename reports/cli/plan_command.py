@@ -20,14 +20,14 @@ from models import formatting
 from reports.devices.device_catalog import devices, user_file
 from reports.errors import ReportError
 from reports.plan.candidates import asked_of, candidates_of
-from reports.plan.plan_file import EXAMPLE, BadPlan, finite
+from reports.plan.plan_file import EXAMPLE, BadPlan
 from reports.plan.plan_options import make_plan
 from reports.plan.plan_text import as_json, as_text
 from serving.bounds import option
 from serving.cli.parameters import command_of
 
 TEXT_COLUMNS = 110
-RATES = ("peak_rate", "mean_rate", "users", "requests_per_user", "trace")
+RATES = ("peak_rate", "mean_rate", "users", "requests_per_user")
 
 
 class PlanOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,12 +69,10 @@ def _plan(options: PlanOptions) -> None:
         return
     folder = options.file.parent if options.file is not None else Path()
     with Console(stderr=True).status("simulating") as status:
-
-        def say(what: str) -> None:
-            status.update(f"simulating: {what}")
-
         asked = asked_of(_tables(options, folder), folder)
-        made = make_plan(asked, candidates_of(asked, say), say)
+        candidates = candidates_of(asked, lambda what: status.update(f"simulating: {what}"))
+        status.update("what would change the choice")
+        made = make_plan(asked, candidates)
     if options.chart is not None:
         _write_chart(options.chart, made)
     typer.echo(as_json(made) if options.as_json else as_text(made, width))
@@ -94,7 +92,7 @@ def _tables(options: PlanOptions, folder: Path) -> dict[str, Any]:
     tables |= {name: value for name, value in given.items() if value is not None}
     if options.rate is not None:
         kept = {k: v for k, v in tables.get("forecast", {}).items() if k not in RATES}
-        tables["forecast"] = {**kept, "peak_rate": finite("--rate", options.rate)}
+        tables["forecast"] = {**kept, "peak_rate": options.rate}
     named = [("run", one) for one in options.run or []]
     named += [("file", one) for one in options.machine or []]
     # paths of the command line are relative to where it is typed, those of the file to its folder
@@ -116,10 +114,11 @@ def _write_chart(path: Path, made: Any) -> None:
 
 
 def _devices() -> Table:
-    table = Table(title=f"Devices (yours: {user_file()})", title_justify="left")
-    for name in ("device", "kind", "memory", "bandwidth", "16 bit", "power", "list price", "of"):
-        left = name in ("device", "kind", "of")
-        table.add_column(name, justify="left" if left else "right")
+    """What is known of each device; a price is of one for an hour, on that date."""
+    table = Table(title=f"Devices (your own: {user_file()})", title_justify="left")
+    numbers = ("memory", "memory bandwidth", "16-bit peak", "power", "price")
+    for name in ("device", "kind", *numbers, "price of"):
+        table.add_column(name, justify="right" if name in numbers else "left")
     for one in devices():
         tflops, price = one.tflops.fp16, one.dollars_per_hour
         table.add_row(
@@ -127,9 +126,9 @@ def _devices() -> Table:
             one.kind,
             "" if one.memory_gib is None else f"{one.memory_gib:g} GiB",
             formatting.bandwidth(one.bandwidth_gb_per_second * 1e9),
-            "" if tflops is None else f"{tflops:g} TFLOPS",
+            "" if tflops is None else f"{tflops:g} TFLOP/s",
             "" if one.watts is None else f"{one.watts:g} W",
-            "" if price is None else formatting.dollars_per_hour(price),
+            formatting.dollars_per_hour(price),
             "" if price is None else f"{one.price_basis or one.price_source}, {one.price_date}",
         )
     return table

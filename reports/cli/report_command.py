@@ -13,7 +13,7 @@ from loadtests.analysis.slo import SLO_PRESETS, Slo
 from reports.ci_checks import checked
 from reports.errors import MissingPackage, ReportError
 from reports.headline import Answer, answers_of, basis, headline
-from reports.report_data import ReportData, read_report
+from reports.report_data import ReportData, read_report, run_slo
 from reports.report_files import FORMATS, as_json, write_files
 from serving.bounds import option
 from serving.cli.parameters import command_of
@@ -124,22 +124,18 @@ def _formats(options: ReportOptions) -> list[str]:
 
 def _slo(options: ReportOptions) -> Slo | None:
     """Another SLO than the run's; None: its own. Raises ReportError."""
-    changes = {
-        name: value
-        for name, value in (
-            ("ttft_seconds", options.ttft),
-            ("tpot_seconds", options.tpot),
-            ("target", options.target),
-        )
-        if value is not None
+    asked = {
+        "ttft_seconds": options.ttft,
+        "tpot_seconds": options.tpot,
+        "target": options.target,
     }
+    changes = {name: value for name, value in asked.items() if value is not None}
     if options.slo is None and not changes:
         return None
     if options.slo is not None and options.slo not in SLO_PRESETS:
         raise ReportError(f"--slo {options.slo!r} is not one of {', '.join(SLO_PRESETS)}")
-    base = SLO_PRESETS[options.slo] if options.slo is not None else read_report(options.runs).slo
+    base = SLO_PRESETS[options.slo] if options.slo is not None else run_slo(options.runs[0])
     try:
-        named = {"name": f"{base.name} (changed)"} if changes else {}
-        return msgspec.structs.replace(base, **changes, **named)
+        return msgspec.structs.replace(base, **changes)
     except ValueError as problem:
         raise ReportError(str(problem)) from problem

@@ -52,7 +52,6 @@ def calibrated_machine(path: Path) -> Machine:
         law=lambda spec, weight_format, slots, devices: _law(file, spec, weight_format, devices),
         slots=policy.slots,
         policy=policy,
-        is_cpu=True,
         memory_bytes=file.hardware.memory_bytes,
         watts=file.watts,
         dollars_per_hour=file.dollars_per_hour,
@@ -90,37 +89,31 @@ def _nearest(file: MachineFile, weight_format: str) -> list[ModelSteps]:
 def _told(spec: ModelSpec, seen: Sequence[ModelSteps]) -> StepLaw:
     """The law of a model by those of others."""
 
-    def cost(of: Callable[[StepLaw], float], *terms: Callable[[ModelSpec], int]) -> float:
-        costs = np.array([of(one.law) for one in seen])
+    def matrices(one: ModelSpec) -> int:
+        return one.matrix_parameters
+
+    def width(one: ModelSpec) -> int:
+        return one.layers * one.hidden
+
+    def head(one: ModelSpec) -> int:
+        return one.vocabulary * one.hidden
+
+    def attention(one: ModelSpec) -> int:
+        return one.layers * one.heads * one.head_dim
+
+    def cost(number: str, *terms: Callable[[ModelSpec], int]) -> float:
+        costs = np.array([getattr(one.law, number) for one in seen])
         if len(seen) == 1 or not costs.all():  # one equation: all of it goes with the first term
             return fmean(costs.tolist()) * terms[0](spec) / fmean(terms[0](s.model) for s in seen)
         table = np.array([[term(one.model) for term in terms] for one in seen], dtype=float)
         scale = table.max(axis=0)
         found, _ = nnls(table / scale / costs[:, None], np.ones(len(costs)))
-        return float(
-            sum(f / s * term(spec) for f, s, term in zip(found, scale, terms, strict=True))
-        )
+        return float(found / scale @ [term(spec) for term in terms])
 
     return StepLaw(
-        base_seconds=cost(lambda law: law.base_seconds, _matrices, _width),
-        row_seconds=cost(lambda law: law.row_seconds, _matrices, _head),
-        prompt_token_seconds=cost(lambda law: law.prompt_token_seconds, _matrices, _width),
-        context_token_seconds=cost(lambda law: law.context_token_seconds, _attention),
-        pass_seconds=cost(lambda law: law.pass_seconds, _matrices, _width),
+        base_seconds=cost("base_seconds", matrices, width),
+        row_seconds=cost("row_seconds", matrices, head),
+        prompt_token_seconds=cost("prompt_token_seconds", matrices, width),
+        context_token_seconds=cost("context_token_seconds", attention),
+        pass_seconds=cost("pass_seconds", matrices, width),
     )
-
-
-def _matrices(spec: ModelSpec) -> int:
-    return spec.matrix_parameters
-
-
-def _head(spec: ModelSpec) -> int:
-    return spec.vocabulary * spec.hidden
-
-
-def _width(spec: ModelSpec) -> int:
-    return spec.layers * spec.hidden
-
-
-def _attention(spec: ModelSpec) -> int:
-    return spec.layers * spec.heads * spec.head_dim

@@ -60,6 +60,16 @@ class Traffic(msgspec.Struct, frozen=True, eq=False):
     arrivals: Arrivals = Poisson()
 
     @property
+    def mean_prompt(self) -> float:
+        """Tokens."""
+        return float(np.mean(self.lengths.prompt))
+
+    @property
+    def mean_output(self) -> float:
+        """Tokens."""
+        return float(np.mean(self.lengths.output))
+
+    @property
     def longest(self) -> float:
         """Tokens of the longest request."""
         return float((self.lengths.prompt + self.lengths.output).max())
@@ -79,10 +89,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     policy: SchedulingPolicy | None = None  # of its scheduler; None: as such engines are given
     memory_bytes: float | None = None  # that an engine can use
     is_served_by_vllm: bool = False  # else by llama.cpp
-    is_cpu: bool = False
     watts: float | None = None  # under load
     dollars_per_hour: float | None = None
-    price_source: str = ""
     price_date: str = ""
 
 
@@ -120,10 +128,8 @@ def machine_of(device: Device) -> Machine:
         slots=default_slots(device),
         memory_bytes=device.usable_bytes,
         is_served_by_vllm=device.is_served_by_vllm,
-        is_cpu=device.is_cpu,
         watts=device.watts,
         dollars_per_hour=device.dollars_per_hour,
-        price_source=device.price_source or "",
         price_date=device.price_date or "",
     )
 
@@ -131,14 +137,12 @@ def machine_of(device: Device) -> Machine:
 def needed_bytes(
     machine: Machine, spec: ModelSpec, weight_format: str, kv_tokens: float, devices: int = 1
 ) -> float:
-    """Memory of all devices that serving takes with so much KV. KeyError: unknown format."""
+    """Memory of all devices that serving takes with so much KV."""
     weights = weight_bytes(spec, weight_format)
     held = weights + kv_tokens * spec.kv_bytes_per_token("fp16")
     if machine.is_served_by_vllm:
         logits = VLLM_LOGIT_BYTES * machine.slots * spec.vocabulary
         return (held + devices * (logits + VLLM_OUTSIDE_BYTES)) / VLLM_MEMORY_SHARE
-    if machine.is_cpu:
-        return held + GPU_WEIGHT_SHARE * weights
     return held + devices * GPU_FIXED_BYTES + GPU_WEIGHT_SHARE * weights
 
 
@@ -146,21 +150,18 @@ def _policy(
     machine: Machine, spec: ModelSpec, weight_format: str, traffic: Traffic, devices: int
 ) -> SchedulingPolicy:
     """With the KV cache that its memory leaves room for. Raises ReportError where it is too small
-    for the longest request, and for an unknown format."""
+    for the longest request."""
     if machine.policy is not None:
         return machine.policy
     kv_tokens = None
-    try:
-        fixed = needed_bytes(machine, spec, weight_format, 0, devices)
-        least = needed_bytes(machine, spec, weight_format, traffic.longest, devices)
-    except KeyError as problem:
-        raise ReportError(str(problem.args[0])) from problem
     if machine.memory_bytes is not None:
+        least = needed_bytes(machine, spec, weight_format, traffic.longest, devices)
         whole = machine.memory_bytes * devices
         if least > whole:
             raise ReportError(
                 f"needs {least / GIB:.1f} GiB, {machine.name} has {whole / GIB:.1f} GiB"
             )
+        fixed = needed_bytes(machine, spec, weight_format, 0, devices)
         share = VLLM_MEMORY_SHARE if machine.is_served_by_vllm else 1.0
         kv_tokens = int((whole - fixed) * share / spec.kv_bytes_per_token("fp16"))
     return SchedulingPolicy(
@@ -178,20 +179,19 @@ class _Simulated(msgspec.Struct, frozen=True):
     policy: SchedulingPolicy
     traffic: Traffic
     half_width: float
-    servers: dict[float, Server]
+    servers: dict[int, Server]
 
     def at(self, sign: int) -> Server:
         """-1: steps quick, 0: as the law says, 1: slow, each in one of ten cases beyond."""
-        factor = math.exp(sign * ONE_SIDED * self.half_width)
-        if factor not in self.servers:
-            self.servers[factor] = Server(
-                self.law.slower(factor),
+        if sign not in self.servers:
+            self.servers[sign] = Server(
+                self.law.slower(math.exp(sign * ONE_SIDED * self.half_width)),
                 self.policy,
                 self.traffic.lengths,
                 self.traffic.arrivals,
                 count=QUICK_REQUESTS,
             )
-        return self.servers[factor]
+        return self.servers[sign]
 
 
 @lru_cache(maxsize=1024)
@@ -228,12 +228,13 @@ def holds(
     Raises ReportError where the memory does not suffice or no law is known.
     """
     simulated = _simulated(machine, spec, weight_format, traffic, devices)
-    for sign, answer in ((1, "yes"), (-1, "perhaps")):
-        server = simulated.at(sign)
-        alone = server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean()
-        if alone >= slo.target and server.share(rate, slo) >= slo.target:
-            return answer  # type: ignore[return-value]
-    return "no"
+
+    def suffices(server: Server) -> bool:
+        return _is_good_alone(server, slo) and server.share(rate, slo) >= slo.target
+
+    if suffices(simulated.at(1)):
+        return "yes"
+    return "perhaps" if suffices(simulated.at(-1)) else "no"
 
 
 def capacity_of(
@@ -246,14 +247,10 @@ def capacity_of(
 ) -> DeviceCapacity:
     """Its capacity; `devices` None: of the fewest that hold any rate. Never raises for a machine
     that cannot serve the model: `reason` says why."""
-    found = None
-    for count in TOGETHER if devices is None else (devices,):
-        tried = _capacity(machine, spec, weight_format, traffic, slo, count)
-        if tried.rate:
-            return tried
-        found = found or tried
-    assert found is not None
-    return found
+    counts = TOGETHER if devices is None else (devices,)
+    tried = (_capacity(machine, spec, weight_format, traffic, slo, count) for count in counts)
+    first = next(tried)
+    return first if first.rate else next((one for one in tried if one.rate), first)
 
 
 def _capacity(
@@ -263,10 +260,8 @@ def _capacity(
         device=machine.name,
         kind=machine.kind,
         devices=count,
-        dollars_per_hour=None
-        if machine.dollars_per_hour is None
-        else machine.dollars_per_hour * count,
-        watts=None if machine.watts is None else machine.watts * count,
+        dollars_per_hour=machine.dollars_per_hour and machine.dollars_per_hour * count,
+        watts=machine.watts and machine.watts * count,
     )
     try:
         simulated = _simulated(machine, spec, weight_format, traffic, count)
@@ -289,7 +284,11 @@ def _capacity(
     )
 
 
+def _is_good_alone(server: Server, slo: Slo) -> bool:
+    alone = server.alone().good(slo.ttft_seconds, slo.tpot_seconds)
+    return bool(alone.mean() >= slo.target)
+
+
 def _crossing(server: Server, slo: Slo) -> float:
     """The capacity; 0.0: not even alone."""
-    alone = server.alone().good(slo.ttft_seconds, slo.tpot_seconds).mean()
-    return server.crossing(slo) if alone >= slo.target else 0.0
+    return server.crossing(slo) if _is_good_alone(server, slo) else 0.0

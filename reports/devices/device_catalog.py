@@ -22,18 +22,14 @@ import msgspec
 from models.formatting import GIB
 from reports.errors import ReportError
 
-# What the driver leaves of the memory on the label, at least:
-# L4 23034 of 24576 MiB, L40S 46068 of 49152, T4 15360 of 16384 (nvidia-smi).
-USABLE_SHARE = 0.937
-# ... and of HBM: A100 and H100 79.1 of 80 GiB (the total in vLLM's log).
-HBM_USABLE_SHARE = 0.989
-# Of memory that the GPU shares with its CPU: what macOS gives it unasked.
-SHARED_USABLE_SHARE = 0.75
+# What the driver leaves of the memory on the label, at least: L4 23034 of 24576 MiB, L40S 46068 of
+# 49152, T4 15360 of 16384 (nvidia-smi); of HBM A100 and H100 79.1 of 80 GiB (the total in vLLM's
+# log); of memory that the GPU shares with its CPU, what macOS gives it unasked.
+USABLE_SHARES = {"gddr": 0.937, "hbm": 0.989, "apple": 0.75, "uma": 0.75, "ddr": 0.937}
 
 DeviceKind = Literal["gpu", "apple", "cpu", "tpu", "accelerator"]
 MemoryType = Literal["gddr", "hbm", "apple", "uma", "ddr"]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-Count = Annotated[float, msgspec.Meta(ge=1)]
 Day = Annotated[str, msgspec.Meta(pattern=r"^20\d\d-\d\d-\d\d$")]
 
 
@@ -65,27 +61,15 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     price_basis: str | None = None
     price_source: str | None = None
     price_date: Day | None = None
-    gpu_cores: Count | None = None
-    cores: Count | None = None  # of a CPU, from here on
-    clock_ghz: Positive | None = None
-    threads_per_core: Count = 1.0
-    vector_lanes: Count | None = None
-    int8_lanes: Count | None = None
-    channels: Count | None = None
-    isa: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key, value in msgspec.structs.asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{key} = {value} is no finite number")
-            for text in value if isinstance(value, tuple) else (value,):
-                if isinstance(text, str) and not text.isprintable():
-                    raise ValueError(f"{key} = {text!r} has a control character")
+            if isinstance(value, str) and not value.isprintable():
+                raise ValueError(f"{key} = {value!r} has a control character")
         if (self.kind == "cpu") != (self.memory_type == "ddr"):
             raise ValueError(f"memory_type {self.memory_type!r} does not go with {self.kind!r}")
-        missing = [key for key in ("cores", "clock_ghz", "vector_lanes") if not getattr(self, key)]
-        if self.kind == "cpu" and missing:
-            raise ValueError(f"{missing[0]} is missing: a CPU needs it")
         if self.dollars_per_hour is not None and not (self.price_source and self.price_date):
             raise ValueError("dollars_per_hour needs price_source and price_date")
 
@@ -103,12 +87,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What an engine can use of the memory on the label."""
         if self.memory_gib is None:
             return None
-        shares = {
-            "apple": SHARED_USABLE_SHARE,
-            "uma": SHARED_USABLE_SHARE,
-            "hbm": HBM_USABLE_SHARE,
-        }
-        return self.memory_gib * GIB * shares.get(self.memory_type, USABLE_SHARE)
+        return self.memory_gib * GIB * USABLE_SHARES[self.memory_type]
 
 
 class _Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,11 +10,11 @@ One decode step of `b` sequences with mean context `c`, over `p` accelerators:
     prompt  = sqrt(work^2 + weights^2) + layers * latp + all-reduces
 
 An all-reduce takes comm * log2 p + bytes / link, twice a layer (ring: 2 (p - 1) / p of the bytes).
-CPUs: the same memory and compute, with the bandwidth that threads can draw, attention as a term of
-its own, a loss 1 + (threads / T0)^cpow for threads in one process, barriers a layer.
+Of a CPU nothing is predicted: published speeds of one class are a factor of three apart, and
+`crossover calibrate` takes minutes there.
 
 A constant is a product of nodes, from general to special (`eff`, `eff|llamacpp|gddr`, `eff|amd`).
-The nodes are fitted to some 3,000 published measurements, each shrunk to 1: a class with few rows
+The nodes are fitted to published measurements, each shrunk to 1: a class with few rows
 stays near its parents (`python -m tests.bench.device_fit.fit`). The errors leave each device out.
 """
 
@@ -54,17 +54,15 @@ _FAMILIES = {
 _SIXTEEN = ("F16", "FP16", "BF16", "BFLOAT16", "NAN", "F32", "FP32")
 LINK_SHARE = 0.7  # of its peak that a link reaches
 PIECE = 512  # prompt tokens of one pass of llama.cpp
-INT8_SHARE = 0.25  # a guess, not fitted: of its peak that VNNI or AMX reaches where it is used
-OWN_KV = ("r3.4", "own KV")  # engines whose rows attend to their own KV only
 
 # Half widths of the 90 % band of ln(step time) where nothing like it was published: a guess.
-UNMEASURED_CPU = math.log(3)  # `crossover calibrate` on the machine itself is worth more
 UNPUBLISHED_MAKER = math.log(3)
 SERVED_MAKERS = ("nvidia", "amd", "intel")  # whose rows are among the published ones
+NOT_CALIBRATED = "perhaps: calibrate it"  # what is known of a CPU that nobody measured
 NODE_DEVICES = 8  # that NVLink or its like connects; more are on several nodes
 NODE_LINK_GBS = 50.0  # 400 Gbit/s a device
 DEFAULT_LINK_GBS = 25.0
-GPU_SLOTS, CPU_SLOTS = 256, 16  # vLLM's default; what a llama.cpp server is commonly given
+VLLM_SLOTS, LLAMA_CPP_SLOTS = 256, 16  # the first is its default, the second common
 # Where the five numbers of a law are told from: rows up to the slots, contexts, prompts in tokens.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (256.0, 1024.0, 2048.0)
@@ -72,28 +70,19 @@ PROMPTS = (32.0, 128.0, 512.0, 2048.0)
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, or a machine of CPUs (memory "ddr"), as the formulas take it. 0.0: not there."""
+    """A device as the formulas take it. 0.0: not known."""
 
     name: str
-    memory: str  # gddr, hbm, apple, uma; ddr: a CPU
-    chip: str  # its maker; of CPUs the family: arm, epyc, xeon, desktop, applecpu
+    memory: str  # gddr, hbm, apple, uma
+    chip: str  # its maker
     gbs: float  # peak bandwidth, GB/s
     gib: float = 0.0
     tflops16: float = 0.0  # dense peak of 16-bit matrix units
     link_gbs: float = DEFAULT_LINK_GBS  # to its neighbours, one direction
-    cores: float = 1.0
-    ghz: float = 0.0
-    smt: float = 1.0
-    lanes: float = 0.0  # CPU: 128-bit vector pipes a core
-    int8_lanes: float = 0.0  # CPU: int8 multiply-adds a core and cycle, of VNNI or AMX
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.memory == "ddr"
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """What takes how long? Tokens are means, bytes those of one process."""
+    """What takes how long? Tokens are means."""
 
     chip: Chip
     engine: str
@@ -105,12 +94,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: float  # of a token
     read_bytes: float  # weights that a decode step of `rows` reads: all but the embedding table
     all_bytes: float  # weights that a prompt reads
-    rows: float = 1  # sequences that decode together, in all processes
+    rows: float = 1  # sequences that decode together
     context: float = 256  # tokens that each has read
     prompt: float = 512
     devices: int = 1
-    threads: int = 0  # CPU: of one process; 0: one a core
-    processes: int = 1
     model_class: str | None = None  # moe, hybrid; None: a dense transformer
 
     @property
@@ -143,8 +130,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def error_class(self, metric: str) -> str:
         """Whose error its interval is taken from."""
         kind = "other" if self.family in (*TUNED, "ollama") else "llama"
-        memory = "cpu" if self.chip.is_cpu else self.chip.memory
-        return f"{metric}|{memory}|{'serve' if self.is_server else kind}"
+        return f"{metric}|{self.chip.memory}|{'serve' if self.is_server else kind}"
 
 
 Label = Callable[[Case], str | None]  # the case's class; None: none of its own
@@ -155,13 +141,6 @@ def _bits(case: Case) -> str:
 
 
 LABELS: dict[str, Label] = {
-    "build": lambda case: case.engine,
-    "chip": lambda case: case.chip.chip,
-    "device": lambda case: case.chip.name,
-    "family": lambda case: case.family,
-    "family format": lambda case: f"{case.family}|{case.format_class}",
-    "format": lambda case: case.format_class,
-    "isa": lambda case: "arm" if case.chip.chip in ("arm", "applecpu") else "x86",
     "link": lambda case: "pcie" if case.chip.link_gbs < 100 else "nvlink",
     "maker": lambda case: case.chip.chip if case.chip.chip in ("amd", "intel") else None,
     "memory": lambda case: case.chip.memory,
@@ -203,27 +182,7 @@ ACCELERATOR: dict[str, Constant] = {
     "comm": Constant(8e-6, 0.5, {"link": 0.7}),  # an all-reduce, a doubling of devices, seconds
     "row": Constant(5e-6, 1.0, {"server": 0.7}),  # a sequence in a step, on the host, seconds
 }
-CPU: dict[str, Constant] = {
-    "ceff": Constant(0.6, 0.4, {"chip": 0.3, "device": 0.3}),  # share of the bandwidth
-    "beta": Constant(15e9, 0.5, {"isa": 0.3, "device": 0.4}),  # bytes/s that a thread can draw
-    # of 2 operations a lane and cycle
-    "cmp": Constant(
-        4.0,
-        0.5,
-        {"family": 0.4, "format": 0.4, "family format": 0.3}
-        | {"isa": 0.3, "build": 0.4, "device": 0.3},
-    ),
-    # prompts against decode
-    "cpp": Constant(1.0, 0.4, {"family": 0.3, "format": 0.3, "family format": 0.3, "device": 0.3}),
-    "catt": Constant(1.0, 0.7, {"isa": 0.3, "device": 0.3}),  # attention
-    # threads at which a process works at half efficiency
-    "T0": Constant(80.0, 0.7, {"isa": 0.3, "device": 0.4}),
-    "cpow": Constant(1.0, 0.3),
-    "sync": Constant(50e-6, 0.8, {"device": 0.6}),  # barriers of a layer, seconds
-}
-
-
-_OF_CASE = ("context", "prompt", "devices", "processes", "macs", "layers", "hidden", "attention")
+_OF_CASE = ("context", "prompt", "devices", "rows", "macs", "layers", "hidden", "attention")
 
 
 def features(cases: Sequence[Case]) -> dict[str, Array]:
@@ -240,10 +199,8 @@ def _features(case: Case) -> dict[str, float]:
     peak16 = chip.tflops16 * 1e12
     return {
         **{name: getattr(case, name) for name in _OF_CASE},
-        **{name: getattr(chip, name) for name in ("cores", "smt", "lanes")},
         "server": server,
         "big": chip.memory in ("gddr", "hbm") and not server,
-        "rows": case.rows / case.processes,
         "tp": case.devices if server or family in TUNED else 1,  # llama.cpp: one GPU after another
         "read": case.read_bytes,
         "all": case.all_bytes,
@@ -252,10 +209,6 @@ def _features(case: Case) -> dict[str, float]:
         "peak16": peak16,
         "peak": peak16 * {"16": 1, "fp4": 4}.get(case.format_class, 2),
         "link": chip.link_gbs * 1e9,
-        "hertz": chip.ghz * 1e9,
-        "threads": case.threads or max(chip.cores // case.processes, 1),
-        "int8": INT8_SHARE * chip.int8_lanes if family == "openvino" else 0.0,
-        "unified": family != "openvino" and not any(name in case.engine for name in OWN_KV),
     }
 
 
@@ -293,30 +246,6 @@ def accelerator_prefill(v: Columns, f: Columns, sequences: Array | float) -> Arr
     return seconds
 
 
-def cpu_seconds(v: Columns, f: Columns, is_prefill: Array) -> Array:
-    """Seconds of a decode step, or of the prompts of its rows: float64 [cases]."""
-    threads, rows, processes = f["threads"], f["rows"], f["processes"]
-    used = np.minimum(threads * processes, f["cores"] * f["smt"])
-    shared = used / f["smt"] / processes
-    cores = np.where(processes == 1, np.minimum(threads, f["cores"]), shared)
-    drawn = threads * processes * v["beta"]
-    bandwidth = 1 / np.hypot(1 / (f["bandwidth"] * v["ceff"]), 1 / drawn) / processes
-    vector = cores * f["hertz"] * f["lanes"] * 2
-    has_int8 = f["int8"] > 0
-    matrix = np.where(has_int8, cores * f["hertz"] * f["int8"] * 2, vector * v["cmp"])
-    loss = 1 + (threads / v["T0"]) ** v["cpow"]
-    tokens = f["prompt"] * rows
-    read = f["read"] + f["kv"] * rows * f["context"]
-    decode = np.hypot(read / bandwidth, 2 * f["macs"] * rows / matrix)
-    attended = f["context"] * np.where(f["unified"] > 0, rows, 1.0)
-    decode += 4 * f["attention"] * rows * attended / (vector * v["catt"])
-    prompt = 2 * f["macs"] * tokens / (matrix * np.where(has_int8, 1.0, v["cpp"]))
-    before = np.where(f["unified"] > 0, tokens, f["prompt"])
-    prompt += 2 * f["attention"] * tokens * before / (vector * v["catt"])
-    seconds: Array = np.where(is_prefill, prompt, decode) * loss + f["layers"] * v["sync"]
-    return seconds
-
-
 class ClassError(msgspec.Struct, frozen=True, kw_only=True):
     """Leave-one-device-out errors of a class, percent of what is published.
 
@@ -348,19 +277,14 @@ class Predictor(msgspec.Struct, frozen=True):
         }
 
     def decode(self, cases: Sequence[Case]) -> Array:
-        """Seconds of a decode step of each case, all accelerators or all CPUs: float64 [cases]."""
-        return self._seconds(cases, is_prefill=False)
+        """Seconds of a decode step of each case: float64 [cases]."""
+        facts = features(cases)
+        return accelerator_decode(self.values(ACCELERATOR, cases), facts, facts["rows"])
 
     def prefill(self, cases: Sequence[Case]) -> Array:
         """Seconds of the prompts of each case: float64 [cases]."""
-        return self._seconds(cases, is_prefill=True)
-
-    def _seconds(self, cases: Sequence[Case], is_prefill: bool) -> Array:
         facts = features(cases)
-        if cases[0].chip.is_cpu:
-            return cpu_seconds(self.values(CPU, cases), facts, np.full(len(cases), is_prefill))
-        law = accelerator_prefill if is_prefill else accelerator_decode
-        return law(self.values(ACCELERATOR, cases), facts, facts["rows"])
+        return accelerator_prefill(self.values(ACCELERATOR, cases), facts, facts["rows"])
 
     def _log(self, nodes: Iterable[str]) -> float:
         return sum(self.logs.get(node, 0.0) for node in nodes)
@@ -383,23 +307,16 @@ def chip_of(device: Device) -> Chip:
         gib=device.memory_gib or 0.0,
         tflops16=device.tflops.fp16 or 0.0,
         link_gbs=device.link_gb_per_second or DEFAULT_LINK_GBS,
-        cores=device.cores or 1.0,
-        ghz=device.clock_ghz or 0.0,
-        smt=device.threads_per_core,
-        lanes=device.vector_lanes or 0.0,
-        int8_lanes=device.int8_lanes or 0.0,
     )
 
 
 def default_slots(device: Device) -> int:
     """Requests at once where nobody says."""
-    return GPU_SLOTS if device.is_served_by_vllm else CPU_SLOTS
+    return VLLM_SLOTS if device.is_served_by_vllm else LLAMA_CPP_SLOTS
 
 
 def half_width(device: Device) -> float:
     """Half the 90 % band of ln(step time): the widest of the classes that it is predicted from."""
-    if device.is_cpu:
-        return UNMEASURED_CPU
     served = device.is_served_by_vllm
     if served and device.maker not in SERVED_MAKERS:
         return UNPUBLISHED_MAKER
@@ -416,13 +333,15 @@ def predicted_law(
 ) -> tuple[StepLaw, float]:
     """The law of a step that `devices` share, and half the 90 % band of ln(step time).
 
-    Raises ReportError for an unknown format, for a device without its 16-bit peak, and for several
-    CPUs or Apple machines: llama.cpp does not share a step between them.
+    Raises ReportError for an unknown format, for a CPU, for a device without its 16-bit peak, and
+    for several Apple machines: llama.cpp does not share a step between them.
     """
     served = device.is_served_by_vllm
+    if device.is_cpu:
+        raise ReportError(NOT_CALIBRATED)
     if devices > 1 and not served:
         raise ReportError(f"{device.name}: a step is not shared by several; use replicas")
-    if not device.is_cpu and not device.tflops.fp16:
+    if not device.tflops.fp16:
         raise ReportError(f"{device.name}: its 16-bit peak is not known (tflops.fp16)")
     chip = chip_of(device)
     if devices > NODE_DEVICES:
@@ -435,7 +354,7 @@ def predicted_law(
     head = 0 if spec.tied else spec.vocabulary * spec.hidden
     case = Case(
         chip=chip,
-        engine="vllm" if served else "llama.cpp, own KV",  # as it is since July 2025
+        engine="vllm" if served else "llama.cpp",
         # Of a server's weights of 4 and 8 bits the products are of 16.
         fmt="F16" if served else weight_format,
         macs=spec.parameters - head,

@@ -12,7 +12,6 @@ key and value. Reading a plan looks at no machine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,9 +33,9 @@ from models.ladder import rung
 from models.spec import ModelSpec
 from reports.devices.device_capacity import Traffic
 from reports.errors import ReportError
-from reports.plan.load_forecast import DAYS, Forecast, day_loads, trace_loads
+from reports.plan.load_forecast import DAYS, Forecast, day_loads
 
-Positive = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
 FORMAT = "Q4_0"
 
 EXAMPLE = """\
@@ -63,13 +62,12 @@ class BadPlan(ReportError):
 
 
 class ForecastKeys(Table, frozen=True, kw_only=True):
-    """The rate: exactly one of peak_rate, mean_rate, users and trace."""
+    """The rate: exactly one of peak_rate, mean_rate and users."""
 
     peak_rate: Annotated[Positive | None, key("requests/s, mean of the busiest hour")] = None
     mean_rate: Annotated[Positive | None, key("requests/s, mean of the month")] = None
     users: Annotated[Positive | None, key("people; with requests_per_user")] = None
     requests_per_user: Annotated[Positive | None, key("a day, by each of the users")] = None
-    trace: Annotated[str | None, key("a file of recorded requests, for the whole month")] = None
     day: Annotated[
         Literal["flat", "people", "office", "night"] | list[Annotated[float, Meta(ge=0)]],
         key("flat, people, office, night, or the rates of its hours"),
@@ -80,12 +78,6 @@ class ForecastKeys(Table, frozen=True, kw_only=True):
     arrivals: Annotated[
         Constant | Poisson | Gamma | OnOff, key("inside an hour: poisson, constant, gamma, on_off")
     ] = Poisson()
-    growth_per_month: Annotated[Annotated[float, Meta(gt=-1)], key("0.05: 5 % more each month")] = (
-        0.0
-    )
-    months: Annotated[
-        Annotated[int, Meta(ge=1)], key("planned for; the busiest of them counts")
-    ] = 1
 
 
 class MachineKeys(Table, frozen=True, kw_only=True):
@@ -152,8 +144,6 @@ def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
     if faults := list(_faults(keys)):
         raise BadPlan("; ".join(faults))
     workload = keys.workload or Workload(preset="chat")
-    if keys.forecast.trace is not None and keys.workload is None:
-        workload = Workload(file=keys.forecast.trace)
     paths = {
         name: str(folder / value)
         for name in ("file", "replay")
@@ -164,10 +154,11 @@ def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
         return Question(
             keys=keys,
             spec=rung(keys.model).spec,
-            forecast=_forecast(keys.forecast, folder),
+            forecast=_forecast(keys.forecast),
             slo=slo_of(keys.slo or "chat"),
             traffic=Traffic(lengths, keys.forecast.arrivals),
-            lengths=lengths_in_words(workload),
+            lengths=f"{lengths_in_words(workload)}; on average {lengths.prompt.mean():.0f} tokens "
+            f"in, {lengths.output.mean():.0f} out",
             folder=folder,
         )
     except (CrossoverError, LoadError) as problem:
@@ -177,7 +168,7 @@ def question(raw: Mapping[str, Any], folder: Path = Path()) -> Question:
 def _faults(keys: PlanFile) -> Iterator[str]:
     """What no type says."""
     asked = keys.forecast
-    names = ("peak_rate", "mean_rate", "users", "trace")
+    names = ("peak_rate", "mean_rate", "users")
     given = [name for name in names if getattr(asked, name) is not None]
     if len(given) != 1:
         said = " and ".join(given) or "none"
@@ -186,8 +177,6 @@ def _faults(keys: PlanFile) -> Iterator[str]:
         yield "forecast.requests_per_user: users and requests_per_user belong together"
     if isinstance(asked.day, list) and not any(asked.day):
         yield f"forecast.day needs a rate above 0, got {asked.day}"
-    if asked.trace is not None and (asked.day != "flat" or asked.weekend != 1.0):
-        yield "forecast.trace has its own curve of rates: leave out day and weekend"
     for name, value in (("format", keys.format or FORMAT), ("gpu_format", keys.gpu_format)):
         if value not in known_formats():
             yield f"{name} must be one of {', '.join(known_formats())}, got {value!r}"
@@ -198,20 +187,9 @@ def _faults(keys: PlanFile) -> Iterator[str]:
             yield f"machines[{number}]: give one of run, file, device; got {said}"
 
 
-def _forecast(keys: ForecastKeys, folder: Path) -> Forecast:
-    if keys.trace is not None:
-        loads = trace_loads(str(folder / keys.trace))
-    else:
-        mean = keys.mean_rate
-        if keys.users is not None and keys.requests_per_user is not None:
-            mean = keys.users * keys.requests_per_user / 86_400
-        day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
-        loads = day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean)
-    return Forecast(loads=loads, growth_per_month=keys.growth_per_month, months=keys.months)
-
-
-def finite(name: str, value: float) -> float:
-    """A number of the command line. Raises BadPlan."""
-    if not 0 < value < math.inf:
-        raise BadPlan(f"{name} must be above 0, got {value}")
-    return value
+def _forecast(keys: ForecastKeys) -> Forecast:
+    mean = keys.mean_rate
+    if keys.users is not None and keys.requests_per_user is not None:
+        mean = keys.users * keys.requests_per_user / 86_400
+    day = DAYS[keys.day] if isinstance(keys.day, str) else tuple(keys.day)
+    return Forecast(day_loads(day, keys.weekend, peak_rate=keys.peak_rate, mean_rate=mean))

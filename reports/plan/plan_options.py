@@ -11,18 +11,20 @@ costs its energy. Costs are staircases: where the choice changes is looked for o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from reports.devices.device_capacity import Answer, DeviceCapacity
+from reports.devices.device_step_times import NOT_CALIBRATED
 from reports.plan.load_forecast import Forecast
 from reports.plan.plan_file import Question
 
 MOST_ROWS = 6
 MOST_TIMES = 64.0  # the forecast, up to which a change of the choice is looked for; and down
 STEP = 1.02  # between two rates that are looked at
+STAIRS, STAIRS_REACH = 120, 4.0  # points of the chart to either side, and how many times the rate
 Grade = Literal["confirmed", "estimated", "predicted"]
 OptionKind = Literal["as it is", "more of it", "rented", "it and rented"]
 
@@ -32,7 +34,6 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     capacity: DeviceCapacity
     known_by: Grade
-    is_calibrated: bool = True  # False: a CPU that nobody measured
     owned: int = 0
     dollars_per_hour: float | None = None  # of one (of all devices that share a step)
     watts: float | None = None
@@ -42,11 +43,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return self.capacity.name
 
+    @property
+    def is_unknown(self) -> bool:
+        """A CPU that nobody measured."""
+        return self.capacity.reason == NOT_CALIBRATED
+
     def answer(self, rate: float, count: int) -> Answer:
         """Whether `count` of it hold a rate."""
         if (self.capacity.low or 0.0) * count >= rate:
             return "yes"
-        return "perhaps" if (self.capacity.high or 0.0) * count >= rate else "no"
+        may = self.is_unknown or (self.capacity.high or 0.0) * count >= rate
+        return "perhaps" if may else "no"
 
     def needed(self, rate: float, at: float | None = None) -> int | None:
         """How many surely hold a rate; `at`: what one holds. None: no number of them."""
@@ -55,7 +62,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the plan. Dollars and kWh are of a month, the mean of the months planned for."""
+    """A row of the plan. Dollars and kWh are of a month."""
 
     kind: OptionKind
     machine: str
@@ -72,6 +79,23 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_sure(self) -> bool:
         return self.suffices == "yes" and self.dollars is not None
+
+    @property
+    def way(self) -> tuple[str, str, str]:
+        """The same for the same way, with however many machines."""
+        return self.kind, self.machine, self.above
+
+    @property
+    def title(self) -> str:
+        """What its row is called."""
+        match self.kind:
+            case "as it is":
+                return f"{self.machine} as it is"
+            case "more of it":
+                return f"more of {self.machine}"
+            case "it and rented":
+                return f"{self.machine} and {self.above} above it"
+        return self.machine
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +120,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ttft_seconds: float | None
     tpot_seconds: float | None
     target: float
-    peak_rate: float  # requests/s of the busiest hour of all months
+    peak_rate: float  # requests/s of the busiest hour
     mean_rate: float
     spares: int
     options: tuple[Option, ...]
@@ -107,8 +131,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def choice(self) -> Option | None:
-        first = next(iter(self.options), None)
-        return first if first is not None and first.is_sure else None
+        return _choice(self.options)
 
     @property
     def rows(self) -> tuple[Option, ...]:
@@ -118,17 +141,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(one for one in self.options if one in mine or one in rest)
 
 
-def make_plan(
-    asked: Question,
-    candidates: Sequence[Candidate],
-    say: Callable[[str], None] = lambda _: None,
-) -> Plan:
+def make_plan(asked: Question, candidates: Sequence[Candidate]) -> Plan:
     """The options for what is asked, in order: what surely suffices, then by cost."""
-    say("options")
     found = ordered(asked, candidates, asked.forecast)
-    say("what would change the choice")
-    changes = tuple(_changes(asked, candidates, found))
-    dated = [one.price_date for one in candidates if one.price_date]
     return Plan(
         name=asked.keys.name,
         model=asked.spec.name,
@@ -143,9 +158,9 @@ def make_plan(
         mean_rate=asked.forecast.mean_rate,
         spares=asked.keys.spares,
         options=tuple(found),
-        changes=changes,
+        changes=tuple(_changes(asked, candidates, _choice(found))),
         unknown=tuple(_unknown(candidates, found)),
-        price_date=min(dated, default=""),
+        price_date=min((one.price_date for one in candidates if one.price_date), default=""),
         stairs=_stairs(asked, candidates, found[:4]),
     )
 
@@ -154,9 +169,8 @@ def ordered(asked: Question, candidates: Sequence[Candidate], forecast: Forecast
     """All options under a forecast, the choice first."""
     rank = {"yes": 0, "perhaps": 1, "no": 2}
     known = {"confirmed": 0, "estimated": 1, "predicted": 2}
-    found = list(_options(asked, candidates, forecast))
     return sorted(
-        found,
+        _options(asked, candidates, forecast),
         key=lambda one: (
             rank[one.suffices],
             one.dollars is None,
@@ -170,25 +184,17 @@ def _options(
     asked: Question, candidates: Sequence[Candidate], forecast: Forecast
 ) -> Iterator[Option]:
     own = [one for one in candidates if one.owned]
+    others = [one for one in candidates if not one.owned]
     for machine in own:
         yield _as_it_is(asked, machine, forecast)
         yield _more_of_it(asked, machine, forecast)
-    for machine in candidates:
-        if not machine.owned:
-            yield _rented(asked, machine, forecast)
+    for machine in others:
+        yield _rented(asked, machine, forecast)
     for base in own:
-        if not base.capacity.low or base.answer(forecast.peak_rate, base.owned) == "yes":
-            continue
-        for above in candidates:
-            if not above.owned and above.capacity.low:
-                yield _mixed(asked, base, above, forecast)
-
-
-def _months(forecast: Forecast) -> Iterator[tuple[float, float]]:
-    """(requests/s, hours of a mean month) of each kind of hour of all months."""
-    for month in range(forecast.months):
-        for load in forecast.at(month):
-            yield load.rate, load.hours / forecast.months
+        if base.capacity.low and base.answer(forecast.peak_rate, base.owned) != "yes":
+            for above in others:
+                if above.capacity.low:
+                    yield _mixed(asked, base, above, forecast)
 
 
 def _energy(machine: Candidate, count: int, forecast: Forecast) -> float | None:
@@ -196,19 +202,16 @@ def _energy(machine: Candidate, count: int, forecast: Forecast) -> float | None:
     rate = machine.capacity.rate
     if machine.watts is None or not rate:
         return None
-    hours = sum(hours * min(count, load / rate) for load, hours in _months(forecast))
+    hours = sum(load.hours * min(count, load.rate / rate) for load in forecast.loads)
     return machine.watts * hours / 1000
 
 
 def _as_it_is(asked: Question, machine: Candidate, forecast: Forecast) -> Option:
-    peak = forecast.peak_rate
-    left = machine.owned - asked.keys.spares
-    suffices = machine.answer(peak, max(0, left))
     kwh = _energy(machine, machine.owned, forecast)
     return Option(
         kind="as it is",
         machine=machine.name,
-        suffices=suffices,
+        suffices=machine.answer(forecast.peak_rate, max(0, machine.owned - asked.keys.spares)),
         machines=machine.owned,
         dollars=(kwh or 0.0) * asked.keys.dollars_per_kwh,
         kwh=kwh,
@@ -231,15 +234,14 @@ def _more_of_it(asked: Question, machine: Candidate, forecast: Forecast) -> Opti
             note=machine.capacity.reason,
         )
     count = needed + asked.keys.spares
-    bought = max(0, count - machine.owned)
     kwh = _energy(machine, count, forecast)
     dollars = None
-    if machine.dollars_per_hour is not None or not bought:
-        rent = sum(
-            hours * max(0, (machine.needed(rate) or 0) + asked.keys.spares - machine.owned)
-            for rate, hours in _months(forecast)
+    if machine.dollars_per_hour is not None or count <= machine.owned:
+        rented = sum(
+            one.hours * max(0, (machine.needed(one.rate) or 0) + asked.keys.spares - machine.owned)
+            for one in forecast.loads
         )
-        dollars = rent * (machine.dollars_per_hour or 0.0)
+        dollars = rented * (machine.dollars_per_hour or 0.0)
         dollars += (kwh or 0.0) * asked.keys.dollars_per_kwh
     return Option(
         kind="more of it",
@@ -258,49 +260,39 @@ def _rented(
     asked: Question, machine: Candidate, forecast: Forecast, base_rate: float = 0.0
 ) -> Option:
     """By the hour, in the hours that need it; above what `base_rate` carries."""
+    spares, price = asked.keys.spares, machine.dollars_per_hour
+    above = [(max(0.0, load.rate - base_rate), load.hours) for load in forecast.loads]
 
     def dollars(at: float | None) -> float | None:
-        if machine.dollars_per_hour is None or not at:
+        if price is None or not at:
             return None
-        hours = 0.0
-        for rate, of_month in _months(forecast):
-            above = max(0.0, rate - base_rate)
-            count = machine.needed(above, at) or 0
-            hours += of_month * (count + (asked.keys.spares if count else 0))
-        return hours * machine.dollars_per_hour
+        counts = [(machine.needed(rate, at) or 0, hours) for rate, hours in above]
+        return price * sum(hours * (count + spares) for count, hours in counts if count)
 
-    capacity, peak = machine.capacity, max(0.0, forecast.peak_rate - base_rate)
+    capacity, peak = machine.capacity, above[0][0]
     needed = machine.needed(peak)
     suffices: Answer = "yes" if needed is not None else "no"
-    if needed is None and capacity.high:
+    if needed is None and (capacity.high or machine.is_unknown):
         suffices, needed = "perhaps", machine.needed(peak, capacity.high)
-    sure = dollars(capacity.low or capacity.high)
-    rate = capacity.rate or capacity.high
-    kwh = None
+    rate, kwh = capacity.rate or capacity.high, None
     if machine.watts is not None and rate:
-        share = sum(max(0.0, load - base_rate) / rate * hours for load, hours in _months(forecast))
-        kwh = machine.watts * share / 1000
-    note = capacity.reason
-    if suffices != "yes" and not machine.is_calibrated:
-        # a prediction good to a factor of 3 is no ground for a flat no, nor for a count
-        suffices, needed, sure, kwh, note = "perhaps", None, None, None, "perhaps: calibrate it"
+        kwh = machine.watts * sum(load / rate * hours for load, hours in above) / 1000
     return Option(
         kind="rented",
         machine=machine.name,
         suffices=suffices,
-        machines=None if needed is None else needed + asked.keys.spares,
-        dollars=sure,
+        machines=None if needed is None else needed + spares,
+        dollars=dollars(capacity.low or capacity.high),
         dollars_low=dollars(capacity.high) if capacity.low else None,
         kwh=kwh,
         known_by=machine.known_by,
-        note=note,
+        note=capacity.reason,
     )
 
 
 def _mixed(asked: Question, base: Candidate, above: Candidate, forecast: Forecast) -> Option:
     """The machine that is there carries what it surely holds; the rest goes to rented ones."""
-    carried = (base.capacity.low or 0.0) * base.owned
-    rest = _rented(asked, above, forecast, carried)
+    rest = _rented(asked, above, forecast, (base.capacity.low or 0.0) * base.owned)
     kwh = _energy(base, base.owned, forecast)
     energy = (kwh or 0.0) * asked.keys.dollars_per_kwh
     return msgspec.structs.replace(
@@ -316,29 +308,21 @@ def _mixed(asked: Question, base: Candidate, above: Candidate, forecast: Forecas
     )
 
 
-def _same(one: Option | None, other: Option | None) -> bool:
-    """The same way, with however many machines."""
-    if one is None or other is None:
-        return one is other
-    return (one.kind, one.machine, one.above) == (other.kind, other.machine, other.above)
-
-
 def _choice(found: Sequence[Option]) -> Option | None:
     return found[0] if found and found[0].is_sure else None
 
 
 def _changes(
-    asked: Question, candidates: Sequence[Candidate], found: Sequence[Option]
+    asked: Question, candidates: Sequence[Candidate], now: Option | None
 ) -> Iterator[Change]:
     """The nearest rates, above and below, at which the choice is another one."""
-    now = _choice(found)
     for is_above in (True, False):
         factor = 1.0
         while factor < MOST_TIMES:
             factor *= STEP
             times = factor if is_above else 1 / factor
             there = _choice(ordered(asked, candidates, asked.forecast.scaled(times)))
-            if not _same(now, there):
+            if (there and there.way) != (now and now.way):
                 yield Change(rate=asked.forecast.peak_rate * times, is_above=is_above, option=there)
                 break
 
@@ -348,26 +332,13 @@ def _stairs(
 ) -> dict[str, list[tuple[float, float]]]:
     """Dollars a month of the shown options against the rate of the busiest hour."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    for step in range(-120, 121):
-        factor = 4 ** (step / 120)
-        found = list(_options(asked, candidates, asked.forecast.scaled(factor)))
-        for one in shown:
-            same = next((other for other in found if _same(one, other)), None)
-            if same is not None and same.is_sure and same.dollars is not None:
-                point = (asked.forecast.peak_rate * factor, same.dollars)
-                lines.setdefault(title(one), []).append(point)
+    ways = {one.way for one in shown}
+    for step in range(-STAIRS, STAIRS + 1):
+        forecast = asked.forecast.scaled(STAIRS_REACH ** (step / STAIRS))
+        for one in _options(asked, candidates, forecast):
+            if one.way in ways and one.is_sure and one.dollars is not None:
+                lines.setdefault(one.title, []).append((forecast.peak_rate, one.dollars))
     return lines
-
-
-def title(option: Option) -> str:
-    """What a row is called."""
-    if option.kind == "as it is":
-        return f"{option.machine} as it is"
-    if option.kind == "more of it":
-        return f"more of {option.machine}"
-    if option.kind == "it and rented":
-        return f"{option.machine} and {option.above} above it"
-    return option.machine
 
 
 def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterator[str]:
@@ -381,6 +352,5 @@ def _unknown(candidates: Sequence[Candidate], found: Sequence[Option]) -> Iterat
                 yield f"{one.name} is predicted, not measured"
             if one.owned and one.watts is None:
                 yield f"the watts of {one.name} are not known, so its energy costs are left out"
-    perhaps = [one.machine for one in found if one.note == "perhaps: calibrate it"]
-    if perhaps:
-        yield f"{perhaps[0]} may suffice: `crossover calibrate` on it would tell"
+    if unmeasured := [one.machine for one in found if one.note == NOT_CALIBRATED]:
+        yield f"{unmeasured[0]} may suffice: `crossover calibrate` on it would tell"

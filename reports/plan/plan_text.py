@@ -1,4 +1,4 @@
-"""A plan in words: a table of at most six rows, three sentences, one chart; the rest is JSON.
+"""A plan in words: a sentence, a table of at most six rows, what would change it; the rest is JSON.
 
 print(as_text(plan, columns=100))
 """
@@ -13,9 +13,11 @@ from rich.table import Table
 
 from models import formatting
 from models.formatting import model_title
-from reports.plan.plan_options import Change, Option, Plan, title
+from reports.devices.device_step_times import NOT_CALIBRATED
+from reports.plan.plan_options import Option, Plan
 
 SHOWN_SPREAD = 0.2  # of the cost; a smaller one is not shown
+HEADS = ("way", "suffices", "machines", "$ a month", "kWh a month", "known by")
 
 
 def as_json(plan: Plan) -> str:
@@ -30,109 +32,92 @@ def as_text(plan: Plan, columns: int = 100) -> str:
     for name in HEADS:
         table.add_column(name, justify="right" if name in HEADS[2:5] else "left")
     for option in plan.rows:
-        table.add_row(*row(option, plan.choice))
+        table.add_row(*_row(option, is_choice=option == plan.choice))
     with console.capture() as said:
         console.print(choice_sentence(plan))
         console.print()
         console.print(table)
         console.print()
-        for sentence in (change_sentence(plan), unknown_sentence(plan)):
-            if sentence:
-                console.print(sentence)
-        console.print(fine_print(plan), style="dim")
+        for sentence in (*_changes(plan), *_unknown(plan), *_fine_print(plan)):
+            console.print(sentence)
     return said.get().rstrip()
 
 
-HEADS = ("way", "suffices", "machines", "$ a month", "kWh a month", "known by")
-
-
-def row(option: Option, choice: Option | None = None) -> tuple[str, ...]:
-    """The cells of one row."""
-    mark = "* " if choice is not None and option == choice else "  "
-    suffices = option.suffices if not option.note else f"{option.suffices} ({option.note})"
-    if option.note.startswith("perhaps"):
-        suffices = option.note
+def _row(option: Option, *, is_choice: bool) -> tuple[str, ...]:
+    suffices = f"{option.suffices} ({option.note})" if option.note else option.suffices
     return (
-        mark + title(option),
-        suffices,
+        f"{'*' if is_choice else ' '} {option.title}",
+        NOT_CALIBRATED if option.note == NOT_CALIBRATED else suffices,
         "-" if option.machines is None else str(option.machines),
-        cost(option),
+        _cost(option),
         "-" if option.kwh is None else formatting.significant(option.kwh),
         option.known_by,
     )
 
 
-def cost(option: Option, *, spread: bool = True) -> str:
-    """`$96`, `$96 (48 if each holds its high end)`, `$0 + energy`, `not known`."""
+def _cost(option: Option, *, with_spread: bool = True) -> str:
+    """`$96`, `$96 ($48 at best)`, `$0 + energy`, `not known`."""
     if option.dollars is None:
         return "not known"
-    said = f"${option.dollars:,.0f}"
-    low = option.dollars_low
-    if (
-        spread
-        and low is not None
-        and option.dollars > 0
-        and low < option.dollars * (1 - SHOWN_SPREAD)
-    ):
-        said += f" (${low:,.0f} if each holds its high end)"
+    said, low = f"${option.dollars:,.0f}", option.dollars_low
+    if with_spread and low is not None and low < option.dollars * (1 - SHOWN_SPREAD):
+        said += f" (${low:,.0f} at best)"
     return said + (" + energy" if option.energy_unknown else "")
 
 
 def choice_sentence(plan: Plan) -> str:
     """The answer."""
-    model = model_title(plan.model)
-    peak = formatting.requests(plan.peak_rate)
-    if plan.choice is None:
-        return f"Nothing surely serves {model} at {peak} in the busiest hour."
-    paid = f"{cost(plan.choice, spread=False)} a month"
-    verb = "serves" if (plan.choice.machines or 1) == 1 else "serve"
-    return f"{_do(plan.choice)} {verb} {model} at {peak} in the busiest hour: {paid}."
-
-
-def _do(option: Option) -> str:
-    count = option.machines or 1
-    if option.kind == "as it is":
-        return option.machine if count == 1 else f"{option.machine} x {count}"
-    if option.kind == "more of it":
-        return f"{count} x {option.machine}"
-    if option.kind == "it and rented":
-        return f"{option.machine}, with {option.above} rented in the hours above it,"
-    return f"{option.machine}, rented by the hour," if count == 1 else f"{count} x {option.machine}"
-
-
-def change_sentence(plan: Plan) -> str:
-    """Where another way is the choice; "": nowhere near."""
-    return " ".join(_change(one) for one in plan.changes)
-
-
-def _change(change: Change) -> str:
-    side = "Above" if change.is_above else "Below"
-    rate = formatting.requests(change.rate)
-    if change.option is None:
-        return f"{side} {rate} nothing surely suffices."
+    load = f"{model_title(plan.model)} at {formatting.requests(plan.peak_rate)} in the busiest hour"
+    chosen = plan.choice
+    if chosen is None:
+        return f"Nothing surely serves {load}."
+    count = chosen.machines or 1
+    many = chosen.machine if count == 1 else f"{count} x {chosen.machine}"
+    ways = {
+        "it and rented": f"{chosen.machine}, with {chosen.above} rented in the hours above it,",
+        "rented": many if count > 1 else f"{many}, rented by the hour,",
+    }
+    verb = "serves" if count == 1 else "serve"
     return (
-        f"{side} {rate} it is {title(change.option)} ({cost(change.option, spread=False)} a month)."
+        f"{ways.get(chosen.kind, many)} {verb} {load}: {_cost(chosen, with_spread=False)} a month, "
+        f"{chosen.known_by}."
     )
 
 
-def unknown_sentence(plan: Plan) -> str:
-    """What is not known; "": nothing that matters."""
-    return f"Not known: {'; '.join(plan.unknown[:2])}." if plan.unknown else ""
+def _changes(plan: Plan) -> Iterator[str]:
+    """Where another way is the choice."""
+    for one in plan.changes:
+        side = f"{'Above' if one.is_above else 'Below'} {formatting.requests(one.rate)}"
+        if one.option is None:
+            yield f"{side} nothing surely suffices."
+        else:
+            paid = _cost(one.option, with_spread=False)
+            yield f"{side} the choice is {one.option.title} ({paid} a month)."
 
 
-def fine_print(plan: Plan) -> str:
-    """What the numbers mean."""
-    return " ".join(_fine_print(plan))
+def _unknown(plan: Plan) -> Iterator[str]:
+    if plan.unknown:
+        yield f"Not known: {'; '.join(plan.unknown[:2])}."
 
 
 def _fine_print(plan: Plan) -> Iterator[str]:
+    """What the words and numbers mean."""
     limits = [
-        f"{name} {formatting.seconds(value)}"
-        for name, value in (("TTFT", plan.ttft_seconds), ("TPOT", plan.tpot_seconds))
+        f"{text} {formatting.limit(value)}{per}"
+        for text, value, per in (
+            ("first token within", plan.ttft_seconds, ""),
+            ("then", plan.tpot_seconds, " a token"),
+        )
         if value is not None
     ]
-    promise = " and ".join(limits) or "no limit"
-    yield f"A good request: {promise}, for {formatting.share(plan.target)}; {plan.lengths}."
-    yield "$ of what surely suffices (90 %), rented in the hours that need it."
+    yield (
+        f"A good request: {', '.join(limits) or 'no limit'}; {formatting.share(plan.target)} of "
+        f"requests must be good. Lengths: {plan.lengths}."
+    )
+    yield (
+        "Suffices: yes, also at the low end of its 90 % interval; perhaps, at the high end only. "
+        "$: of as many as surely suffice, rented in the hours that need them; at best: if each "
+        "holds its high end."
+    )
     if plan.price_date:
         yield f"List prices of {plan.price_date} or later."

@@ -12,7 +12,7 @@ from html import escape
 import msgspec
 
 from models import formatting
-from reports.chart_style import CPU, ESTIMATED, GPU, INK, LINE, MUTED, UNKNOWN, ticks
+from reports.chart_style import CPU, ESTIMATED, GPU, INK, LINE, MUTED, UNKNOWN, rate_ticks
 from reports.headline import Answer
 from reports.sections.section import Chart
 
@@ -29,124 +29,108 @@ class Bars(msgspec.Struct, frozen=True):
     low: float | None
     high: float | None
     gpu: float | None  # what the GPU holds
-    gpu_name: str = ""
 
 
 def bars_of(answer: Answer) -> Bars:
     """What is known of one model."""
-    found = answer.cell.capacity
-    gpu = answer.over.gpu if answer.over is not None else None
-    limit = None if found is None else (found.limit or found.high)
+    found, gpu = answer.cell.capacity, answer.gpu
     return Bars(
         held=answer.cell.held,
-        limit=limit or None,
+        limit=None if found is None else found.limit or found.high or None,
         low=None if found is None else found.low or None,
         high=None if found is None else found.high or None,
         gpu=None if gpu is None else gpu.rate or None,
-        gpu_name="" if gpu is None else gpu.name,
     )
 
 
-def domain(bars: Sequence[Bars]) -> tuple[float, float] | None:
-    """The ends of the axis; None: nothing to draw."""
-    known = [x for one in bars for x in (one.held, one.limit, one.low, one.high, one.gpu) if x]
-    return (min(known) / ROOM / 2, max(known) * ROOM) if known else None
+class Scale(msgspec.Struct, frozen=True):
+    """Of the axis: the rates at its ends."""
 
+    low: float
+    high: float
 
-def place(rate: float, ends: tuple[float, float]) -> float:
-    """Pixels from the left for a rate."""
-    low, high = ends
-    part = math.log(min(max(rate, low), high) / low) / math.log(high / low)
-    return LEFT + part * (WIDTH - LEFT - RIGHT)
+    def place(self, rate: float | None, least: float = LEFT) -> float:
+        """Pixels from the left; `least`: where no bar is, or it would end before it."""
+        if rate is None:
+            return least
+        inside = min(max(rate, self.low), self.high)
+        part = math.log(inside / self.low) / math.log(self.high / self.low)
+        return max(least, LEFT + part * (WIDTH - LEFT - RIGHT))
 
 
 def crossover_map(answers: Sequence[Answer]) -> Chart | None:
     """The map; None where nothing was measured."""
     bars = [bars_of(one) for one in answers]
-    ends = domain(bars)
-    if ends is None:
+    known = [rate for one in bars for rate in msgspec.structs.astuple(one) if rate]
+    if not known:
         return None
-    height = TOP + ROW * len(bars) + 30
+    scale = Scale(min(known) / ROOM / 2, max(known) * ROOM)
+    bottom = TOP + ROW * len(bars)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'data-low="{ends[0]:.6g}" data-high="{ends[1]:.6g}" data-left="{LEFT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 30}" '
+        f'data-low="{scale.low:.6g}" data-high="{scale.high:.6g}" data-left="{LEFT}" '
         f'data-right="{WIDTH - RIGHT}" font-family="inherit" font-size="12">',
         '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
         f'patternTransform="rotate(45)"><rect width="7" height="7" fill="{ESTIMATED}"/>'
         f'<rect width="3" height="7" fill="{CPU}"/></pattern></defs>',
     ]
-    bottom = TOP + ROW * len(bars)
-    for rate in _axis(ends):
-        x = place(rate, ends)
-        parts.append(f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>')
-        parts.append(
-            f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle" fill="{MUTED}">'
-            f"{formatting.rate(rate).replace(' a minute', '/min').replace(' an hour', '/h')}</text>"
-        )
+    for rate in rate_ticks(scale.low, scale.high):
+        x = scale.place(rate)
+        said = formatting.rate(rate).replace(" a minute", "/min").replace(" an hour", "/h")
+        parts += [
+            f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}" stroke-opacity=".45"/>',
+            _text(x, bottom + 18, said, f'text-anchor="middle" fill="{MUTED}"'),
+        ]
     for index, (answer, one) in enumerate(zip(answers, bars, strict=True)):
-        parts += _row(index, answer, one, ends)
-    parts.append("</svg>")
+        parts += _row(index, answer, one, scale)
     return Chart(
         slug="map",
-        title="Model size against request rate",
         label="For each model, from slow to quick rates: confirmed on this CPU (solid), estimated "
         "on this CPU (hatched), and what the GPU that takes over holds (orange, predicted).",
-        svg="".join(parts),
+        svg="".join([*parts, "</svg>"]),
     )
 
 
-def _axis(ends: tuple[float, float]) -> list[float]:
-    """Round rates in the units that people read."""
-    found = [
-        tick / times
-        for times, least, below in ((3600, 0.0, 1 / 6), (60, 1 / 6, 1.0), (1, 1.0, math.inf))
-        for tick in ticks(ends[0] * times, ends[1] * times, 6)
-        if least <= tick / times < below
-    ]
-    return found[:: math.ceil(len(found) / 7)] if len(found) > 7 else found
+def _text(x: float, y: float, said: str, more: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(said)}</text>'
 
 
-def _row(index: int, answer: Answer, one: Bars, ends: tuple[float, float]) -> list[str]:
+def _row(index: int, answer: Answer, one: Bars, scale: Scale) -> list[str]:
     """A model's name and its bars; empty ones are there for the sliders, without width."""
     y = TOP + index * ROW + (ROW - BAR) / 2
-    name = escape(answer.title)
-    size = formatting.parameters(answer.cell.parameters)
-    start, held = float(LEFT), place(one.held, ends) if one.held else float(LEFT)
-    limit = max(held, place(one.limit, ends)) if one.limit else held
-    gpu = max(limit, place(one.gpu, ends)) if one.gpu else limit
+    middle = y + BAR / 2
+    held = scale.place(one.held)
+    limit = scale.place(one.limit, held)
+    gpu = scale.place(one.gpu, limit)
+    gpu_name = answer.gpu.name if answer.gpu is not None else ""
 
     def bar(kind: str, left: float, right: float, fill: str, says: str) -> str:
         return (
             f'<rect data-model="{index}" data-bar="{kind}" x="{left:.1f}" y="{y:.1f}" '
-            f'width="{max(0.0, right - left):.1f}" height="{BAR}" fill="{fill}">'
+            f'width="{right - left:.1f}" height="{BAR}" fill="{fill}">'
             f"<title>{escape(says)}</title></rect>"
         )
 
-    text = "unknown" if answer.cell.capacity is None else ""
+    size = formatting.parameters(answer.cell.parameters)
+    confirmed = f"confirmed up to {formatting.rate(one.held, rounded='down')}"
+    own = 'text-anchor="end"'
     parts = [
-        f'<text x="{LEFT - 12}" y="{y + BAR / 2 - 1:.1f}" text-anchor="end" fill="{INK}" '
-        f'font-weight="600">{name}</text>'
-        f'<text x="{LEFT - 12}" y="{y + BAR / 2 + 12:.1f}" text-anchor="end" fill="{MUTED}" '
-        f'font-size="10.5">{size}</text>',
-        bar(
-            "held", start, held, CPU, f"confirmed up to {formatting.rate(one.held, rounded='down')}"
-        ),
+        _text(LEFT - 12, middle - 1, answer.title, f'{own} fill="{INK}" font-weight="600"'),
+        _text(LEFT - 12, middle + 12, size, f'{own} fill="{MUTED}" font-size="10.5"'),
+        bar("held", LEFT, held, CPU, confirmed),
         bar("limit", held, limit, "url(#hatch)", f"estimated up to {formatting.rate(one.limit)}"),
-        bar("gpu", limit, gpu, GPU, f"{one.gpu_name}: predicted {formatting.rate(one.gpu)}"),
+        bar("gpu", limit, gpu, GPU, f"{gpu_name}: predicted {formatting.rate(one.gpu)}"),
     ]
     if one.low and one.high:
-        low, high = place(one.low, ends), place(one.high, ends)
-        middle = y + BAR / 2
+        low, high = scale.place(one.low), scale.place(one.high)
         parts.append(
             f'<path data-model="{index}" data-bar="interval" d="M{low:.1f} {middle}H{high:.1f}'
             f'M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10" stroke="{INK}" '
             f'fill="none" stroke-width="1.4"><title>90 % interval of the estimate</title></path>'
         )
-    if one.gpu_name and gpu - limit > 90:
-        parts.append(
-            f'<text data-model="{index}" data-bar="name" x="{gpu - 6:.1f}" y="{y + 16:.1f}" '
-            f'text-anchor="end" fill="{ON_GPU}" font-size="11">{escape(one.gpu_name)}</text>'
-        )
-    if text:
-        parts.append(f'<text x="{LEFT + 6}" y="{y + 16:.1f}" fill="{UNKNOWN}">not measured</text>')
+    if gpu_name and gpu - limit > 90:
+        marks = f'data-model="{index}" data-bar="name" {own} fill="{ON_GPU}" font-size="11"'
+        parts.append(_text(gpu - 6, y + 16, gpu_name, marks))
+    if answer.cell.capacity is None:
+        parts.append(_text(LEFT + 6, y + 16, "not measured", f'fill="{UNKNOWN}"'))
     return parts

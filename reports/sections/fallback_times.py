@@ -9,45 +9,39 @@ import numpy as np
 from models import formatting
 from models.formatting import model_title
 from reports.headline import Answer
-from reports.report_data import LevelData, ReportData
-from reports.sections.section import Section, Table
+from reports.report_data import ReportData
+from reports.sections.section import Section, table
 
 
 def fallback_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where every level was answered by one engine."""
-    rows = [
-        (model_title(cell.model), one)
-        for cell in data.cells
-        for one in cell.levels
-        if len(one.level.backends) > 1
-    ]
+    rows = []
+    for cell in data.cells:
+        for one in cell.levels:
+            if len(one.level.backends) > 1:
+                # the longest time without any content chunk, of all streams together
+                gap = float(np.diff(np.sort(one.level.chunks)).max(initial=0.0))
+                rows.append((model_title(cell.model), one, gap))
     if not rows:
         return None
-    gaps = [_longest_gap(one) for _, one in rows]
     return Section(
         slug="fallback",
         title="Fallback",
         sentence=f"The engine changed in {len(rows)} levels; for at most "
-        f"{formatting.seconds(max(gaps))} no token came.",
+        f"{formatting.seconds(max(gap for _, _, gap in rows))} no token came.",
         grades=("measured",),
-        table=Table(
+        table=table(
             ("model", "load", "answered by", "failed", "no token for"),
-            tuple(
+            (
                 (
                     name,
-                    formatting.load(one.level.rate, one.level.started.concurrency),
+                    one.load,
                     ", ".join(f"{who}: {count}" for who, count in one.level.backends.items()),
                     str(one.judged.failed),
                     formatting.seconds(gap),
                 )
-                for (name, one), gap in zip(rows, gaps, strict=True)
+                for name, one, gap in rows
             ),
-            numeric=(3, 4),
+            words=("load", "answered by"),
         ),
     )
-
-
-def _longest_gap(one: LevelData) -> float:
-    """Seconds without any content chunk, of all streams together."""
-    stamps = np.sort(one.level.chunks[np.isfinite(one.level.chunks)])
-    return float(np.diff(stamps).max()) if len(stamps) > 1 else 0.0

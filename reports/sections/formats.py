@@ -11,55 +11,52 @@ from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import CellData, ReportData
 from reports.sections.prefill_decode import speeds
-from reports.sections.section import Section, Table
+from reports.sections.section import Section, table
 
 
 def formats(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where each model was measured in one way."""
+    """Of models that were measured in several ways; else what their engine was chosen from."""
     counts = Counter(cell.model for cell in data.cells)
     several = [cell for cell in data.cells if counts[cell.model] > 1]
     if not several:
         return _chosen(data)
-    table = Table(
-        ("model", "engine", "capacity", "reads", "writes", "memory", "quality"),
-        tuple(_row(cell) for cell in several),
-        numeric=(3, 4, 5),
-    )
     best = max(several, key=lambda cell: cell.limit or 0.0)
     return Section(
         slug="formats",
         title="Formats and engines",
         sentence=f"{_name(best)} serves most of {model_title(best.model)}.",
         grades=("measured",),
-        table=table,
+        table=table(
+            ("model", "engine", "capacity", "reads", "writes", "memory", "quality"),
+            map(_row, several),
+            words=("engine", "capacity", "quality"),
+        ),
         note="Quality: KL divergence to the float model on text, in nats; of random weights none "
         "is told.",
     )
 
 
 def _name(cell: CellData) -> str:
-    parts = (cell.engine or cell.backend, cell.weight_format, cell.hardware, cell.workload)
-    return " ".join(filter(None, parts))
+    return " ".join(filter(None, (cell.engine_words, cell.hardware, cell.workload)))
 
 
 def _row(cell: CellData) -> tuple[str, ...]:
-    speed = speeds(cell)
-    reads, writes = ("", "") if speed is None else map(formatting.significant, speed[:2])
-    ready = cell.ready
+    ready, speed = cell.ready, speeds(cell)
+    tokens = [formatting.NOT_MEASURED] * 2
+    if speed is not None:
+        tokens = [f"{formatting.significant(one)} tokens/s" for one in speed[:2]]
     quality = None if ready is None or ready.synthetic else ready.info.quality_kl_nats
     return (
         model_title(cell.model),
         _name(cell),
         in_words(cell.capacity) if cell.capacity is not None else cell.reason,
-        f"{reads} tokens/s" if reads else formatting.NOT_MEASURED,
-        f"{writes} tokens/s" if writes else formatting.NOT_MEASURED,
+        *tokens,
         formatting.size(cell.memory.peak_bytes or cell.memory.predicted_bytes),
         "–" if quality is None else f"{formatting.significant(quality)} nats",
     )
 
 
 def _chosen(data: ReportData) -> Section | None:
-    """What the engine of each cell was chosen from."""
     rows = [
         (
             model_title(cell.model),
@@ -73,12 +70,12 @@ def _chosen(data: ReportData) -> Section | None:
     ]
     if not rows:
         return None
-    chosen = [row for row in rows if row[3] == "chosen"]
+    chosen = (f"{model}: {engine}" for model, engine, _, why in rows if why == "chosen")
     return Section(
         slug="formats",
         title="Engines that were chosen from",
-        sentence=", ".join(f"{model}: {engine}" for model, engine, _, _ in chosen) + ".",
+        sentence=", ".join(chosen) + ".",
         grades=("estimated",),
-        table=Table(("model", "engine", "would hold", ""), tuple(rows), numeric=(2,)),
+        table=table(("model", "engine", "would hold", "why"), rows, words=("engine", "why")),
         note="From step times that seconds of calibration gave of each candidate.",
     )

@@ -8,41 +8,38 @@ from models import formatting
 from models.formatting import model_title
 from reports.headline import Answer
 from reports.report_data import ReportData
-from reports.sections.section import Section, Table
+from reports.sections.section import Section, table
 
 
 def host_overhead(data: ReportData, answers: Sequence[Answer]) -> Section | None:
     """None where no engine told its time."""
-    rows = []
-    for cell in data.cells:
-        for one in cell.loaded:
-            said = one.level.finished
-            told = said.engine_time if said is not None else None
-            if told is not None and told.host_share is not None and told.steps:
-                load = formatting.load(one.level.rate, one.level.started.concurrency)
-                rows.append((model_title(cell.model), load, told.host_share, told))
+    rows = [
+        (model_title(cell.model), one.load, told.host_share, told)
+        for cell in data.cells
+        for one in cell.loaded
+        if one.level.finished and (told := one.level.finished.engine_time) is not None
+        if told.host_share is not None and told.steps
+    ]
     if not rows:
         return None
-    worst = max(rows, key=lambda row: row[2])
+    model, load, most, _ = max(rows, key=lambda row: row[2])
     return Section(
         slug="host-overhead",
         title="Host overhead",
-        sentence=f"At most {formatting.share(worst[2], 2)} of the engine's busy time went to work "
-        f"between its steps ({worst[0]} at {worst[1]}).",
+        sentence=f"At most {formatting.share(most, 2)} of the engine's busy time went to work "
+        f"between its steps ({model} at {load}).",
         grades=("measured",),
-        table=Table(
+        table=table(
             ("model", "load", "host share", "a step", "host, a step"),
-            tuple(
+            (
                 (
-                    name,
-                    load,
-                    formatting.share(share, 2),
+                    *(name, load, formatting.share(share, 2)),
                     formatting.seconds(told.device_seconds / told.steps),
                     formatting.seconds(told.host_seconds / told.steps),
                 )
                 for name, load, share, told in rows
             ),
-            numeric=(2, 3, 4),
+            words=("load",),
         ),
         note="By the engine's own clock: scheduling, sampling outside the backend, text and "
         "messages. The quicker the device, the more of its time this share is.",

@@ -17,7 +17,6 @@ from reports.chart_style import (
     CPU,
     SLO,
     Row,
-    Spec,
     data,
     layered,
     palette,
@@ -30,33 +29,31 @@ from reports.sections.section import Chart
 
 POINTS = 14  # of a curve
 REQUESTS = 1_000  # that each is simulated with
-QUANTILES = {"median": CPU, "nine of ten": "#d55e00"}
+QUANTILES = {"median": 0.5, "nine of ten": 0.9}
+COLOURS = {"median": CPU, "nine of ten": "#d55e00"}
+TITLES = {"ttft": "Time to first token", "tpot": "Time per output token"}
 MOST_OVER = 8  # times the limit: the end of the axis of seconds
+NEVER = 1e9  # seconds: drawn at the top
 
 
 def latency_curves(cell: CellData, slo: Slo) -> tuple[Chart, ...]:
     """TTFT and TPOT of one cell; () where neither a law nor a level is known."""
-    top = _highest(cell)
-    if top is None:
-        return ()
-    rates = np.geomspace(top / 12, top * 1.15, POINTS).tolist()
-    curves = _curves(cell, rates)
-    charts = []
-    for name, limit in (("ttft", slo.ttft_seconds), ("tpot", slo.tpot_seconds)):
-        rows = [row for row in curves if row["name"] == name]
-        dots = _dots(cell, name)
-        if rows or dots:
-            charts.append(_chart(cell, name, rows, dots, limit, (rates[0], rates[-1])))
-    return tuple(charts)
-
-
-def _highest(cell: CellData) -> float | None:
-    """The highest rate that is drawn."""
     found = cell.capacity
     known = [one.level.rate or 0.0 for one in cell.loaded]
     if found is not None:
         known += [one for one in (found.limit, found.held, found.high) if one]
-    return max(known) if known and max(known) > 0 else None
+    top = max(known, default=0.0)
+    if not top:
+        return ()
+    rates = np.geomspace(top / 12, top * 1.15, POINTS).tolist()
+    curves, dots = _curves(cell, rates), _dots(cell)
+    charts = []
+    for name, limit in (("ttft", slo.ttft_seconds), ("tpot", slo.tpot_seconds)):
+        lines = [row for row in curves if row["name"] == name]
+        marks = [row for row in dots if row["name"] == name]
+        if lines or marks:
+            charts.append(_chart(cell, name, lines, marks, limit, (rates[0], rates[-1])))
+    return tuple(charts)
 
 
 def _curves(cell: CellData, rates: Sequence[float]) -> list[Row]:
@@ -71,62 +68,53 @@ def _curves(cell: CellData, rates: Sequence[float]) -> list[Row]:
         arrivals=cell.traffic.arrivals,
         requests=REQUESTS,
     )
-    rows: list[Row] = []
-    for one in points:
-        for name, label, value in (
-            ("ttft", "median", one.ttft_p50),
-            ("ttft", "nine of ten", one.ttft_p90),
-            ("tpot", "median", one.tpot_p50),
-            ("tpot", "nine of ten", one.tpot_p90),
-        ):
-            if value is not None and math.isfinite(value) and value > 0:
-                rows.append({"name": name, "rate": one.rate, "seconds": value, "of": label})
-    return rows
+    return [
+        {"name": name, "rate": one.rate, "seconds": value, "of": of}
+        for one in points
+        for name in TITLES
+        for of, q in QUANTILES.items()
+        if (value := getattr(one, f"{name}_p{100 * q:.0f}")) and math.isfinite(value)
+    ]
 
 
-def _dots(cell: CellData, name: str) -> list[Row]:
-    """Measured: two for each level that counts; what never came is drawn at the top."""
-    rows: list[Row] = []
-    for one in (level for level in cell.loaded if level.counts):
-        for label, q in (("median", 0.5), ("nine of ten", 0.9)):
-            value = one.quantile(name, q)
-            if value:
-                seconds = value if math.isfinite(value) else 1e9
-                rows.append({"rate": one.level.rate, "seconds": seconds, "of": label})
-    return rows
+def _dots(cell: CellData) -> list[Row]:
+    """Measured: of each level that counts."""
+    return [
+        {"name": name, "rate": one.level.rate, "seconds": min(value, NEVER), "of": of}
+        for one in cell.loaded
+        if one.counts
+        for name in TITLES
+        for of, q in QUANTILES.items()
+        if (value := one.quantile(name, q))
+    ]
 
 
 def _chart(
     cell: CellData,
     name: str,
-    rows: list[Row],
+    lines: list[Row],
     dots: list[Row],
     limit: float | None,
     ends: tuple[float, float],
 ) -> Chart:
-    title = "Time to first token" if name == "ttft" else "Time per output token"
-    seen = [row["seconds"] for row in (*rows, *dots) if row["seconds"] < 1e8]
+    seen = [row["seconds"] for row in (*lines, *dots) if row["seconds"] < NEVER]
     high = max(seen, default=1.0)
     if limit is not None:
         high = min(max(high, 1.5 * limit), MOST_OVER * limit)
-    low = min([*seen, high / 10]) / 1.4
-    x = rate_axis(*ends, title="request rate")
-    y = seconds_axis(low, high * 1.2)
-    colour, same = palette("of:N", QUANTILES), palette("of:N", QUANTILES, legend=not rows)
+    x, y = rate_axis(*ends), seconds_axis(min([*seen, high / 10]) / 1.4, high * 1.2)
     layers = []
-    if rows:
-        layers.append(data(rows).mark_line(strokeWidth=2, clip=True).encode(x=x, y=y, color=colour))
+    if lines:
+        drawn = data(lines).mark_line(strokeWidth=2, clip=True)
+        layers.append(drawn.encode(x=x, y=y, color=palette("of:N", COLOURS)))
     if dots:
         marks = data(dots).mark_point(filled=True, size=70, opacity=1, clip=False)
-        layers.append(marks.encode(x=x, y=y, color=same))
+        layers.append(marks.encode(x=x, y=y, color=palette("of:N", COLOURS, legend=not lines)))
     if limit is not None:
         layers += rule_at(limit, "SLO", y, SLO)
-    spec: Spec = layered(layers, 230, title)
     return Chart(
         slug=f"{name}-{cell.key}",
-        title=f"{model_title(cell.model)}: {title.lower()}",
-        label=f"{title} of {model_title(cell.model)} against the request rate: lines are "
+        label=f"{TITLES[name]} of {model_title(cell.model)} against the request rate: lines are "
         "simulated from this run's step times, dots are measured levels.",
-        spec=spec,
+        spec=layered(layers, 230, TITLES[name]),
         half=True,
     )

@@ -11,24 +11,23 @@ from reports.crossover_point import GPU_FORMAT
 from reports.devices.device_catalog import device_named
 from reports.headline import Answer
 from reports.report_data import ReportData
-from reports.sections.section import Section, Table
+from reports.sections.section import Section, table
 
 START_SECONDS = 10.0  # of a process with CUDA and torch, before the weights: a guess, 5 to 20 s
 TRANSFER_SHARE = 0.7  # of the link's peak that copies reach
 
 
 def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
-    """None where no load was timed."""
-    rows = []
-    for one in answers:
-        here = median(one.cell.loads) if one.cell.loads else None
-        there = gpu_load_seconds(one)
-        if here is not None or there is not None:
-            rows.append((one, here, there))
+    """None where no load was timed and no GPU's can be told."""
+    every = [
+        (one, median(one.cell.loads) if one.cell.loads else None, gpu_load_seconds(one))
+        for one in answers
+    ]
+    rows = [row for row in every if row[1:] != (None, None)]
     if not rows:
         return None
     bridged = [row for row in rows if row[2] is not None and row[0].cell.held]
-    one, here, there = bridged[-1] if bridged else rows[-1]
+    one, here, there = (bridged or rows)[-1]
     sentence = f"{one.title} loads in {formatting.seconds(here)} here."
     if bridged and there is not None:
         sentence = (
@@ -40,9 +39,9 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
         title="Loading, and the bridge",
         sentence=sentence,
         grades=("measured", "predicted"),
-        table=Table(
-            ("model", "loads here", "loads on the GPU", "loads"),
-            tuple(
+        table=table(
+            ("model", "loads here", "loads on the GPU", "loads timed"),
+            (
                 (
                     one.title,
                     formatting.seconds(here),
@@ -51,7 +50,6 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
                 )
                 for one, here, there in rows
             ),
-            numeric=(1, 2, 3),
         ),
         note=f"Predicted for the GPU that takes over: {START_SECONDS:.0f} s for its process, and "
         f"its 16-bit weights at {TRANSFER_SHARE:.0%} of its link. Never run on a GPU.",
@@ -60,11 +58,10 @@ def load_times(data: ReportData, answers: Sequence[Answer]) -> Section | None:
 
 def gpu_load_seconds(one: Answer) -> float | None:
     """Process start and transfer of the weights; None: no GPU, or its link is not known."""
-    gpu = one.over.gpu if one.over is not None else None
-    if gpu is None or one.cell.spec is None:
+    if one.gpu is None or one.cell.spec is None:
         return None
-    link = device_named(gpu.device).link_gb_per_second
+    link = device_named(one.gpu.device).link_gb_per_second
     if link is None:
         return None
     size = weight_bytes(one.cell.spec, GPU_FORMAT)
-    return START_SECONDS + size / (TRANSFER_SHARE * link * 1e9 * gpu.devices)
+    return START_SECONDS + size / (TRANSFER_SHARE * link * 1e9 * one.gpu.devices)

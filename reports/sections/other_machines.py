@@ -1,4 +1,4 @@
-"""Other machines: what GPUs of the catalogue, and calibrated machines, would hold."""
+"""Other machines: what the cheapest GPUs, and several of one that share each step, would hold."""
 
 from __future__ import annotations
 
@@ -6,77 +6,78 @@ from collections.abc import Sequence
 
 from models import formatting
 from reports.crossover_point import GPU_FORMAT, fitting
-from reports.devices.device_capacity import DeviceCapacity, Machine, capacity_of
+from reports.devices.device_capacity import TOGETHER, DeviceCapacity, capacity_of, machine_of
+from reports.devices.device_catalog import device_named
 from reports.headline import Answer
 from reports.report_data import ReportData
-from reports.sections.section import Section, Table
+from reports.sections.section import Section, Table, table
 
-MOST = 4  # GPUs that are told of each model
+MOST = 4  # GPUs that are told
 
 
-def other_machines(
-    data: ReportData, answers: Sequence[Answer], machines: Sequence[Machine] = ()
-) -> Section | None:
-    """None where no model's shape or requests are known."""
+def other_machines(data: ReportData, answers: Sequence[Answer]) -> Section | None:
+    """Of the largest model; None where no model's shape and requests are known."""
     known = [one for one in answers if one.cell.spec is not None and one.cell.traffic is not None]
     if not known:
         return None
-    rows: list[tuple[str, DeviceCapacity]] = []
-    for one in known:
-        spec, traffic = one.cell.spec, one.cell.traffic
-        assert spec is not None and traffic is not None
-        for machine in machines:
-            kind = one.cell.weight_format or "Q4_0"
-            rows.append((one.title, capacity_of(machine, spec, kind, traffic, data.slo, 1)))
-    last = known[-1]
-    spec, traffic = last.cell.spec, last.cell.traffic
+    spec, traffic = known[-1].cell.spec, known[-1].cell.traffic
     assert spec is not None and traffic is not None
-    for machine in fitting(spec, GPU_FORMAT, traffic, MOST):
-        rows.append((last.title, capacity_of(machine, spec, GPU_FORMAT, traffic, data.slo, 1)))
-    if not rows:
+    found = [
+        capacity_of(machine, spec, GPU_FORMAT, traffic, data.slo, 1)
+        for machine in fitting(spec, GPU_FORMAT, traffic, MOST)
+    ]
+    if not found:
         return None
-    best = max(rows, key=lambda row: row[1].rate or 0.0)
+    best = max(found, key=lambda one: one.rate or 0.0)
     return Section(
         slug="other-machines",
         title="Other machines",
-        sentence=f"{best[1].name} would hold {formatting.rate(best[1].rate)} of {best[0]}.",
+        sentence=f"{best.name} would hold {formatting.rate(best.rate)} of {known[-1].title}.",
         grades=("predicted",),
-        table=Table(
-            ("machine", "model", "would hold", "90 %", "TTFT p50", "TPOT p50", "memory", "price"),
-            tuple(_row(name, found) for name, found in rows),
-            numeric=(2, 4, 5, 6, 7),
-        ),
+        table=_table(found),
         note="Simulated with this run's requests by step times from datasheets and published "
-        "measurements, or by a machine.json (`--machine`). The cheapest GPUs that the model fits.",
+        "measurements. The cheapest GPUs that the model fits.",
     )
 
 
-def _row(name: str, found: DeviceCapacity) -> tuple[str, ...]:
-    if not found.rate:
-        held, ends = found.reason, "–"
-        if found.high:
-            held, ends = "perhaps: calibrate it", formatting.rate_interval(None, found.high)
-        return (
-            found.name,
-            name,
-            held,
-            ends,
-            "–",
-            "–",
-            formatting.size(found.memory_bytes),
-            _price(found),
-        )
-    return (
-        found.name,
-        name,
-        formatting.rate(found.rate),
-        formatting.rate_interval(found.low, found.high),
-        formatting.seconds(found.ttft_seconds),
-        formatting.seconds(found.tpot_seconds),
-        formatting.size(found.memory_bytes),
-        _price(found),
+def multi_gpu(data: ReportData, answers: Sequence[Answer]) -> Section | None:
+    """1, 2, 4 and 8 of the GPU that takes over from the largest model; None where none does."""
+    known = [one for one in answers if one.gpu is not None]
+    if not known:
+        return None
+    one = known[-1]
+    spec, traffic = one.cell.spec, one.cell.traffic
+    assert one.gpu is not None and spec is not None and traffic is not None
+    machine = machine_of(device_named(one.gpu.device))
+    found = [capacity_of(machine, spec, GPU_FORMAT, traffic, data.slo, count) for count in TOGETHER]
+    gain = "what one cannot"
+    if found[0].rate and found[-1].rate:
+        gain = f"{found[-1].rate / found[0].rate:.1f} times one"
+    return Section(
+        slug="multi-gpu",
+        title="Several GPUs",
+        sentence=f"{found[-1].name} that share each step would hold {gain} of {one.title}.",
+        grades=("predicted",),
+        table=_table(found),
+        note="Tensor parallel: each step is divided, at the cost of two all-reduces a layer over "
+        "their link. Replicas scale by their number instead.",
     )
 
 
-def _price(found: DeviceCapacity) -> str:
-    return formatting.dollars_per_hour(found.dollars_per_hour)
+def _table(found: Sequence[DeviceCapacity]) -> Table:
+    return table(
+        ("machine", "would hold", "90 %", "TTFT p50", "TPOT p50", "memory", "price"),
+        (
+            (
+                one.name,
+                formatting.rate(one.rate) if one.rate else one.reason,
+                formatting.rate_interval(one.low, one.high) if one.rate else "–",
+                formatting.seconds(one.ttft_seconds, missing="–"),
+                formatting.seconds(one.tpot_seconds, missing="–"),
+                formatting.size(one.memory_bytes),
+                formatting.dollars_per_hour(one.dollars_per_hour),
+            )
+            for one in found
+        ),
+        words=("90 %",),
+    )

@@ -1,10 +1,11 @@
 """What a topic of a report is: its sentence, its table and its charts, with their grade.
 
-A module of this folder makes one `Section` of ReportData, or None where nothing is known.
+A function of this folder makes one `Section` of ReportData, or None where nothing is known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +17,6 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     """A drawing: Vega-Lite, or an SVG of ours."""
 
     slug: str
-    title: str
     label: str  # what it shows, for those who cannot see it
     spec: dict[str, Any] | None = None
     svg: str = ""
@@ -29,6 +29,15 @@ class Table(msgspec.Struct, frozen=True):
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numeric: tuple[int, ...] = ()
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()
+) -> Table:
+    """Numbers stand at the right: all columns but the first and those named in `words`."""
+    left = (columns[0], *words)
+    numeric = tuple(place for place, name in enumerate(columns) if name not in left)
+    return Table(tuple(columns), tuple(map(tuple, rows)), numeric)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,10 +59,10 @@ def test_a_row_a_model_smallest_first_and_a_cell_has_at_most_six_words() -> None
     titles = ["SmolLM2-135M", "SmolLM2-360M", "Llama-3.2-1B", "Llama-3.1-8B"]
     assert [one.title for one in answers] == titles
     for answer in answers:
-        row = answer_row(answer, data.slo)
+        row = answer_row(answer)
         assert len(row) == len(HEADS)
         assert all(len(cell.text.split()) <= 7 for cell in row), row
-    small, big = answer_row(answers[0], data.slo), answer_row(answers[-1], data.slo)
+    small, big = answer_row(answers[0]), answer_row(answers[-1])
     grades = [cell.grade for cell in small]
     assert grades == [None, None, "confirmed", "estimated", None, "predicted"]
     assert big[2].text == "not even alone" and "missed" in big[1].text

@@ -26,7 +26,6 @@ import numpy.typing as npt
 from reports.devices import device_step_times
 from reports.devices.device_step_times import (
     ACCELERATOR,
-    CPU,
     Array,
     ClassError,
     Columns,
@@ -34,7 +33,6 @@ from reports.devices.device_step_times import (
     Predictor,
     accelerator_decode,
     accelerator_prefill,
-    cpu_seconds,
     features,
 )
 from tests.bench.device_fit.facts import DATA
@@ -52,9 +50,6 @@ DIGITS = 3  # of a shipped log
 METRICS = ("decode", "prefill", "tpot", "ttft")  # the last two of a closed loop of streams
 KV_MEMORY_SHARE = 0.92  # of the memory, less the weights, is the KV cache's
 CONSTANTS_FILE = Path(device_step_times.__file__).with_name("step_time_constants.json")
-
-Law = Callable[[Columns, Columns], Array]
-
 
 SERVING: dict[str, Constant] = {
     **ACCELERATOR,
@@ -93,41 +88,25 @@ def accelerator_seconds(v: Columns, f: Columns) -> Array:
     return np.choose(f["metric"].astype(int), said)
 
 
-def cpu_law(v: Columns, f: Columns) -> Array:
-    """Of each row's metric: decode or prompts."""
-    return cpu_seconds(v, f, f["metric"] == 1)
-
-
-def seconds_of(by: Predictor, rows: Sequence[Row]) -> Array:
-    """What a predictor says of rows that are all of accelerators or all of CPUs."""
-    cases = [row.case for row in rows]
-    if cases[0].chip.is_cpu:
-        return cpu_law(by.values(CPU, cases), facts_of(rows))
-    return accelerator_seconds(by.values(SERVING, cases), facts_of(rows))
-
-
 class Problem:
-    """Rows of one law: their facts, what was seen, and which nodes make their constants."""
+    """The rows: their facts, what was seen, and which nodes make their constants."""
 
     def __init__(
         self,
-        law: Law,
-        constants: dict[str, Constant],
         rows: Sequence[Row],
         kept: Collection[str] | None = None,  # nodes; None: all
     ) -> None:
         from scipy import sparse
 
-        self.law = law
         self.rows = rows
         self.facts = facts_of(rows)
         self.seen = np.log([row.seconds for row in rows])
         self.weights = np.array([WEIGHTS.get(row.case.group, 1.0) for row in rows])
         names = {
             key: [constant.nodes(key, row.case) for row in rows]
-            for key, constant in constants.items()
+            for key, constant in SERVING.items()
         }
-        self.nodes, self.mean, self.spread = _priors(constants, names, kept)
+        self.nodes, self.mean, self.spread = _priors(names, kept)
         place = {node: index for index, node in enumerate(self.nodes)}
         self.design = {}
         for key, of_rows in names.items():
@@ -153,7 +132,7 @@ class Problem:
             key: np.exp(matrix @ logs + (BUMP if key == bump else 0.0))
             for key, matrix in self.design.items()
         }
-        return np.log(self.law(values, self.facts))
+        return np.log(accelerator_seconds(values, self.facts))
 
     def cost(self, logs: Array) -> float:
         """Huber's loss of the log errors, and the ridge."""
@@ -201,14 +180,13 @@ class Problem:
 
 
 def _priors(
-    constants: dict[str, Constant],
     names: dict[str, list[dict[str, float]]],
     kept: Collection[str] | None,
 ) -> tuple[list[str], Array, Array]:
     """Nodes, the mean and the spread of their logs."""
     nodes: list[str] = []
     mean, spread = list[float](), list[float]()
-    for key, constant in constants.items():
+    for key, constant in SERVING.items():
         spreads = {node: each[node] for each in names[key] for node in each}
         for node in spreads:
             if node == key or kept is None or node in kept:
@@ -216,16 +194,6 @@ def _priors(
                 mean.append(float(np.log(constant.prior)) if node == key else 0.0)
                 spread.append(spreads[node])
     return nodes, np.array(mean), np.array(spread)
-
-
-def problems(rows: Sequence[Row], kept: Collection[str] | None = None) -> list[Problem]:
-    """Of CPUs and of accelerators."""
-    cpus = [row for row in rows if row.case.chip.is_cpu]
-    others = [row for row in rows if not row.case.chip.is_cpu]
-    return [
-        Problem(cpu_law, CPU, cpus, kept),
-        Problem(accelerator_seconds, SERVING, others, kept),
-    ]
 
 
 def _kept(problem: Problem) -> list[str]:
@@ -246,25 +214,19 @@ class Fitted(msgspec.Struct, frozen=True):
 
 def fit(rows: Sequence[Row], say: Callable[[str], None] = print) -> Fitted:
     """The constants, and the errors of leaving each device out."""
-    logs: dict[str, float] = {}
-    fitted, errors = list[Row](), list[Array]()
-    kept = [node for problem in problems(rows) for node in _kept(problem)]
-    for problem in problems(rows, kept):
-        full = problem.solve()
-        logs |= dict(zip(problem.nodes, full.tolist(), strict=True))
-        names = np.array([row.case.chip.name for row in problem.rows])
-        left = np.zeros(len(names))
-        devices = sorted(set(names.tolist()))
-        for number, name in enumerate(devices, 1):
-            began = time.monotonic()
-            out = names == name
-            rest = problem.part(np.flatnonzero(~out)).solve(full)
-            part = problem.part(np.flatnonzero(out))
-            left[out] = part.predicted(rest) - part.seen
-            say(f"{number}/{len(devices)} {name}: left out in {time.monotonic() - began:.1f} s")
-        fitted += problem.rows
-        errors.append(left)
-    return Fitted(logs, fitted, np.concatenate(errors))
+    problem = Problem(rows, _kept(Problem(rows)))
+    full = problem.solve()
+    names = np.array([row.case.chip.name for row in rows])
+    left = np.zeros(len(names))
+    devices = sorted(set(names.tolist()))
+    for number, name in enumerate(devices, 1):
+        began = time.monotonic()
+        out = names == name
+        rest = problem.part(np.flatnonzero(~out)).solve(full)
+        part = problem.part(np.flatnonzero(out))
+        left[out] = part.predicted(rest) - part.seen
+        say(f"{number}/{len(devices)} {name}: left out in {time.monotonic() - began:.1f} s")
+    return Fitted(dict(zip(problem.nodes, full.tolist(), strict=True)), list(rows), left)
 
 
 def half_width(errors: Array, devices: Sequence[str]) -> float:
@@ -338,12 +300,11 @@ def main() -> int:
     began = time.monotonic()
     rows, left_out = published_rows()
     made = write(fit(rows, lambda line: print(line, file=sys.stderr)))
-    single = sum(any(node.endswith(f"|{row.case.chip.name}") for row in rows) for node in made.logs)
     print(table(made.errors))
     inside = sum(e.covered * e.rows for e in made.errors.values()) / len(rows)
     print(
-        f"{len(rows)} numbers, {len(made.logs) - single} constants of classes, {single} of single "
-        f"CPUs; {inside:.1f} % in the 90 % interval; {time.monotonic() - began:.0f} s"
+        f"{len(rows)} numbers, {len(made.logs)} constants; {inside:.1f} % in the 90 % interval; "
+        f"{time.monotonic() - began:.0f} s"
     )
     print("left out:", "; ".join(f"{count} {why}" for why, count in sorted(left_out.items())))
     return 0

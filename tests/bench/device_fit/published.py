@@ -83,9 +83,12 @@ def case_of(line: dict[str, str]) -> PublishedCase:
         raise KeyError("the CPU of a device whose GPU is known")
     if line["hw_class"] == "gpu/cpu" or "Cluster" in hardware or not is_format(fmt):
         raise KeyError("CPU and GPU together, a cluster, or a format that is not known")
+    device = chip(hardware)
+    if device.memory == "ddr":
+        raise KeyError("a CPU: one calibrates it")
     prompt, output = number(line["prompt_tokens"]), number(line["output_tokens"])
     return case_of_shape(
-        chip(hardware),
+        device,
         shape(line["model"]),
         engine=engine,
         fmt=fmt,
@@ -94,8 +97,6 @@ def case_of(line: dict[str, str]) -> PublishedCase:
         prompt=ENERGY_PROMPT_TOKENS if kind == ENERGY else prompt or 512,
         output=output or 128,
         devices=int(number(line["devices"]) or 1),
-        threads=int(number(line["threads"])),
-        processes=int(number(line["processes"]) or 1),
         group=kind,
     )
 
@@ -139,7 +140,7 @@ def _unusable(line: dict[str, str], case: PublishedCase, metric: str) -> str | N
             return "A100 SXM, F16 prompts 12 times slower than the PCIe card's"
         if name == "RTX 5000 Ada" and case.devices == 4:
             return "4 x RTX 5000 Ada, F16 prompts slower than one card's"
-    if case.group == POWER and not case.chip.is_cpu:
+    if case.group == POWER:
         if _WEAK_HOSTS.match(line["hardware"]):
             return "GPU on a single-board or Arm host"
         if case.chip.gib and 1.12 * case.file_bytes / 2**30 > case.chip.gib:

@@ -15,7 +15,6 @@ from loadtests.analysis.disturbance import (
     is_quiet,
     is_slight,
     is_steady_steal,
-    who,
 )
 from loadtests.records.resource_sample import CoresSample, Stranger
 
@@ -182,17 +181,22 @@ def test_it_names_who_took_most() -> None:
     busy = part(work_seconds=0.4, stalled_seconds=0.6, strangers_seconds=0.55)
     found = disturbance_of([busy, CoresSample(seconds=0.0, strangers=[hog, small])])
     assert found is not None
-    assert who(found) == "`make (j8)` (pid 12, 0.5 cores)"
-    assert in_words(found) == f"{who(found)} took 58% of the CPU time that the engine wanted"
+    assert in_words(found) == (
+        "`make (j8)` (pid 12, 0.5 cores) took 58% of the CPU time that the engine wanted"
+    )
     hidden = disturbance_of([busy])
-    assert hidden is not None and who(hidden) == "processes that cannot be seen (0.6 cores)"
+    assert hidden is not None and in_words(hidden).startswith(
+        "processes that cannot be seen (0.6 cores)"
+    )
     several = disturbance_of([part(stalled_seconds=0.9, strangers_seconds=0.9, strangers=[hog])])
     assert several is not None
-    assert who(several) == "`make (j8)` (pid 12, 0.5 cores) and others (0.9 cores in all)"
+    assert in_words(several).startswith(
+        "`make (j8)` (pid 12, 0.5 cores) and others (0.9 cores in all)"
+    )
     stolen = disturbance_of([part(steal_seconds=0.25)])
-    assert stolen is not None and who(stolen) == "the hypervisor (0.25 cores)"
+    assert stolen is not None and in_words(stolen).startswith("the hypervisor (0.25 cores)")
     held = disturbance_of([part(throttled_seconds=0.25)])
-    assert held is not None and who(held) == "the CPU quota (25% of the time)"
+    assert held is not None and in_words(held).startswith("the CPU quota (25% of the time)")
 
 
 def test_strangers_are_summed_by_process() -> None:

@@ -15,7 +15,7 @@ def test_the_energy_of_a_part_of_the_samples_is_their_watts_by_their_time() -> N
     # 0.5 s of the sample at 3, then those at 4, 5 and 6
     assert found.cpu_joules == pytest.approx(0.5 * 13 + 14 + 15 + 16)
     assert found.gpu_joules == pytest.approx(350.0)
-    assert found.joules == pytest.approx(0.5 * 13 + 14 + 15 + 16 + 350.0)
+    assert found.watts == pytest.approx((0.5 * 13 + 14 + 15 + 16 + 350.0) / 3.5)
 
 
 def test_counters_bridge_a_gap_and_readings_of_the_moment_do_not() -> None:

@@ -19,11 +19,9 @@ MOST = {
     "decode|uma|llama": 17.8,
     "decode|gddr|other": 33.0,
     "decode|hbm|other": 43.0,
-    "decode|cpu|llama": 42.5,
     "prefill|apple|llama": 8.3,
     "prefill|gddr|llama": 22.1,
     "prefill|hbm|llama": 25.0,
-    "prefill|cpu|llama": 28.7,
     "prefill|uma|llama": 43.5,
     "tpot|hbm|serve": 14.7,
     "ttft|hbm|serve": 68.0,
@@ -41,7 +39,8 @@ def test_errors_by_class_are_those_of_the_rows_and_have_not_grown(
     left_out_errors: dict[tuple[str, str], float],
 ) -> None:
     rows, left_out = published_rows()
-    assert len(rows) == len(left_out_errors) > 5_000 > 100 * sum(left_out.values()) / 3
+    left_out.pop("a CPU: one calibrates it")
+    assert len(rows) == len(left_out_errors) == 3_000 > 20 * sum(left_out.values())
     errors = fit.class_errors(rows, np.array([left_out_errors[r.id, r.metric] for r in rows]))
     assert errors == predictor().errors
     assert {name: one.mape for name, one in errors.items() if one.mape > MOST.get(name, 99)} == {}
@@ -53,17 +52,17 @@ def test_shipped_constants_are_where_the_fit_ends() -> None:
     """One step of Gauss-Newton from them moves none by more than their last digit."""
     rows, _ = published_rows()
     logs = predictor().logs
-    for problem in fit.problems(rows, frozenset(logs)):
-        shipped = np.array([logs[node] for node in problem.nodes])
-        curve, slope = problem.curve_and_slope(shipped)
-        assert np.abs(np.linalg.solve(curve, -slope)).max() < 2 * 10**-fit.DIGITS
+    problem = fit.Problem(rows, frozenset(logs))
+    shipped = np.array([logs[node] for node in problem.nodes])
+    curve, slope = problem.curve_and_slope(shipped)
+    assert np.abs(np.linalg.solve(curve, -slope)).max() < 2 * 10**-fit.DIGITS
 
 
 def test_a_device_that_is_left_out_is_predicted_as_the_errors_say(
     left_out_errors: dict[tuple[str, str], float],
 ) -> None:
     logs = predictor().logs
-    (_, problem) = fit.problems(published_rows()[0], frozenset(logs))
+    problem = fit.Problem(published_rows()[0], frozenset(logs))
     names = np.array([row.case.chip.name for row in problem.rows])
     start = np.array([logs[node] for node in problem.nodes])
     own = np.flatnonzero(names == "RTX 4080")
