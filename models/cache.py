@@ -1,6 +1,6 @@
 """The cache of weights made here: synthetic and converted ones, made once and checked when read.
 
-CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a rung, by models.synthetic.write
+CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a rung, by models.random_weights
 CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   converted from the folder beside it
 CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
 CACHE/converted/FINGERPRINT/...                        from a user's folder or GGUF file; changes
@@ -31,15 +31,15 @@ from models.manifest import (
     read_manifest,
     verify,
 )
+from models.random_weights import GENERATOR, write_gguf, write_hf_folder
 from models.spec import ModelSpec
-from models.synthetic.write import GENERATOR, write_gguf, write_hf_folder
-from models.tokenization.tokenizer import shipped_files, shipped_mark
+from models.tokenizer import shipped_files, shipped_mark
 
 CONVERTERS = {
-    "gguf": "models.convert.gguf:make_gguf",
+    "gguf": "models.convert_to_gguf:make_gguf",
     "onnx": "models.convert_to_onnx:make_onnx",
 }
-REBUILD = "models.convert.from_gguf:make_folder"
+REBUILD = "models.convert_from_gguf:make_folder"
 RANDOM_ONNX = "models.convert_to_onnx:make_random_onnx"
 SPARE_DISK_BYTES = 256 << 20
 CACHE_VARIABLE = "CROSSOVER_CACHE"

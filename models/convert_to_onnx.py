@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
-from models.convert.compare import (
+from models.compare_logits import (
     compared_ids,
     distance_of,
     graph_logits,
@@ -42,9 +42,9 @@ from models.convert.compare import (
     reference_logits,
     stage,
 )
-from models.convert.source_and_manifest import copy_texts, source_spec
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import ONNX_FORMATS
+from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import (
     HashedFile,
@@ -56,11 +56,11 @@ from models.manifest import (
     read_manifest,
     write_manifest,
 )
-from models.readers.config import FAMILIES, read_config
-from models.readers.safetensors import check_tensors, read_tensors
+from models.random_weights import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
+from models.safetensors_reader import check_tensors, read_tensors
+from models.source_and_manifest import copy_texts, source_spec
 from models.spec import ModelSpec
-from models.synthetic.write import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
-from models.tokenization.tokenizer import load_tokenizer, shipped_files
+from models.tokenizer import load_tokenizer, shipped_files
 from models.turned_weights import (
     BLOCK,
     EMBEDDING,

@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from models.convert.source_and_manifest import TOKENIZER_FILES
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
+from models.hf_config import read_config, v4_config
 from models.isolated import run_python
 from models.machine import int8_bits
 from models.manifest import (
@@ -30,7 +30,7 @@ from models.manifest import (
     file_facts,
     write_manifest,
 )
-from models.readers.config import read_config, v4_config
+from models.source_and_manifest import TOKENIZER_FILES
 from models.spec import ModelSpec
 
 MODEL = "model.onnx"

@@ -37,16 +37,16 @@ from models.cache import (
 from models.errors import ModelError, UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
 from models.formats import DEFAULT_FORMATS, spelt
+from models.gguf_reader import read_header
+from models.gguf_vocabulary import read_by_child
+from models.hf_config import FAMILIES, read_config, spec_of
 from models.ladder import LADDER, is_rung, rung
 from models.machine import disk_free_bytes
 from models.manifest import Manifest, Progress, read_manifest, verify
-from models.readers.config import FAMILIES, read_config, spec_of
-from models.readers.gguf import read_header
-from models.readers.onnx import graph_of, graphs, is_layout, patterns
-from models.readers.safetensors import check_tensors
+from models.onnx_files import graph_of, graphs, is_layout, patterns
 from models.real_weights import real_weights
+from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
-from models.tokenization.gguf import read_by_child
 
 FAKE_VOCABULARY = 8192
 
@@ -75,7 +75,7 @@ class ResolvedModel(msgspec.Struct, frozen=True):
         str  # GGUF file, Hugging Face folder or ONNX folder; "" where the backend needs no weights
     )
     weight_format: str
-    tokenizer_path: str  # for models.tokenization.tokenizer.load_tokenizer
+    tokenizer_path: str  # for models.tokenizer.load_tokenizer
     synthetic: bool  # random weights: timings are real, text is noise
     source: str  # "ladder", "fake", or the path or hub id
     # KL divergence to the float model, where it was measured on conversion; None of random weights

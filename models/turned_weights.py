@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models.random_weights import rope_factors
 from models.spec import ModelSpec
-from models.synthetic.write import rope_factors
 
 Floats = npt.NDArray[np.float32]
 # Rows first..last of a tensor (elements of a vector), by its Hugging Face name. Of a tied model

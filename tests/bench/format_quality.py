@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from models.convert.compare import reference_logits, stage, text_sequences
+from models.compare_logits import reference_logits, stage, text_sequences
 from models.resolve import resolve
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import weights_of

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from models.ladder import rung
+from models.random_weights import write_hf_folder
 from models.spec import ModelSpec
-from models.synthetic.write import write_hf_folder
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.torch.backend import KINDS_OF_DRAWS, TorchBackend
 from serving.backends.torch.gpu_memory import graph_bytes

@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.convert.gguf import quantise
+from models.convert_to_gguf import quantise
 from models.errors import UnsupportedModel
 from models.formats import GGUF_FORMATS, gguf_name, gguf_tensors, weight_bytes
+from models.gguf_reader import read_header
 from models.ladder import rung
-from models.readers.gguf import read_header
+from models.random_weights import write_gguf
 from models.spec import ModelSpec
-from models.synthetic.write import write_gguf
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 
 # Row lengths of the ladder's narrow rungs, an odd number of layers, the 80 layers that mark a 70B,

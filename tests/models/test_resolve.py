@@ -12,12 +12,12 @@ import pytest
 
 from models import cache
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.gguf_vocabulary import read_by_child
 from models.ladder import rung
 from models.manifest import manifest_path, read_manifest, write_manifest
+from models.random_weights import write_gguf, write_hf_folder
 from models.resolve import ResolvedModel, cache_dir, resolve, weight_format_of
-from models.synthetic.write import write_gguf, write_hf_folder
-from models.tokenization.gguf import read_by_child
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
 

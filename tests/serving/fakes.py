@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from models.chat_template import CHATML, CPU_SECONDS, ChatTemplate
 from models.errors import BadChat
-from models.tokenization.chat_template import CHATML, CPU_SECONDS, ChatTemplate
 from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.engine.ipc_messages import (
     Delta,

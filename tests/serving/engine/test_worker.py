@@ -198,7 +198,7 @@ def test_it_ends_when_the_parent_is_gone(start: Callable[..., Child]) -> None:
 def test_the_fake_continuation_is_what_the_child_streams(
     start: Callable[..., Child], shipped_tokenizer: str
 ) -> None:
-    from models.tokenization.tokenizer import load_tokenizer
+    from models.tokenizer import load_tokenizer
 
     table = load_tokenizer(shipped_tokenizer).token_bytes()
     table += [b""] * (VOCABULARY - len(table))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from models.synthetic.write import write_gguf
+from models.random_weights import write_gguf
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.placement.fastest_backend import (
     EngineCandidate,

@@ -13,8 +13,8 @@ import msgspec
 import openai
 import pytest
 
-from models.synthetic.write import write_gguf
-from models.tokenization.chat_template import CHATML
+from models.chat_template import CHATML
+from models.random_weights import write_gguf
 from serving.backends.backend_interface import EngineConfig
 from tests.serving.fakes import INFO, ByteTokenizer, FakeSupervisor, app_on, chat, served
 from tests.serving.http.test_app_engine import serving

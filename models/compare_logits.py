@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnsupportedModel
+from models.hf_config import read_config, v4_config
 from models.machine import available_bytes
-from models.readers.config import read_config, v4_config
+from models.shipped_tokenizer import DATA
 from models.spec import ModelSpec
-from models.tokenization.shipped import DATA
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

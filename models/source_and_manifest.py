@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from models.convert.compare import Comparison
+from models.compare_logits import Comparison
 from models.errors import BrokenWeights
+from models.hf_config import read_config, spec_of, v4_config
 from models.manifest import Manifest, converter, file_facts, read_manifest, write_manifest
-from models.readers.config import read_config, spec_of, v4_config
 from models.spec import ModelSpec
 
 TOKENIZER_FILES = (

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from models.convert.compare import (
+from models.compare_logits import (
     Comparison,
     Floats,
     Ids,
@@ -32,21 +32,21 @@ from models.convert.compare import (
     logits_of,
     reference_fits,
 )
-from models.convert.from_gguf import dequantised
-from models.convert.gguf_tokenizer import compare_tokenizers, gguf_vocabulary
-from models.convert.source_and_manifest import Result, manifest_of, source_spec
+from models.convert_from_gguf import dequantised
+from models.convert_tokenizer import compare_tokenizers, gguf_vocabulary
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import GGUF_FORMATS, GgufTensor, check_made, gguf_name
+from models.gguf_reader import read_header
+from models.gguf_vocabulary import GgufTokenizer, llama_library, read_by_child
+from models.gguf_writer import ARCHITECTURES, write_file
+from models.hf_config import read_config
 from models.manifest import Manifest, Progress, atomic_file, manifest_path, write_manifest
-from models.readers.config import read_config
-from models.readers.gguf import read_header
-from models.readers.safetensors import Stored, check_tensors, read_tensors
+from models.random_quant_blocks import to_bf16
+from models.random_weights import rope_factors
+from models.safetensors_reader import Stored, check_tensors, read_tensors
+from models.source_and_manifest import Result, manifest_of, source_spec
 from models.spec import ModelSpec
-from models.synthetic.gguf_writer import ARCHITECTURES, write_file
-from models.synthetic.random_blocks import to_bf16
-from models.synthetic.write import rope_factors
-from models.tokenization.gguf import GgufTokenizer, llama_library, read_by_child
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 
 OWN_FORMAT = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # Greatest distance (compare.Comparison) of llama.cpp's logits from transformers' with the same

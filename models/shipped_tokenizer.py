@@ -1,6 +1,6 @@
 """How the shipped tokenizer was trained: byte-level BPE over models/data.
 
-    python -m models.tokenization.shipped
+    python -m models.shipped_tokenizer
 
 The texts are this project's own: licence, prose, code, and a list of common words, commonest first.
 Ids 0, 1, 2 are <|endoftext|>, <|im_start|>, <|im_end|>; 3 to 258 are bytes; 259 + i is what merge i
@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent / "data"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTES = 256
 MERGES = 4096

@@ -3,9 +3,9 @@ import time
 
 import pytest
 
+from models import chat_template
+from models.chat_template import BASE_TEXT, CHATML, MAX_TEMPLATE, ChatTemplate
 from models.errors import BadChat, SlowTemplate
-from models.tokenization import chat_template
-from models.tokenization.chat_template import BASE_TEXT, CHATML, MAX_TEMPLATE, ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -15,9 +15,9 @@ from typing import Any
 import gguf
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.synthetic.gguf_writer import Vocabulary
-from models.tokenization.gguf import GgufTokenizer
-from models.tokenization.tokenizer import HfTokenizer, Tokenizer
+from models.gguf_vocabulary import GgufTokenizer
+from models.gguf_writer import Vocabulary
+from models.tokenizer import HfTokenizer, Tokenizer
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

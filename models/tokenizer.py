@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as HfFile
 
+from models.chat_template import CHATML, CPU_SECONDS, ChatTemplate
 from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
-from models.tokenization.chat_template import CHATML, CPU_SECONDS, ChatTemplate
-from models.tokenization.gguf import GgufTokenizer
-from models.tokenization.shipped import BYTES, DATA, SPECIAL_TOKENS
+from models.gguf_vocabulary import GgufTokenizer
+from models.shipped_tokenizer import BYTES, DATA, SPECIAL_TOKENS
 
 SHIPPED = DATA / "tokenizer.json"
 SMALLEST_VOCABULARY = 512

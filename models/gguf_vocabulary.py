@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from models.chat_template import CPU_SECONDS, ChatTemplate
 from models.errors import BadChat, BrokenWeights, ModelError, UnsupportedModel
 from models.isolated import run_aside
-from models.tokenization.chat_template import CPU_SECONDS, ChatTemplate
 
 _NO_VOCABULARY = 0  # enum llama_vocab_type
 _PIECE_BYTES = 256
@@ -31,7 +31,7 @@ _EVERY_BYTE = "".join(
 
 
 class GgufTokenizer:
-    """`models.tokenization.tokenizer.Tokenizer` over llama.cpp's own vocabulary code."""
+    """`models.tokenizer.Tokenizer` over llama.cpp's own vocabulary code."""
 
     def __init__(self, file: Path) -> None:
         self._llama = llama = llama_library()

@@ -18,17 +18,17 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 
-from models.convert.compare import Floats
-from models.convert.gguf_tokenizer import compare_tokenizers, hf_tokenizer_files
-from models.convert.source_and_manifest import Result, write_folder_manifest
+from models.compare_logits import Floats
+from models.convert_tokenizer import compare_tokenizers, hf_tokenizer_files
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import gguf_name
+from models.gguf_reader import GgufHeader, read_header
 from models.manifest import Progress, atomic_folder
-from models.readers.gguf import GgufHeader, read_header
+from models.random_quant_blocks import to_bf16
+from models.random_weights import hf_config, write_safetensors
+from models.source_and_manifest import Result, write_folder_manifest
 from models.spec import ModelSpec, TensorShape
-from models.synthetic.random_blocks import to_bf16
-from models.synthetic.write import hf_config, write_safetensors
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 
 _CHUNK_BYTES = 64 << 20
 

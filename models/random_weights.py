@@ -21,8 +21,10 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from models.chat_template import CHATML
 from models.errors import UnsupportedModel
 from models.formats import BLOCKS, GgufTensor, check_made
+from models.gguf_writer import Vocabulary, write_file
 from models.manifest import (
     FileFacts,
     HashedFile,
@@ -34,12 +36,10 @@ from models.manifest import (
     manifest_path,
     write_manifest,
 )
+from models.random_quant_blocks import Weights, to_bf16
+from models.shipped_tokenizer import SPECIAL_TOKENS
 from models.spec import ModelSpec, RopeScaling, TensorShape
-from models.synthetic.gguf_writer import Vocabulary, write_file
-from models.synthetic.random_blocks import Weights, to_bf16
-from models.tokenization.chat_template import CHATML
-from models.tokenization.shipped import SPECIAL_TOKENS
-from models.tokenization.tokenizer import shipped, shipped_files, shipped_mark
+from models.tokenizer import shipped, shipped_files, shipped_mark
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
 GENERATOR = f"synthesis 1, tokenizer {shipped_mark()}"

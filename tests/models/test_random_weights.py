@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.convert.gguf import gguf_logits
+from models import random_weights as synthesis
+from models.convert_to_gguf import gguf_logits
 from models.errors import UnsupportedModel
 from models.formats import GGUF_FORMATS
+from models.gguf_reader import read_header
 from models.ladder import rung
 from models.manifest import manifest_path, read_manifest
-from models.readers.gguf import read_header
+from models.random_weights import write_gguf, write_hf_folder
 from models.spec import ModelSpec
-from models.synthetic import write as synthesis
-from models.synthetic.write import write_gguf, write_hf_folder
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2
 
 ALL = list(TINY.values())
@@ -60,7 +60,7 @@ def test_header_says_what_was_asked_for(tmp_path: Path) -> None:
     "kind", ["Q4_0", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
 )
 def test_random_blocks_have_the_wanted_spread(kind: str) -> None:
-    from models.synthetic.random_blocks import Weights
+    from models.random_quant_blocks import Weights
 
     data = b"".join(Weights(7, 1 << 18).stream("x", kind, 1 << 18, 0.05))
     number = gguf.GGMLQuantizationType[kind]

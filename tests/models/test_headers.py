@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
-from models.readers.gguf import read_header
-from models.readers.safetensors import check_tensors, read_tensors
-from models.synthetic.write import write_gguf, write_hf_folder
+from models.gguf_reader import read_header
+from models.random_weights import write_gguf, write_hf_folder
+from models.safetensors_reader import check_tensors, read_tensors
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 
 
