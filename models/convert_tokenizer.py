@@ -1,7 +1,8 @@
 """tokenizer.json to the tokenizer part of a GGUF file, and back.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and SentencePiece BPE with byte tokens (Llama 2,
-Mistral); which of the two it is, its pre-tokenizer says (`byte_fallback` may be set on either).
+Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) both ways, SentencePiece BPE with byte tokens (Llama
+2, Mistral) to GGUF only; which of the two it is, its pre-tokenizer says (`byte_fallback` may be set
+on either).
 llama.cpp knows the rules that cut text into words by name only. A wrong rule gives other ids
 silently: both directions are compared on PROBES.
 """
@@ -9,10 +10,11 @@ silently: both directions are compared on PROBES.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-import gguf
+from gguf import TokenType as Kind
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.gguf_vocabulary import GgufTokenizer
@@ -48,9 +50,8 @@ PROBES: tuple[str, ...] = (
 def gguf_vocabulary(folder: Path, size: int) -> Vocabulary:
     """The folder's tokenizer, padded to `size` tokens. Raises UnsupportedModel."""
     tokenizer = HfTokenizer(folder / "tokenizer.json")
-    description: dict[str, Any] = json.loads(
-        (folder / "tokenizer.json").read_text(encoding="utf-8")
-    )
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    description: dict[str, Any] = json.loads(text)
     model = description["model"]
     if model.get("type") != "BPE":
         raise UnsupportedModel(
@@ -61,44 +62,47 @@ def gguf_vocabulary(folder: Path, size: int) -> Vocabulary:
             f"{folder.name} has {tokenizer.vocabulary} tokens and a model vocabulary of {size}"
         )
     tokens = [f"[PAD{index}]" for index in range(size)]
-    types = [int(gguf.TokenType.UNUSED)] * size
+    types = [int(Kind.UNUSED)] * size
     for token, index in model["vocab"].items():
-        tokens[index], types[index] = token, int(gguf.TokenType.NORMAL)
+        tokens[index], types[index] = token, int(Kind.NORMAL)
     for added in description.get("added_tokens", []):
         tokens[added["id"]] = added["content"]
-        types[added["id"]] = int(
-            gguf.TokenType.CONTROL if added.get("special") else gguf.TokenType.USER_DEFINED
-        )
+        types[added["id"]] = int(Kind.CONTROL if added.get("special") else Kind.USER_DEFINED)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    sentencepiece = not any(one.get("type") == "ByteLevel" for one in _parts(description))
-    if sentencepiece:
-        missing = sorted(set(_BYTE_TOKENS) - model["vocab"].keys())
-        if missing:  # llama.cpp would end the process
-            raise UnsupportedModel(
-                f"{folder.name}/tokenizer.json is neither byte-level nor SentencePiece with byte "
-                f"tokens: it lacks {len(missing)} of 256, the first {missing[0]}"
-            )
-    eos = sorted(tokenizer.eos_ids)
-    eos_id = tokenizer.named_id("eos_token")
-    if eos_id is None and eos:
-        eos_id = eos[0]
-    bos_id = tokenizer.bos_id
-    if bos_id is None:
-        bos_id = tokenizer.named_id("bos_token")
+    bos_id, eos_id = tokenizer.bos_id, tokenizer.named_id("eos_token")
+    shared: dict[str, Any] = {
+        "tokens": tokens,
+        "types": types,
+        "bos_id": tokenizer.named_id("bos_token") if bos_id is None else bos_id,
+        "eos_id": min(tokenizer.eos_ids, default=None) if eos_id is None else eos_id,
+        "pad_id": tokenizer.named_id("pad_token"),
+        "unknown_id": model["vocab"].get(model.get("unk_token")),
+        "add_bos": bos_id is not None,
+        "chat_template": tokenizer.chat_template,
+    }
+    if any(one.get("type") == "ByteLevel" for one in _parts(description)):
+        pre = _pre_tokenizer(folder, description)
+        return Vocabulary(model="gpt2", pre=pre, merges=merges, **shared)
+    missing = sorted(set(_BYTE_TOKENS) - model["vocab"].keys())
+    if missing:  # llama.cpp would end the process
+        raise UnsupportedModel(
+            f"{folder.name}/tokenizer.json is neither byte-level nor SentencePiece with byte "
+            f"tokens: it lacks {len(missing)} of 256, the first {missing[0]}"
+        )
+    for index, token in enumerate(tokens):
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            types[index] = int(Kind.BYTE)
+        elif token == model.get("unk_token"):
+            types[index] = int(Kind.UNKNOWN)
+    # SentencePiece merges the highest score first: minus the rank of the merge.
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", "", 1), rank)
+    scores = [-float(ranks.get(token, len(merges))) for token in tokens]
+    rules = json.dumps([description.get("normalizer"), description.get("pre_tokenizer")])
+    adds_space = re.search(r'"Prepend"|"prepend_scheme": "(first|always)"', rules) is not None
     return Vocabulary(
-        model="llama" if sentencepiece else "gpt2",
-        pre="default" if sentencepiece else _pre_tokenizer(folder, description),
-        tokens=tokens,
-        types=_with_byte_types(tokens, types, model.get("unk_token")) if sentencepiece else types,
-        merges=[] if sentencepiece else merges,
-        scores=_scores(tokens, merges) if sentencepiece else [],
-        bos_id=bos_id,
-        eos_id=eos_id,
-        pad_id=tokenizer.named_id("pad_token"),
-        unknown_id=model["vocab"].get(model.get("unk_token")),
-        add_bos=tokenizer.bos_id is not None,
-        add_space_prefix=_adds_space(description) if sentencepiece else None,
-        chat_template=tokenizer.chat_template,
+        model="llama", pre="default", scores=scores, add_space_prefix=adds_space, **shared
     )
 
 
@@ -112,20 +116,13 @@ def _parts(description: dict[str, Any]) -> list[dict[str, Any]]:
 def _pre_tokenizer(folder: Path, description: dict[str, Any]) -> str:
     """llama.cpp's name of a byte-level tokenizer's rule."""
     parts = _parts(description)
-    kinds = [part.get("type") for part in parts]
-    if (
-        kinds == ["ByteLevel"]
-        and parts[0].get("use_regex", True)
-        and not parts[0].get("add_prefix_space")
-    ):
+    kinds, last = [part.get("type") for part in parts], parts[-1]
+    by_regex = last.get("use_regex", True)
+    if kinds == ["ByteLevel"] and by_regex and not last.get("add_prefix_space"):
         return "gpt-2"
-    if (
-        kinds == ["Digits", "ByteLevel"]
-        and parts[0].get("individual_digits")
-        and parts[1].get("use_regex", True)
-    ):
+    if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits") and by_regex:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex", True):
+    if kinds == ["Split", "ByteLevel"] and not by_regex:
         pattern = parts[0].get("pattern", {}).get("Regex")
         if pattern in SPLITS:
             return SPLITS[pattern]
@@ -156,53 +153,25 @@ def compare_tokenizers(theirs: Tokenizer, ours: Tokenizer, source: str) -> None:
 def hf_tokenizer_files(file: Path, metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """tokenizer.json and its companions of a GGUF file's vocabulary: name -> content.
 
-    `metadata` with whole arrays. Raises UnsupportedModel.
+    `metadata` with whole arrays. Raises UnsupportedModel where it is not byte-level BPE.
     """
     known = GgufTokenizer(file)
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    vocab = {
-        token: index
-        for index, token in enumerate(tokens)
-        if types[index] != int(gguf.TokenType.UNUSED)
-    }
-    model: dict[str, Any] = {"type": "BPE", "vocab": vocab}
-    pre_tokenizer = normalizer = None
-    space = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    if kind == "gpt2":
-        pre = _ALIASES.get(pre, pre)
-        pre_tokenizer = _pre_tokenizer_called(pre)
-        if pre_tokenizer is None:
-            raise UnsupportedModel(
-                f"{file.name} cuts text into words by llama.cpp's rule {pre!r}, which has no "
-                "known tokenizer.json"
-            )
-        merges = [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
-        model |= {"merges": merges, "ignore_merges": pre == "llama-bpe"}
-        decoder: dict[str, Any] = _byte_level(use_regex=True)
-    elif kind == "llama":
-        mark = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        prepend = [{"type": "Prepend", "prepend": "▁"}] if space else []
-        normalizer = {"type": "Sequence", "normalizers": [*prepend, mark]}
-        unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-        scores = metadata["tokenizer.ggml.scores"]
-        model |= {"merges": _merges(vocab, scores), "unk_token": tokens[unknown]}
-        model |= {"byte_fallback": True, "fuse_unk": True}
-        unmark = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if space else []
-        steps = [unmark, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
-        decoder = {"type": "Sequence", "decoders": steps}
-    else:
+    pre = _ALIASES.get(pre, pre)
+    pre_tokenizer = _pre_tokenizer_called(pre)
+    if kind != "gpt2" or pre_tokenizer is None:
         raise UnsupportedModel(
-            f"{file.name} has a tokenizer of llama.cpp's kind {kind!r}; gpt2 and llama are known"
+            f"{file.name} cuts text into words by llama.cpp's rule {pre!r} of kind {kind!r}, which "
+            "has no known tokenizer.json: it is served by llama_cpp only"
         )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [int(Kind.NORMAL)] * len(tokens)
+    merges = [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
     ids = {
         name: metadata.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
     }
-    named = {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
-    added = [int(gguf.TokenType.CONTROL), int(gguf.TokenType.USER_DEFINED)]
+    added = [int(Kind.CONTROL), int(Kind.USER_DEFINED)]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "tokenizer.json": {
@@ -212,17 +181,26 @@ def hf_tokenizer_files(file: Path, metadata: dict[str, Any]) -> dict[str, dict[s
                 for index, token in enumerate(tokens)
                 if types[index] in added
             ],
-            "normalizer": normalizer,
+            "normalizer": None,
             "pre_tokenizer": pre_tokenizer,
             "post_processor": None if known.bos_id is None else _begins_with(tokens, known.bos_id),
-            "decoder": decoder,
-            "model": model,
+            "decoder": _byte_level(use_regex=True),
+            "model": {
+                "type": "BPE",
+                "vocab": {
+                    token: index
+                    for index, token in enumerate(tokens)
+                    if types[index] != int(Kind.UNUSED)
+                },
+                "merges": merges,
+                "ignore_merges": pre == "llama-bpe",
+            },
         },
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "chat_template": known.chat_template,
-            **named,
+            **{f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},
         },
         "generation_config.json": {"eos_token_id": sorted(known.eos_ids)},
     }
@@ -234,10 +212,10 @@ def _pre_tokenizer_called(name: str) -> dict[str, Any] | None:
         return _byte_level(use_regex=True)
     first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
     if name != "smollm":
-        patterns = [pattern for pattern, known in SPLITS.items() if known == name]
-        if not patterns:
+        pattern = next((one for one, known in SPLITS.items() if known == name), None)
+        if pattern is None:
             return None
-        first = {"type": "Split", "pattern": {"Regex": patterns[0]}}
+        first = {"type": "Split", "pattern": {"Regex": pattern}}
         first |= {"behavior": "Isolated", "invert": False}
     parts = [first, _byte_level(use_regex=name == "smollm")]
     return {"type": "Sequence", "pretokenizers": parts}
@@ -259,43 +237,3 @@ def _begins_with(tokens: list[str], bos_id: int) -> dict[str, Any]:
         "pair": [start, first, start, second],
         "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
     }
-
-
-def _merges(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """SentencePiece's merges: every way to make a token of two others, best score first."""
-    found = [
-        (-scores[index], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
-        for token, index in vocab.items()
-        for cut in range(1, len(token))
-        if token[:cut] in vocab and token[cut:] in vocab
-    ]
-    return [[left, right] for *_, left, right in sorted(found)]
-
-
-def _with_byte_types(tokens: list[str], types: list[int], unknown: str | None) -> list[int]:
-    out = list(types)
-    for index, token in enumerate(tokens):
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            out[index] = int(gguf.TokenType.BYTE)
-        elif token == unknown:
-            out[index] = int(gguf.TokenType.UNKNOWN)
-    return out
-
-
-def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """SentencePiece merges the highest score first: minus the rank of the merge."""
-    ranks: dict[str, int] = {}
-    for rank, merge in enumerate(merges):
-        left, _, right = merge.partition(" ")
-        ranks.setdefault(left + right, rank)
-    return [-float(ranks.get(token, len(merges))) for token in tokens]
-
-
-def _adds_space(description: dict[str, Any]) -> bool:
-    """Whether text is given a leading space, by normalizer or Metaspace."""
-    text = json.dumps([description.get("normalizer"), description.get("pre_tokenizer")])
-    return (
-        '"Prepend"' in text
-        or '"prepend_scheme": "first"' in text
-        or '"prepend_scheme": "always"' in text
-    )

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from models.conversion import TOKENIZER_FILES
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.hf_config import read_config, v4_config
 from models.isolated import run_python
@@ -30,7 +31,6 @@ from models.manifest import (
     file_facts,
     write_manifest,
 )
-from models.source_and_manifest import TOKENIZER_FILES
 from models.spec import ModelSpec
 
 MODEL = "model.onnx"

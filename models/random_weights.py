@@ -37,9 +37,8 @@ from models.manifest import (
     write_manifest,
 )
 from models.random_quant_blocks import Weights, to_bf16
-from models.shipped_tokenizer import SPECIAL_TOKENS
 from models.spec import ModelSpec, RopeScaling, TensorShape
-from models.tokenizer import shipped, shipped_files, shipped_mark
+from models.tokenizer import SPECIAL_TOKENS, shipped, shipped_files, shipped_mark
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
 GENERATOR = f"synthesis 1, tokenizer {shipped_mark()}"

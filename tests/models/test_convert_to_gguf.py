@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from models import conversion
 from models import convert_to_gguf as convert
-from models import source_and_manifest
 from models.convert_to_gguf import make_gguf
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest
@@ -72,7 +72,7 @@ def test_a_wrong_conversion_is_refused_and_leaves_nothing(
         monkeypatch.setattr(convert, "_interleaved", lambda raw, heads: raw)
     elif mistake == "other theta":
         wrong = msgspec.structs.replace(TINY_LLAMA3, rope_theta=10_000.0)
-        monkeypatch.setattr(source_and_manifest, "spec_of", lambda config, name: wrong)
+        monkeypatch.setattr(conversion, "spec_of", lambda config, name: wrong)
     else:
         monkeypatch.setattr(
             convert, "rope_factors", lambda spec, scaling: np.ones(spec.head_dim // 2, np.float32)

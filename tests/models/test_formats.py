@@ -80,7 +80,7 @@ SHAPES = [
 def test_types_are_those_that_llama_cpp_would_choose(spec: ModelSpec, tmp_path: Path) -> None:
     write_gguf(spec, tmp_path / "float.gguf", "F32")
     for weight_format in ("Q4_K_M",) if spec.layers == 80 else ("F16", "Q8_0", "Q4_0", "Q4_K_M"):
-        quantise(tmp_path / "float.gguf", tmp_path / "quantised.gguf", weight_format, threads=1)
+        quantise(tmp_path / "float.gguf", tmp_path / "quantised.gguf", weight_format)
         found = read_header(tmp_path / "quantised.gguf").tensors
         assert {name: entry.type for name, entry in found.items()} == {
             t.name: t.type for t in gguf_tensors(spec, weight_format)

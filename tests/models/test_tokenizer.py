@@ -19,8 +19,7 @@ from models.convert_tokenizer import PROBES
 from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
 from models.isolated import run_python
 from models.random_weights import write_gguf
-from models.shipped_tokenizer import DATA, train
-from models.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
+from models.tokenizer import DATA, SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
 from tests.shapes import TINY_LLAMA
 
 VOCABULARY = 4000
@@ -44,10 +43,6 @@ def write_files(folder: Path, files: dict[str, dict[str, Any]]) -> Path:
 def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     table = tokenizer.token_bytes()
     return b"".join(table[index] for index in ids).decode()
-
-
-def test_training_again_gives_the_shipped_tokenizer() -> None:
-    assert train() == json.loads(SHIPPED.read_text(encoding="utf-8"))
 
 
 def test_ids_are_in_the_promised_order() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from models.compare_logits import TRANSFORMERS_LOCK
+from models.conversion import TRANSFORMERS_LOCK
 from models.convert_to_onnx import make_onnx
 from models.export_with_optimum import export_onnx
 from models.random_weights import write_hf_folder
