@@ -23,7 +23,7 @@ from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import gguf_name
 from models.gguf_reader import GgufHeader, read_header
 from models.manifest import Progress, atomic_folder
-from models.random_quant_blocks import to_bf16
+from models.random_quant_blocks import as_bytes, stored_as
 from models.random_weights import hf_config, write_safetensors
 from models.safetensors_reader import Floats
 from models.spec import ModelSpec, TensorShape
@@ -68,9 +68,9 @@ def make_folder(
             (folder / name).write_text(text + "\n", encoding="utf-8")
         compare_tokenizers(load_tokenizer(source), load_tokenizer(folder), source.name)
 
-        def data(tensor: TensorShape) -> Iterator[bytes]:
+        def data(tensor: TensorShape) -> Iterator[memoryview]:
             for values in dequantised(header, spec, tensor):
-                yield to_bf16(np.ascontiguousarray(values)).tobytes()
+                yield as_bytes(stored_as("BF16", values))
 
         write_safetensors(spec, folder, "bf16", data, progress)
         finish_folder(source, folder, "hf", "bf16", spec)

@@ -41,7 +41,7 @@ from models.gguf_reader import read_header
 from models.gguf_vocabulary import GgufTokenizer, llama_library, read_by_child
 from models.gguf_writer import ARCHITECTURES, write_file
 from models.manifest import Manifest, Progress, atomic_file, manifest_path, write_manifest
-from models.random_quant_blocks import to_bf16
+from models.random_quant_blocks import as_bytes, stored_as
 from models.random_weights import rope_factors
 from models.safetensors_reader import Floats, Rows, check_tensors, stored_rows
 from models.spec import ModelSpec
@@ -140,7 +140,7 @@ def quantise(source: Path, target: Path, weight_format: str) -> None:
         )
 
 
-def _data(rows: Rows, spec: ModelSpec, tensor: GgufTensor) -> Iterator[bytes]:
+def _data(rows: Rows, spec: ModelSpec, tensor: GgufTensor) -> Iterator[bytes | memoryview]:
     """One tensor's bytes in the type that the GGUF file gives it, a few rows at a time."""
     if tensor.hf_name is None:
         assert spec.rope_scaling is not None
@@ -152,10 +152,7 @@ def _data(rows: Rows, spec: ModelSpec, tensor: GgufTensor) -> Iterator[bytes]:
         values = rows(tensor.hf_name, begin, min(count, begin + step))
         if heads:
             values = _interleaved(values, heads)
-        if tensor.type == "BF16":
-            yield to_bf16(np.ascontiguousarray(values)).tobytes()
-        else:
-            yield values.astype(np.float16 if tensor.type == "F16" else np.float32).tobytes()
+        yield as_bytes(stored_as(tensor.type, values))
 
 
 def _rotated_heads(spec: ModelSpec, name: str) -> int:

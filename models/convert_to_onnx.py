@@ -57,6 +57,7 @@ from models.manifest import (
     read_manifest,
     write_manifest,
 )
+from models.random_quant_blocks import as_bytes
 from models.random_weights import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
 from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows, check_tensors, stored_rows
 from models.spec import ModelSpec
@@ -256,7 +257,7 @@ class GraphWriter:
             self.constants.append(helper.make_tensor(name, TYPES[dtype], values.shape, raw, True))
             return name
         self.begin(name, dtype, values.shape)
-        self.file.write(_bytes(values))
+        self.file.write(as_bytes(values))
         return name
 
     def vector(self, *sources: str) -> str:
@@ -335,7 +336,7 @@ class GraphWriter:
         scales = []
         for source in sources:
             for packed, each in self.blocks(source, _nibbles):
-                self.file.write(_bytes(packed))
+                self.file.write(as_bytes(packed))
                 scales.append(each.reshape(-1))
         scale = self.constant(f"{sources[0]}_scale", np.concatenate(scales))
         settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
@@ -352,7 +353,7 @@ class GraphWriter:
         self.begin(sources[0], "f4", dims)
         for source in sources:
             for values, _ in self.blocks(source, lambda rows: (rows, rows)):
-                self.file.write(_bytes(values))
+                self.file.write(as_bytes(values))
         return sources[0]
 
     # --- the graph
@@ -369,7 +370,7 @@ class GraphWriter:
         weight = self.begin(EMBEDDING, "i1", self.shapes[EMBEDDING])
         scales = []
         for packed, each in self.blocks(EMBEDDING, self._rounded_rows):
-            self.file.write(_bytes(packed))
+            self.file.write(as_bytes(packed))
             scales.append(each)
         scale = self.constant(f"{EMBEDDING}_scale", np.concatenate(scales)[:, None])
         z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
@@ -508,11 +509,6 @@ class GraphWriter:
         graph = helper.make_graph(self.nodes, "main_graph", inputs, outputs, self.constants)
         operators = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, ir_version=10, opset_imports=operators)
-
-
-def _bytes(values: npt.NDArray[Any]) -> memoryview:
-    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def _nibbles(values: Floats) -> tuple[npt.NDArray[Any], Floats]:
