@@ -1,7 +1,7 @@
 """The cache of weights made here: synthetic and converted ones, made once and checked when read.
 
-CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a rung, by models.synthetic.write
-CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   converted from the folder beside it
+CACHE/synthetic/smollm2-135m/smollm2-135m-Q4_0.gguf    a rung, by models.random_weights
+CACHE/synthetic/smollm2-135m/smollm2-135m-onnx-int4/   by models.convert_to_onnx
 CACHE/synthetic/tokenizers/...                         the shipped tokenizer, by vocabulary
 CACHE/converted/FINGERPRINT/...                        from a user's folder or GGUF file; changes
                                                        with it
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ import msgspec
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.formats import FORMATS, weight_bytes
 from models.isolated import run_aside
+from models.machine import disk_free_bytes
 from models.manifest import (
     Manifest,
     Progress,
@@ -31,15 +33,15 @@ from models.manifest import (
     read_manifest,
     verify,
 )
+from models.random_weights import GENERATOR, write_gguf, write_hf_folder
 from models.spec import ModelSpec
-from models.synthetic.write import GENERATOR, write_gguf, write_hf_folder
-from models.tokenization.tokenizer import shipped_files, shipped_mark
+from models.tokenizer import shipped_files, shipped_mark
 
 CONVERTERS = {
-    "gguf": "models.convert.gguf:make_gguf",
+    "gguf": "models.convert_to_gguf:make_gguf",
     "onnx": "models.convert_to_onnx:make_onnx",
 }
-REBUILD = "models.convert.from_gguf:make_folder"
+REBUILD = "models.convert_from_gguf:make_folder"
 RANDOM_ONNX = "models.convert_to_onnx:make_random_onnx"
 SPARE_DISK_BYTES = 256 << 20
 CACHE_VARIABLE = "CROSSOVER_CACHE"
@@ -54,31 +56,23 @@ class Wish(msgspec.Struct, frozen=True):
     progress: Progress | None = None
     full_check: bool = False
 
-    @property
-    def is_converted(self) -> bool:
-        """True where this is made from a folder of float safetensors; of a rung, not ONNX."""
-        return self.kind == "onnx"
-
     def file_name(self, name: str) -> str:
         """The file or folder for a model of this name."""
         if self.kind == "none":
             raise UnsupportedModel("the fake backend has no weights")
         if self.kind == "gguf":
             return f"{name}-{self.weight_format}.gguf"
-        if self.kind == "onnx":
-            return f"{name}-onnx-{self.weight_format}"
-        return f"{name}-{self.weight_format}"
+        middle = "-onnx-" if self.kind == "onnx" else "-"
+        return f"{name}{middle}{self.weight_format}"
 
 
 def cache_dir(override: str | Path | None = None) -> Path:
     """`override`, else $CROSSOVER_CACHE, $XDG_CACHE_HOME/crossover or ~/.cache/crossover."""
-    if override is not None:
-        return Path(override).expanduser().absolute()
-    if own := os.environ.get(CACHE_VARIABLE):
+    own = override or os.environ.get(CACHE_VARIABLE)
+    if own:
         return Path(own).expanduser().absolute()
-    home = os.environ.get("XDG_CACHE_HOME")
-    is_set = home is not None and Path(home).is_absolute()
-    return (Path(home or "") if is_set else Path.home() / ".cache") / "crossover"
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (home if home.is_absolute() else Path.home() / ".cache") / "crossover"
 
 
 def synthetic_path(spec: ModelSpec, wish: Wish) -> Path:
@@ -89,28 +83,27 @@ def synthetic_path(spec: ModelSpec, wish: Wish) -> Path:
 def synthetic(spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
     """A rung's weights, made on demand. Raises BrokenWeights where existing ones are damaged."""
     path = synthetic_path(spec, wish)
-    if wish.is_converted and wish.kind != "onnx":
-        folder, _ = synthetic(spec, msgspec.structs.replace(wish, kind="hf", weight_format="bf16"))
-        return path, _convert(folder, path, spec, wish)
-    with making(path):
-        manifest = read_manifest(path) if path.exists() else None
-        if manifest is None or not _is_current(manifest, spec, wish):
-            _check_disk(path, weight_bytes(spec, wish.weight_format))
-            if wish.kind == "onnx":
-                run_aside(RANDOM_ONNX, wish.progress, spec, path, wish.weight_format)
-                manifest = read_manifest(path)
-                assert manifest is not None
-            else:
-                write = write_gguf if wish.kind == "gguf" else write_hf_folder
-                manifest = write(spec, path, wish.weight_format, progress=wish.progress)
-        verify(path, manifest, full=wish.full_check, progress=wish.progress)
-    return path, manifest
+    made_by = GENERATOR
+    if wish.kind == "onnx":
+        made_by = f"{converter('onnx', wish.weight_format)}, {GENERATOR}"
+
+    def is_current(found: Manifest) -> bool:
+        return (found.spec, found.generator, found.seed) == (spec, made_by, 0)
+
+    def make() -> None:
+        if wish.kind == "onnx":
+            run_aside(RANDOM_ONNX, wish.progress, spec, path, wish.weight_format)
+        else:
+            write = write_gguf if wish.kind == "gguf" else write_hf_folder
+            write(spec, path, wish.weight_format, progress=wish.progress)
+
+    return path, _made(path, wish, is_current, make, weight_bytes(spec, wish.weight_format))
 
 
 def converted(folder: Path, spec: ModelSpec, wish: Wish) -> tuple[Path, Manifest]:
     """Somebody's folder of safetensors in another format, made if it is not there yet."""
     path = converted_path(folder, wish)
-    return path, _convert(folder, path, spec, wish)
+    return path, _convert(CONVERTERS[wish.kind], folder, path, spec, wish)
 
 
 def converted_path(folder: Path, wish: Wish) -> Path:
@@ -122,7 +115,8 @@ def rebuilt(file: Path, spec: ModelSpec, wish: Wish) -> Path:
     """The folder of floats that a GGUF file stands for, made if it is not there yet."""
     path = rebuilt_path(file, wish)
     # In its own words: what is made of it is another wish.
-    _convert(file, path, spec, msgspec.structs.replace(wish, kind="hf", weight_format="bf16"))
+    floats = msgspec.structs.replace(wish, kind="hf", weight_format="bf16")
+    _convert(REBUILD, file, path, spec, floats)
     return path
 
 
@@ -135,11 +129,8 @@ def converted_models(cache: Path) -> dict[Path, Manifest]:
     """What was converted from users' own files, by its path."""
     found: dict[Path, Manifest] = {}
     for file in sorted((cache / "converted").glob("*/**/*crossover.json")):
-        path = (
-            file.parent
-            if file.name == "crossover.json"
-            else file.with_name(file.name.removesuffix(".crossover.json"))
-        )
+        weights = file.with_name(file.name.removesuffix(".crossover.json"))
+        path = file.parent if file.name == "crossover.json" else weights
         with contextlib.suppress(BrokenWeights):
             manifest = read_manifest(path)
             if manifest is not None:
@@ -150,79 +141,74 @@ def converted_models(cache: Path) -> dict[Path, Manifest]:
 def delete_synthetic(spec: ModelSpec, wish: Wish) -> bool:
     """Remove a rung's weights from the cache; False where there are none."""
     path = synthetic_path(spec, wish)
+    was_there = path.exists()
     if path.is_dir():
         shutil.rmtree(path)
-        return True
-    was_there = path.is_file()
-    path.unlink(missing_ok=True)
-    manifest_path(path).unlink(missing_ok=True)
+    else:
+        path.unlink(missing_ok=True)
+        manifest_path(path).unlink(missing_ok=True)
     return was_there
 
 
 def tokenizer_folder(spec: ModelSpec, cache: Path) -> Path:
     """The shipped tokenizer at the model's vocabulary; its checksum is in the folder's name."""
-    folder = (
-        cache / "synthetic" / "tokenizers" / f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
-    )
+    called = f"{spec.vocabulary}-{spec.context}-{shipped_mark()}"
+    folder = cache / "synthetic" / "tokenizers" / called
     if not folder.is_dir():
         with making(folder):
             if not folder.is_dir():
                 with atomic_folder(folder) as temporary:
                     for name, content in shipped_files(spec.vocabulary, spec.context).items():
-                        (temporary / name).write_text(
-                            json.dumps(content, ensure_ascii=False), encoding="utf-8"
-                        )
+                        text = json.dumps(content, ensure_ascii=False)
+                        (temporary / name).write_text(text, encoding="utf-8")
     return folder
 
 
 def finished_formats(spec: ModelSpec, cache: Path) -> list[str]:
-    """Formats of a rung that are in the cache; converted ones as onnx-int4, torch-int4."""
+    """Formats of a rung that are in the cache; those of ONNX as onnx-int4."""
     found = []
     for kind, formats in FORMATS.items():
         for name in formats:
-            wish = Wish(kind, name, cache)
-            path = synthetic_path(spec, wish)
+            path = synthetic_path(spec, Wish(kind, name, cache))
             if path.exists() and manifest_path(path).is_file():
-                owner = "torch" if kind == "hf" else kind
-                found.append(f"{owner}-{name}" if wish.is_converted else name)
+                found.append(f"onnx-{name}" if kind == "onnx" else name)
     return found
 
 
-def _convert(source: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
+def _convert(function: str, source: Path, path: Path, spec: ModelSpec, wish: Wish) -> Manifest:
+    def is_current(found: Manifest) -> bool:
+        is_same = msgspec.structs.replace(found.spec, name=spec.name) == spec
+        return is_same and found.generator == converter(wish.kind, wish.weight_format)
+
+    def make() -> None:
+        run_aside(function, wish.progress, source, path, wish.weight_format, spec=spec)
+
+    need = weight_bytes(spec, "fp16") + weight_bytes(spec, wish.weight_format)
+    return _made(path, wish, is_current, make, need)
+
+
+def _made(
+    path: Path,
+    wish: Wish,
+    is_current: Callable[[Manifest], bool],
+    make: Callable[[], None],
+    need_bytes: int,
+) -> Manifest:
+    """The checked manifest of what lies at `path`, made where it is not there as it should be."""
     with making(path):
         manifest = read_manifest(path) if path.exists() else None
-        if (
-            manifest is None
-            or manifest.generator != converter(wish.kind, wish.weight_format)
-            or msgspec.structs.replace(manifest.spec, name=spec.name) != spec
-        ):
-            _check_disk(
-                path,
-                weight_bytes(spec, "fp16") + weight_bytes(spec, wish.weight_format),
-            )
-            run_aside(
-                REBUILD if source.is_file() else CONVERTERS[wish.kind],
-                wish.progress,
-                source,
-                path,
-                wish.weight_format,
-                spec=spec,
-            )
+        if manifest is None or not is_current(manifest):
+            free = disk_free_bytes(path.parent)
+            if free < need_bytes + SPARE_DISK_BYTES:
+                raise ModelError(
+                    f"making {path.name} needs {need_bytes} bytes of disk, {str(path.parent)!r} "
+                    f"has {free} free; choose another with --cache"
+                )
+            make()
             manifest = read_manifest(path)
             assert manifest is not None
         verify(path, manifest, full=wish.full_check, progress=wish.progress)
     return manifest
-
-
-def _is_current(manifest: Manifest, spec: ModelSpec, wish: Wish) -> bool:
-    """True where the cache holds this very model as this version makes it."""
-    made_by = GENERATOR
-    if wish.kind == "onnx":
-        made_by = f"{converter('onnx', wish.weight_format)}, {GENERATOR}"
-    wanted = Manifest(
-        manifest.kind, spec, wish.weight_format, "synthetic", manifest.files, made_by, 0
-    )
-    return manifest == wanted
 
 
 def _fingerprint(source: Path) -> str:
@@ -233,14 +219,3 @@ def _fingerprint(source: Path) -> str:
             found = file.stat()
             digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def _check_disk(path: Path, need: int) -> None:
-    folder = path.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < need + SPARE_DISK_BYTES:
-        raise ModelError(
-            f"making {path.name} needs {need} bytes of disk, {str(folder)!r} has {free} free; "
-            "choose another with --cache"
-        )

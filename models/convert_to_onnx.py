@@ -22,31 +22,32 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper
 
-from models.convert.compare import (
+from models.conversion import (
+    Comparison,
     compared_ids,
+    copy_texts,
     distance_of,
-    graph_logits,
+    manifest_of,
     reference_fits,
     reference_logits,
-    stage,
+    source_spec,
 )
-from models.convert.source_and_manifest import copy_texts, source_spec
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import ONNX_FORMATS
+from models.hf_config import FAMILIES, read_config
 from models.machine import int8_bits
 from models.manifest import (
+    FileFacts,
     HashedFile,
     Manifest,
     Progress,
@@ -56,23 +57,14 @@ from models.manifest import (
     read_manifest,
     write_manifest,
 )
-from models.readers.config import FAMILIES, read_config
-from models.readers.safetensors import check_tensors, read_tensors
+from models.random_quant_blocks import as_bytes
+from models.random_weights import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
+from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows, check_tensors, stored_rows
 from models.spec import ModelSpec
-from models.synthetic.write import GENERATOR, LOGIT_SPREAD, hf_config, rope_factors
-from models.tokenization.tokenizer import load_tokenizer, shipped_files
-from models.turned_weights import (
-    BLOCK,
-    EMBEDDING,
-    HEAD,
-    TEXT,
-    Floats,
-    Rows,
-    Turned,
-    far_channels,
-)
+from models.tokenizer import load_tokenizer, shipped_files
+from models.turned_weights import BLOCK, Turned, calibration_text, far_channels
 
-DATA = "model.onnx.data"
+GRAPH, DATA = "model.onnx", "model.onnx.data"
 GROUP = 32  # weights of an int4 row that share a scale
 THREADS = 2
 TYPES = {"f4": 1, "u1": 2, "i1": 3, "i8": 7}  # numpy's names -> onnx's TensorProto.DataType
@@ -91,6 +83,7 @@ def make_onnx(
     `spec`: the shape that the folder must have. Raises UnsupportedModel, BrokenWeights.
     """
     source, target = Path(hf_folder), Path(out_folder)
+    say = progress or (lambda what, fraction: None)
     if weight_format not in ONNX_FORMATS:
         raise UnsupportedModel(
             f"unknown ONNX format {weight_format!r}; known: {', '.join(ONNX_FORMATS)}"
@@ -105,42 +98,19 @@ def make_onnx(
     before = read_manifest(source)
     is_random = before is not None and before.seed is not None
     if weight_format == "int8" and not is_random:
-        rows = Turned(found, rows, _read_text(source, found))
+        ids = None
+        if (source / "tokenizer.json").is_file():
+            text = load_tokenizer(source).encode(calibration_text())[: found.context]
+            ids = np.array([text], np.int64) if max(text) < found.vocabulary else None
+        rows = Turned(found, rows, ids)
     with atomic_folder(target) as folder:
         copy_texts(source, folder)
-        _write(found, rows, folder, weight_format, before, source.name, progress)
-        if not is_random:
-            _note_quality(source, folder, found, progress or (lambda what, share: None))
+        files: dict[str, Path | FileFacts] = {one.name: one for one in sorted(folder.iterdir())}
+        files |= _write_graph(found, rows, folder, weight_format, say)
+        quality = None if is_random else _quality(source, folder, found, say)
+        manifest = manifest_of(source, files, "onnx", weight_format, found, quality)
+        write_manifest(folder, manifest)
     return target
-
-
-def _note_quality(source: Path, folder: Path, spec: ModelSpec, say: Progress) -> None:
-    """What the format costs on text, into the manifest; without the means to tell, nothing."""
-    has_means = all(map(find_spec, ("torch", "transformers", "onnxruntime")))
-    if not (has_means and (source / "tokenizer.json").is_file() and reference_fits(spec)):
-        say("logits not compared: no float reference here", None)
-        return
-    say("comparing the logits with the source's", None)
-    try:
-        ids = compared_ids(source, spec)
-    except UnsupportedModel:  # the tokenizer makes ids that the model does not have
-        return
-    with tempfile.TemporaryDirectory(prefix="crossover-") as staged:
-        stage(source, Path(staged))
-        reference = reference_logits(Path(staged), ids)
-    quality = distance_of(reference, graph_logits(folder / "model.onnx", ids, spec))
-    made = read_manifest(folder)
-    assert made is not None
-    told = {"quality_kl_nats": quality.kl_nats, "greedy_agreement": quality.agreement}
-    write_manifest(folder, msgspec.structs.replace(made, **told))
-
-
-def _read_text(source: Path, spec: ModelSpec) -> npt.NDArray[np.int64] | None:
-    """Ids of turned_weights.TEXT, [1, tokens]; None where the folder has no tokenizer of it."""
-    if not (source / "tokenizer.json").is_file():
-        return None
-    ids = load_tokenizer(source).encode(TEXT)[: spec.context]
-    return np.array([ids], np.int64) if ids and max(ids) < spec.vocabulary else None
 
 
 def make_random_onnx(
@@ -155,64 +125,66 @@ def make_random_onnx(
 
     The graph and its types are those of trained weights, and so are time and memory.
     """
+    say = progress or (lambda what, fraction: None)
     with atomic_folder(target := Path(out_folder)) as folder:
         texts = {"config.json": hf_config(spec, "fp32")}
         for name, content in (texts | shipped_files(spec.vocabulary, spec.context)).items():
             (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        before = Manifest("hf", spec, "fp32", "synthetic", {}, GENERATOR, seed)
-        _write(spec, random_rows(spec, seed), folder, weight_format, before, "", progress)
+        files = {one.name: file_facts(one) for one in sorted(folder.iterdir())}
+        files |= _write_graph(spec, random_rows(spec, seed), folder, weight_format, say)
+        made_by = f"{converter('onnx', weight_format)}, {GENERATOR}"
+        manifest = Manifest("onnx", spec, weight_format, "synthetic", files, made_by, seed)
+        write_manifest(folder, manifest)
     return target
 
 
-def _write(
-    spec: ModelSpec,
-    rows: Rows,
-    folder: Path,
-    weight_format: str,
-    before: Manifest | None,
-    source: str,
-    progress: Progress | None,
-) -> None:
-    """The graph and the manifest. `before`: the source's."""
-    writer = GraphWriter(spec, rows, folder, weight_format, progress or (lambda what, share: None))
+def _write_graph(
+    spec: ModelSpec, rows: Rows, folder: Path, weight_format: str, say: Progress
+) -> dict[str, FileFacts]:
+    writer = GraphWriter(spec, rows, folder, weight_format, say)
     try:
-        graph = writer.graph().SerializeToString()
-    except BaseException:
-        writer.file.abandon()
-        raise
+        (folder / GRAPH).write_bytes(writer.graph().SerializeToString())
     finally:
         writer.pool.shutdown()
-    (folder / "model.onnx").write_bytes(graph)
-    data = writer.file.close()
-    files = {one.name: file_facts(one) for one in sorted(folder.iterdir()) if one.name != DATA}
-    manifest = Manifest(
-        kind="onnx",
-        spec=spec,
-        weight_format=weight_format,
-        source=before.source if before is not None else source,
-        files={**files, DATA: data},
-        generator=converter("onnx", weight_format) + ("" if source else f", {GENERATOR}"),
-        seed=before.seed if before is not None else None,
-    )
-    write_manifest(folder, manifest)
+        data = writer.file.close()
+    return {GRAPH: file_facts(folder / GRAPH), DATA: data}
 
 
-def stored_rows(folder: Path, spec: ModelSpec) -> Rows:
-    """Reads the folder's safetensors by offset; nothing is mapped or kept."""
-    stored = read_tensors(folder)
+def _quality(source: Path, folder: Path, spec: ModelSpec, say: Progress) -> Comparison | None:
+    """What the format costs on text; None without the means to tell."""
+    has_means = all(map(find_spec, ("torch", "transformers", "onnxruntime")))
+    if not (has_means and (source / "tokenizer.json").is_file() and reference_fits(spec)):
+        say("logits not compared: no float reference here", None)
+        return None
+    say("comparing the logits with the source's", None)
+    try:
+        ids = compared_ids(source, spec)
+    except UnsupportedModel:  # the tokenizer makes ids that the model does not have
+        return None
+    return distance_of(reference_logits(source, spec, ids), graph_logits(folder / GRAPH, ids, spec))
 
-    def rows(name: str, first: int, last: int) -> Floats:
-        found = stored[EMBEDDING if spec.tied and name == HEAD else name]
-        dtype = np.dtype({"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[found.dtype])
-        each = math.prod(found.shape[1:])
-        start = found.start + first * each * dtype.itemsize
-        raw = np.fromfile(folder / found.file, dtype, (last - first) * each, offset=start)
-        values = raw.reshape(-1, *found.shape[1:])
-        if found.dtype == "BF16":
-            return (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32)
 
-    return rows
+def graph_logits(graph: Path, ids: npt.NDArray[np.int64], spec: ModelSpec) -> Floats:
+    """An ONNX graph's logits [sequences, tokens, vocabulary], token by token through its cache."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(graph), settings, ["CPUExecutionProvider"])
+    names = {item.name for item in session.get_inputs()}
+    caches = sorted(name for name in names if name.startswith("past_key_values."))
+    outputs = ["logits", *(name.replace("past_key_values", "present") for name in caches)]
+    past: list[Any] = [np.zeros((len(ids), spec.kv_heads, 0, spec.head_dim), np.float32)]
+    past *= len(caches)
+    found = []
+    for position in range(ids.shape[1]):
+        feeds: dict[str, Any] = {"input_ids": ids[:, position : position + 1]}
+        feeds["attention_mask"] = np.ones((len(ids), position + 1), np.int64)
+        if "position_ids" in names:  # of what optimum exports
+            feeds["position_ids"] = np.full((len(ids), 1), position, np.int64)
+        logits, *past = session.run(outputs, feeds | dict(zip(caches, past, strict=True)))
+        found.append(logits[:, -1].astype(np.float32))
+    return np.stack(found, 1)
 
 
 def random_rows(spec: ModelSpec, seed: int = 0) -> Rows:
@@ -254,18 +226,15 @@ class GraphWriter:
         self.constants: list[Any] = []
         self.shapes = {tensor.name: tensor.shape for tensor in spec.tensors()}
         self.shapes[HEAD] = self.shapes[EMBEDDING]
-        if weight_format == "int4":
-            self._check_groups()
-        self.file = HashedFile(folder / DATA)
-        self.pool = ThreadPoolExecutor(THREADS)
-
-    def _check_groups(self) -> None:
         for name, shape in self.shapes.items():
-            if len(shape) == 2 and shape[1] % GROUP:
+            if weight_format == "int4" and len(shape) == 2 and shape[1] % GROUP:
                 raise UnsupportedModel(
-                    f"{self.spec.name} has {name} with rows of {shape[1]}, no multiple of {GROUP}, "
+                    f"{spec.name} has {name} with rows of {shape[1]}, no multiple of {GROUP}, "
                     "which int4 needs; int8 has no such limit"
                 )
+        self.total_bytes = 2 * spec.weight_bytes(weight_format)
+        self.file = HashedFile(folder / DATA)
+        self.pool = ThreadPoolExecutor(THREADS)
 
     # --- constants
 
@@ -284,13 +253,11 @@ class GraphWriter:
     def constant(self, name: str, values: npt.NDArray[Any]) -> str:
         dtype = values.dtype.str[1:]
         if values.nbytes < 1024:
-            tensor = helper.make_tensor(
-                name, TYPES[dtype], values.shape, values.tobytes(), raw=True
-            )
-            self.constants.append(tensor)
+            raw = values.tobytes()
+            self.constants.append(helper.make_tensor(name, TYPES[dtype], values.shape, raw, True))
             return name
         self.begin(name, dtype, values.shape)
-        self.file.write(_bytes(values))
+        self.file.write(as_bytes(values))
         return name
 
     def vector(self, *sources: str) -> str:
@@ -317,13 +284,10 @@ class GraphWriter:
 
     def product(self, x: str, y: str, *sources: str) -> str:
         """y = x times the transposed matrices side by side."""
-        self.say(f"writing {sources[0]}", self.file.bytes / self._total_bytes())
+        self.say(f"writing {sources[0]}", self.file.bytes / self.total_bytes)
         is_whole = self.format == "int8" or (self.format == "int4" and sources == (HEAD,))
         make = self._int8 if is_whole else self._int4 if self.format == "int4" else self._fp32
         return make(x, y, sources)
-
-    def _total_bytes(self) -> int:
-        return 2 * self.spec.weight_bytes(self.format)
 
     def _int8(self, x: str, y: str, sources: tuple[str, ...], skipped: int = 0) -> str:
         """`skipped`: columns of the matrices that x has not."""
@@ -372,7 +336,7 @@ class GraphWriter:
         scales = []
         for source in sources:
             for packed, each in self.blocks(source, _nibbles):
-                self.file.write(_bytes(packed))
+                self.file.write(as_bytes(packed))
                 scales.append(each.reshape(-1))
         scale = self.constant(f"{sources[0]}_scale", np.concatenate(scales))
         settings = {"K": width, "N": outs, "bits": 4, "block_size": GROUP, "accuracy_level": 4}
@@ -389,7 +353,7 @@ class GraphWriter:
         self.begin(sources[0], "f4", dims)
         for source in sources:
             for values, _ in self.blocks(source, lambda rows: (rows, rows)):
-                self.file.write(_bytes(values))
+                self.file.write(as_bytes(values))
         return sources[0]
 
     # --- the graph
@@ -406,7 +370,7 @@ class GraphWriter:
         weight = self.begin(EMBEDDING, "i1", self.shapes[EMBEDDING])
         scales = []
         for packed, each in self.blocks(EMBEDDING, self._rounded_rows):
-            self.file.write(_bytes(packed))
+            self.file.write(as_bytes(packed))
             scales.append(each)
         scale = self.constant(f"{EMBEDDING}_scale", np.concatenate(scales)[:, None])
         z = self.node("Gather", [weight, "input_ids"], "embedding/rows")
@@ -545,11 +509,6 @@ class GraphWriter:
         graph = helper.make_graph(self.nodes, "main_graph", inputs, outputs, self.constants)
         operators = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
         return helper.make_model(graph, ir_version=10, opset_imports=operators)
-
-
-def _bytes(values: npt.NDArray[Any]) -> memoryview:
-    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def _nibbles(values: Floats) -> tuple[npt.NDArray[Any], Floats]:

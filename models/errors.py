@@ -25,10 +25,6 @@ class BadChat(ModelError):
     """Messages cannot be put into the model's chat template, or there is no template."""
 
 
-class SlowTemplate(BadChat):
-    """A chat template that needs more time than it was given."""
-
-
 def printable(text: str) -> str:
     """A text, which a server or a file may have made, without what a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t\xa0\u202f" else "\ufffd" for c in text)

@@ -14,34 +14,21 @@ import importlib.util
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from models.convert.source_and_manifest import TOKENIZER_FILES
+from models.conversion import copy_texts, finish_folder
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
+from models.hf_config import read_config, v4_config
 from models.isolated import run_python
 from models.machine import int8_bits
-from models.manifest import (
-    Manifest,
-    Progress,
-    atomic_folder,
-    converter,
-    file_facts,
-    write_manifest,
-)
-from models.readers.config import read_config, v4_config
+from models.manifest import Progress, atomic_folder
+from models.safetensors_reader import read_tensors
 from models.spec import ModelSpec
 
 MODEL = "model.onnx"
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "HF_DATASETS_OFFLINE": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-}
-
-
+OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+OFFLINE["CUDA_VISIBLE_DEVICES"] = ""
 # transformers' name of a size, and what older architectures call it.
 SIZES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -86,7 +73,8 @@ def export_onnx(
     BrokenWeights, ModelError.
     """
     say = progress or (lambda what, fraction: None)
-    family = read_config(source).get("model_type")
+    config = read_config(source)
+    family = config.get("model_type")
     if weight_format not in ("fp32", "int8"):
         raise UnsupportedModel(
             f"{source.name} is of architecture {family!r}, which optimum exports to fp32 or int8, "
@@ -97,42 +85,29 @@ def export_onnx(
             f"{source.name} is of architecture {family!r}, which optimum must export; "
             "pip install 'llm-crossover[optimum]'"
         )
-    if not list(source.glob("*.safetensors")):
-        raise UnsupportedModel(f"{source.name} holds no *.safetensors; pickles are not read")
-    spec = foreign_spec(read_config(source), source.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # `making` finds what a killed conversion leaves by this name.
-    left = f".{target.name.lstrip('.')}."
-    with tempfile.TemporaryDirectory(".part", left, dir=target.parent) as scratch:
-        staged, made = Path(scratch, source.name), Path(scratch, "fp32")
+    read_tensors(source)  # no pickles
+    with atomic_folder(target) as folder:
+        staged = folder / "staged"
         staged.mkdir()
         for file in source.iterdir():
             if file.suffix in (".json", ".safetensors", ".txt", ".jinja"):
                 (staged / file.name).symlink_to(file.resolve())
         (staged / "config.json").unlink()  # without keys that name code
-        config = json.dumps(v4_config(read_config(source)))
-        (staged / "config.json").write_text(config, encoding="utf-8")
+        (staged / "config.json").write_text(json.dumps(v4_config(config)), encoding="utf-8")
+        made = folder / "fp32"
         say("exporting by optimum", 0.1)
         _child("export", staged, made)
         if weight_format == "int8":
             say("quantising by optimum", 0.6)
-            _child("quantise", made, Path(scratch, "int8"))
-            made = Path(scratch, "int8")
-        with atomic_folder(target) as folder:
-            for file in made.glob(f"{MODEL}*"):
-                shutil.move(file, folder / file.name)
-            for name in ("config.json", *TOKENIZER_FILES):
-                if (staged / name).is_file():
-                    shutil.copyfile(staged / name, folder / name)
-            manifest = Manifest(
-                kind="onnx",
-                spec=spec,
-                weight_format=weight_format,
-                source=source.name,
-                files={one.name: file_facts(one) for one in sorted(folder.iterdir())},
-                generator=converter("onnx", weight_format),
-            )
-            write_manifest(folder, manifest)
+            _child("quantise", made, folder / "int8")
+            made = folder / "int8"
+        for file in made.glob(f"{MODEL}*"):
+            file.rename(folder / file.name)
+        for left in (staged, folder / "fp32", folder / "int8"):
+            shutil.rmtree(left, ignore_errors=True)
+        copy_texts(source, folder)
+        spec = foreign_spec(config, source.name)
+        finish_folder(source, folder, "onnx", weight_format, spec)
     return target
 
 

@@ -1,6 +1,6 @@
 """Work in other processes: their memory is given back, and native code that aborts ends only them.
 
-run_aside("models.convert.gguf:make_gguf", progress, "folder", "out.gguf", "Q4_0")
+run_aside("models.convert_to_gguf:make_gguf", progress, "folder", "out.gguf", "Q4_0")
 ran = run_python("-m", "serving.hardware.gpus", "nvml", timeout_seconds=10)
 
 A child imports nothing from the folder it runs in, and inherits no secrets: it may parse, or run,
@@ -39,8 +39,8 @@ SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]*@")
 
 def python_path() -> str:
     """PYTHONPATH with these packages first."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([str(PACKAGE_ROOT), *filter(None, given)])
+    given = os.environ.get("PYTHONPATH")
+    return f"{PACKAGE_ROOT}{os.pathsep}{given}" if given else str(PACKAGE_ROOT)
 
 
 def python_variables() -> dict[str, str]:
@@ -105,15 +105,15 @@ def run_python(
     )
     try:
         output, error = child.communicate(timeout=timeout_seconds)
-        return Ran(child.returncode, output, error.decode(errors="replace"))
     except BaseException as problem:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        _kill(child)
+        for pipe in (child.stdout, child.stderr):
+            assert pipe is not None
+            pipe.close()
         if not isinstance(problem, subprocess.TimeoutExpired):
             raise
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: leave it
-            child.communicate(timeout=1.0)
         return Ran(None, b"", "")
+    return Ran(child.returncode, output, error.decode(errors="replace"))
 
 
 class _Said(msgspec.Struct, omit_defaults=True):
@@ -151,9 +151,7 @@ def run_aside(
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(STOP_SECONDS)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            _kill(child)
         words.seek(0)
         said = words.read()[-4096:].decode(errors="replace")
     if child.returncode == -signal.SIGKILL:
@@ -161,6 +159,14 @@ def run_aside(
     else:
         why = f": {Ran(None, b'', said).reason}" if said.strip() else ""
     raise ModelError(f"{function.replace(':', '.')} died with status {child.returncode}{why}")
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """It and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: leave it
+        child.wait(1.0)
 
 
 def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -> bool:
@@ -174,29 +180,26 @@ def _is_done(heard: Any, progress: Callable[[str, float | None], None] | None) -
             return True
         if said.kind == "error":
             found = getattr(errors, said.error, None)
-            if isinstance(found, type) and issubclass(found, ModelError):
-                raise found(said.text)
-            raise ModelError(said.text)
+            is_ours = isinstance(found, type) and issubclass(found, ModelError)
+            raise (found if is_ours else ModelError)(said.text)
         if progress:
             progress(said.text, said.fraction)
     return False
 
 
 def _child(function: str, out: int) -> None:
-    def say(**said: Any) -> None:
-        os.write(out, msgspec.json.encode(_Said(**said)) + b"\n")
-
-    def progress(what: str, fraction: float | None) -> None:
-        say(kind="progress", text=what, fraction=fraction)
+    def say(*said: Any) -> None:
+        os.write(out, msgspec.json.encode(_Said(*said)) + b"\n")
 
     # A parent pickles for its child; what the child says is JSON.
     args, kwargs = pickle.load(sys.stdin.buffer)  # nosec B301
-    module_name, _, name = function.partition(":")
+    module, _, name = function.partition(":")
     try:
-        getattr(importlib.import_module(module_name), name)(*args, **kwargs, progress=progress)
-        say(kind="done")
+        work = getattr(importlib.import_module(module), name)
+        work(*args, **kwargs, progress=lambda what, fraction: say("progress", what, fraction))
+        say("done")
     except ModelError as problem:
-        say(kind="error", text=str(problem), error=type(problem).__name__)
+        say("error", str(problem), None, type(problem).__name__)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
 

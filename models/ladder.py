@@ -4,7 +4,7 @@
     'llama-3.2-1b'
 
 Shapes are those of the published config.json; `published_parameters` is the model card's total, and
-a test compares both. Weights are never fetched: `models.synthetic.write` makes random ones, which
+a test compares both. Weights are never fetched: `models.random_weights` makes random ones, which
 take as long to read and to multiply.
 """
 

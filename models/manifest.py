@@ -23,9 +23,6 @@ from models.errors import BrokenWeights
 from models.machine import int8_bits
 from models.spec import ModelSpec
 
-MANIFEST_VERSION = 1
-CHUNK_BYTES = 8 << 20
-
 # The converter of each kind of file. Its number goes up when the same source would give other
 # files: what an earlier one left in the cache is made again.
 _CONVERTERS = {"gguf": "convert 2", "hf": "from_gguf 1", "onnx": "convert_to_onnx 1"}
@@ -52,7 +49,7 @@ class Manifest(msgspec.Struct, frozen=True):
     seed: int | None = None
     quality_kl_nats: float | None = None  # KL divergence to the float model, on text
     greedy_agreement: float | None = None  # share of its greedy tokens that are kept, on text
-    version: int = MANIFEST_VERSION
+    version: int = 1
 
 
 def converter(kind: str, weight_format: str = "") -> str:
@@ -63,11 +60,9 @@ def converter(kind: str, weight_format: str = "") -> str:
 
 def manifest_path(weights: Path) -> Path:
     """Where the manifest of a weights file or folder lies."""
-    return (
-        weights / "crossover.json"
-        if weights.is_dir()
-        else weights.with_name(weights.name + ".crossover.json")
-    )
+    if weights.is_dir():
+        return weights / "crossover.json"
+    return weights.with_name(weights.name + ".crossover.json")
 
 
 def read_manifest(weights: Path) -> Manifest | None:
@@ -85,9 +80,8 @@ def read_manifest(weights: Path) -> Manifest | None:
 
 def write_manifest(weights: Path, manifest: Manifest) -> None:
     """Write the manifest of finished weights, atomically."""
-    path = manifest_path(weights)
-    with atomic_file(path) as temporary:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+    text = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
+    write_atomically(manifest_path(weights), text)
 
 
 def verify(
@@ -98,8 +92,7 @@ def verify(
     Raises BrokenWeights naming the file and both values.
     """
     folder = weights if weights.is_dir() else weights.parent
-    stamp_file = manifest_path(weights).with_suffix(".verified")
-    stamp = []
+    stamp = ""
     for name, facts in manifest.files.items():
         file = folder / name
         if not file.is_file():
@@ -112,26 +105,19 @@ def verify(
                 f"{str(file)!r} has {found.st_size} bytes, its manifest says {facts.bytes}; delete "
                 "it and make it again"
             )
-        stamp.append(f"{name} {found.st_size} {found.st_mtime_ns} {found.st_ino}")
-    text = "\n".join(stamp)
-    if not full and stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == text:
+        stamp += f"{name} {found.st_size} {found.st_mtime_ns} {found.st_ino}\n"
+    stamp_file = manifest_path(weights).with_suffix(".verified")
+    if not full and stamp_file.is_file() and stamp_file.read_text(encoding="utf-8") == stamp:
         return
-    total = sum(facts.bytes for facts in manifest.files.values()) or 1
-    done = 0
-    for name, facts in manifest.files.items():
-        digest = hashlib.blake2b(digest_size=32)
-        with (folder / name).open("rb") as stream:
-            while chunk := stream.read(CHUNK_BYTES):
-                digest.update(chunk)
-                done += len(chunk)
-                if progress:
-                    progress(f"checking {name}", done / total)
-        if digest.hexdigest() != facts.blake2b:
+    for number, (name, facts) in enumerate(manifest.files.items()):
+        if progress:
+            progress(f"checking {name}", number / len(manifest.files))
+        if file_facts(folder / name) != facts:
             raise BrokenWeights(
                 f"{str(folder / name)!r} does not match its checksum; delete it and make it again"
             )
     with contextlib.suppress(OSError):  # a read-only cache is checked each time
-        stamp_file.write_text(text, encoding="utf-8")
+        stamp_file.write_text(stamp, encoding="utf-8")
 
 
 def file_facts(file: Path) -> FileFacts:
@@ -155,26 +141,27 @@ class HashedFile:
         self.bytes += len(data)
 
     def close(self) -> FileFacts:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        with self._stream as stream:
+            stream.flush()
+            os.fsync(stream.fileno())
         return FileFacts(self.bytes, self._digest.hexdigest())
 
-    def abandon(self) -> None:
-        self._stream.close()
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path` by which `making` finds what a killed process leaves."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that replaces it when the block ends well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    temporary = _temporary(path)
     try:
         yield temporary
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -188,23 +175,19 @@ def write_atomically(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """As `atomic_file`, for a folder: an existing one is replaced as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    temporary = _temporary(path)
     temporary.mkdir()
     try:
         yield temporary
-        _sync_folder(temporary)
         if path.exists():
-            old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+            old = _temporary(path)
             os.rename(path, old)
             os.rename(temporary, path)
             shutil.rmtree(old)
         else:
             os.rename(temporary, path)
-        _sync_folder(path.parent)
     finally:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -216,11 +199,3 @@ def making(path: Path) -> Iterator[None]:
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

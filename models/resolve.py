@@ -15,15 +15,13 @@ read: no pickles, no remote code.
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 
 from models.cache import (
-    SPARE_DISK_BYTES,
     Wish,
     cache_dir,
     converted,
@@ -34,19 +32,18 @@ from models.cache import (
     synthetic_path,
     tokenizer_folder,
 )
-from models.errors import ModelError, UnknownModel, UnsupportedModel
+from models.errors import UnknownModel, UnsupportedModel
 from models.export_with_optimum import foreign_spec
 from models.formats import DEFAULT_FORMATS, spelt
+from models.gguf_reader import read_header
+from models.gguf_vocabulary import read_by_child
+from models.hf_config import FAMILIES, read_config, spec_of
 from models.ladder import LADDER, is_rung, rung
-from models.machine import disk_free_bytes
 from models.manifest import Manifest, Progress, read_manifest, verify
-from models.readers.config import FAMILIES, read_config, spec_of
-from models.readers.gguf import read_header
-from models.readers.onnx import graph_of, graphs, is_layout, patterns
-from models.readers.safetensors import check_tensors
+from models.onnx_files import graph_of, graphs, is_layout, patterns
 from models.real_weights import real_weights
+from models.safetensors_reader import check_tensors
 from models.spec import ModelSpec
-from models.tokenization.gguf import read_by_child
 
 FAKE_VOCABULARY = 8192
 
@@ -55,13 +52,8 @@ _HUB_ID = re.compile(
     r"(?:@(?P<revision>[\w][\w./-]*))?(?::(?P<file>[\w./-]+\.gguf))?"
 )
 _HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-_HUB_TEXTS = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-]
+_HUB_TEXTS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+_HUB_TEXTS += ["chat_template.jinja"]
 
 __all__ = ["ResolvedModel", "cache_dir", "is_made", "resolve", "weight_format_of"]
 
@@ -71,11 +63,9 @@ class ResolvedModel(msgspec.Struct, frozen=True):
 
     name: str
     spec: ModelSpec
-    path: (
-        str  # GGUF file, Hugging Face folder or ONNX folder; "" where the backend needs no weights
-    )
+    path: str  # GGUF file, Hugging Face or ONNX folder; "" where the backend needs no weights
     weight_format: str
-    tokenizer_path: str  # for models.tokenization.tokenizer.load_tokenizer
+    tokenizer_path: str  # for models.tokenizer.load_tokenizer
     synthetic: bool  # random weights: timings are real, text is noise
     source: str  # "ladder", "fake", or the path or hub id
     # KL divergence to the float model, where it was measured on conversion; None of random weights
@@ -115,7 +105,8 @@ def resolve(
         return _fake(name, wish)
     if is_rung(name):
         return _rung(rung(name).spec, wish)
-    if _looks_like_path(name):
+    is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
+    if is_path or (name != "" and ":" not in name and Path(name).exists()):
         path = Path(name).expanduser().absolute()
         return _local(path, str(path), wish, is_asked)
     real = real_weights(name)
@@ -128,9 +119,7 @@ def resolve(
             f"{name!r} is no rung ({known}), no file or folder, and no hub id such as org/name, "
             "org/name@revision or org/name:file.gguf"
         )
-    path = _download(
-        _HubId(name, match["repository"], match["revision"]), match["file"], wish, is_asked
-    )
+    path = _download(name, match, wish, is_asked)
     found = _local(path, name, wish, is_asked)
     # The hub's folder is named by its commit.
     called = path.stem if match["file"] else match["repository"].partition("/")[2]
@@ -138,9 +127,8 @@ def resolve(
 
 
 def _named(found: ResolvedModel, name: str) -> ResolvedModel:
-    return msgspec.structs.replace(
-        found, name=name, spec=msgspec.structs.replace(found.spec, name=name)
-    )
+    spec = msgspec.structs.replace(found.spec, name=name)
+    return msgspec.structs.replace(found, name=name, spec=spec)
 
 
 def is_made(name: str, *, kind: str, weight_format: str, cache: str | Path | None = None) -> bool:
@@ -149,16 +137,14 @@ def is_made(name: str, *, kind: str, weight_format: str, cache: str | Path | Non
     if is_rung(name):
         return synthetic_path(rung(name).spec, wish).exists()
     real = real_weights(name)
-    source = Path(name).expanduser().absolute()
-    if real is not None and real.file is not None:
-        source = real.file
+    source = Path(name).expanduser().absolute() if real is None else real.file
+    if source is None:
+        return False
     if source.suffix == ".gguf" and kind != "gguf":
         source = rebuilt_path(source, wish)
     if not source.is_dir():
         return False
-    if kind == "hf" and not wish.is_converted:
-        return True
-    return converted_path(source, wish).exists()
+    return kind != "onnx" or converted_path(source, wish).exists()
 
 
 def _fake(name: str, wish: Wish) -> ResolvedModel:
@@ -168,31 +154,15 @@ def _fake(name: str, wish: Wish) -> ResolvedModel:
     spec = rung(name if is_rung(name) else "135m").spec
     if name == "fake":
         spec = msgspec.structs.replace(spec, name="fake", vocabulary=FAKE_VOCABULARY)
-    return ResolvedModel(
-        spec.name, spec, "", "", str(tokenizer_folder(spec, wish.cache)), True, "fake"
-    )
+    tokenizer = str(tokenizer_folder(spec, wish.cache))
+    return ResolvedModel(spec.name, spec, "", "", tokenizer, True, "fake")
 
 
 def _rung(spec: ModelSpec, wish: Wish) -> ResolvedModel:
-    path, manifest = synthetic(spec, wish)
+    path, _ = synthetic(spec, wish)
     tokenizer = tokenizer_folder(spec, wish.cache) if wish.kind == "gguf" else path
     return ResolvedModel(
-        spec.name,
-        spec,
-        str(path),
-        wish.weight_format,
-        str(tokenizer),
-        True,
-        "ladder",
-        manifest.quality_kl_nats,
-    )
-
-
-def _looks_like_path(name: str) -> bool:
-    return (
-        name.startswith(("/", "./", "../", "~"))
-        or name in (".", "..")
-        or (name != "" and ":" not in name and Path(name).exists())
+        spec.name, spec, str(path), wish.weight_format, str(tokenizer), True, "ladder"
     )
 
 
@@ -210,20 +180,25 @@ def _local(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel
 
 def _local_gguf(path: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
     header = read_header(path)
-    if is_asked and wish.kind == "gguf" and wish.weight_format != header.weight_format:
-        raise UnsupportedModel(
-            f"{path.name} is of format {header.weight_format}, not {wish.weight_format}"
-        )
+    if is_asked and wish.kind == "gguf":
+        _check_format(path, header.weight_format, wish)
     spec = header.spec(path.stem)
     manifest = _checked_manifest(path, wish)
     if manifest is None:
-        _probe_vocabulary(path)
+        now = path.stat()
+        _probe_once(path, now.st_size, now.st_mtime_ns)
     else:  # a GGUF file holds the results of RoPE scaling, the manifest its parameters
         spec = msgspec.structs.replace(spec, rope_scaling=manifest.spec.rope_scaling)
     if wish.kind == "gguf":
-        return _found(path, path.stem, spec, header.weight_format, source, manifest)
+        return _found(path, spec, header.weight_format, source, manifest)
     folder = rebuilt(path, spec, wish)
     return _named(_local_folder(folder, source, wish, is_asked), path.stem)
+
+
+@lru_cache(maxsize=64)  # a server resolves each of its models twice
+def _probe_once(path: Path, size_bytes: int, changed_ns: int) -> None:
+    """Let a child read a foreign file's vocabulary first: llama.cpp may abort on a damaged one."""
+    read_by_child(path, f"the tokenizer in {path.name}")
 
 
 def _package_gguf(path: Path, wish: Wish, is_asked: bool) -> ResolvedModel:
@@ -237,20 +212,12 @@ def _package_gguf(path: Path, wish: Wish, is_asked: bool) -> ResolvedModel:
 def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> ResolvedModel:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs and (wish.kind == "gguf" or not (folder / "config.json").is_file()):
-        fitting = [
-            file
-            for file in ggufs
-            if not is_asked
-            or wish.kind != "gguf"
-            or read_header(file).weight_format == wish.weight_format
-        ]
-        if len(fitting) != 1:
+        if len(ggufs) > 1:
             raise UnknownModel(
-                f"{str(folder)!r} holds {len(fitting)} GGUF files of format "
-                f"{wish.weight_format if is_asked else 'any'}; "
+                f"{str(folder)!r} holds {len(ggufs)} GGUF files; "
                 f"name one of {', '.join(file.name for file in ggufs)}"
             )
-        return _local_gguf(fitting[0], source, wish, is_asked)
+        return _local_gguf(ggufs[0], source, wish, is_asked)
     config = read_config(folder)
     # What the writer does not know is exported by optimum.
     is_foreign = wish.kind == "onnx" and config.get("model_type") not in FAMILIES
@@ -258,44 +225,47 @@ def _local_folder(folder: Path, source: str, wish: Wish, is_asked: bool) -> Reso
     manifest = _checked_manifest(folder, wish)
     if wish.kind == "onnx" and is_layout(folder):
         graph = graph_of(folder, wish.weight_format if is_asked else None)
-        found = _found(graph.file, folder.name, spec, graph.weight_format, source, None)
-        return msgspec.structs.replace(found, tokenizer_path=str(folder))
-    is_graph = bool(graphs(folder))
-    if wish.kind == "onnx" and is_graph:
+        return _found(graph.file, spec, graph.weight_format, source, None, folder)
+    if wish.kind == "onnx" and graphs(folder):
         # A foreign graph does not say what its format is.
         stored = wish.weight_format if is_asked else ""
         if manifest is not None:
             stored = weight_format_of(wish.kind, manifest.weight_format)
-        if is_asked and stored != wish.weight_format:
-            raise UnsupportedModel(
-                f"{folder.name} holds weights of format {stored}, not {wish.weight_format}"
-            )
-        return _found(folder, folder.name, spec, stored, source, manifest)
+        if is_asked:
+            _check_format(folder, stored, wish)
+        return _found(folder, spec, stored, source, manifest)
     stored = "" if is_foreign else check_tensors(folder, spec)
     if wish.kind == "hf":
-        return _found(
-            folder, folder.name, spec, wish.weight_format if is_asked else stored, source, manifest
-        )
+        return _found(folder, spec, wish.weight_format if is_asked else stored, source, manifest)
     path, made = converted(folder, spec, wish)
-    found = _found(path, folder.name, spec, wish.weight_format, source, made)
-    return msgspec.structs.replace(found, tokenizer_path=str(folder))
+    return _found(path, spec, wish.weight_format, source, made, folder)
+
+
+def _check_format(path: Path, weight_format: str, wish: Wish) -> None:
+    if weight_format != wish.weight_format:
+        raise UnsupportedModel(
+            f"{path.name} is of format {weight_format}, not {wish.weight_format}"
+        )
 
 
 def _found(
     path: Path,
-    name: str,
     spec: ModelSpec,
     weight_format: str,
     source: str,
     manifest: Manifest | None,
+    tokenizer: Path | None = None,
 ) -> ResolvedModel:
-    is_random, quality = (
-        (manifest.seed is not None, manifest.quality_kl_nats)
-        if manifest is not None
-        else (False, None)
-    )
+    """`manifest`: of weights that we made; `tokenizer`: where it is not with the weights."""
     return ResolvedModel(
-        name, spec, str(path), weight_format, str(path), is_random, source, quality
+        name=spec.name,
+        spec=spec,
+        path=str(path),
+        weight_format=weight_format,
+        tokenizer_path=str(tokenizer or path),
+        synthetic=manifest is not None and manifest.seed is not None,
+        source=source,
+        quality_kl_nats=None if manifest is None else manifest.quality_kl_nats,
     )
 
 
@@ -307,55 +277,34 @@ def _checked_manifest(path: Path, wish: Wish) -> Manifest | None:
     return manifest
 
 
-def _probe_vocabulary(path: Path) -> None:
-    """Let a child read a foreign file's vocabulary first: llama.cpp may abort on a damaged one."""
-    now = path.stat()
-    _probe_once(path, now.st_size, now.st_mtime_ns)
-
-
-@lru_cache(maxsize=64)  # a server resolves each of its models twice
-def _probe_once(path: Path, size_bytes: int, changed_ns: int) -> None:
-    read_by_child(path, f"the tokenizer in {path.name}")
-
-
-class _HubId(NamedTuple):
-    name: str  # as it was given
-    repository: str
-    revision: str | None  # commit, branch or tag; None: the default branch
-
-
-def _download(hub: _HubId, file: str | None, wish: Wish, is_asked: bool) -> Path:
+def _download(name: str, hub: re.Match[str], wish: Wish, is_asked: bool) -> Path:
     """The hub's files in the hub library's own cache.
 
     Safetensors, GGUF, ONNX and JSON only, and of several graphs only the one wanted.
     """
     if wish.progress:
-        wish.progress(f"fetching {hub.name}", None)
-    if file is not None:
+        wish.progress(f"fetching {name}", None)
+    if hub["file"] is not None:
         # hf_hub_download retries for half a minute where there is no network.
-        folder = _snapshot(hub, [file])
-        if not (folder / file).is_file():
-            raise UnknownModel(f"the hub's {hub.repository} has no file {file}")
-        return folder / file
+        file = _snapshot(name, hub, [hub["file"]]) / hub["file"]
+        if not file.is_file():
+            raise UnknownModel(f"the hub's {hub['repository']} has no file {hub['file']}")
+        return file
     if wish.kind == "onnx":
         for one in patterns(wish.weight_format if is_asked else None):
-            folder = _snapshot(hub, [*_HUB_TEXTS, *one])
+            folder = _snapshot(name, hub, [*_HUB_TEXTS, *one])
             if graphs(folder):
                 return folder
-    return _snapshot(hub, [*_HUB_TEXTS, *_HUB_WEIGHTS])
+    return _snapshot(name, hub, [*_HUB_TEXTS, *_HUB_WEIGHTS])
 
 
-def _snapshot(hub: _HubId, wanted: list[str]) -> Path:
+def _snapshot(name: str, hub: re.Match[str], wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
 
-    name, revision = hub.name, _checked_commit(hub, wanted) or hub.revision
+    asked: dict[str, Any] = {"allow_patterns": wanted, "etag_timeout": 20}
     try:
-        return Path(
-            snapshot_download(
-                hub.repository, revision=revision, allow_patterns=wanted, etag_timeout=20
-            )
-        )
+        return Path(snapshot_download(hub["repository"], revision=hub["revision"], **asked))
     except GatedRepoError as problem:
         raise UnknownModel(
             f"{name!r} needs an accepted licence and a token (hf auth login)"
@@ -365,35 +314,3 @@ def _snapshot(hub: _HubId, wanted: list[str]) -> Path:
         raise UnknownModel(
             f"{name!r} is no rung, no local path, and cannot be fetched from the hub: {reason}"
         ) from problem
-
-
-def _checked_commit(hub: _HubId, wanted: list[str]) -> str | None:
-    """The commit whose files have room on the disk; None where the hub cannot be asked.
-
-    Raises ModelError for more bytes than the disk has free.
-    """
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        info = HfApi().model_info(
-            hub.repository, revision=hub.revision, files_metadata=True, timeout=20
-        )
-    except (HfHubHTTPError, HFValidationError, OSError):
-        return None  # the hub's own cache may have it; if not, snapshot_download says why
-    need = sum(
-        one.size or 0
-        for one in info.siblings or ()
-        if any(fnmatch(one.rfilename, pattern) for pattern in wanted)
-        and not isinstance(
-            try_to_load_from_cache(hub.repository, one.rfilename, revision=info.sha), str
-        )
-    )
-    folder = Path(constants.HF_HUB_CACHE)
-    free = disk_free_bytes(folder)
-    if need and free < need + SPARE_DISK_BYTES:
-        raise ModelError(
-            f"fetching {hub.name} needs {need} bytes of disk, {str(folder)!r} has {free} free; "
-            "set HF_HUB_CACHE to a folder on a larger disk"
-        )
-    return info.sha

@@ -27,35 +27,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from models.random_weights import rope_factors
+from models.safetensors_reader import EMBEDDING, HEAD, Floats, Rows
 from models.spec import ModelSpec
-from models.synthetic.write import rope_factors
+from models.tokenizer import DATA
 
-Floats = npt.NDArray[np.float32]
-# Rows first..last of a tensor (elements of a vector), by its Hugging Face name. Of a tied model
-# lm_head.weight is the embedding.
-Rows = Callable[[str, int, int], Floats]
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK = 1 << 20  # floats of a matrix that are worked on at once
 EXPONENTS = (0.25, 0.4, 0.5, 0.6, 0.75)  # of an MLP channel's size in s; the rest is the weights'
-# Read once by the model that is converted: 8 bits are spent where text needs them.
-TEXT = """The harbour was quiet when the first boats came in. Three men unloaded crates of fish
-and argued about the price of diesel, which had risen by 12.5 % since March 2021. "You can't run a
-business like this," said the eldest; nobody answered. In 1969 his father had paid less than a tenth
-of that, and the sea had been full.
 
-def mean(values):
-    total = sum(values)
-    return total / len(values)
 
-Question: What is the boiling point of water at an altitude of 3,000 metres? Answer: about 90
-degrees Celsius, since the air pressure is lower there. Photosynthesis turns carbon dioxide and
-water into glucose and oxygen; the light-dependent reactions take place in the thylakoid membranes.
-To cancel your order, please send an e-mail to the support team within 14 days and include your
-customer number. Paris, Berlin, Madrid and Rome are capitals in Europe. She had never liked the
-house, she thought, and yet she could not bring herself to sell it: too many summers lay in its
-rooms. The committee will meet on Tuesday to discuss the budget, the new library and whether
-bicycles should be allowed on the promenade."""
+def calibration_text() -> str:
+    """Read once by the model that is converted: 8 bits are spent where text needs them."""
+    return (DATA / "calibration.txt").read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=8)
@@ -102,47 +85,47 @@ class Turned:
     ) -> None:
         self._rows = rows
         self._spec = spec
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._held: tuple[str, Any] = ("", None)  # the last whole matrix that was asked for
         self._evened: tuple[str, Any] = ("", None)  # the last layer's order and s
         self._layers = mlp_inputs(spec, rows, ids) if ids is not None else None
 
     def __call__(self, name: str, first: int, last: int) -> Floats:
-        layer, _, part = name.rpartition(".")[0].rpartition(".")
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
         layer = layer.rpartition(".")[0]  # model.layers.7
         if name.endswith("layernorm.weight") or name == "model.norm.weight":
             return np.ones(last - first, np.float32)
-        if name == EMBEDDING:
-            return turned(self._rows(name, first, last))
-        if name == HEAD:
-            self._held = ("", None)  # the head is large itself
-            return turned(self._rows(name, first, last) * self._norm("model.norm.weight"))
-        if part in self.NORMS and name.endswith(".weight"):
-            norm = self._norm(f"{layer}.{self.NORMS[part]}")
-            values = self._rows(name, first, last)
-            if part in ("gate_proj", "up_proj"):
-                order, s = self._mlp(layer)
-                for at in np.flatnonzero(order[first:last] != np.arange(first, last)):
-                    values[at] = self._rows(name, order[first + at], order[first + at] + 1)[0]
-            values = turned(values * norm)
-            return values / s[first:last, None] if part == "up_proj" else values
         if part in ("o_proj", "down_proj"):
-            mlp = self._mlp(layer) if part == "down_proj" else None
             with self._lock:
                 if self._held[0] != name:
-                    self._held = (name, self._written(name, mlp))
+                    self._held = (name, self._written(name, layer))
                 whole: Floats = self._held[1]
             return whole[first:last].copy()
-        return self._rows(name, first, last)  # biases, norms of heads
+        values = self._rows(name, first, last)
+        if name == EMBEDDING:
+            return turned(values)
+        if name == HEAD:
+            self._held = ("", None)  # the head is large itself
+            return turned(values * self._norm("model.norm.weight"))
+        if part not in self.NORMS:
+            return values  # biases, norms of heads
+        norm = self._norm(f"{layer}.{self.NORMS[part]}")
+        if part not in ("gate_proj", "up_proj"):
+            return turned(values * norm)
+        order, s = self._mlp(layer)
+        for at in np.flatnonzero(order[first:last] != np.arange(first, last)):
+            values[at] = self._rows(name, order[first + at], order[first + at] + 1)[0]
+        values = turned(values * norm)
+        return values / s[first:last, None] if part == "up_proj" else values
 
     def _norm(self, name: str) -> Floats:
         return self._rows(name, 0, self._spec.hidden)
 
-    def _written(self, name: str, mlp: tuple[npt.NDArray[np.int64], Floats] | None) -> Floats:
+    def _written(self, name: str, layer: str) -> Floats:
         """A whole matrix that writes the hidden state, [hidden, inputs]."""
         whole = np.concatenate(list(self._blocks(name)))
-        if mlp is not None:
-            order, s = mlp
+        if name.endswith("down_proj.weight"):
+            order, s = self._mlp(layer)
             moved = np.flatnonzero(order != np.arange(len(order)))
             whole[:, moved] = whole[:, order[moved]]
             whole *= s
@@ -163,10 +146,9 @@ class Turned:
                     for to, at in enumerate(np.argsort(-np.abs(x).max(0))[:far]):
                         here = int(np.flatnonzero(order == at)[0])
                         order[to], order[here] = order[here], order[to]
-                    name = f"{layer}.mlp.down_proj.weight"
+                    near, name = order[far:], f"{layer}.mlp.down_proj.weight"
                     s[far:] = even_channels(
-                        x[:, order[far:]],
-                        lambda: (block[:, order[far:]] for block in self._blocks(name)),
+                        x[:, near], lambda: (block[:, near] for block in self._blocks(name))
                     )
                 self._evened = (layer, (order, s))
             found: tuple[npt.NDArray[np.int64], Floats] = self._evened[1]
@@ -174,8 +156,7 @@ class Turned:
 
     def _blocks(self, name: str) -> Iterator[Floats]:
         """The rows of a matrix that writes the hidden state, some at a time."""
-        count = self._spec.hidden
-        inputs = self._rows(name, 0, 1).shape[1]
+        count, inputs = self._spec.hidden, self._rows(name, 0, 1).shape[1]
         step = max(1, BLOCK // inputs)
         for first in range(0, count, step):
             yield self._rows(name, first, min(count, first + step))

@@ -28,9 +28,9 @@ def has_gpu() -> bool:
 
 # Files that import torch and transformers (6 s of CPU), and convert: one worker does them all.
 HEAVY = (
-    "tests/models/convert/",
+    "tests/models/test_convert_to_",
     "tests/models/test_resolve.py",
-    "tests/models/synthetic/",
+    "tests/models/test_random_weights.py",
     "tests/serving/backends/",
     "tests/serving/hardware/test_memory.py",
     "tests/end_to_end/test_serve_engines.py",

@@ -29,10 +29,10 @@ from models import resolve as hub
 from models.cache import Wish, converted_models, delete_synthetic, finished_formats
 from models.errors import BrokenWeights, ModelError, UnknownModel
 from models.formats import FORMATS, known_formats, weight_bytes
+from models.gguf_reader import read_header
+from models.hf_config import read_spec
 from models.ladder import LADDER, Rung, is_rung, rung
 from models.machine import cpu_flags, total_bytes
-from models.readers.config import read_spec
-from models.readers.gguf import read_header
 from models.real_weights import real_weights, real_weights_of
 from models.spec import KV_ELEMENT_BYTES, ModelSpec
 from serving.backends.backend_interface import AUTO

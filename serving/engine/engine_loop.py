@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import msgspec
 
 from models.errors import ModelError
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import backend_class
 from serving.engine.ipc_messages import (

@@ -16,7 +16,7 @@ import msgspec
 from models.isolated import run_aside
 from models.ladder import is_rung, rung
 from models.manifest import Progress, read_manifest
-from models.readers.onnx import graphs
+from models.onnx_files import graphs
 from models.resolve import resolve
 from models.spec import ModelSpec
 from serving.backends.backend_interface import EngineConfig
@@ -197,7 +197,7 @@ def prepare(model: ModelOptions, machine: Machine, facts: HardwareFacts | None =
     tokenizer_path = next((one.tokenizer_path for one in configs if one.tokenizer_path), "")
     if spec.name != "fake" and not _made_here(Path(tokenizer_path)):
         # A stranger's tokenizer is tried in another process before it is loaded in this one.
-        run_aside("models.tokenization.tokenizer:rehearse", None, tokenizer_path)
+        run_aside("models.tokenizer:rehearse", None, tokenizer_path)
     return Prepared(
         name=found.model.name or spec.name,
         model=found.model,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from models.errors import BadChat
-from models.tokenization.tokenizer import Tokenizer, load_tokenizer
+from models.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.backend_interface import BackendInfo, EngineConfig
 from serving.errors import (
     ContextOverflow,

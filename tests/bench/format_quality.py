@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from models.convert.compare import reference_logits, stage, text_sequences
+from models.conversion import reference_logits, text_sequences
 from models.resolve import resolve
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import weights_of
@@ -51,9 +51,9 @@ def main() -> None:
     print(f"{source.name}: {np.size(ids)} tokens of text; against transformers in float32")
     print(f"{'':24}{'KL, nats':>10}{'greedy tokens kept':>20}{'weights, MB':>13}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        staged, reference = Path(scratch, "staged"), Path(scratch, "reference.npy")
-        stage(Path(source.path), staged)
-        np.save(reference, reference_logits(staged, np.array(ids, np.int64)))
+        reference = Path(scratch, "reference.npy")
+        logits = reference_logits(Path(source.path), source.spec, np.array(ids, np.int64))
+        np.save(reference, logits)
         for backend, weight_format in arguments.engines:
             kind, _ = weights_of(backend)
             found = resolve(arguments.model, kind=kind, weight_format=weight_format)

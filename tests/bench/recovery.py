@@ -39,7 +39,7 @@ import numpy as np
 import uvicorn
 
 from models.resolve import resolve
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.http.body_limits import Limits
 from serving.http.http_server import server_options

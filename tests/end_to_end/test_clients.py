@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from models.synthetic.write import write_gguf
-from models.tokenization.tokenizer import shipped_files
+from models.random_weights import write_gguf
+from models.tokenizer import shipped_files
 from tests.serving.cli.test_serve import server
 from tests.serving.fakes import ask
 from tests.shapes import TINY_LLAMA

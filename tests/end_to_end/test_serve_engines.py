@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from loadtests.campaign.server_launch import info_of
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from tests.serving.backends.hf_folders import generated, hf_folder, onnx_folder
 
 SHAPE = "tiny-llama"

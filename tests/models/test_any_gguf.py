@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter, LlamaFileType
 
-from models.convert.compare import distance_of, reference_logits, stage, text_sequences
-from models.convert.gguf import gguf_logits, make_gguf
+from models.conversion import distance_of, reference_logits, text_sequences
+from models.convert_to_gguf import gguf_logits, make_gguf
 from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.formats import weight_bytes
+from models.gguf_reader import read_header
+from models.gguf_vocabulary import llama_library
 from models.manifest import manifest_path
-from models.readers.gguf import read_header
+from models.random_weights import write_gguf, write_hf_folder
 from models.resolve import resolve
-from models.synthetic.write import write_gguf, write_hf_folder
-from models.tokenization.gguf import llama_library
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 
@@ -89,12 +89,9 @@ def test_the_floats_that_a_file_stands_for_are_the_same_model(
     theirs, ours = load_tokenizer(foreign), load_tokenizer(found.tokenizer_path)
     assert ours.eos_ids == theirs.eos_ids and ours.chat_template == theirs.chat_template
     assert ours.token_bytes() == theirs.token_bytes()
-    stage(Path(found.path), tmp_path / "staged")
     ids = np.array(text_sequences(foreign, 2, 32))
-    assert (
-        distance_of(reference_logits(tmp_path / "staged", ids), gguf_logits(foreign, ids)).distance
-        < 0.2
-    )
+    reference = reference_logits(Path(found.path), found.spec, ids)
+    assert distance_of(reference, gguf_logits(foreign, ids)).distance < 0.2
     made = Path(found.path).stat().st_mtime_ns
     resolve(str(foreign), kind="onnx", weight_format="int8", cache=tmp_path / "cache")
     assert Path(found.path).stat().st_mtime_ns == made
@@ -189,7 +186,7 @@ def test_native_code_that_aborts_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check of byte tokens taken away: llama.cpp aborts in a child, and is quoted."""
-    monkeypatch.setattr("models.convert.gguf_tokenizer._BYTE_TOKENS", [])
+    monkeypatch.setattr("models.convert_tokenizer._BYTE_TOKENS", [])
     write_hf_folder(TINY_LLAMA, tmp_path / "source")
     file = tmp_path / "source" / "tokenizer.json"
     table = json.loads(file.read_text(encoding="utf-8"))

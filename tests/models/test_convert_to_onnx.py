@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.convert.compare import Comparison, distance_of, graph_logits
-from models.convert_to_onnx import make_onnx, make_random_onnx, stored_rows
+from models.conversion import Comparison, distance_of
+from models.convert_to_onnx import graph_logits, make_onnx, make_random_onnx
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest, verify
+from models.random_weights import write_hf_folder
 from models.resolve import resolve, weight_format_of
+from models.safetensors_reader import stored_rows
 from models.spec import ModelSpec
-from models.synthetic.write import write_hf_folder
 from models.turned_weights import Turned, turned
 from tests.serving.backends.hf_folders import hf_folder, logprobs_of, onnx_folder, onnx_source
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3

@@ -5,13 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from models.convert.gguf import quantise
+from models.convert_to_gguf import quantise
 from models.errors import UnsupportedModel
 from models.formats import GGUF_FORMATS, gguf_name, gguf_tensors, weight_bytes
+from models.gguf_reader import read_header
 from models.ladder import rung
-from models.readers.gguf import read_header
+from models.random_weights import write_gguf
 from models.spec import ModelSpec
-from models.synthetic.write import write_gguf
 from tests.shapes import TINY_LLAMA, TINY_QWEN2
 
 # Row lengths of the ladder's narrow rungs, an odd number of layers, the 80 layers that mark a 70B,
@@ -80,7 +80,7 @@ SHAPES = [
 def test_types_are_those_that_llama_cpp_would_choose(spec: ModelSpec, tmp_path: Path) -> None:
     write_gguf(spec, tmp_path / "float.gguf", "F32")
     for weight_format in ("Q4_K_M",) if spec.layers == 80 else ("F16", "Q8_0", "Q4_0", "Q4_K_M"):
-        quantise(tmp_path / "float.gguf", tmp_path / "quantised.gguf", weight_format, threads=1)
+        quantise(tmp_path / "float.gguf", tmp_path / "quantised.gguf", weight_format)
         found = read_header(tmp_path / "quantised.gguf").tensors
         assert {name: entry.type for name, entry in found.items()} == {
             t.name: t.type for t in gguf_tensors(spec, weight_format)

@@ -1,23 +1,19 @@
-import contextlib
 import json
 import os
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import pytest
 
 from models import cache
 from models.errors import BrokenWeights, ModelError, UnknownModel, UnsupportedModel
+from models.gguf_vocabulary import read_by_child
 from models.ladder import rung
 from models.manifest import manifest_path, read_manifest, write_manifest
+from models.random_weights import write_gguf, write_hf_folder
 from models.resolve import ResolvedModel, cache_dir, resolve, weight_format_of
-from models.synthetic.write import write_gguf, write_hf_folder
-from models.tokenization.gguf import read_by_child
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY_LLAMA, TINY_LLAMA3
 
@@ -188,10 +184,10 @@ def test_what_a_folder_may_not_hold(tmp_path: Path) -> None:
         resolve(str(tmp_path / "mine"), kind="hf")
 
 
-def test_a_folder_of_gguf_files_needs_the_format(tmp_path: Path) -> None:
-    for weight_format in ("Q8_0", "Q4_0"):
-        write_gguf(TINY_LLAMA, tmp_path / f"{weight_format}.gguf", weight_format)
-    assert resolve(str(tmp_path), kind="gguf", weight_format="Q8_0").path.endswith("Q8_0.gguf")
+def test_of_several_gguf_files_one_must_be_named(tmp_path: Path) -> None:
+    write_gguf(TINY_LLAMA, tmp_path / "Q8_0.gguf", "Q8_0")
+    assert resolve(str(tmp_path), kind="gguf").path.endswith("Q8_0.gguf")
+    write_gguf(TINY_LLAMA, tmp_path / "Q4_0.gguf", "Q4_0")
     with pytest.raises(UnknownModel, match=r"2 GGUF files.*Q4_0\.gguf, Q8_0\.gguf"):
         resolve(str(tmp_path), kind="gguf")
 
@@ -282,50 +278,3 @@ def test_what_an_earlier_converter_left_in_the_cache_is_made_again(
     write_manifest(path, msgspec.structs.replace(manifest, generator="convert 0"))
     assert made().stat().st_mtime_ns > written
     assert read_manifest(path) == manifest
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """A hub that has one repository, says its sizes, and remembers what it was asked."""
-
-    asked: ClassVar[list[str]] = []
-    size = 1 << 60
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        if not self.path.startswith("/api/models/org/name/revision/v1"):
-            self.send_error(404)
-            return
-        files = [{"rfilename": "model.safetensors", "size": self.size}, {"rfilename": "x.bin"}]
-        body = json.dumps({"id": "org/name", "sha": "a" * 40, "siblings": files}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        return
-
-
-def test_a_download_that_the_disk_cannot_hold_is_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a revision is asked for by its name."""
-    import huggingface_hub.constants
-    from huggingface_hub.utils import reset_sessions
-
-    with HTTPServer(("127.0.0.1", 0), _Hub) as hub, contextlib.ExitStack() as later:
-        reset_sessions()  # one of a test without a network has none
-        later.callback(reset_sessions)
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{hub.server_port}"
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        monkeypatch.setattr(
-            huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "not" / "yet")
-        )
-        with pytest.raises(ModelError, match=f"org/name@v1 needs {_Hub.size} bytes of disk"):
-            resolve("org/name@v1", kind="hf")
-        hub.shutdown()
-    assert [path.partition("?")[0] for path in _Hub.asked] == ["/api/models/org/name/revision/v1"]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.engine.ipc_messages import Delta
 from serving.supervisor.inflight_requests import Stream, merged

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from models.tokenization.tokenizer import shipped
+from models.tokenizer import shipped
 from serving.backends.backend_interface import EngineConfig
 from tests.serving.children import VOCABULARY
 from tests.tools import engine_forks

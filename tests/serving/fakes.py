@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from models.chat_template import CHATML, ChatTemplate
 from models.errors import BadChat
-from models.tokenization.chat_template import CHATML, CPU_SECONDS, ChatTemplate
 from serving.backends.backend_interface import CAPABILITIES, BackendInfo, EngineConfig, MemoryParts
 from serving.engine.ipc_messages import (
     Delta,
@@ -94,12 +94,11 @@ class ByteTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        cpu_seconds: float = CPU_SECONDS,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         if self._template is None:
             raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        return self._template.render(messages, add_generation_prompt, cpu_seconds, variables)
+        return self._template.render(messages, add_generation_prompt, variables)
 
 
 class FakeSupervisor:

@@ -99,7 +99,7 @@ def planned_extra_bytes(
 
 def weights_in(file: Path) -> list[Weight]:
     """The tensors of a GGUF file."""
-    from models.readers.gguf import read_header  # numpy, which `--help` does without
+    from models.gguf_reader import read_header  # numpy, which `--help` does without
 
     tensors = read_header(file).tensors
     return [

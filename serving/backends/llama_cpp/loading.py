@@ -8,9 +8,9 @@ from typing import Any
 
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formatting import size
+from models.gguf_reader import read_header
 from models.machine import cpu_flags
 from models.manifest import Progress
-from models.readers.gguf import read_header
 from serving.backends.backend_interface import EngineConfig, MemoryParts
 from serving.backends.llama_cpp.extra_buffers import AMX, REPACK, extra_bytes, weights_in
 from serving.backends.llama_cpp.library import (

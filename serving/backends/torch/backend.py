@@ -1,7 +1,7 @@
 """torch: safetensors on CUDA, ROCm (which torch calls cuda) and, without graphs, the CPU.
 
 Its own forward pass over a KV cache of fixed rows (model.py), for the architectures of
-models/readers/config.py. Prompt pieces and decode rows of a step share one pass over the weights.
+models/hf_config.py. Prompt pieces and decode rows of a step share one pass over the weights.
 On a GPU attention is one call of torch's flash kernels (packed.py), a step of decode rows only is a
 CUDA graph (cuda_graphs.py), and tokens are drawn on the device (sampler.py). There are as many
 slots as fit beside the largest step, which is run once before the KV cache is made.
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.hf_config import read_spec
 from models.manifest import Progress, read_manifest, verify
-from models.readers.config import read_spec
 from models.spec import ModelSpec
 from serving.backends.backend_interface import (
     CAPABILITIES,

@@ -25,7 +25,7 @@ import msgspec
 from loadtests.analysis.level import Level as Columns
 from loadtests.records.request_record import RequestRecord
 from loadtests.records.run_journal import LevelPurpose, LevelStarted
-from models.tokenization.tokenizer import shipped_files
+from models.tokenizer import shipped_files
 
 ROOT = Path(__file__).parents[3]
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}

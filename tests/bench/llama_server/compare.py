@@ -31,7 +31,7 @@ import psutil
 
 from loadtests.host.parent_bound import be_urgent
 from models.resolve import ResolvedModel, resolve
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_table import spec_of
 from tests.bench.http_client import closed_loop
 from tests.bench.llama_server.servers import OURS, PEERS, Launcher, Setup, server

@@ -13,7 +13,7 @@ from loadtests.campaign.cell_selection import layout_of
 from loadtests.campaign.server_launch import Command
 from loadtests.load_generator.openai_endpoint import probe
 from models.cache import cache_dir
-from models.synthetic.write import write_gguf
+from models.random_weights import write_gguf
 from serving.hardware.machine_facts import allowed_cores
 from tests.shapes import TINY_LLAMA
 

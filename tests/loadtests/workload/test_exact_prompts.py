@@ -74,7 +74,7 @@ def counted_by(vocabulary):
     """A token count by the shipped tokenizer, or by a smaller one that is made here."""
     from importlib import resources
 
-    from models.tokenization.tokenizer import load_tokenizer
+    from models.tokenizer import load_tokenizer
 
     data = resources.files("models").joinpath("data")
     if vocabulary == "shipped":

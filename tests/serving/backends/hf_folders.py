@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from models.convert.compare import TRANSFORMERS_LOCK
+from models.conversion import TRANSFORMERS_LOCK
 from models.convert_to_onnx import make_onnx
 from models.export_with_optimum import export_onnx
-from models.synthetic.write import write_hf_folder
-from models.tokenization.tokenizer import shipped_files
+from models.random_weights import write_hf_folder
+from models.tokenizer import shipped_files
 from tests.serving.backends.backend_steps import Reference
 from tests.shapes import TINY
 

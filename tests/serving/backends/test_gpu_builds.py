@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from models.readers.gguf import read_header
-from models.synthetic.write import write_gguf
+from models.gguf_reader import read_header
+from models.random_weights import write_gguf
 from serving.backends.llama_cpp.library import LogTail, devices_said, dry_run_parts, memory_parts
 from serving.backends.llama_cpp.loading import bytes_in_ram
 from serving.backends.torch.probe import architecture_of, cause_of

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from models.convert.gguf import make_gguf
-from models.readers.gguf import read_header
+from models.convert_to_gguf import make_gguf
+from models.gguf_reader import read_header
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from tests.serving.backends.backend_contract import check_churn

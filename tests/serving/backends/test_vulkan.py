@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from models.synthetic.write import write_gguf
-from models.tokenization.tokenizer import load_tokenizer
+from models.random_weights import write_gguf
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.backend_table import probe_backend
 from serving.backends.llama_cpp.backend import LlamaCppBackend

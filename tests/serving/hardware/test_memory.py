@@ -20,8 +20,8 @@ import pytest
 
 from models.convert_to_onnx import make_onnx
 from models.machine import cpu_flags
+from models.random_weights import write_gguf, write_hf_folder
 from models.spec import ModelSpec
-from models.synthetic.write import write_gguf, write_hf_folder
 from serving.backends.backend_interface import AUTO, BackendInfo, EngineConfig
 from serving.placement.memory_estimate import Sizes, forecast
 

@@ -18,7 +18,7 @@ from typing import Any
 import openai
 import pytest
 
-from models.tokenization.tokenizer import Tokenizer, load_tokenizer, shipped_files
+from models.tokenizer import Tokenizer, load_tokenizer, shipped_files
 from serving.backends.backend_interface import EngineConfig
 from serving.supervisor.admission import QueueBounds
 from serving.supervisor.restart_policy import RecoveryLimits

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from models.tokenization.tokenizer import load_tokenizer, shipped_files
+from models.tokenizer import load_tokenizer, shipped_files
 from serving.errors import ServingError, Unsupported
 from serving.sampling.grammar import Grammars, Matcher
 from serving.sampling.sampler import sample

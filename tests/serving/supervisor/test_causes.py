@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from serving.errors import Cause
 from serving.hardware.gpus import GpuFacts
 from serving.hardware.machine_facts import HardwareFacts

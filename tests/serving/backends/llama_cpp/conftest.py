@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from models.random_weights import write_gguf
 from models.spec import ModelSpec
-from models.synthetic.write import write_gguf
 from serving.backends.backend_interface import EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from tests.serving.backends.llama_cpp.engines import Make

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from models.convert.gguf import make_gguf
+from models.convert_to_gguf import make_gguf
 from models.spec import ModelSpec
-from models.tokenization.tokenizer import Tokenizer, load_tokenizer
+from models.tokenizer import Tokenizer, load_tokenizer
 from serving.backends.backend_interface import Backend, EngineConfig
 from serving.backends.llama_cpp.backend import LlamaCppBackend
 from serving.engine.ipc_messages import GenerationRequest, Submit

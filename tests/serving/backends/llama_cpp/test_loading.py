@@ -177,7 +177,7 @@ def test_options_may_come_as_text_from_a_command_line() -> None:
 
 def test_a_tokenizer_read_after_the_engine_leaves_it_llama_cpps_words() -> None:
     code = (
-        "from models.tokenization.gguf import llama_library\n"
+        "from models.gguf_vocabulary import llama_library\n"
         "from serving.backends.llama_cpp.library import LOG, library\n"
         "llama = library()\n"
         "llama_library().llama_model_load_from_file(b'/no/x.gguf', "

@@ -13,9 +13,9 @@ import pytest
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.readers.onnx import graph_of, patterns
+from models.onnx_files import graph_of, patterns
 from models.resolve import resolve
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 from serving.backends.backend_interface import parse_options
 from serving.backends.onnx.backend import OnnxOptions
 from serving.backends.onnx.graph import graph_file, weight_bytes

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.errors import BrokenWeights, UnsupportedModel
-from models.synthetic.write import write_hf_folder
+from models.random_weights import write_hf_folder
 from serving.backends.torch.load_plan import check_options
 from serving.errors import OutOfMemory, Unsupported
 from tests.serving.backends.backend_steps import generate, prompt_of

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfFile
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from models.convert.gguf_tokenizer import PROBES
+from models.convert_tokenizer import PROBES
 from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
 from models.isolated import run_python
-from models.synthetic.write import write_gguf
-from models.tokenization.shipped import DATA, train
-from models.tokenization.tokenizer import SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
+from models.random_weights import write_gguf
+from models.tokenizer import DATA, SHIPPED, Tokenizer, load_tokenizer, shipped, shipped_files
 from tests.shapes import TINY_LLAMA
 
 VOCABULARY = 4000
@@ -44,10 +43,6 @@ def write_files(folder: Path, files: dict[str, dict[str, Any]]) -> Path:
 def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
     table = tokenizer.token_bytes()
     return b"".join(table[index] for index in ids).decode()
-
-
-def test_training_again_gives_the_shipped_tokenizer() -> None:
-    assert train() == json.loads(SHIPPED.read_text(encoding="utf-8"))
 
 
 def test_ids_are_in_the_promised_order() -> None:
@@ -156,7 +151,7 @@ def test_a_long_word_does_not_end_the_process(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(data[:at] + b"\6" + bytes(7) + b"tekken" + data[at + 13 :])
     code = f"""
 from threading import Thread
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 one = load_tokenizer({str(tmp_path / "x.gguf")!r})
 beside = Thread(target=lambda: print(*(len(one.encode(x * 60_000)) for x in "a 中")))
 beside.start(); beside.join()"""

@@ -1,6 +1,6 @@
 """A GGUF file back to float weights: a Hugging Face folder for the engines that read no GGUF.
 
-    make_folder("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-bf16")
+    make_folder("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-bf16", spec=...)
 
 The weights are those that the file's blocks stand for, rounded to bfloat16: as coarse as the file,
 no coarser. Tokenizer, chat template and end tokens are the file's, compared on PROBES.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 
-from models.convert.compare import Floats
-from models.convert.gguf_tokenizer import compare_tokenizers, hf_tokenizer_files
-from models.convert.source_and_manifest import Result, write_folder_manifest
+from models.conversion import finish_folder
+from models.convert_tokenizer import compare_tokenizers, hf_tokenizer_files
 from models.errors import BrokenWeights, UnsupportedModel
 from models.formats import gguf_name
+from models.gguf_reader import GgufHeader, read_header
 from models.manifest import Progress, atomic_folder
-from models.readers.gguf import GgufHeader, read_header
+from models.random_quant_blocks import as_bytes, stored_as
+from models.random_weights import hf_config, write_safetensors
+from models.safetensors_reader import Floats
 from models.spec import ModelSpec, TensorShape
-from models.synthetic.random_blocks import to_bf16
-from models.synthetic.write import hf_config, write_safetensors
-from models.tokenization.tokenizer import load_tokenizer
+from models.tokenizer import load_tokenizer
 
 _CHUNK_BYTES = 64 << 20
 
@@ -53,32 +52,34 @@ def make_folder(
             f"{source.name} has {part}, which is served by llama_cpp only; for another engine give "
             "the model's folder of safetensors"
         )
+    ids = {
+        key: header.metadata.get(f"tokenizer.ggml.{key}")
+        for key in ("bos_token_id", "eos_token_id")
+    }
     with atomic_folder(target) as folder:
         texts = hf_tokenizer_files(source, header.metadata)
         ends = texts["generation_config.json"]["eos_token_id"]
-        begin = header.metadata.get("tokenizer.ggml.bos_token_id")
-        texts["config.json"] = hf_config(spec, "bf16") | {
-            "bos_token_id": begin,
-            "eos_token_id": header.metadata.get(
-                "tokenizer.ggml.eos_token_id", next(iter(ends), None)
-            ),
-        }
+        if ids["eos_token_id"] is None:
+            ids["eos_token_id"] = next(iter(ends), None)
+        texts["config.json"] = hf_config(spec, "bf16") | ids
         for name, content in texts.items():
-            text = json.dumps(
-                content, ensure_ascii=False, indent=None if "tokenizer" in name else 2
-            )
+            indent = None if "tokenizer" in name else 2
+            text = json.dumps(content, ensure_ascii=False, indent=indent)
             (folder / name).write_text(text + "\n", encoding="utf-8")
-        ours = load_tokenizer(folder)
-        compare_tokenizers(load_tokenizer(source), ours, source.name)
-        write_safetensors(spec, folder, "bf16", partial(_bf16, header, spec), progress)
-        write_folder_manifest(source, folder, Result("hf", "bf16", spec, None))
+        compare_tokenizers(load_tokenizer(source), load_tokenizer(folder), source.name)
+
+        def data(tensor: TensorShape) -> Iterator[memoryview]:
+            for values in dequantised(header, spec, tensor):
+                yield as_bytes(stored_as("BF16", values))
+
+        write_safetensors(spec, folder, "bf16", data, progress)
+        finish_folder(source, folder, "hf", "bf16", spec)
 
 
 def dequantised(header: GgufHeader, spec: ModelSpec, tensor: TensorShape) -> Iterator[Floats]:
     """A tensor's float32 values, some rows at a time, in transformers' order of rows."""
     name = gguf_name(tensor.name)
     entry = header.tensors[name]
-    kind = GGMLQuantizationType[entry.type]
     rows = tensor.shape[0] if tensor.is_matrix else 1
     raw = np.memmap(header.path, np.uint8, "r", entry.start, (rows, entry.bytes // rows))
     is_rotated = header.metadata["general.architecture"] == "llama" and name.endswith(
@@ -87,7 +88,9 @@ def dequantised(header: GgufHeader, spec: ModelSpec, tensor: TensorShape) -> Ite
     step = rows if is_rotated else max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
     for begin in range(0, rows, step):
         try:
-            values = dequantize(np.ascontiguousarray(raw[begin : begin + step]), kind)
+            values = dequantize(
+                np.ascontiguousarray(raw[begin : begin + step]), GGMLQuantizationType[entry.type]
+            )
         except NotImplementedError as problem:
             raise UnsupportedModel(
                 f"tensor {name} of {Path(header.path).name} is of type {entry.type}, whose floats "
@@ -96,17 +99,12 @@ def dequantised(header: GgufHeader, spec: ModelSpec, tensor: TensorShape) -> Ite
         if not np.isfinite(values).all():
             raise BrokenWeights(f"tensor {name} of {Path(header.path).name} is not all numbers")
         if is_rotated:
-            values = in_halves(values, spec.heads if "attn_q" in name else spec.kv_heads)
+            values = _in_halves(values, spec.heads if "attn_q" in name else spec.kv_heads)
         yield values.astype(np.float32, copy=False).reshape(-1, *tensor.shape[1:])
 
 
-def in_halves(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
+def _in_halves(rows: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Rows of each head from neighbouring pairs to (first half, second half): from llama.cpp's
     rotary order to transformers'."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _bf16(header: GgufHeader, spec: ModelSpec, tensor: TensorShape) -> Iterator[bytes]:
-    for values in dequantised(header, spec, tensor):
-        yield to_bf16(np.ascontiguousarray(values)).tobytes()

@@ -6,8 +6,11 @@
     >>> b"".join(table[i] for i in ids)
     b'Hello, world'
 
-Read by the `tokenizers` library: AutoTokenizer refuses folders of another major version. Synthetic
-models get the shipped BPE, cut or padded to their vocabulary.
+Read by the `tokenizers` library: AutoTokenizer refuses folders of another major version.
+
+Synthetic models get the shipped byte-level BPE, cut or padded to their vocabulary. It was trained
+on texts of this project (tests/models/test_shipped_tokenizer.py): ids 0, 1, 2 are SPECIAL_TOKENS, 3
+to 258 are bytes, 259 + i is what merge i makes, so the table can be cut after any id.
 """
 
 from __future__ import annotations
@@ -26,24 +29,20 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as HfFile
 
+from models.chat_template import CHATML, RendersChat
 from models.errors import BadChat, BrokenWeights, UnknownModel, UnsupportedModel
-from models.tokenization.chat_template import CHATML, CPU_SECONDS, ChatTemplate
-from models.tokenization.gguf import GgufTokenizer
-from models.tokenization.shipped import BYTES, DATA, SPECIAL_TOKENS
+from models.gguf_vocabulary import GgufTokenizer
 
+DATA = Path(__file__).parent / "data"
 SHIPPED = DATA / "tokenizer.json"
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTES = 256
 SMALLEST_VOCABULARY = 512
-# of a process that does nothing else; the largest known vocabularies take two
-REHEARSAL_SECONDS = 60
+REHEARSAL_SECONDS = 60  # of a process that does nothing else; the largest vocabularies take two
+# Where no configuration names one.
 END_TOKENS = (
-    "<|endoftext|>",
-    "<|im_end|>",
-    "</s>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<eos>",
+    *("<|endoftext|>", "<|im_end|>", "</s>", "<|eot_id|>", "<|end_of_text|>", "<|end|>"),
+    *("<end_of_turn>", "<eos>"),
 )
 
 
@@ -73,11 +72,10 @@ class Tokenizer(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        cpu_seconds: float = CPU_SECONDS,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The prompt of chat messages, for `parse_special=True`. `variables`: more that the
-        template may read. Raises BadChat, SlowTemplate."""
+        template may read. Raises BadChat."""
         ...
 
 
@@ -116,78 +114,58 @@ def rehearse(path: str, progress: object = None) -> None:
         ) from problem
 
 
-class HfTokenizer:
+class HfTokenizer(RendersChat):
     """A `tokenizer.json` with the configuration files that lie beside it."""
 
     def __init__(self, file: Path) -> None:
         try:
             raw = file.read_text(encoding="utf-8")
-            self._special_parsing = HfFile.from_str(raw)
-            self._plain = HfFile.from_str(raw)
+            self._special_parsing, self._plain = HfFile.from_str(raw), HfFile.from_str(raw)
         except Exception as problem:  # the library raises bare Exception
             raise BrokenWeights(f"{str(file)!r} is no readable tokenizer: {problem}") from problem
-        # `encode_special_tokens` is a setting of the object, not of the call, so there are two
-        # objects.
+        # A setting of the object, not of the call, so there are two objects.
         self._plain.encode_special_tokens = True
         for one in (self._plain, self._special_parsing):
             one.no_truncation()
             one.no_padding()
-        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(raw).get("decoder"))
-        self._config = _read_json(file.parent / "tokenizer_config.json")
-        added = self._special_parsing.get_added_tokens_decoder()
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        self.vocabulary = 1 + max(
-            self._special_parsing.get_vocab(with_added_tokens=True).values(), default=-1
-        )
+        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(raw).get("decoder"))
+        self._added = self._special_parsing.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, one in self._added.items() if one.special)
+        ids = self._special_parsing.get_vocab(with_added_tokens=True).values()
+        self.vocabulary = 1 + max(ids, default=-1)
+        config = _read_json(file.parent / "tokenizer_config.json")
+        named = {
+            name: _text_of(config.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")
+        }
+        self.chat_tokens = {f"{name}_token": text for name, text in named.items() if text}
         self.eos_ids = self._eos_ids(file.parent)
         with_bos = self._special_parsing.encode("a", add_special_tokens=True).ids
         self.bos_id = with_bos[0] if with_bos and with_bos[0] in self.special_ids else None
-        self.chat_template = _chat_template(file.parent, self._config)
-        self._template: ChatTemplate | None = None
+        self.chat_template = _chat_template(file.parent, config)
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         chosen = self._special_parsing if parse_special else self._plain
         # JSON can carry half a surrogate pair, which is no text.
         whole = text.encode(errors="replace").decode()
         # Of the two, `encode` holds the GIL: 0.8 s for a million letters.
-        found = chosen.encode_batch_fast([whole], add_special_tokens=False)[0]
-        ids: list[int] = found.ids
+        ids: list[int] = chosen.encode_batch_fast([whole], add_special_tokens=False)[0].ids
         return ids
 
     def token_bytes(self) -> list[bytes]:
         table = [b""] * self.vocabulary
-        to_bytes = _byte_level if self._byte_level else _sentencepiece
+        to_bytes = _byte_level if self._is_byte_level else _sentencepiece
         for token, index in self._special_parsing.get_vocab(with_added_tokens=False).items():
             table[index] = to_bytes(token)
-        for index, added in self._special_parsing.get_added_tokens_decoder().items():
+        for index, added in self._added.items():
             table[index] = b"" if added.special else added.content.encode()
         return table
 
     def token_text(self, token: int) -> str:
         return self._special_parsing.id_to_token(token) or ""
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        cpu_seconds: float = CPU_SECONDS,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        if self.chat_template is None:
-            raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        if self._template is None:
-            names = ("bos_token", "eos_token", "unk_token", "pad_token")
-            texts = {name: _token_text(self._config.get(name)) for name in names}
-            self._template = ChatTemplate(
-                self.chat_template, {name: text for name, text in texts.items() if text is not None}
-            )
-        return self._template.render(messages, add_generation_prompt, cpu_seconds, variables)
-
     def named_id(self, name: str) -> int | None:
         """The id of a token that tokenizer_config.json names ("eos_token"), or None."""
-        text = _token_text(self._config.get(name))
-        index: int | None = self._special_parsing.token_to_id(text) if text is not None else None
-        return index
+        return self._special_parsing.token_to_id(self.chat_tokens.get(name, ""))
 
     def _eos_ids(self, folder: Path) -> frozenset[int]:
         found: set[int] = set()
@@ -196,15 +174,10 @@ class HfTokenizer:
             if ids is not None:
                 found.update([ids] if isinstance(ids, int) else ids)
                 break
-        named = _token_text(self._config.get("eos_token"))
-        names = [named] if named else []
-        if not names and not found:
-            names = list(END_TOKENS)
-        for name in names:
-            index = self._special_parsing.token_to_id(name)
-            if index is not None:
-                found.add(index)
-        return frozenset(found)
+        named = self.chat_tokens.get("eos_token")
+        names = [named] if named else [] if found else END_TOKENS
+        known = map(self._special_parsing.token_to_id, names)
+        return frozenset(found | {index for index in known if index is not None})
 
 
 @cache
@@ -219,13 +192,10 @@ def shipped(vocabulary: int) -> dict[str, Any]:
             f"{SMALLEST_VOCABULARY}"
         )
     table = copy.deepcopy(_shipped_whole())
-    first_merge = len(SPECIAL_TOKENS) + BYTES
     model = table["model"]
-    model["merges"] = model["merges"][: vocabulary - first_merge]
+    model["merges"] = model["merges"][: vocabulary - len(SPECIAL_TOKENS) - BYTES]
     ordered = sorted(model["vocab"], key=model["vocab"].__getitem__)[:vocabulary]
     ordered += [f"Ġw{number:04d}" for number in range(vocabulary - len(ordered))]
-    if len(set(ordered)) != vocabulary:
-        raise AssertionError("a padding token collides with a learned one")
     model["vocab"] = {token: index for index, token in enumerate(ordered)}
     return table
 
@@ -257,33 +227,30 @@ def shipped_mark() -> str:
 
 @cache
 def _shipped_whole() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(SHIPPED.read_text(encoding="utf-8"))
-    return table
+    return _read_json(SHIPPED)
 
 
 @cache
-def byte_characters() -> dict[str, int]:
+def _byte_characters() -> dict[str, int]:
     """GPT-2's printable stand-ins: character of a byte-level vocabulary -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(rest)
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(256 + index): byte for index, byte in enumerate(rest)},
     }
 
 
 def _byte_level(token: str) -> bytes:
-    table = byte_characters()
+    table = _byte_characters()
     try:
         return bytes(table[character] for character in token)
     except KeyError:  # a token that was added without the byte alphabet
         return token.encode()
 
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
 def _sentencepiece(token: str) -> bytes:
-    match = _BYTE_TOKEN.fullmatch(token)
+    match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
     return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
 
 
@@ -294,12 +261,11 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found}
-        found = named.get("default")
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found if isinstance(found, str) else None
 
 
-def _token_text(entry: Any) -> str | None:
+def _text_of(entry: Any) -> str | None:
     """A special token's text: configurations hold it as a string or as an object with `content`."""
     found = entry.get("content") if isinstance(entry, dict) else entry
     return found if isinstance(found, str) else None

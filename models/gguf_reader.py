@@ -24,21 +24,9 @@ from models.formats import gguf_file_formats, gguf_name
 from models.spec import ModelSpec, RopeScaling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-MOST_LAYERS = 10_000
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # struct's codes
 _STRING, _ARRAY = 8, 9
+MOST_LAYERS = 10_000
 _MOST_ENTRIES = 1 << 24  # of one array, and of the metadata and tensor tables
 _KEPT_ARRAY = 64  # longer arrays are the tokenizer
 
@@ -79,32 +67,33 @@ class GgufHeader(msgspec.Struct, frozen=True):
         UnsupportedModel (no text comes out of it), BrokenWeights (contradiction).
         """
         family = str(self._need("general.architecture"))
-        text = self.metadata.get("general.type", "model") == "model"
-        if not text or not self.metadata.get(f"{family}.attention.causal", True):
+        own = {
+            key.removeprefix(f"{family}."): value
+            for key, value in self.metadata.items()
+            if key.startswith(f"{family}.")
+        }
+        is_text = self.metadata.get("general.type", "model") == "model"
+        if not is_text or not own.get("attention.causal", True):
             raise UnsupportedModel(f"{name} is a GGUF file of {family!r} that writes no text")
         if self.metadata.get("split.count", 1) > 1:
             raise UnsupportedModel(
                 f"{name} is one part of {self.metadata['split.count']}; join them with llama.cpp's "
                 "gguf-split first"
             )
-        recurrent = [
-            key for key in self.metadata if key.startswith((f"{family}.ssm", f"{family}.wkv"))
-        ]
-        if recurrent:
+        recurrent = next((key for key in own if key.startswith(("ssm", "wkv"))), None)
+        if recurrent is not None:
             raise UnsupportedModel(
-                f"{name} keeps a recurrent state ({recurrent[0]}), which cannot be cut back to a "
-                "shared beginning as a KV cache can"
+                f"{name} keeps a recurrent state ({family}.{recurrent}), which cannot be cut back "
+                "to a shared beginning as a KV cache can"
             )
         heads = self._count(f"{family}.attention.head_count")
         hidden = self._count(f"{family}.embedding_length")
-        head_dim = self._count(f"{family}.attention.key_length", hidden // heads)
+        key_dim = self._count(f"{family}.attention.key_length", hidden // heads)
+        value_dim = self._count(f"{family}.attention.value_length", key_dim)
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise BrokenWeights(f"{name} has no embedding matrix token_embd.weight")
-        epsilons = [
-            self.metadata.get(f"{family}.attention.layer_norm_{kind}epsilon")
-            for kind in ("rms_", "")
-        ]
+        epsilons = [own.get(f"attention.layer_norm_{kind}epsilon") for kind in ("rms_", "")]
         spec = ModelSpec(
             name=name,
             family=family,
@@ -112,19 +101,18 @@ class GgufHeader(msgspec.Struct, frozen=True):
             hidden=hidden,
             heads=heads,
             kv_heads=self._count(f"{family}.attention.head_count_kv", heads),
-            head_dim=(head_dim + self._count(f"{family}.attention.value_length", head_dim) + 1)
-            // 2,
+            head_dim=(key_dim + value_dim + 1) // 2,
             intermediate=self._count(f"{family}.feed_forward_length", 4 * hidden),
             vocabulary=embedding.shape[1],
             context=self._count(f"{family}.context_length"),
             tied="output.weight" not in self.tensors,
-            rope_theta=float(self.metadata.get(f"{family}.rope.freq_base", 10_000.0)),
+            rope_theta=float(own.get("rope.freq_base", 10_000.0)),
             norm_epsilon=float(f"{next(filter(None, epsilons), 1e-5):.6g}"),
             qkv_bias="blk.0.attn_q.bias" in self.tensors,
             qk_norm="blk.0.attn_q_norm.weight" in self.tensors,
             rope_scaling=self._rope_scaling(),
         )
-        if family in FAMILIES and not self.metadata.get(f"{family}.expert_count"):
+        if family in FAMILIES and not own.get("expert_count"):
             self._check_against(spec)
         if self.unknown_part(spec) is None:
             return spec
@@ -174,7 +162,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
         return self.metadata[key]
 
     def _count(self, key: str, default: int | None = None) -> int:
-        value = self.metadata.get(key, default) if default is not None else self._need(key)
+        value = self._need(key) if default is None else self.metadata.get(key, default)
         if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
             value = max(value)  # one for each layer
         # A file from anywhere must not make a reader count to a billion.
@@ -203,7 +191,7 @@ def read_header(path: Path, whole_arrays: bool = False) -> GgufHeader:
 
 
 def _read(path: Path, cursor: _Cursor) -> GgufHeader:
-    magic, size = cursor.take(4), cursor.size
+    magic = cursor.take(4)
     if magic != b"GGUF":
         raise BrokenWeights(f"{str(path)!r} is no GGUF file: it begins with {magic!r}")
     version = cursor.scalar("I")
@@ -214,21 +202,21 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     for _ in range(metadata_count):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
-    entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
+    tensors = dict(_tensor_entry(cursor) for _ in range(tensor_count))
+    if len(tensors) != tensor_count:
+        raise BrokenWeights(f"{str(path)!r} has two tensors of one name")
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
         raise BrokenWeights(f"{str(path)!r} has general.alignment = {alignment!r}")
-    start = -(-cursor.position // alignment) * alignment
-    tensors = {}
-    for name, entry in entries:
-        end = start + entry.start + entry.bytes
-        if end > size:
+    first = -(-cursor.position // alignment) * alignment
+    for name, entry in tensors.items():
+        start = first + entry.start
+        if start + entry.bytes > cursor.size:
             raise BrokenWeights(
-                f"{str(path)!r} is cut off: tensor {name} ends at byte {end}, the file at {size}"
+                f"{str(path)!r} is cut off: tensor {name} ends at byte {start + entry.bytes}, the "
+                f"file at {cursor.size}"
             )
-        tensors[name] = msgspec.structs.replace(entry, start=start + entry.start)
-    if len(tensors) != len(entries):
-        raise BrokenWeights(f"{str(path)!r} has two tensors of one name")
+        tensors[name] = msgspec.structs.replace(entry, start=start)
     return GgufHeader(str(path), metadata, tensors)
 
 
@@ -263,13 +251,18 @@ class _Cursor:
     def broken(self, what: str) -> BrokenWeights:
         return BrokenWeights(f"{str(self._path)!r} is damaged near byte {self.position}: {what}")
 
-    def take(self, size: int) -> bytes:
-        if size > len(self._data) - self.position:
+    def skip(self, size: int) -> int:
+        """Where the next `size` bytes begin."""
+        if size > self.size - self.position:
             raise BrokenWeights(
-                f"{str(self._path)!r} is cut off within its header at byte {len(self._data)}"
+                f"{str(self._path)!r} is cut off within its header at byte {self.size}"
             )
         self.position += size
-        return self._data[self.position - size : self.position]
+        return self.position - size
+
+    def take(self, size: int) -> bytes:
+        begin = self.skip(size)
+        return self._data[begin : self.position]
 
     def scalar(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
@@ -292,20 +285,15 @@ class _Cursor:
         if kind != _ARRAY:
             raise self.broken(f"metadata of type {kind}, which is not known")
         of, count = self.scalar("I"), self.count()
+        is_kept = count <= self._kept
         if of in _SCALARS:
-            raw = self.take(count * struct.calcsize("<" + _SCALARS[of]))
-            return (
-                list(struct.unpack(f"<{count}{_SCALARS[of]}", raw)) if count <= self._kept else None
-            )
+            code = f"<{count}{_SCALARS[of]}"
+            raw = self.take(struct.calcsize(code))
+            return list(struct.unpack(code, raw)) if is_kept else None
         if of != _STRING:
             raise self.broken(f"an array of type {of}, which is not known")
-        if count <= self._kept:
+        if is_kept:
             return [self.string() for _ in range(count)]
         for _ in range(count):
-            size = self.scalar("Q")
-            if size > len(self._data) - self.position:
-                raise BrokenWeights(
-                    f"{str(self._path)!r} is cut off within its header at byte {len(self._data)}"
-                )
-            self.position += size
+            self.skip(self.scalar("Q"))
         return None

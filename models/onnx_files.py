@@ -9,22 +9,20 @@ and tokenizer. A single foreign graph does not say its format.
 from __future__ import annotations
 
 from pathlib import Path
-
-import msgspec
+from typing import NamedTuple
 
 from models.errors import UnknownModel
 
 # Our name of a format -> the ends of file names that the hub has for it, preferred first. Their q8
-# is made by dynamic quantisation.
+# is made by dynamic quantisation. Where no format is asked for, the first that is there.
 ENDS: dict[str, tuple[str, ...]] = {
-    "fp32": ("",),
     "int4": ("_q4",),
     "int8": ("_quantized", "_int8", "_uint8"),
+    "fp32": ("",),
 }
-PREFERRED = ("int4", "int8", "fp32")  # where no format is asked for
 
 
-class Graph(msgspec.Struct, frozen=True):
+class Graph(NamedTuple):
     """A graph and its weight format; "" where nothing says."""
 
     file: Path
@@ -41,13 +39,17 @@ def is_layout(folder: Path) -> bool:
     return not any(folder.glob("*.onnx")) and any(folder.glob("onnx/*.onnx"))
 
 
+def _names(weight_format: str | None) -> list[tuple[str, str]]:
+    """Format and file of each graph that would do, the best first."""
+    wanted = (weight_format,) if weight_format else tuple(ENDS)
+    return [(one, f"onnx/model{end}.onnx") for one in wanted for end in ENDS.get(one, ())]
+
+
 def graph_of(folder: Path, weight_format: str | None) -> Graph:
     """The graph of a format, or the best one where None is asked. Raises UnknownModel."""
-    for wanted in (weight_format,) if weight_format else PREFERRED:
-        for end in ENDS.get(wanted, ()):
-            file = folder / "onnx" / f"model{end}.onnx"
-            if file.is_file():
-                return Graph(file, wanted)
+    for known, name in _names(weight_format):
+        if (folder / name).is_file():
+            return Graph(folder / name, known)
     there = graphs(folder)
     if weight_format is None and there:
         return Graph(there[0], "")
@@ -60,10 +62,6 @@ def graph_of(folder: Path, weight_format: str | None) -> Graph:
 
 def patterns(weight_format: str | None) -> list[list[str]]:
     """File patterns to fetch from the hub, one try after the other."""
-    tries = []
-    for wanted in (weight_format,) if weight_format else PREFERRED:
-        for end in ENDS.get(wanted, ()):
-            name = f"onnx/model{end}.onnx"
-            tries.append([name, f"{name}_data*", f"{name}.data*"])
+    tries = [[name, f"{name}_data*", f"{name}.data*"] for _, name in _names(weight_format)]
     whole = ["model.onnx", "model.onnx_data*", "model.onnx.data*", "genai_config.json"]
     return [[*whole, *tries[0]], *tries[1:]] if tries else [whole]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
-from models.readers.config import read_config, read_spec, spec_of, v4_config
+from models.hf_config import read_config, read_spec, spec_of, v4_config
 from models.spec import ModelSpec
 from tests.shapes import TINY
 

@@ -63,11 +63,11 @@ class Weights:
             lengths = _POOL_ELEMENTS if kind in _PLAIN else _POOL_BLOCKS
             wanted = self._largest // BLOCKS[kind].weights
             length = next((one for one in lengths if one >= wanted), lengths[-1])
-            self._pools[key] = (
-                _floats(generator, kind, length, std)
-                if kind in _PLAIN
-                else _blocks(generator, kind, length, std)
-            )
+            if kind in _PLAIN:
+                values = generator.standard_normal(length, dtype=np.float32) * np.float32(std)
+                self._pools[key] = stored_as(kind, values).view(np.uint8)
+            else:
+                self._pools[key] = _blocks(generator, kind, length, std)
         return self._pools[key]
 
     def _generator(self, name: str) -> np.random.Generator:
@@ -81,13 +81,16 @@ def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return rounded
 
 
-def _floats(generator: np.random.Generator, kind: str, length: int, std: float) -> Bytes:
-    values = generator.standard_normal(length, dtype=np.float32) * np.float32(std)
-    if kind == "F16":
-        stored: npt.NDArray[Any] = values.astype(np.float16)
-    else:
-        stored = to_bf16(values) if kind == "BF16" else values
-    return stored.view(np.uint8)
+def stored_as(kind: str, values: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    """Floats as a file of type F32, F16 or BF16 has them."""
+    if kind == "BF16":
+        return to_bf16(np.ascontiguousarray(values))
+    return values.astype(np.float16) if kind == "F16" else values
+
+
+def as_bytes(values: npt.NDArray[Any]) -> memoryview:
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 # Standard deviation of the quantised integers, uniform over their whole range: sqrt((levels^2 - 1)

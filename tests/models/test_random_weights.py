@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import gguf
@@ -6,15 +5,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.convert.gguf import gguf_logits
+from models import random_weights as synthesis
+from models.convert_to_gguf import gguf_logits
 from models.errors import UnsupportedModel
 from models.formats import GGUF_FORMATS
+from models.gguf_reader import read_header
 from models.ladder import rung
 from models.manifest import manifest_path, read_manifest
-from models.readers.gguf import read_header
+from models.random_weights import write_gguf, write_hf_folder
 from models.spec import ModelSpec
-from models.synthetic import write as synthesis
-from models.synthetic.write import write_gguf, write_hf_folder
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3, TINY_QWEN2
 
 ALL = list(TINY.values())
@@ -60,7 +59,7 @@ def test_header_says_what_was_asked_for(tmp_path: Path) -> None:
     "kind", ["Q4_0", "Q8_0", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
 )
 def test_random_blocks_have_the_wanted_spread(kind: str) -> None:
-    from models.synthetic.random_blocks import Weights
+    from models.random_quant_blocks import Weights
 
     data = b"".join(Weights(7, 1 << 18).stream("x", kind, 1 << 18, 0.05))
     number = gguf.GGMLQuantizationType[kind]
@@ -164,23 +163,17 @@ def test_transformers_loads_the_folder_whole(spec: ModelSpec, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("fp16", "F16"), ("bf16", "BF16"), ("fp32", "F32")])
-def test_dtypes_and_shards(
-    dtype: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dtypes_are_those_asked_for(dtype: str, stored: str, tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    monkeypatch.setattr(synthesis, "SHARD_BYTES", 100_000)
     write_hf_folder(TINY_LLAMA3, tmp_path / "x", dtype, initializer_range=0.1)
-    index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == {tensor.name for tensor in TINY_LLAMA3.tensors()}
-    assert len(set(index["weight_map"].values())) > 2
-    for tensor in TINY_LLAMA3.tensors():
-        with safe_open(tmp_path / "x" / index["weight_map"][tensor.name], "pt") as shard:
-            assert shard.get_slice(tensor.name).get_dtype() == stored
-            values = shard.get_tensor(tensor.name).float().numpy()
-        assert values.shape == tensor.shape
-        if tensor.is_matrix:
-            assert values.std() == pytest.approx(0.1, rel=0.1)
+    with safe_open(tmp_path / "x" / "model.safetensors", "pt") as file:
+        for tensor in TINY_LLAMA3.tensors():
+            assert file.get_slice(tensor.name).get_dtype() == stored
+            values = file.get_tensor(tensor.name).float().numpy()
+            assert values.shape == tensor.shape
+            if tensor.is_matrix:
+                assert values.std() == pytest.approx(0.1, rel=0.1)
 
 
 def test_rope_factors_are_those_of_transformers() -> None:

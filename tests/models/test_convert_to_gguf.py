@@ -8,16 +8,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from models.convert import gguf as convert
-from models.convert import source_and_manifest
-from models.convert.gguf import make_gguf
+from models import conversion
+from models import convert_to_gguf as convert
+from models.convert_to_gguf import make_gguf
 from models.errors import BrokenWeights, UnsupportedModel
 from models.manifest import read_manifest
+from models.random_weights import write_hf_folder
 from models.resolve import resolve
 from models.spec import ModelSpec
-from models.synthetic.write import write_hf_folder
-from models.tokenization.tokenizer import load_tokenizer
-from tests.models.tokenization.test_tokenizer import sentencepiece
+from models.tokenizer import load_tokenizer
+from tests.models.test_tokenizer import sentencepiece
 from tests.serving.backends.hf_folders import children_here
 from tests.shapes import TINY, TINY_LLAMA, TINY_LLAMA3
 
@@ -72,7 +72,7 @@ def test_a_wrong_conversion_is_refused_and_leaves_nothing(
         monkeypatch.setattr(convert, "_interleaved", lambda raw, heads: raw)
     elif mistake == "other theta":
         wrong = msgspec.structs.replace(TINY_LLAMA3, rope_theta=10_000.0)
-        monkeypatch.setattr(source_and_manifest, "spec_of", lambda config, name: wrong)
+        monkeypatch.setattr(conversion, "spec_of", lambda config, name: wrong)
     else:
         monkeypatch.setattr(
             convert, "rope_factors", lambda spec, scaling: np.ones(spec.head_dim // 2, np.float32)
@@ -146,7 +146,7 @@ def test_a_tokenizer_without_a_name_in_llama_cpp_is_refused(tmp_path: Path) -> N
 def test_a_tokenizer_cut_otherwise_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from models.convert import gguf_tokenizer as convert_tokenizer
+    from models import convert_tokenizer
 
     monkeypatch.setattr(
         convert_tokenizer, "_pre_tokenizer", lambda folder, description: "llama-bpe"

@@ -72,10 +72,9 @@ def write_file(
             out.write(bytes(_padded(tensor.bytes) - tensor.bytes))
             if progress:
                 progress(label or f"writing {path.name}", out.bytes / total)
-    except BaseException:
-        out.abandon()
-        raise
-    return out.close()
+    finally:
+        facts = out.close()
+    return facts
 
 
 def _header(
@@ -122,27 +121,23 @@ def _add_shape(writer: gguf.GGUFWriter, spec: ModelSpec, weight_format: str) -> 
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.scores:
-        writer.add_token_scores(vocabulary.scores)
-    if vocabulary.merges:
-        writer.add_token_merges(vocabulary.merges)
-    if vocabulary.bos_id is not None:
-        writer.add_bos_token_id(vocabulary.bos_id)
-    if vocabulary.eos_id is not None:
-        writer.add_eos_token_id(vocabulary.eos_id)
-    if vocabulary.pad_id is not None:
-        writer.add_pad_token_id(vocabulary.pad_id)
-    if vocabulary.unknown_id is not None:
-        writer.add_unk_token_id(vocabulary.unknown_id)
-    writer.add_add_bos_token(vocabulary.add_bos)
-    if vocabulary.add_space_prefix is not None:
-        writer.add_add_space_prefix(vocabulary.add_space_prefix)
-    if vocabulary.chat_template is not None:
-        writer.add_chat_template(vocabulary.chat_template)
+    for add, value in (
+        (writer.add_tokenizer_model, vocabulary.model),
+        (writer.add_tokenizer_pre, vocabulary.pre),
+        (writer.add_token_list, vocabulary.tokens),
+        (writer.add_token_types, vocabulary.types),
+        (writer.add_token_scores, vocabulary.scores or None),
+        (writer.add_token_merges, vocabulary.merges or None),
+        (writer.add_bos_token_id, vocabulary.bos_id),
+        (writer.add_eos_token_id, vocabulary.eos_id),
+        (writer.add_pad_token_id, vocabulary.pad_id),
+        (writer.add_unk_token_id, vocabulary.unknown_id),
+        (writer.add_add_bos_token, vocabulary.add_bos),
+        (writer.add_add_space_prefix, vocabulary.add_space_prefix),
+        (writer.add_chat_template, vocabulary.chat_template),
+    ):
+        if value is not None:
+            add(value)  # type: ignore[operator]
 
 
 def _padded(size: int) -> int:

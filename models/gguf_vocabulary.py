@@ -7,17 +7,15 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from models.errors import BadChat, BrokenWeights, ModelError, UnsupportedModel
+from models.chat_template import RendersChat
+from models.errors import BrokenWeights, ModelError, UnsupportedModel
 from models.isolated import run_aside
-from models.tokenization.chat_template import CPU_SECONDS, ChatTemplate
 
 _NO_VOCABULARY = 0  # enum llama_vocab_type
-_PIECE_BYTES = 256
 # For most families llama.cpp cuts text by std::regex, which calls itself for each character of a
 # word: 300 to 450 bytes of stack each, and the end of the process where the stack ends.
 _PLAIN_CHARACTERS = 4096
@@ -30,49 +28,43 @@ _EVERY_BYTE = "".join(
 )
 
 
-class GgufTokenizer:
-    """`models.tokenization.tokenizer.Tokenizer` over llama.cpp's own vocabulary code."""
+class GgufTokenizer(RendersChat):
+    """`models.tokenizer.Tokenizer` over llama.cpp's own vocabulary code."""
 
     def __init__(self, file: Path) -> None:
         self._llama = llama = llama_library()
         params = llama.llama_model_default_params()
         params.vocab_only = True
-        self._model = llama.llama_model_load_from_file(str(file).encode(), params)
-        if not self._model:
+        model = llama.llama_model_load_from_file(str(file).encode(), params)
+        if not model:
             why = f": {_ERRORS[-1]}" if _ERRORS else ""
             raise BrokenWeights(f"llama.cpp cannot read the header of {file.name}{why}")
-        weakref.finalize(self, llama.llama_model_free, self._model)
-        self._vocab = vocab = llama.llama_model_get_vocab(self._model)
+        weakref.finalize(self, llama.llama_model_free, model)
+        self._vocab = vocab = llama.llama_model_get_vocab(model)
         if llama.llama_vocab_type(vocab) == _NO_VOCABULARY:
             raise UnsupportedModel(f"{str(file)!r} carries no tokenizer")
         self.vocabulary = int(llama.llama_vocab_n_tokens(vocab))
-        everyone = range(self.vocabulary)
-        self.special_ids = frozenset(
-            index for index in everyone if llama.llama_vocab_is_control(vocab, index)
+        self.special_ids, self.eos_ids = (
+            frozenset(index for index in range(self.vocabulary) if has(vocab, index))
+            for has in (llama.llama_vocab_is_control, llama.llama_vocab_is_eog)
         )
-        self.eos_ids = frozenset(
-            index for index in everyone if llama.llama_vocab_is_eog(vocab, index)
-        )
-        self.bos_id = (
-            int(llama.llama_vocab_bos(vocab)) if llama.llama_vocab_get_add_bos(vocab) else None
-        )
-        template = llama.llama_model_chat_template(self._model, None)
+        bos, eos = llama.llama_vocab_bos(vocab), llama.llama_vocab_eos(vocab)
+        self.bos_id = int(bos) if llama.llama_vocab_get_add_bos(vocab) else None
+        self.chat_tokens = {"bos_token": self.token_text(bos), "eos_token": self.token_text(eos)}
+        template = llama.llama_model_chat_template(model, None)
         self.chat_template = template.decode(errors="replace") if template else None
-        self._template: ChatTemplate | None = None
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         if len(text) <= _PLAIN_CHARACTERS:
             return self._encode(text, parse_special)
-        found: list[int] = []
-        work = threading.Thread(target=lambda: found.extend(self._encode(text, parse_special)))
-        with _STACK_SIZE:
-            usual = threading.stack_size(_CHARACTER_STACK * len(text))
-            try:
-                work.start()
-            finally:
-                threading.stack_size(usual)
-        work.join()
-        return found
+        with ThreadPoolExecutor(1) as deep:
+            with _STACK_SIZE:
+                usual = threading.stack_size(_CHARACTER_STACK * len(text))
+                try:
+                    ids = deep.submit(self._encode, text, parse_special)
+                finally:
+                    threading.stack_size(usual)
+            return ids.result()
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         data = text.encode(errors="replace")
@@ -87,43 +79,21 @@ class GgufTokenizer:
             room = -count
 
     def token_bytes(self) -> list[bytes]:
-        buffer = ctypes.create_string_buffer(_PIECE_BYTES)
-        return [self._piece(index, buffer) for index in range(self.vocabulary)]
+        """Control tokens have none."""
+        table, buffer = [], ctypes.create_string_buffer(256)
+        piece = self._llama.llama_token_to_piece
+        for index in range(self.vocabulary):
+            size = piece(self._vocab, index, buffer, len(buffer), 0, False)
+            if size < 0:
+                buffer = ctypes.create_string_buffer(-size)
+                size = piece(self._vocab, index, buffer, len(buffer), 0, False)
+            table.append(buffer.raw[:size])
+        return table
 
     def token_text(self, token: int) -> str:
         if not 0 <= token < self.vocabulary:
             return ""
         text = self._llama.llama_vocab_get_text(self._vocab, token)
-        return text.decode(errors="replace") if text else ""
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        cpu_seconds: float = CPU_SECONDS,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        if self.chat_template is None:
-            raise BadChat("this model has no chat template; send the prompt to /v1/completions")
-        if self._template is None:
-            self._template = ChatTemplate(
-                self.chat_template, {"bos_token": self._text("bos"), "eos_token": self._text("eos")}
-            )
-        return self._template.render(messages, add_generation_prompt, cpu_seconds, variables)
-
-    def _piece(self, index: int, buffer: Any) -> bytes:
-        """The bytes of one token; control tokens have none."""
-        size = self._llama.llama_token_to_piece(self._vocab, index, buffer, len(buffer), 0, False)
-        if size < 0:
-            buffer = ctypes.create_string_buffer(-size)
-            size = self._llama.llama_token_to_piece(
-                self._vocab, index, buffer, len(buffer), 0, False
-            )
-        return bytes(buffer.raw[:size])
-
-    def _text(self, which: str) -> str:
-        index = getattr(self._llama, f"llama_vocab_{which}")(self._vocab)
-        text = self._llama.llama_vocab_get_text(self._vocab, index) if index >= 0 else b""
         return text.decode(errors="replace") if text else ""
 
 

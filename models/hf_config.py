@@ -17,13 +17,14 @@ from typing import Any
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.spec import ModelSpec, RopeScaling
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+# model_type -> class. The families that are computed here.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
 }
+FAMILIES = tuple(ARCHITECTURES)
 _MOST = {"num_hidden_layers": 10_000}
 
 
@@ -57,19 +58,27 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(f"{name} has model_type {family!r}; known: {', '.join(FAMILIES)}")
-    config = _defaults(config, family)
+    # transformers' defaults of a missing key, where they differ by family.
+    if family == "mistral":
+        config = {"sliding_window": 4096, **config}
+    if family == "qwen3":
+        config = {"head_dim": 128, **config}
     _refuse_unknown_parts(config, name)
     theta, scaling = _rope(config, name)
-    heads = _count(config, "num_attention_heads", name)
-    hidden = _count(config, "hidden_size", name)
-    kv_heads = (
-        _count(config, "num_key_value_heads", name)
-        if config.get("num_key_value_heads") is not None
-        else heads
-    )
-    head_dim = (
-        _count(config, "head_dim", name) if config.get("head_dim") is not None else hidden // heads
-    )
+
+    def count(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None and default is not None else config.get(key)
+        # A config.json from anywhere must not make a reader count to a billion.
+        most = _MOST.get(key, 1 << 31)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise UnsupportedModel(
+                f"{name} has {key} {value!r} in its config.json; it must be a whole number from 1 "
+                f"to {most}"
+            )
+        return value
+
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    kv_heads = count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise UnsupportedModel(
             f"{name} has num_attention_heads {heads}, no multiple of num_key_value_heads {kv_heads}"
@@ -77,14 +86,14 @@ def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
     return ModelSpec(
         name=name,
         family=family,
-        layers=_count(config, "num_hidden_layers", name),
+        layers=count("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=_count(config, "intermediate_size", name),
-        vocabulary=_count(config, "vocab_size", name),
-        context=_count(config, "max_position_embeddings", name),
+        head_dim=count("head_dim", hidden // heads),
+        intermediate=count("intermediate_size"),
+        vocabulary=count("vocab_size"),
+        context=count("max_position_embeddings"),
         tied=bool(config.get("tie_word_embeddings")),
         rope_theta=theta,
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
@@ -116,61 +125,37 @@ def v4_config(config: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _defaults(config: dict[str, Any], family: str) -> dict[str, Any]:
-    """transformers' default of a missing key, where it differs by family."""
-    defaults: dict[str, Any] = {"tie_word_embeddings": False}
-    if family == "mistral":
-        defaults["sliding_window"] = 4096
-    if family == "qwen3" and "head_dim" not in config:
-        defaults["head_dim"] = 128
-    return {**defaults, **config}
-
-
 def _refuse_unknown_parts(config: dict[str, Any], name: str) -> None:
+    def refuse(said: str) -> None:
+        raise UnsupportedModel(f"{name} {said}")
+
     act = config.get("hidden_act", "silu")
     if act != "silu":
-        raise UnsupportedModel(f"{name} has hidden_act {act!r}; only silu is known")
-    biased = [key for key in ("attention_bias", "mlp_bias") if config.get(key)]
-    if biased:
-        raise UnsupportedModel(
-            f"{name} has {biased[0]} = true, which is not known for {config['model_type']}"
-        )
+        refuse(f"has hidden_act {act!r}; only silu is known")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            refuse(f"has {key} = true, which is not known for {config['model_type']}")
     window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
-    in_use = config["model_type"] == "mistral" or bool(config.get("use_sliding_window"))
-    if in_use and window is not None and window < context:
-        raise UnsupportedModel(
-            f"{name} attends through a sliding window (sliding_window {window}, "
-            f"max_position_embeddings {context}), which is not known; "
-            f"with max_position_embeddings {window} or sliding_window null it is served up to that "
-            "length"
+    is_in_use = config["model_type"] == "mistral" or bool(config.get("use_sliding_window"))
+    if is_in_use and window is not None and window < context:
+        refuse(
+            f"attends through a sliding window (sliding_window {window}, max_position_embeddings "
+            f"{context}), which is not known; with max_position_embeddings {window} or "
+            "sliding_window null it is served up to that length"
         )
-    kinds = config.get("layer_types") or []
-    others = (
-        sorted({str(kind) for kind in kinds if kind != "full_attention"})
-        if isinstance(kinds, list)
-        else [str(kinds)]
-    )
-    if others and not (
-        others == ["sliding_attention"] and window is not None and window >= context
-    ):
-        raise UnsupportedModel(
-            f"{name} has layer_types {', '.join(others)}; only full_attention is known"
-        )
-    if config.get("quantization_config"):
-        method = (
-            config["quantization_config"].get("quant_method", "?")
-            if isinstance(config["quantization_config"], dict)
-            else "?"
-        )
-        raise UnsupportedModel(
-            f"{name} holds weights already quantised ({method}); give the original weights"
-        )
+    kinds = {str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"}
+    is_too_wide = window is not None and window >= context
+    if kinds and not (kinds == {"sliding_attention"} and is_too_wide):
+        refuse(f"has layer_types {', '.join(sorted(kinds))}; only full_attention is known")
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
+        refuse(f"holds weights already quantised ({method}); give the original weights")
 
 
 def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]:
     parameters = config.get("rope_parameters")
-    scaling = config.get("rope_scaling")
-    theta = config.get("rope_theta")
+    scaling, theta = config.get("rope_scaling") or {}, config.get("rope_theta")
     if isinstance(parameters, dict):
         nested = [key for key, value in parameters.items() if isinstance(value, dict)]
         if nested:
@@ -178,22 +163,20 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
                 f"{name} has rope_parameters for each kind of layer ({', '.join(nested)}), which "
                 "is not known"
             )
-        theta = parameters.get("rope_theta", theta)
-        scaling = parameters
-    if theta is None:
-        theta = 10_000.0
+        scaling, theta = parameters, parameters.get("rope_theta", theta)
+    theta = 10_000.0 if theta is None else theta
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
         raise UnsupportedModel(f"{name} has rope_theta {theta!r}; it must be a number above 0")
-    kind = (scaling or {}).get("rope_type") or (scaling or {}).get("type") or "default"
-    if (
-        config.get("partial_rotary_factor") or (scaling or {}).get("partial_rotary_factor") or 1.0
-    ) != 1.0:
-        raise UnsupportedModel(
-            f"{name} rotates only a part of each head (partial_rotary_factor), which is not known"
-        )
+    for one in (config, scaling):
+        if (one.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise UnsupportedModel(
+                f"{name} rotates only a part of each head (partial_rotary_factor), which is not "
+                "known"
+            )
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return float(theta), None
-    if kind != "llama3" or scaling is None:
+    if kind != "llama3":
         raise UnsupportedModel(f"{name} has rope_type {kind!r}; known: default, llama3")
     try:
         return float(theta), RopeScaling(
@@ -204,15 +187,3 @@ def _rope(config: dict[str, Any], name: str) -> tuple[float, RopeScaling | None]
         )
     except KeyError as missing:
         raise UnsupportedModel(f"{name} has rope_type llama3 without {missing}") from missing
-
-
-def _count(config: dict[str, Any], key: str, name: str) -> int:
-    value = config.get(key)
-    # A config.json from anywhere must not make a reader count to a billion.
-    most = _MOST.get(key, 1 << 31)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise UnsupportedModel(
-            f"{name} has {key} {value!r} in its config.json; it must be a whole number from 1 to "
-            f"{most}"
-        )
-    return value

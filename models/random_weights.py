@@ -15,14 +15,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
+from models.chat_template import CHATML
 from models.errors import UnsupportedModel
 from models.formats import BLOCKS, GgufTensor, check_made
+from models.gguf_writer import Vocabulary, write_file
+from models.hf_config import ARCHITECTURES, FAMILIES
 from models.manifest import (
     FileFacts,
     HashedFile,
@@ -34,31 +37,16 @@ from models.manifest import (
     manifest_path,
     write_manifest,
 )
+from models.random_quant_blocks import Weights, as_bytes, stored_as
 from models.spec import ModelSpec, RopeScaling, TensorShape
-from models.synthetic.gguf_writer import Vocabulary, write_file
-from models.synthetic.random_blocks import Weights, to_bf16
-from models.tokenization.chat_template import CHATML
-from models.tokenization.shipped import SPECIAL_TOKENS
-from models.tokenization.tokenizer import shipped, shipped_files, shipped_mark
+from models.tokenizer import SPECIAL_TOKENS, shipped, shipped_files, shipped_mark
 
 # Part of the manifest: weights that another generator or another tokenizer made are made again.
 GENERATOR = f"synthesis 1, tokenizer {shipped_mark()}"
-SHARD_BYTES = 2 << 30
 LOGIT_SPREAD = 3.0
 
-# transformers' model_type -> its class name in config.json.
-FAMILIES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# Name of a dtype: ggml's name, safetensors' name, torch's name.
-DTYPES: dict[str, tuple[str, str, str]] = {
-    "fp32": ("F32", "F32", "float32"),
-    "fp16": ("F16", "F16", "float16"),
-    "bf16": ("BF16", "BF16", "bfloat16"),
-}
+# Name of a dtype: that of ggml and safetensors, torch's name.
+DTYPES = {"fp32": ("F32", "float32"), "fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}
 
 
 def write_gguf(
@@ -73,25 +61,16 @@ def write_gguf(
     Takes up to 300 MB of memory. Raises UnsupportedModel for an unknown family or format.
     """
     path = Path(path)
-    _check(spec)
+    weights = _weights(spec, seed)
     check_made(weight_format)
-    weights = Weights(seed, _largest(spec))
+    vocabulary = shipped_vocabulary(spec.vocabulary)
     manifest_path(path).unlink(missing_ok=True)
     with atomic_file(path) as temporary:
         data = partial(_gguf_data, spec, weights)
         label = f"writing {path.name}"
-        facts = write_file(
-            spec,
-            weight_format,
-            shipped_vocabulary(spec.vocabulary),
-            temporary,
-            data,
-            progress,
-            label,
-        )
-    manifest = Manifest(
-        "gguf", spec, weight_format, "synthetic", {path.name: facts}, GENERATOR, seed
-    )
+        facts = write_file(spec, weight_format, vocabulary, temporary, data, progress, label)
+    files = {path.name: facts}
+    manifest = Manifest("gguf", spec, weight_format, "synthetic", files, GENERATOR, seed)
     write_manifest(path, manifest)
     return manifest
 
@@ -106,16 +85,22 @@ def write_hf_folder(
 ) -> Manifest:
     """Write a folder that AutoModelForCausalLM loads, with its manifest, atomically.
 
-    Matrices and biases: mean 0, standard deviation `initializer_range`; norms: [0.9, 1.1). Weights
-    over 2 GiB are in shards. Raises UnsupportedModel for an unknown family or dtype.
+    Matrices and biases: mean 0, standard deviation `initializer_range`; norms: [0.9, 1.1). Raises
+    UnsupportedModel for an unknown family or dtype.
     """
-    folder = Path(folder)
-    _check(spec)
+    weights = _weights(spec, seed)
     if dtype not in DTYPES:
         raise UnsupportedModel(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    with atomic_folder(folder) as temporary:
-        weights = Weights(seed, _largest(spec))
-        data = partial(_hf_data, DTYPES[dtype][0], weights, initializer_range)
+    kind = DTYPES[dtype][0]
+
+    def data(tensor: TensorShape) -> Iterator[memoryview]:
+        if "norm" not in tensor.name:
+            yield from weights.stream(tensor.name, kind, tensor.elements, initializer_range)
+            return
+        values = weights.vector(tensor.name, tensor.elements, 0.9, 1.1)
+        yield as_bytes(stored_as(kind, values))
+
+    with atomic_folder(Path(folder)) as temporary:
         files = write_safetensors(spec, temporary, dtype, data, progress)
         texts = {
             "config.json": hf_config(spec, dtype, initializer_range),
@@ -123,9 +108,8 @@ def write_hf_folder(
         }
         for name, content in texts.items():
             indent = None if name == "tokenizer.json" else 2
-            (temporary / name).write_text(
-                json.dumps(content, ensure_ascii=False, indent=indent) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(content, ensure_ascii=False, indent=indent) + "\n"
+            (temporary / name).write_text(text, encoding="utf-8")
             files[name] = file_facts(temporary / name)
         manifest = Manifest("hf", spec, dtype, "synthetic", files, GENERATOR, seed)
         write_manifest(temporary, manifest)
@@ -144,7 +128,7 @@ def hf_config(spec: ModelSpec, dtype: str, initializer_range: float = 0.02) -> d
             "original_max_position_embeddings": spec.rope_scaling.original_context,
         }
     return {
-        "architectures": [FAMILIES[spec.family]],
+        "architectures": [ARCHITECTURES[spec.family]],
         "model_type": spec.family,
         "hidden_size": spec.hidden,
         "intermediate_size": spec.intermediate,
@@ -167,7 +151,7 @@ def hf_config(spec: ModelSpec, dtype: str, initializer_range: float = 0.02) -> d
         "use_cache": True,
         "bos_token_id": 0,
         "eos_token_id": 2,
-        "dtype": DTYPES[dtype][2],
+        "dtype": DTYPES[dtype][1],
     }
 
 
@@ -208,30 +192,23 @@ def shipped_vocabulary(size: int) -> Vocabulary:
     )
 
 
-def _check(spec: ModelSpec) -> None:
+def _weights(spec: ModelSpec, seed: int) -> Weights:
     if spec.family not in FAMILIES:
         raise UnsupportedModel(
             f"model family {spec.family!r} is not supported; known: {', '.join(FAMILIES)}"
         )
-
-
-def _largest(spec: ModelSpec) -> int:
-    return max(tensor.elements for tensor in spec.tensors())
+    return Weights(seed, max(tensor.elements for tensor in spec.tensors()))
 
 
 def _gguf_data(spec: ModelSpec, weights: Weights, tensor: GgufTensor) -> Iterator[memoryview]:
     if tensor.hf_name is None:
         assert spec.rope_scaling is not None
-        yield _bytes(rope_factors(spec, spec.rope_scaling))
+        yield as_bytes(rope_factors(spec, spec.rope_scaling))
     elif len(tensor.shape) == 1:
         low, high = (0.9, 1.1) if "norm" in tensor.name else (-0.1, 0.1)
-        yield _bytes(weights.vector(tensor.name, tensor.elements, low, high))
+        yield as_bytes(weights.vector(tensor.name, tensor.elements, low, high))
     else:
         yield from weights.stream(tensor.name, tensor.type, tensor.elements, _std(spec, tensor))
-
-
-def _bytes(values: npt.NDArray[Any]) -> memoryview:
-    return memoryview(values.view(np.uint8))  # type: ignore[arg-type]
 
 
 def _std(spec: ModelSpec, tensor: GgufTensor) -> float:
@@ -249,11 +226,6 @@ def _std(spec: ModelSpec, tensor: GgufTensor) -> float:
     return gain / math.sqrt(tensor.shape[-1])
 
 
-class _Shard(NamedTuple):
-    name: str
-    tensors: list[TensorShape]
-
-
 def write_safetensors(
     spec: ModelSpec,
     folder: Path,
@@ -261,72 +233,25 @@ def write_safetensors(
     data: Callable[[TensorShape], Iterable[bytes | memoryview]],
     progress: Progress | None,
 ) -> dict[str, FileFacts]:
-    """The shards, and their index where there are several. `data`: a tensor's bytes in chunks."""
-    kind, stored_name, _ = DTYPES[dtype]
-    width = BLOCKS[kind].bytes
-    shards = _shards(spec.tensors(), width)
-    files: dict[str, FileFacts] = {}
-    total, done = spec.parameters * width, 0
-    for shard in shards:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in shard.tensors:
-            end = offset + tensor.elements * width
-            header[tensor.name] = {
-                "dtype": stored_name,
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        out = HashedFile(folder / shard.name)
-        try:
-            out.write(len(text).to_bytes(8, "little") + text)
-            for tensor in shard.tensors:
-                for chunk in data(tensor):
-                    out.write(chunk)
-                    done += len(chunk)
-                if progress:
-                    progress(f"writing {shard.name}", done / total)
-        except BaseException:
-            out.abandon()
-            raise
-        files[shard.name] = out.close()
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {t.name: shard.name for shard in shards for t in shard.tensors},
-        }
-        name = "model.safetensors.index.json"
-        (folder / name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        files[name] = file_facts(folder / name)
-    return files
-
-
-def _shards(tensors: Iterable[TensorShape], width: int) -> list[_Shard]:
-    groups: list[list[TensorShape]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.elements * width > SHARD_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.elements * width
-    if len(groups) == 1:
-        return [_Shard("model.safetensors", groups[0])]
-    return [
-        _Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
-        for number, group in enumerate(groups, 1)
-    ]
-
-
-def _hf_data(kind: str, weights: Weights, std: float, tensor: TensorShape) -> Iterator[memoryview]:
-    if "norm" in tensor.name:
-        values = weights.vector(tensor.name, tensor.elements, 0.9, 1.1)
-        if kind == "F16":
-            yield _bytes(values.astype(np.float16))
-        else:
-            yield _bytes(to_bf16(values) if kind == "BF16" else values)
-    else:
-        yield from weights.stream(tensor.name, kind, tensor.elements, std)
+    """model.safetensors, by name. `data`: a tensor's bytes in chunks."""
+    kind = DTYPES[dtype][0]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in spec.tensors():
+        begin, end = end, end + tensor.elements * BLOCKS[kind].bytes
+        place = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[tensor.name] = place
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    name = "model.safetensors"
+    out = HashedFile(folder / name)
+    try:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in spec.tensors():
+            for chunk in data(tensor):
+                out.write(chunk)
+            if progress:
+                progress(f"writing {name}", out.bytes / (8 + len(text) + end))
+    finally:
+        facts = out.close()
+    return {name: facts}
