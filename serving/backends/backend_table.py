@@ -227,7 +227,7 @@ BACKENDS: dict[str, BackendSpec] = {
         kv_dtype=_torch_kv,
         shares_kv=False,
         options=(
-            *("graphs", "device_sampling", "run_ahead", "attention", "margin"),
+            *("graphs", "device_sampling", "attention", "margin"),
             "prefill_chunk",
         ),
         kv_grain=64,
