@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from serving.backends.backend_interface import GpuLoad, MemoryParts
+from serving.backends.backend_interface import MemoryParts
 from serving.errors import ContextOverflow, EngineState
 from serving.http.api_schemas import (
     DETOKENIZE,
@@ -48,7 +48,6 @@ class Memory(msgspec.Struct, frozen=True):
     measured: MemoryParts | None
     rss_bytes: int  # of the engine's process, right after the load
     peak_rss_bytes: int
-    gpu: GpuLoad | None = None  # where the device's memory and the load's time went
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -195,7 +194,7 @@ def view(model: ServedModel) -> PlacementView:
         engine["kv_dtype"] = info.details.get("kv_dtype", engine["kv_dtype"])
         engine["capabilities"] = sorted(info.capabilities)
         resident = ready.rss_bytes, ready.peak_rss_bytes
-        memory = Memory(info.predicted, info.measured, *resident, info.gpu)
+        memory = Memory(info.predicted, info.measured, *resident)
     events = [
         Happening(round(now - e.unix_seconds, 3), e.kind, e.engine, scrubbed(e.message), e.cause)
         for e in served.events

@@ -8,7 +8,7 @@ import msgspec
 
 from models.formats import weight_bytes as format_bytes
 from models.spec import ModelSpec
-from serving.backends.backend_table import KvRequest, spec_of
+from serving.backends.backend_table import spec_of
 
 LEAST_CONTEXT = 2048  # where nobody says one and memory is short
 KV_SHARE = 0.25  # of the free memory, where nobody says how long a context may be
@@ -47,7 +47,7 @@ def forecast(sizes: Sizes, backend: str, device: str, weight_format: str) -> For
     type and the row lengths that the backend holds. Overhead: the backend's row in the table.
     """
     spec, model = spec_of(backend), sizes.model
-    kv_dtype = spec.kv_dtype(KvRequest(sizes.kv_dtype, weight_format, device, frozenset(sizes.isa)))
+    kv_dtype = spec.kv_dtype(sizes.kv_dtype, weight_format, device, sizes.isa)
     weights = sizes.weight_bytes
     if weights is None:
         weights = _nominal_bytes(model, weight_format) if spec.has_weights else 0

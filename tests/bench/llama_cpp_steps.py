@@ -4,9 +4,9 @@ host's share, under each option.
     python -m tests.bench.llama_cpp_steps model.gguf --threads 1 --rows 1 8 16 --set
     kv_unified=true,false --set flash_attention=on,off
 
-wait_policy is fixed when llama.cpp is loaded: compare its values in runs of their own; likewise
-huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1). `--context` compares tokens of context a slot,
-of which the same few are filled.
+How threads wait (OMP_WAIT_POLICY) and huge pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1) are fixed
+when llama.cpp is loaded: compare them in runs of their own. `--context` compares tokens of context
+a slot, of which the same few are filled.
 
 Each cell is measured in rounds that go through all variants in turn, so that a drifting machine
 hits all alike; the best and the median round are printed. With one thread the process's CPU time is

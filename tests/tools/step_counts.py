@@ -94,8 +94,8 @@ def traced(name: str, *, packed: bool, prompts: bool = False) -> tuple[Kernels, 
     """A step of 8 decode rows of a rung's shape, cut to a few layers; with `prompts` the last row
     is a piece of a prompt."""
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
-    cache = KvCache(spec, 8, 512, torch.bfloat16, META)
-    model = SlotModel(spec, meta_weights(spec), cache, is_flash=packed)
+    cache = KvCache(spec, 8, 512, torch.bfloat16, META, is_flash=packed)
+    model = SlotModel(spec, meta_weights(spec), cache)
     rows = RowMap(8, 511, 0.0)
     rows.length = [20] * 8
     batch = StepBatch(model, rows)
@@ -117,8 +117,8 @@ def launched(name: str, *, prompts: bool = False) -> tuple[Kernels, HostTensors]
     every kind among them; with `prompts` beside a piece of a prompt."""
     spec = msgspec.structs.replace(rung(name).spec, layers=LAYERS)
     backend = TorchBackend.__new__(TorchBackend)  # as it is after a load
-    cache = KvCache(spec, 8, 512, torch.bfloat16, META)
-    model = SlotModel(spec, meta_weights(spec), cache, is_flash=True)
+    cache = KvCache(spec, 8, 512, torch.bfloat16, META, is_flash=True)
+    model = SlotModel(spec, meta_weights(spec), cache)
     logits = torch.empty(8, spec.vocabulary, device=META)
     backend._model, backend._logits, backend._device = model, logits, META
     backend._rows = RowMap(8, 511, 0.0)

@@ -61,9 +61,8 @@ class DecodeGraphs:
         self.batches = batch_buckets(rows)
         self.contexts = [model.width] if model.is_flash else context_buckets(model.width)
         self._inputs = torch.zeros(3 * rows, dtype=torch.int64, device=model.device)
-        self._starts_q = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
-        self._firsts = torch.arange(rows + 1, device=model.device) * model.width
-        self._starts_k = self._firsts.int()
+        self._rows = torch.arange(rows + 1, device=model.device)
+        self._starts_q, self._starts_k = self._rows.int(), (self._rows * model.width).int()
         self._captured: dict[tuple[int, int], Any] = {}
         if capture:
             self._capture_all(progress)
@@ -91,15 +90,15 @@ class DecodeGraphs:
 
     def _step(self, batch: int, width: int) -> None:
         ids, positions = self._inputs[:batch], self._inputs[batch : 2 * batch]
-        at = positions + self._firsts[:batch]
         step: FlashStep | PlainStep
         if self._model.is_flash:
             starts_q, starts_k = self._starts_q[: batch + 1], self._starts_k[: batch + 1]
+            at = torch.add(positions, self._rows[:batch], alpha=width)
             step = FlashStep(at, starts_q, starts_k, (positions + 1).int(), 1, width)
         else:
             allowed = self._model.columns[None, :width] <= positions[:, None]
             mask = additive_mask(allowed, self._model.dtype)[:, None, None]
-            step = PlainStep(at, 0, batch, mask, [])
+            step = PlainStep(self._rows[:batch], positions, 0, batch, mask, [])
         self._model.forward(ids, positions, step, None, self._logits)
 
     def _capture_all(self, progress: Progress) -> None:

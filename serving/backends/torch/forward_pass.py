@@ -27,15 +27,13 @@ GRAIN = 64  # the cache's width, and what plain attention looks at, are multiple
 
 
 class SlotModel:
-    """Weights, RoPE table and KV cache on one device, the cache's. `is_flash`: the form of
-    attention."""
+    """Weights, RoPE table and KV cache on one device, the cache's."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, cache: KvCache, is_flash: bool) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, cache: KvCache) -> None:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        self.is_flash = is_flash
-        self.width = cache.width
+        self.width, self.is_flash = cache.width, cache.is_flash
         self.dtype, self.device = cache.layers[0].dtype, cache.layers[0].device
         self.columns = torch.arange(self.width, device=self.device)
         cos, sin = (table.to(self.dtype) for table in rope_tables(spec, self.width))
@@ -83,8 +81,8 @@ class SlotModel:
             source = functional.rms_norm(turned, turned.shape[2:], None, spec.norm_epsilon) * scales
         _turn_into(turned, source, turns)
         queries, pairs = heads.split((spec.heads, 2 * spec.kv_heads), 1)
-        cache.index_copy_(0, step.at, pairs.unflatten(1, (2, -1)))
-        _add_product(x, layer.out, step.attend(queries, cache, self.width))
+        step.write(cache, pairs.unflatten(1, (2, -1)))
+        _add_product(x, layer.out, step.attend(queries, cache))
 
     def _feed_forward(self, index: int, x: Tensor) -> None:
         """The feed-forward part of a layer, added to x."""
@@ -147,13 +145,16 @@ class StepBatch:
         `known`."""
         model, counts = self._model, self._counts
         positions = np.concatenate(self._positions)
-        firsts, ends = np.array(self._places, np.int64) * model.width, np.cumsum(counts)
+        places, ends = np.array(self._places, np.int64), np.cumsum(counts)
         arrays = [np.concatenate(self._ids), positions, np.array(self._at, np.int64)]
-        arrays.append(np.repeat(firsts, counts) + positions)
         held = (positions[ends - 1] + 1).astype(np.int32)
         if model.is_flash:
+            firsts = places * model.width
+            arrays.append(np.repeat(firsts, counts) + positions)
             arrays += [np.append(0, ends).astype(np.int32), np.append(firsts, 0).astype(np.int32)]
             arrays.append(held)
+        else:
+            arrays.append(np.repeat(places, counts))
         ids, positions_there, wanted, at, *rest = send(arrays, model.device)
         step: Step
         if model.is_flash:
@@ -164,7 +165,7 @@ class StepBatch:
         ids = known(ids, drawn)
         return model.forward(ids, positions_there, step, None if everything else wanted, out)
 
-    def _plain_step(self, at: Tensor, positions: Tensor, held: list[int]) -> PlainStep:
+    def _plain_step(self, rows: Tensor, positions: Tensor, held: list[int]) -> PlainStep:
         model, count, mask = self._model, self._decoding, None
         if count:
             seen = min(model.width, -(-max(held[:count]) // GRAIN) * GRAIN)
@@ -179,7 +180,7 @@ class StepBatch:
             spans.append(PromptSpan(first, tokens, place, start, causal))
             first += tokens
         lo = self._places[0]
-        return PlainStep(at, lo, lo + count, mask, spans)
+        return PlainStep(rows, positions, lo, lo + count, mask, spans)
 
 
 def cache_width(context_tokens: int) -> int:
@@ -228,7 +229,7 @@ def _turn_into(out: Tensor, x: Tensor, turns: Tensor) -> None:
     """RoPE of x [tokens, heads, head_dim] into `out`, in two kernels. `turns`: the table at the
     tokens' positions."""
     product = x.unflatten(2, (1, 2, -1)) * turns
-    torch.sum(product, 3, out=out.unflatten(2, (2, -1)))
+    torch.add(product[:, :, :, 0], product[:, :, :, 1], out=out.unflatten(2, (2, -1)))
 
 
 def _add_product(x: Tensor, matrix: Linear, y: Tensor) -> None:

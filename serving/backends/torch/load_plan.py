@@ -108,8 +108,8 @@ class Plan:
     def new_model(self, weights: Weights, rows: int) -> SlotModel:
         """The model with a KV cache of so many rows."""
         width = cache_width(self.config.context_tokens)
-        cache = KvCache(self.spec, rows, width, self.dtype, self.device)
-        return SlotModel(self.spec, weights, cache, self.is_flash)
+        cache = KvCache(self.spec, rows, width, self.dtype, self.device, self.is_flash)
+        return SlotModel(self.spec, weights, cache)
 
 
 def plan_of(config: EngineConfig, progress: Progress) -> Plan:

@@ -1,15 +1,16 @@
 """The KV cache, and attention of all tokens of a pass over it.
 
-Keys and values of a layer are one tensor [rows * width, 2, kv_heads, head_dim], so that a pass
+Keys and values of a layer are one tensor [rows, width, 2, kv_heads, head_dim], so that a pass
 writes both in one copy. Attention has two forms with the same results:
 
-- flash: one call of torch's FlashAttention-2 for all tokens, without a mask, which sees a row as
-  `width` tokens one after the other. Where a sequence's keys begin is said by cu_seqlens_k, how
-  many there are by seqused_k (flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a
-  row's tokens is read, decode rows and prompt pieces share the call, and a graph of it serves
-  contexts of any length.
+- flash: one call of torch's FlashAttention-2 for all tokens, without a mask, over a cache that lies
+  token by token. Where a sequence's keys begin is said by cu_seqlens_k, how many there are by
+  seqused_k (flash-attention/csrc/flash_attn/src/block_info.h): nothing beyond a row's tokens is
+  read, decode rows and prompt pieces share the call, and a graph of it serves contexts of any
+  length.
 - plain: torch's scaled_dot_product_attention, a call for the decode rows and one for each prompt
-  piece. The query heads that share a key head are its query length: keys are never expanded.
+  piece, over a cache that lies head by head. The query heads that share a key head are its query
+  length: keys are never expanded.
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ class FlashStep:
     most_q: int  # tokens of the longest piece; 1: the kernel splits the keys among its blocks
     most_k: int  # at least max(held)
 
-    def attend(self, queries: Tensor, cache: Tensor, width: int) -> Tensor:
+    def write(self, cache: Tensor, pairs: Tensor) -> None:
         """See Step."""
+        cache.flatten(0, 1).index_copy_(0, self.at, pairs)
+
+    def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
+        """See Step."""
+        keys, values = cache.flatten(0, 1).unbind(1)
         # Causal is aligned at the end: the last query of a piece sees all of its row's keys.
         out: Tensor = flash_kernel()(
-            *(queries, cache[:, 0], cache[:, 1]),
+            *(queries, keys, values),
             *(self.starts_q, self.starts_k, self.most_q, self.most_k),
             *(0.0, True, False),  # dropout, causal, no debug mask
             scale=1.0 / math.sqrt(queries.shape[-1]),
@@ -68,15 +74,20 @@ class PromptSpan:
 class PlainStep:
     """One token each in rows lo..hi, the first of the pass, then prompt pieces."""
 
-    at: Tensor  # as above
+    rows: Tensor  # int64 [tokens]: where each key and value goes
+    positions: Tensor
     lo: int
     hi: int
     mask: Tensor | None  # of the rows lo..hi: additive [hi - lo, 1, 1, seen]
     prompts: list[PromptSpan]
 
-    def attend(self, queries: Tensor, cache: Tensor, width: int) -> Tensor:
+    def write(self, cache: Tensor, pairs: Tensor) -> None:
         """See Step."""
-        keys, values = cache.view(-1, width, *cache.shape[1:]).unbind(2)  # [rows, width, kv, dim]
+        cache[self.rows, self.positions] = pairs
+
+    def attend(self, queries: Tensor, cache: Tensor) -> Tensor:
+        """See Step."""
+        keys, values = cache.unbind(2)
         kv_heads, outs = keys.shape[2], []
         if self.mask is not None:
             seen, rows = self.mask.shape[-1], self.hi - self.lo
@@ -107,36 +118,44 @@ class PlainStep:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-# `attend(queries, cache, width)`: attention of `queries` [tokens, heads, head_dim] over a layer of
-# the cache, those of the pass written: [tokens, heads * head_dim].
+# `write(cache, pairs)`: keys and values [tokens, 2, kv_heads, head_dim] to their places in a layer.
+# `attend(queries, cache)`: attention of `queries` [tokens, heads, head_dim] over what is written:
+# [tokens, heads * head_dim].
 Step = FlashStep | PlainStep
 
 
 class KvCache:
-    """Keys and values of `rows` rows of `width` tokens, a tensor for each layer."""
+    """Keys and values of `rows` rows of `width` tokens: for each layer a tensor [rows, width, 2,
+    kv_heads, head_dim], in memory token by token, or head by head for plain attention."""
 
     def __init__(
-        self, spec: ModelSpec, rows: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_flash: bool,
     ) -> None:
-        self.width = width
-        shape = (rows * width, 2, spec.kv_heads, spec.head_dim)
+        self.width, self.is_flash = width, is_flash
+        shape = (rows, width, 2, spec.kv_heads, spec.head_dim)
+        if not is_flash:
+            shape = (rows, 2, spec.kv_heads, width, spec.head_dim)
         # Plain attention multiplies entries that were never written with 0: they must not be NaN.
-        self.layers = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
+        made = [_zeros(shape, dtype, device) for _ in range(spec.layers)]
+        self.layers = made if is_flash else [layer.permute(0, 3, 1, 2, 4) for layer in made]
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of one row into another."""
         for cache in self.layers:
-            self._row(cache, target, tokens).copy_(self._row(cache, source, tokens))
+            cache[target, :tokens] = cache[source, :tokens]
 
     def swap(self, a: int, b: int, held_a: int, held_b: int) -> None:
         """Exchange what two rows hold."""
         for cache in self.layers:
-            kept = self._row(cache, a, held_a).clone()
-            self._row(cache, a, held_b).copy_(self._row(cache, b, held_b))
-            self._row(cache, b, held_a).copy_(kept)
-
-    def _row(self, cache: Tensor, row: int, tokens: int) -> Tensor:
-        return cache[row * self.width : row * self.width + tokens]
+            kept = cache[a, :held_a].clone()
+            cache[a, :held_b] = cache[b, :held_b]
+            cache[b, :held_a] = kept
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
