@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,10 +25,9 @@ from serving.backends.backend_interface import (
 from serving.backends.kv_rows import rider_tokens
 from serving.backends.onnx.fused import SlotGraph
 from serving.backends.onnx.graph import (
-    KV_NAMES,
     GraphFacts,
     graph_file,
-    is_batch_dependent,
+    mentions,
     read_facts,
     resident_bytes,
     weight_bytes,
@@ -40,13 +39,6 @@ from serving.hardware.machine_facts import anonymous_bytes, refuse_shortage
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
 
-CAN = frozenset(CAPABILITIES)
-_OPTIMISATION = {
-    "all": "ORT_ENABLE_ALL",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "basic": "ORT_ENABLE_BASIC",
-    "none": "ORT_DISABLE_ALL",
-}
 _COMPUTE_BYTES = 150 << 20  # arena, thread pools, onnxruntime itself; measured 120 to 180 MB
 
 
@@ -55,8 +47,6 @@ class OnnxOptions(msgspec.Struct, frozen=True):
 
     file: str | None = None  # which .onnx file of the folder; None: model.onnx
     spinning: bool = True  # idle threads spin between operators; off where cores are shared
-    optimisation: Literal["all", "extended", "basic", "none"] = "all"  # of the graph
-    arena: bool = True  # onnxruntime's memory arena
     prefill_chunk: Annotated[int, msgspec.Meta(ge=1, le=8192)] = 512  # prompt tokens of a call
 
 
@@ -78,10 +68,7 @@ class OnnxBackend:
             refuse_shortage(resident + _COMPUTE_BYTES, f"the weights of {file.name}")
         threads = config.threads or len(config.cores) or len(os.sched_getaffinity(0))
         progress(f"loading {file.name}", None)
-        onnxruntime = _library()  # imported first: its memory is not the weights'
-        before = anonymous_bytes()
-        self._session = _session(onnxruntime, file, options, threads)
-        loaded = max(0, anonymous_bytes() - before)
+        self._session, loaded = _session(file, options.spinning, threads)
         facts = read_facts(self._session, file)
         _check_config(config, facts)
         slots, context = config.slots, config.context_tokens
@@ -113,8 +100,8 @@ class OnnxBackend:
                 resident, slots * context * facts.kv_bytes_per_token, _COMPUTE_BYTES
             ),
             measured=MemoryParts(loaded, self._graph.kv_bytes if facts.grouped else None),
-            capabilities=CAN,
-            details=_details(file, facts, manifest, options, threads),
+            capabilities=frozenset(CAPABILITIES),
+            details=_details(file, facts, manifest, threads),
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
@@ -154,34 +141,23 @@ class OnnxBackend:
 
     def close(self) -> None:
         """See serving.backends.backend_interface.Backend.close."""
-        if self._graph is not None:
-            self._graph.close()
         self._graph = None
         self._session = None
 
 
-def _library() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as problem:
-        raise BackendUnavailable(
-            f"onnxruntime cannot be imported: {problem}; pip install 'llm-crossover[onnx]'"
-        ) from problem
-    return onnxruntime
+def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, int]:
+    """The session, and the private memory that it took."""
+    import onnxruntime  # whose own memory is not the weights'
 
-
-def _session(onnxruntime: Any, file: Path, options: OnnxOptions, threads: int) -> Any:
-    levels = onnxruntime.GraphOptimizationLevel
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
     settings.inter_op_num_threads = 1
-    settings.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
-    settings.graph_optimization_level = getattr(levels, _OPTIMISATION[options.optimisation])
-    settings.enable_cpu_mem_arena = options.arena
     settings.log_severity_level = 3
-    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spinning)))
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
+    before = anonymous_bytes()
     try:
-        return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+        made = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+        return made, max(0, anonymous_bytes() - before)
     except MemoryError as problem:
         raise OutOfMemory(f"{file.name} does not fit in memory: {problem}") from problem
     except Exception as problem:  # onnxruntime has a class for every kind of broken file
@@ -205,41 +181,32 @@ def _check_config(config: EngineConfig, facts: GraphFacts) -> None:
             f"context_tokens is {context}, and the model was made for {facts.context_tokens}",
             "context_tokens",
         )
-    if config.kv_dtype not in (AUTO, held := KV_NAMES[facts.kv_type]):
+    if config.kv_dtype not in (AUTO, facts.kv_dtype):
         raise Unsupported(
-            f"kv_dtype {config.kv_dtype} cannot be had; this graph's KV cache is {held}, fixed "
-            "when it was converted",
+            f"kv_dtype {config.kv_dtype} cannot be had; this graph's KV cache is {facts.kv_dtype}, "
+            "fixed when it was converted",
             "kv_dtype",
         )
 
 
 def _details(
-    file: Path, facts: GraphFacts, manifest: Manifest | None, options: OnnxOptions, threads: int
+    file: Path, facts: GraphFacts, manifest: Manifest | None, threads: int
 ) -> dict[str, str]:
     import onnxruntime
 
-    if facts.grouped:
-        batching = (
-            "decode rows in one call over neighbouring KV rows, appended in place; "
-            "short prompts share a call"
-        )
-    elif facts.position_ids:
-        batching = "decode rows in one call, padded on the left; the cache is copied every step"
-    else:
-        batching = "row by row (the graph has no position_ids); the cache is copied every step"
+    graph = "GroupQueryAttention, appended to in place"
+    if not facts.grouped:
+        graph = "growing past_key_values, copied every step"
+        if not facts.position_ids:
+            graph += ", row by row (it has no position_ids)"
     details = {
         "onnxruntime": onnxruntime.__version__,
-        "graph": "GroupQueryAttention" if facts.grouped else "growing past_key_values",
-        "batching": batching,
-        "kv_dtype": KV_NAMES[facts.kv_type],
+        "graph": graph,
+        "kv_dtype": facts.kv_dtype,
         "threads": str(threads),
-        "spinning": str(options.spinning).lower(),
-        "optimisation": options.optimisation,
     }
-    if manifest is not None and manifest.quality_kl_nats is not None:
-        details["quality_kl_nats"] = f"{manifest.quality_kl_nats:.3g}"
     if manifest is not None:
         details["made_by"] = manifest.generator
-    if is_batch_dependent(file):
+    if mentions(file, "DynamicQuantizeLinear"):  # one scale for all rows of a batch (optimum's)
         details["batch_dependent"] = "true"
     return details

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.backends.onnx.graph import KV_TYPES, GraphFacts
+from serving.backends.onnx.graph import GraphFacts
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
@@ -28,17 +28,11 @@ class GrowingGraph:
         self._session = session
         self._facts = facts
         self._context = context_tokens
-        names = [f"{layer}.{kind}" for layer in range(facts.layers) for kind in ("key", "value")]
-        self._pasts = [f"past_key_values.{name}" for name in names]
-        self._outputs = ["logits", *(f"present.{name}" for name in names)]
-        empty = np.zeros((facts.kv_heads, 0, facts.head_dim), KV_TYPES[facts.kv_type])
-        self._caches: list[Cache] = [[empty] * len(names) for _ in range(slots)]
+        self._pasts = [f"past_key_values.{name}" for name in facts.kv_names]
+        self._outputs = ["logits", *(f"present.{name}" for name in facts.kv_names)]
+        empty = np.zeros((facts.kv_heads, 0, facts.head_dim), facts.kv_type)
+        self._caches: list[Cache] = [[empty] * len(self._pasts) for _ in range(slots)]
         self.last_decode_seconds: float | None = None
-
-    @property
-    def kv_bytes(self) -> int:
-        """What the caches take now; they grow with the sequences."""
-        return sum(part.nbytes for cache in self._caches for part in cache)
 
     def run(self, rows: list[Row], chunk: int) -> tuple[Logits, list[Row]]:
         """Logits [n, vocabulary] of the rows that want a token, and these rows in that order."""
@@ -72,10 +66,6 @@ class GrowingGraph:
     def truncate(self, slot: int, tokens: int) -> None:
         """Keep only the first `tokens` entries of a slot."""
         self._caches[slot] = [part[:, :tokens] for part in self._caches[slot]]
-
-    def close(self) -> None:
-        """Drop every cache."""
-        self._caches = []
 
     def _call(self, rows: list[Row], first: int, last: int) -> Logits:
         """Logits [rows, vocabulary] after tokens first..last of rows, padded on the left; the

@@ -62,7 +62,6 @@ def test_the_engine_process_imports_no_torch() -> None:
     [
         ({"spining": "true"}, "no option 'spining'"),
         ({"spinning": "maybe"}, "'maybe'"),
-        ({"optimisation": "max"}, "'max'"),
         ({"prefill_chunk": 0}, "0"),
         ({"prefill_chunk": "many"}, "'many'"),
         ({"file": 3}, "3"),
@@ -254,7 +253,7 @@ def test_repositories_of_the_hub_are_served(
     assert load_tokenizer(found.tokenizer_path).vocabulary == found.spec.vocabulary == 704
     assert weight_bytes(Path(found.path)) > 100_000
     backend = make(found.path, weight_format=found.weight_format)
-    assert backend.info.details["graph"] == "growing past_key_values"
+    assert "growing" in backend.info.details["graph"]
     if weight_format == "fp32":
         check_contract(backend, generated(onnx_source("qwen3-growing")))
         with_option = make(found.path, options={"file": "onnx/model_q4.onnx"})
