@@ -28,7 +28,7 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from serving.bounds import Count, PositiveSeconds, bound
+from serving.bounds import Count, PositiveSeconds, bound, check
 from serving.errors import Unsupported
 from serving.sampling.step_rows import Row, Sampled
 from serving.server_options import AUTO as AUTO
@@ -135,6 +135,23 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     check_memory: bool = True  # refuse what is predicted not to fit
     quality_kl_nats: float | None = None  # KL divergence to the float model, where measured
     options: dict[str, Any] = {}  # of this backend only; an unknown one is refused by name
+
+
+def check_sizes(config: EngineConfig, context_tokens: int | None, kv_dtype: str) -> None:
+    """Raises Unsupported for what a model cannot do. `context_tokens`: most that it was made for;
+    `kv_dtype`: the only type that its KV cache has here."""
+    check(config)
+    if context_tokens is not None and config.context_tokens > context_tokens:
+        raise Unsupported(
+            f"context_tokens is {config.context_tokens}, and the model was made for "
+            f"{context_tokens}",
+            "context_tokens",
+        )
+    if config.kv_dtype not in (AUTO, kv_dtype):
+        raise Unsupported(
+            f"kv_dtype {config.kv_dtype} cannot be had; the KV cache of this model is {kv_dtype}",
+            "kv_dtype",
+        )
 
 
 class Launched(Protocol):

@@ -92,7 +92,6 @@ class LlamaCppBackend:
             raise
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.backend_interface.Backend.step."""
         for row in rows:
             if row.start != self._lengths[row.slot]:
                 self.truncate(row.slot, row.start)
@@ -145,7 +144,6 @@ class LlamaCppBackend:
         return sorted([*call, *extra], key=lambda row: row.slot) if extra else call
 
     def rides(self, decoding: Collection[int], slot: int) -> bool:
-        """See serving.backends.backend_interface."""
         return self._least_cut is not None and rides(decoding, slot)
 
     def copy(self, source: int, target: int, tokens: int) -> None:
@@ -165,7 +163,6 @@ class LlamaCppBackend:
         self._lengths[target] = tokens
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.truncate."""
         held = self._lengths[slot]
         if tokens > held:
             raise ValueError(f"slot {slot} holds {held} tokens, and a row starts at {tokens}")
@@ -178,7 +175,6 @@ class LlamaCppBackend:
             self._lengths[slot] = tokens
 
     def close(self) -> None:
-        """See serving.backends.backend_interface.Backend.close."""
         if self._batch is not None:
             self._batch.free()
         if self._context is not None:

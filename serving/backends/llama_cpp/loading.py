@@ -16,7 +16,13 @@ from models.formatting import size
 from models.machine import cpu_flags
 from models.manifest import Progress
 from models.readers.gguf import read_header
-from serving.backends.backend_interface import AUTO, EngineConfig, MemoryParts, parse_options
+from serving.backends.backend_interface import (
+    AUTO,
+    EngineConfig,
+    MemoryParts,
+    check_sizes,
+    parse_options,
+)
 from serving.backends.llama_cpp.extra_buffers import extra_bytes
 from serving.backends.llama_cpp.library import (
     FLASH_ATTENTION,
@@ -30,7 +36,7 @@ from serving.backends.llama_cpp.library import (
     library,
     memory_parts,
 )
-from serving.bounds import Count, check
+from serving.bounds import Count
 from serving.errors import BackendUnavailable, OutOfMemory, Unsupported
 from serving.hardware.gpus import VULKAN
 from serving.hardware.machine_facts import allowed_cores, refuse_shortage
@@ -80,8 +86,8 @@ class Loader:
 
     def _check(self) -> None:
         """Refuse what can be refused before anything is loaded."""
+        check_sizes(self.config, None, self.kv_dtype)
         config, pool = self.config, self.config.kv_tokens
-        check(config)
         most, context = int(self.llama.llama_max_parallel_sequences()), config.context_tokens
         for is_wrong, key, message in (
             (config.slots > most, "slots", f"must be at most {most} with llama.cpp"),
@@ -129,12 +135,7 @@ class Loader:
         try:
             weight_bytes = int(llama.llama_model_size(model))
             trained = int(llama.llama_model_n_ctx_train(model))
-            if config.context_tokens > trained:
-                raise Unsupported(
-                    f"context_tokens is {config.context_tokens}, and the model was made "
-                    f"for {trained}",
-                    "context_tokens",
-                )
+            check_sizes(config, trained, self.kv_dtype)
             llama.llama_free(self._context(model))
         finally:
             llama.llama_model_free(model)

@@ -6,20 +6,22 @@ Two kinds of graph are served: see graph.py for the difference, fused.py and gro
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from models.errors import BrokenWeights
 from models.manifest import Manifest, read_manifest, verify
 from serving.backends.backend_interface import (
-    AUTO,
     CAPABILITIES,
     BackendInfo,
     EngineConfig,
     MemoryParts,
+    check_sizes,
     parse_options,
 )
 from serving.backends.kv_rows import rider_tokens
@@ -33,8 +35,7 @@ from serving.backends.onnx.graph import (
     weight_bytes,
 )
 from serving.backends.onnx.growing import GrowingGraph
-from serving.bounds import check
-from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
+from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory
 from serving.hardware.machine_facts import anonymous_bytes, refuse_shortage
 from serving.sampling.sampler import sample
 from serving.sampling.step_rows import Row, Sampled
@@ -70,7 +71,7 @@ class OnnxBackend:
         progress(f"loading {file.name}", None)
         self._session, loaded = _session(file, options.spinning, threads)
         facts = read_facts(self._session, file)
-        _check_config(config, facts)
+        check_sizes(config, facts.context_tokens, facts.kv_dtype)
         slots, context = config.slots, config.context_tokens
         kv_tokens = min(config.kv_tokens or slots * context, slots * context)
         # Pages of idle slots are never touched.
@@ -85,6 +86,7 @@ class OnnxBackend:
         else:
             self._graph = GrowingGraph(self._session, facts, slots, context)
         self._chunk = options.prefill_chunk
+        self.last_decode_seconds: float | None = None
         stored = manifest.weight_format if manifest is not None else file.stem
         self.info = BackendInfo(
             name="onnx",
@@ -105,42 +107,39 @@ class OnnxBackend:
         )
 
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.backend_interface.Backend.step."""
-        if self._graph is None:
+        graph, self.last_decode_seconds = self._graph, None
+        if graph is None:
             raise EngineFailed("the backend is closed")
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        parts = []
         try:
-            logits, wanted = self._graph.run(rows, self._chunk)
-        except MemoryError as problem:
-            tokens = sum(len(row.tokens) for row in rows)
-            raise OutOfMemory(
-                f"a step of {tokens} tokens did not fit in memory: {problem}"
-            ) from problem
-        except RuntimeError as problem:  # onnxruntime's exceptions derive from it
-            if _is_memory(str(problem)):
-                raise OutOfMemory(f"onnxruntime ran out of memory: {problem}") from problem
-            raise EngineFailed(f"onnxruntime failed in a step: {problem}") from problem
+            if decoding:
+                before = time.perf_counter()
+                parts.append(graph.decode(decoding))
+                self.last_decode_seconds = time.perf_counter() - before
+            longer = [row for row in rows if len(row.tokens) > 1]
+            parts += graph.prefill(longer, self._chunk)
+        except (MemoryError, RuntimeError) as problem:  # onnxruntime's derive from RuntimeError
+            what = f"a step of {sum(len(row.tokens) for row in rows)} tokens"
+            if isinstance(problem, MemoryError) or _is_memory(str(problem)):
+                raise OutOfMemory(f"{what} did not fit in memory: {problem}") from problem
+            raise EngineFailed(f"onnxruntime failed in {what}: {problem}") from problem
+        wanted = [row for _, part in parts for row in part]
         if not wanted:
             return []
+        logits = parts[0][0] if len(parts) == 1 else np.concatenate([each for each, _ in parts])
         drawn = dict(zip([row.slot for row in wanted], sample(logits, wanted), strict=True))
         return [drawn[row.slot] for row in rows if row.wants_token]
 
-    @property
-    def last_decode_seconds(self) -> float | None:
-        """See serving.backends.backend_interface."""
-        return None if self._graph is None else self._graph.last_decode_seconds
-
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.copy."""
         if self._graph is not None:
             self._graph.copy(source, target, tokens)
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.truncate."""
         if self._graph is not None:
             self._graph.truncate(slot, tokens)
 
     def close(self) -> None:
-        """See serving.backends.backend_interface.Backend.close."""
         self._graph = None
         self._session = None
 
@@ -171,22 +170,6 @@ def _session(file: Path, spinning: bool, threads: int) -> tuple[Any, int]:
 
 def _is_memory(text: str) -> bool:
     return "bad_alloc" in text or "Failed to allocate" in text
-
-
-def _check_config(config: EngineConfig, facts: GraphFacts) -> None:
-    check(config)
-    context = config.context_tokens
-    if facts.context_tokens is not None and context > facts.context_tokens:
-        raise Unsupported(
-            f"context_tokens is {context}, and the model was made for {facts.context_tokens}",
-            "context_tokens",
-        )
-    if config.kv_dtype not in (AUTO, facts.kv_dtype):
-        raise Unsupported(
-            f"kv_dtype {config.kv_dtype} cannot be had; this graph's KV cache is {facts.kv_dtype}, "
-            "fixed when it was converted",
-            "kv_dtype",
-        )
 
 
 def _details(

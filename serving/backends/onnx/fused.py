@@ -9,19 +9,18 @@ neighbouring rows share a call, padded right: all weights are read once for them
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.backends.kv_rows import RowMap
-from serving.backends.onnx.graph import GraphFacts
+from serving.backends.onnx.graph import GraphFacts, Logits, Part
 from serving.errors import EngineFailed
 from serving.sampling.step_rows import Row
 
-Logits = npt.NDArray[np.float32]
 _KEPT_BINDINGS = 256  # a binding holds two references a layer and no memory of its own
 # A call of prompts saves time where it is short: 1.5 x at 4 of 16 tokens, 1.2 x at 4 of 64, nothing
 # at 4 of 128 (1B, int8, two threads).
@@ -50,35 +49,10 @@ class SlotGraph:
         self._out = np.zeros((slots, 1, facts.vocabulary), facts.logits_type)
         self._columns = np.arange(context_tokens, dtype=np.int64)
         self._bindings: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self.last_decode_seconds: float | None = None
 
     @property
     def kv_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._kv)
-
-    def run(self, rows: list[Row], chunk: int) -> tuple[Logits, list[Row]]:
-        """Logits [n, vocabulary] of the rows that want a token, and these rows in that order.
-
-        Rows of one token share a call; longer ones have calls of at most `chunk` tokens.
-        """
-        decoding = [row for row in rows if len(row.tokens) == 1]
-        parts: list[tuple[Logits, list[Row]]] = []
-        self.last_decode_seconds = None
-        if decoding:
-            before = time.perf_counter()
-            parts.append(self._decode(decoding))
-            self.last_decode_seconds = time.perf_counter() - before
-        for group in self._neighbours([row for row in rows if len(row.tokens) > 1], chunk):
-            logits = self._prefill(group, chunk)
-            asked = [at for at, row in enumerate(group) if row.wants_token]
-            if asked:
-                parts.append((logits[asked], [group[at] for at in asked]))
-        if len(parts) == 1:
-            return parts[0]
-        wanted = [row for _, part in parts for row in part]
-        if not wanted:
-            return np.zeros((0, self._facts.vocabulary), np.float32), []
-        return np.concatenate([logits for logits, part in parts if part]), wanted
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """The first `tokens` entries of slot `source` into slot `target`."""
@@ -91,7 +65,8 @@ class SlotGraph:
         """Keep the first `tokens` entries of a slot."""
         self.rows.truncate(slot, tokens)
 
-    def _decode(self, rows: list[Row]) -> tuple[Logits, list[Row]]:
+    def decode(self, rows: list[Row]) -> Part:
+        """Rows of one token each, in one call."""
         for row in rows:
             self.rows.length[self.rows.place_of(row)] = row.start
         window = self.rows.window([row.slot for row in rows])
@@ -115,7 +90,15 @@ class SlotGraph:
             out = out[[place - window.lo for place in wanted]]
         return _as_float32(out), [by_place[place] for place in wanted]
 
-    def _prefill(self, group: list[Row], chunk: int) -> Logits:
+    def prefill(self, rows: list[Row], chunk: int) -> Iterator[Part]:
+        """Longer rows, in calls of at most `chunk` tokens; short ones share a call."""
+        for group in self._neighbours(rows, chunk):
+            logits = self._fill(group, chunk)
+            asked = [at for at, row in enumerate(group) if row.wants_token]
+            if asked:
+                yield logits[asked], [group[at] for at in asked]
+
+    def _fill(self, group: list[Row], chunk: int) -> Logits:
         """Logits [rows, vocabulary] of prompts side by side: one in chunks, several in one call."""
         places = [self.rows.place_of(row) for row in group]
         longest = max(len(row.tokens) for row in group)

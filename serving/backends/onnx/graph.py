@@ -21,11 +21,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from models.errors import BrokenWeights, UnknownModel, UnsupportedModel
 from models.readers.onnx import graphs
 from serving.backends.backend_table import BackendProbe
 from serving.errors import Cause
+from serving.sampling.step_rows import Row
 
 # onnxruntime's name of the KV cache's type -> ours, and numpy's.
 KV_TYPES: dict[str, tuple[str, Any]] = {
@@ -33,6 +35,8 @@ KV_TYPES: dict[str, tuple[str, Any]] = {
     "tensor(float16)": ("fp16", np.float16),
     "tensor(int8)": ("int8", np.int8),
 }
+Logits = npt.NDArray[np.float32]
+Part = tuple[Logits, list[Row]]  # logits [n, vocabulary] of rows that want a token, and these rows
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)$")
 
 

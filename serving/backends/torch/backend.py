@@ -55,7 +55,6 @@ class Flight:
         self._host, self._copied = fetch(torch.stack((tokens, good.long())))
 
     def tokens(self) -> list[Sampled | None]:
-        """See serving.backends.backend_interface.Launched.tokens."""
         with memory_errors("a step that was launched"):
             if self._copied is not None:
                 self._copied.synchronize()
@@ -136,7 +135,6 @@ class TorchBackend:
 
     @torch.inference_mode()
     def step(self, rows: list[Row]) -> list[Sampled]:
-        """See serving.backends.backend_interface.Backend.step."""
         with memory_errors(f"a step of {sum(len(row.tokens) for row in rows)} tokens"):
             logits, wanted = self._run(rows)
             found = zip([row.slot for row in wanted], self._draw(logits, wanted), strict=True)
@@ -145,7 +143,6 @@ class TorchBackend:
 
     @torch.inference_mode()
     def launch(self, rows: list[Row], after: Flight | None) -> Flight | None:
-        """See `launch` in serving.backends.backend_interface."""
         wanting = [row for row in rows if row.wants_token]
         if not self._device_sampling or not all(always_drawn(row) for row in wanting):
             return None
@@ -158,17 +155,14 @@ class TorchBackend:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.copy."""
         a, b = self._rows.copied(source, target, tokens)
         if a != b and self._model is not None:
             self._model.cache.copy(a, b, tokens)
 
     def truncate(self, slot: int, tokens: int) -> None:
-        """See serving.backends.backend_interface.Backend.truncate."""
         self._rows.truncate(slot, tokens)
 
     def close(self) -> None:
-        """See serving.backends.backend_interface.Backend.close."""
         self._model = self._graphs = self._logits = None
         if self._is_gpu:
             torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from models.machine import available_bytes
 from models.manifest import Progress, read_manifest, verify
 from models.readers.config import read_spec
 from models.spec import ModelSpec
-from serving.backends.backend_interface import AUTO, EngineConfig, MemoryParts, parse_options
+from serving.backends.backend_interface import EngineConfig, MemoryParts, check_sizes, parse_options
 from serving.backends.kv_rows import RowMap
 from serving.backends.torch.forward_pass import SlotModel, StepBatch, cache_width
 from serving.backends.torch.gpu_memory import (
@@ -30,7 +30,6 @@ from serving.backends.torch.gpu_memory import (
 from serving.backends.torch.gpu_sampler import draw
 from serving.backends.torch.torch_weights import DTYPES, Checkpoint, Weights, compute_dtype
 from serving.backends.torch.varlen_attention import KvCache, flash_trouble
-from serving.bounds import check
 from serving.errors import BackendUnavailable, EngineFailed, OutOfMemory, Unsupported
 from serving.sampling.step_rows import Row, Sampling
 
@@ -138,19 +137,7 @@ def plan_of(config: EngineConfig, progress: Progress) -> Plan:
             "weight_format fp16 is for GPUs; on the CPU use bf16 or fp32", "weight_format"
         )
     dtype = compute_dtype(weight_format, device)
-    check(config)
-    if config.context_tokens > spec.context:
-        raise Unsupported(
-            f"context_tokens must be at most {spec.context}, the model's own, "
-            f"got {config.context_tokens}",
-            "context_tokens",
-        )
-    if config.kv_dtype not in (AUTO, KV_NAMES[dtype]):
-        raise Unsupported(
-            f"kv_dtype {config.kv_dtype} cannot be had; torch holds the KV cache in the type that "
-            f"it computes with here, {KV_NAMES[dtype]}",
-            "kv_dtype",
-        )
+    check_sizes(config, spec.context, KV_NAMES[dtype])
     trouble = flash_trouble(spec, dtype, device)
     if trouble is not None and options.attention == "flash":
         raise Unsupported(f"option attention is flash, and {trouble}", "attention")
